@@ -150,6 +150,7 @@ checkouts:
 
 check: .venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet . patches
 	$(BIN)/mypy
 
 docs: .venv

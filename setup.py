@@ -6,13 +6,18 @@ editable install: it makes `--holmes` work on an unmodified script (see holmes_e
 file, whose installer (install_data) serves both kinds of install.
 """
 
-from distutils.command.install_data import install_data  # setuptools', which it puts in distutils's place
+from distutils.command.install_data import (
+    install_data,
+)  # setuptools', which it puts in distutils's place
 
 from setuptools import Distribution, find_packages, setup
 
 #: patches/ of the tree. (holmes_ext/patches is a link to it, for type checkers and editors; an sdist has
 #: none.)
-PATCHES = ["holmes_ext.patches", *(f"holmes_ext.patches.{name}" for name in find_packages("patches"))]
+PATCHES = [
+    "holmes_ext.patches",
+    *(f"holmes_ext.patches.{name}" for name in find_packages("patches")),
+]
 OWN = find_packages(include=["holmes_ext*"], exclude=["holmes_ext.patches*"])
 
 
@@ -20,8 +25,9 @@ class InstallPth(install_data):
     """Installs data_files at the root of site-packages instead of the environment's prefix."""
 
     def finalize_options(self):
-        self.set_undefined_options("install", ("install_lib", "install_dir"), ("root", "root"),
-                                   ("force", "force"))
+        self.set_undefined_options(
+            "install", ("install_lib", "install_dir"), ("root", "root"), ("force", "force")
+        )
 
 
 class DistributionWithData(Distribution):

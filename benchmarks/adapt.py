@@ -93,10 +93,14 @@ class Scene:
 def drawn() -> list[Scene]:
     draw = random.Random(32)
     return [
-        Scene(draw.choice((4, 6, 8)), draw.choice((32, 48, 64, 96)), draw.choice((6, 8, 10, 12)),
-              draw.choice((0.08, 0.1, 0.14)))
+        Scene(
+            draw.choice((4, 6, 8)),
+            draw.choice((32, 48, 64, 96)),
+            draw.choice((6, 8, 10, 12)),
+            draw.choice((0.08, 0.1, 0.14)),
+        )
         for _ in range(DRAWN)
-    ]  # fmt: skip
+    ]
 
 
 SCENES = drawn()
@@ -112,8 +116,13 @@ def _script(engine: str, scene: Scene) -> list[str]:
         f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 "
         f"--sequence {SEQUENCE} --micro-batch 1"
     ).split()
-    return [str(examples() / example / "train.py"), *model, *([stages, "2"] if stages else []),
-            "--micro-batches", str(scene.micro_batches)]
+    return [
+        str(examples() / example / "train.py"),
+        *model,
+        *([stages, "2"] if stages else []),
+        "--micro-batches",
+        str(scene.micro_batches),
+    ]
 
 
 def _accelerator(engine: str, scene: Scene) -> dict[str, Any]:
@@ -128,23 +137,36 @@ def _file(folder: Path, rate_bps: float) -> Path:
 
 def _variant(name: str, file: Path, *flags: str) -> Variant:
     spec = load_spec(file)
-    return Variant(name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags))
+    return Variant(
+        name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags)
+    )
 
 
-def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
-                 over_nccl: bool = False) -> list[Row]:
+def half_a_stage(
+    engine: str, scene: Scene, name: str, repetitions: int, over_nccl: bool = False
+) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         slow, free = (_file(Path(directory), rate) for rate in (scene.half_bps, 1e9))
         off = ("--holmes-adapt", "off")
-        variants = [_variant("learns, slow", slow), _variant("free", free, *off),
-                    *([_variant("stays, slow", slow, *off)] if scene == ISSUE else [])]
+        variants = [
+            _variant("learns, slow", slow),
+            _variant("free", free, *off),
+            *([_variant("stays, slow", slow, *off)] if scene == ISSUE else []),
+        ]
         hardware: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
         if over_nccl:
             gpus = emulated_gpus(scene.gpu_flops(engine))
             hardware = {"accelerator": None, "gpus": gpus, "preload": ("torch",)}
             variants = [replace(variant, env=LESS_MEMORY) for variant in variants]
-        series = compare(variants, _script(engine, scene), repetitions=repetitions, steps=STEPS, skip=FIRST,
-                         on_run=lambda variant, _: tell(f"{name}: {variant}"), **hardware)
+        series = compare(
+            variants,
+            _script(engine, scene),
+            repetitions=repetitions,
+            steps=STEPS,
+            skip=FIRST,
+            on_run=lambda variant, _: tell(f"{name}: {variant}"),
+            **hardware,
+        )
     learns, ideal, *others = series.values()
     difference = max_loss_difference(learns, ideal)
     return [
@@ -152,12 +174,22 @@ def half_a_stage(engine: str, scene: Scene, name: str, repetitions: int,
         *(ratio_row(name, "slow edge, stays : free edge", stays, ideal, "") for stays in others),
         Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
         *steps_of(name, series),
-    ]  # fmt: skip
+    ]
 
 
 def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
-    return [Row.of(name, f"step {series.name}", series.median, "s", series.spread, series.emulated,
-                   busy=series.busy) for series in by_variant.values()]
+    return [
+        Row.of(
+            name,
+            f"step {series.name}",
+            series.median,
+            "s",
+            series.spread,
+            series.emulated,
+            busy=series.busy,
+        )
+        for series in by_variant.values()
+    ]
 
 
 def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
@@ -167,10 +199,18 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
         """(seconds of a step, share of the cores in use) of off, on, and off again."""
         with tempfile.TemporaryDirectory() as directory:
             free = _file(Path(directory), 1e9)
-            variants = [_variant(how, free, "--holmes-adapt", flag)
-                        for how, flag in (("off", "off"), ("on", "on"), ("again", "off"))]
-            series = compare(variants, _script(engine, scene), repetitions=1, steps=60, skip=FIRST,
-                             accelerator=_accelerator(engine, scene))
+            variants = [
+                _variant(how, free, "--holmes-adapt", flag)
+                for how, flag in (("off", "off"), ("on", "on"), ("again", "off"))
+            ]
+            series = compare(
+                variants,
+                _script(engine, scene),
+                repetitions=1,
+                steps=60,
+                skip=FIRST,
+                accelerator=_accelerator(engine, scene),
+            )
         return [(measured.median, measured.busy) for measured in series.values()]
 
     triples = [runs.of(f"{name}: {number}", three) for number in range(1, repetitions + 1)]
@@ -181,11 +221,15 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     costs = [2 * on / (off + again) - 1 for off, on, again in zip(offs, ons, agains)]
     noise = [again / off - 1 for off, again in zip(offs, agains)]
     return [
-        Row.median(name, "what learning adds to a step", costs, "of a step", True, "<= 0.005", busy),
+        Row.median(
+            name, "what learning adds to a step", costs, "of a step", True, "<= 0.005", busy
+        ),
         Row.median(name, "A/A difference (noise)", noise, "of a step", True),
-        *(Row.median(name, f"step {how}", seconds, "s", True, busy=busy)
-          for how, seconds in (("off", [*offs, *agains]), ("on", ons))),
-    ]  # fmt: skip
+        *(
+            Row.median(name, f"step {how}", seconds, "s", True, busy=busy)
+            for how, seconds in (("off", [*offs, *agains]), ("on", ons))
+        ),
+    ]
 
 
 # --------------------------------------------------------------------------- rates that change
@@ -193,8 +237,15 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
 
 def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
     scene = Scene(6, 64, 8, 0.05)
-    return adapt_trace.rows(name, _script(engine, scene), _accelerator(engine, scene), scene.half_bps, _file,
-                            _variant, runs)
+    return adapt_trace.rows(
+        name,
+        _script(engine, scene),
+        _accelerator(engine, scene),
+        scene.half_bps,
+        _file,
+        _variant,
+        runs,
+    )
 
 
 def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
@@ -202,8 +253,14 @@ def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]
 
     def run(variant: Variant, micro_batches: int) -> float:
         varied = replace(scene, micro_batches=micro_batches)
-        (series,) = compare([variant], _script(engine, varied), repetitions=1, steps=STEPS, skip=FIRST,
-                            accelerator=_accelerator(engine, scene)).values()
+        (series,) = compare(
+            [variant],
+            _script(engine, varied),
+            repetitions=1,
+            steps=STEPS,
+            skip=FIRST,
+            accelerator=_accelerator(engine, scene),
+        ).values()
         return series.median
 
     return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
@@ -225,21 +282,33 @@ def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
 
 
 MADE: dict[str, Rows] = {
-    **{f"{engine} {number}": whole(partial(half_a_stage, engine, scene)) for engine in ENGINES
-       for number, scene in enumerate(SCENES, start=1)},
-    **{f"{engine} {number} over NCCL":
-     whole(partial(half_a_stage, engine, scene.slower(2), over_nccl=True))
-       for engine in ENGINES for number, scene in enumerate(SCENES, start=1) if torch.version.cuda},
+    **{
+        f"{engine} {number}": whole(partial(half_a_stage, engine, scene))
+        for engine in ENGINES
+        for number, scene in enumerate(SCENES, start=1)
+    },
+    **{
+        f"{engine} {number} over NCCL": whole(
+            partial(half_a_stage, engine, scene.slower(2), over_nccl=True)
+        )
+        for engine in ENGINES
+        for number, scene in enumerate(SCENES, start=1)
+        if torch.version.cuda
+    },
     **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
     **{f"{engine} trace": partial(trace, engine) for engine in ENGINES},
     **{f"{engine} prediction": partial(predicted, engine) for engine in ENGINES},
     "nothing to gain": partial(nothing_to_gain, "deepspeed"),
     "nothing to gain plain": partial(nothing_to_gain, "plain"),
     "vote": whole(adapt_vote.rows),
-    **{f"simulated {number}": once(adapt_simulated.drawn, number)
-       for number in range(1, adapt_simulated.DRAWN + 1)},
-    **{f"simulated hour {number}": once(adapt_hours.rows, number) for number in range(1, HOURS + 1)},
-}  # fmt: skip
+    **{
+        f"simulated {number}": once(adapt_simulated.drawn, number)
+        for number in range(1, adapt_simulated.DRAWN + 1)
+    },
+    **{
+        f"simulated hour {number}": once(adapt_hours.rows, number) for number in range(1, HOURS + 1)
+    },
+}
 
 
 def main() -> int:
@@ -251,7 +320,9 @@ def main() -> int:
     for name in names:
         rows += MADE[name](name, args.repetitions, runs)
         write([*kept(args.json, names), *rows], args.json)
-    return finish([*kept(args.json, names), *rows], args.json, "A plan that learns while the job runs")
+    return finish(
+        [*kept(args.json, names), *rows], args.json, "A plan that learns while the job runs"
+    )
 
 
 if __name__ == "__main__":

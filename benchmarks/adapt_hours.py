@@ -100,8 +100,12 @@ class SummingJob(SimulatedJob):
 
     def __init__(self, hour: SumsHour, part: Part):
         self.hour, self.part = hour, part
-        super().__init__(hour.site(part.rate), Sizes(), lambda rank: Stage("torch", 0, 1, 1, {}, {rank: 0}),
-                         patient=True)
+        super().__init__(
+            hour.site(part.rate),
+            Sizes(),
+            lambda rank: Stage("torch", 0, 1, 1, {}, {rank: 0}),
+            patient=True,
+        )
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
@@ -110,10 +114,17 @@ class SummingJob(SimulatedJob):
         group_fields = {"ranks": ranks, "description": "two-level" if two_level else ""}
 
         def told(rank: Any) -> tuple[Any, ...]:
-            done = DoneReduction(reduction, self.hour.bytes, two_level, reduction.overlap, follows=True)
+            done = DoneReduction(
+                reduction, self.hour.bytes, two_level, reduction.overlap, follows=True
+            )
             rank.current.reductions[ranks] = done
-            ops = [Op(Group(transport=Transport(name), **group_fields),
-                      seconds + gone * (name == ETHERNET)) for name, seconds in step.busy.items()]
+            ops = [
+                Op(
+                    Group(transport=Transport(name), **group_fields),
+                    seconds + gone * (name == ETHERNET),
+                )
+                for name, seconds in step.busy.items()
+            ]
             seconds, exposed = max(op.end for op in ops), step.exposed_s + gone
             return ops, (), {"bytes": self.hour.bytes, "seconds": seconds, "exposed": exposed}
 
@@ -170,8 +181,10 @@ class SumsHour:
         self.simulated = cache(self._simulated)
 
     def site(self, rate: float) -> Site:
-        clusters = [f"{name} {kind} {self.fast / 1e6:g}Mb/s {name}[0-1]"
-                    for name, kind in (("a", "ib"), ("b", "roce"))]
+        clusters = [
+            f"{name} {kind} {self.fast / 1e6:g}Mb/s {name}[0-1]"
+            for name, kind in (("a", "ib"), ("b", "roce"))
+        ]
         return site(*clusters, ethernet=f"{rate * self.fast / 1e6:g}Mb/s", processes=self.processes)
 
     def prepare(self, parts: list[Part]) -> None:
@@ -197,17 +210,23 @@ class SumsHour:
         layer_s = part.slower * self.compute_s / 3 / self.model.layers
         row, none = (0.0, *(layer_s,) * self.model.layers, 0.0), ((0.0,) * (self.model.layers + 2),)
         costs = StageCosts((row,), (tuple(2 * forward_s for forward_s in row),), none, none, 1)
-        run = Execution(EngineTraits(), overlap="on" if reduction.overlap else "off", two_level=two_level,
-                        direct=True,
-                        bucket_bytes=reduction.chunk_bytes if two_level else reduction.bucket_bytes)
+        run = Execution(
+            EngineTraits(),
+            overlap="on" if reduction.overlap else "off",
+            two_level=two_level,
+            direct=True,
+            bucket_bytes=reduction.chunk_bytes if two_level else reduction.bucket_bytes,
+        )
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)
         busy: dict[str, float] = {}
         for (_, name, _), carried in step.carried.items():
             rate = hour_site.fabric_by_name[name].rate_bps
             busy[name] = max(busy.get(name, 0.0), 8 * carried / rate)
-        exposed = max(sum(span.end - span.start for span in line.spans if span.kind == "reduce")
-                      for line in step.ranks)
+        exposed = max(
+            sum(span.end - span.start for span in line.spans if span.kind == "reduce")
+            for line in step.ranks
+        )
         assert ETHERNET in busy
         return SumStep(step.step_s, exposed, busy)
 
@@ -233,16 +252,36 @@ def rows(name: str, number: int) -> list[Row]:
         changes = sum("plan" in document for document in job.documents)
     finally:
         job.end()
-    fixed = [[(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts] for plan in hour.fixed]
+    fixed = [
+        [(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts]
+        for plan in hour.fixed
+    ]
     best_per_part, best_fixed = sum(map(max, zip(*fixed))), max(map(sum, fixed))
     about = "in flight" if pipeline else "sums"
     return [
-        Row.median(name, f"steps, learns : the best fixed plan of each part ({about}, simulated)",
-                   [sum(learned) / best_per_part], "x", True, ">= 0.95"),
-        Row.median(name, f"steps, learns : the best one fixed plan ({about}, simulated)",
-                   [sum(learned) / best_fixed], "x", True, ">= 1"),
-        Row.median(name, f"steps, the best plan of each part : the best one ({about}, simulated)",
-                   [best_per_part / best_fixed], "x", True),
+        Row.median(
+            name,
+            f"steps, learns : the best fixed plan of each part ({about}, simulated)",
+            [sum(learned) / best_per_part],
+            "x",
+            True,
+            ">= 0.95",
+        ),
+        Row.median(
+            name,
+            f"steps, learns : the best one fixed plan ({about}, simulated)",
+            [sum(learned) / best_fixed],
+            "x",
+            True,
+            ">= 1",
+        ),
+        Row.median(
+            name,
+            f"steps, the best plan of each part : the best one ({about}, simulated)",
+            [best_per_part / best_fixed],
+            "x",
+            True,
+        ),
         Row.median(name, f"changes ({about}, simulated)", [changes], "changes", True),
         Row.median(name, f"steps, learns ({about}, simulated)", [sum(learned)], "steps", True),
-    ]  # fmt: skip
+    ]

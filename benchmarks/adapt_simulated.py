@@ -43,7 +43,9 @@ def drawn(name: str, number: int) -> list[Row]:
     scene = (3, 3), layer_s, round(half_mbps(layer_s), 3)
     job = LearningJob(scene, micro_batches, patient=True)
     job.slower, stays = slower, step_s(step_of(scene, job.held(), micro_batches, slower))
-    free = min(step_s(step_of((*scene[:2], FREE_MBPS), (held, 1), micro_batches, slower)) for held in FIXED)
+    free = min(
+        step_s(step_of((*scene[:2], FREE_MBPS), (held, 1), micro_batches, slower)) for held in FIXED
+    )
     try:
         for _ in range(FIRST):
             job.step()
@@ -54,6 +56,8 @@ def drawn(name: str, number: int) -> list[Row]:
     finally:
         job.end()
     return [
-        Row.median(name, "slow edge, learns : free edge (simulated)", [learns / free], "x", True, "<= 1.15"),
+        Row.median(
+            name, "slow edge, learns : free edge (simulated)", [learns / free], "x", True, "<= 1.15"
+        ),
         Row.median(name, "slow edge, stays : free edge (simulated)", [stays / free], "x", True),
-    ]  # fmt: skip
+    ]

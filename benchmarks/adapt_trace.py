@@ -31,14 +31,30 @@ class Part:
     speed: float = 1.0
 
 
-TRACE = (Part(30, 4.0), Part(30, 1.0), Part(30, 0.5), Part(4, 0.5, link=False), Part(30, 4.0),
-         Part(15, 0.25), Part(20, 1.0, speed=0.5), Part(20, 1.0), Part(30, 2.0))
+TRACE = (
+    Part(30, 4.0),
+    Part(30, 1.0),
+    Part(30, 0.5),
+    Part(4, 0.5, link=False),
+    Part(30, 4.0),
+    Part(15, 0.25),
+    Part(20, 1.0, speed=0.5),
+    Part(20, 1.0),
+    Part(30, 2.0),
+)
 #: More micro-batches in flight than 1F1B has.
 FIXED = ("off", "0", "4")
 
 
-def rows(name: str, script: Sequence[str], accelerator: dict[str, Any], half_bps: float,
-         write: Callable[[Path, float], Path], variant: Callable[..., Variant], runs: Runs) -> list[Row]:
+def rows(
+    name: str,
+    script: Sequence[str],
+    accelerator: dict[str, Any],
+    half_bps: float,
+    write: Callable[[Path, float], Path],
+    variant: Callable[..., Variant],
+    runs: Runs,
+) -> list[Row]:
     """Steps in each part of the trace, by plan; [] while a run is missing. write(folder, rate): a cluster
     file; variant(name, file, *flags)."""
     counts: dict[str, list[int]] = {}
@@ -48,7 +64,9 @@ def rows(name: str, script: Sequence[str], accelerator: dict[str, Any], half_bps
         def run(flags: tuple[str, ...] = flags) -> list[int]:
             with tempfile.TemporaryDirectory() as directory:
                 file = write(Path(directory), half_bps)
-                return _steps_of(variant("", file, *flags), script, accelerator, half_bps, Path(directory))
+                return _steps_of(
+                    variant("", file, *flags), script, accelerator, half_bps, Path(directory)
+                )
 
         if (steps := runs.of(f"{name} {plan}", run)) is None:
             return []
@@ -57,22 +75,47 @@ def rows(name: str, script: Sequence[str], accelerator: dict[str, Any], half_bps
     totals = {plan: sum(parts) for plan, parts in counts.items()}
     fixed = max(totals[plan] for plan in FIXED)
     return [
-        Row.median(name, "steps, learns : the best fixed plan of each part", [totals["learns"] / sum(best)],
-                   "x", True, ">= 0.95"),
-        Row.median(name, "steps, learns : the best one fixed plan", [totals["learns"] / fixed], "x", True,
-                   ">= 1"),
-        *(Row.median(name, f"steps, {plan}", [total], "steps", True) for plan, total in totals.items()),
-    ]  # fmt: skip
+        Row.median(
+            name,
+            "steps, learns : the best fixed plan of each part",
+            [totals["learns"] / sum(best)],
+            "x",
+            True,
+            ">= 0.95",
+        ),
+        Row.median(
+            name,
+            "steps, learns : the best one fixed plan",
+            [totals["learns"] / fixed],
+            "x",
+            True,
+            ">= 1",
+        ),
+        *(
+            Row.median(name, f"steps, {plan}", [total], "steps", True)
+            for plan, total in totals.items()
+        ),
+    ]
 
 
-def _steps_of(variant: Variant, script: Sequence[str], accelerator: dict[str, Any], half_bps: float,
-              folder: Path) -> list[int]:
+def _steps_of(
+    variant: Variant,
+    script: Sequence[str],
+    accelerator: dict[str, Any],
+    half_bps: float,
+    folder: Path,
+) -> list[int]:
     log, throttle = folder / "log.jsonl", folder / "throttle.json"
     with Lab(variant.spec, realtime=True) as lab:
         command = [sys.executable, *script, "--steps", "100000", "--log", str(log), *variant.flags]
-        job = lab.start(command, order=variant.order,
-                        accelerator={**accelerator, "throttle": str(throttle)},
-                        env={"DS_ACCELERATOR": "cpu"}, preload=("torch",), timeout=900)
+        job = lab.start(
+            command,
+            order=variant.order,
+            accelerator={**accelerator, "throttle": str(throttle)},
+            env={"DS_ACCELERATOR": "cpu"},
+            preload=("torch",),
+            timeout=900,
+        )
         while _lines(log) < 3:
             if job.poll() is not None:
                 raise SystemExit(f"adapt.py: {job.poll().outputs}")

@@ -42,7 +42,9 @@ STEP = 5
 def measured() -> list[dict[str, Any]]:
     """What a rank of each stage tells after a window."""
     job, seen = LearningJob(((3, 3), 0.02, 5), patient=True), []
-    job.ranks[0].deciding.propose = lambda step, reports: seen.extend(reports) or {"at": 0, "next": step + 1}
+    job.ranks[0].deciding.propose = lambda step, reports: (
+        seen.extend(reports) or {"at": 0, "next": step + 1}
+    )
     job.until(lambda: seen)
     job.end()
     return [next(figures for figures in seen if figures["stage"] == stage) for stage in range(2)]
@@ -54,13 +56,19 @@ def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
     figures = stages[rank // half]
     messages = {f"f {first}>{second}": "f", f"b {second}>{first}": "b"}
     steps_of = {key[0]: steps for key, steps in figures["messages"].items()}
-    return {**figures, "rank": rank, "messages": {key: steps_of[letter] for key, letter in messages.items()}}
+    return {
+        **figures,
+        "rank": rank,
+        "messages": {key: steps_of[letter] for key, letter in messages.items()},
+    }
 
 
 def _deciding() -> Deciding:
     """Rank 0's."""
-    nodes = [f"{name} {kind} 100Gb/s {name}[0-{WORLD // NODE // 2 - 1}]"
-             for name, kind in (("a", "ib"), ("b", "roce"))]
+    nodes = [
+        f"{name} {kind} 100Gb/s {name}[0-{WORLD // NODE // 2 - 1}]"
+        for name, kind in (("a", "ib"), ("b", "roce"))
+    ]
     where, options = site(*nodes, ethernet="5Mb/s", processes=NODE), Options()
     plan = build_plan(where, Sizes(2), options=options)
     assert plan.world_size == WORLD and plan.sizes is not None
@@ -74,9 +82,16 @@ def main() -> None:
     verdicts."""
     import torch.distributed as dist
 
-    process, where = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    process, where = (
+        int(os.environ["RANK"]),
+        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
+    )
     process_store = dist.TCPStore(*where, is_master=process == 0, wait_for_workers=False)
-    deciding, stages, outcomes = _deciding(), json.loads(sys.argv[1]), list[tuple[float, float, str]]()
+    deciding, stages, outcomes = (
+        _deciding(),
+        json.loads(sys.argv[1]),
+        list[tuple[float, float, str]](),
+    )
 
     def run_rank(rank: int) -> None:
         store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
@@ -87,12 +102,18 @@ def main() -> None:
         store.wait(["go"])
         start = time.monotonic()
         _, verdict = vote.round(
-            0, figures, lambda reports: deciding.propose(STEP, reports),
-            lambda number, proposal: boundary.agree(number, proposal["at"], change_of(proposal)))
+            0,
+            figures,
+            lambda reports: deciding.propose(STEP, reports),
+            lambda number, proposal: boundary.agree(number, proposal["at"], change_of(proposal)),
+        )
         outcomes.append((start, time.monotonic(), verdict))
 
     count = WORLD // PROCESSES
-    threads = [threading.Thread(target=run_rank, args=(process * count + number,)) for number in range(count)]
+    threads = [
+        threading.Thread(target=run_rank, args=(process * count + number,))
+        for number in range(count)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -65,11 +65,18 @@ def checkout(scene: str) -> Path:
 
 def site(world: int) -> Site:
     """Two clusters of as many nodes of 8 GPUs (fewer: of one node each) as `world` ranks need."""
-    fabrics = (Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5), Fabric("ib", "ib", 200 * 10**9, 2e-6),
-               Fabric("roce", "roce", 200 * 10**9, 4e-6))
+    fabrics = (
+        Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5),
+        Fabric("ib", "ib", 200 * 10**9, 2e-6),
+        Fabric("roce", "roce", 200 * 10**9, 4e-6),
+    )
     count, gpus = max(1, world // 16), min(8, world // 2)
     ports_of = {name: (Port(name), Port(ETHERNET)) for name in ("ib", "roce")}
-    nodes = (Node(f"{name}{i}", name, gpus, ports) for name, ports in ports_of.items() for i in range(count))
+    nodes = (
+        Node(f"{name}{i}", name, gpus, ports)
+        for name, ports in ports_of.items()
+        for i in range(count)
+    )
     return Site(tuple(nodes), fabrics)
 
 
@@ -85,7 +92,9 @@ def priced(description: CommandLine) -> float:
             continue
         try:
             complete = sizes.complete(world)
-            result = SearchResult(Network(site(world)), description.model, 0, rules=Rules(overlap=True))
+            result = SearchResult(
+                Network(site(world)), description.model, 0, rules=Rules(overlap=True)
+            )
             shape = shape_of(description.model, complete, description.zero, description.virtual)
             return given(result, complete, shape, description.stage_layers).formula_s
         except HolmesError as error:
@@ -100,15 +109,22 @@ def measure(scene: str) -> list[Row]:
         lines = command_lines(checkout(scene), Path(configs))
         descriptions = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
         flags = Counter(flag for _, argv in lines for flag in words(argv))
-    unknown = sorted({name for description in descriptions.values() for name in description.unknown})
-    with_model = [description for description in descriptions.values() if description.model is not None]
+    unknown = sorted(
+        {name for description in descriptions.values() for name in description.unknown}
+    )
+    with_model = [
+        description for description in descriptions.values() if description.model is not None
+    ]
     for (name, _), description in descriptions.items():
         if description.model is None and Path(name).name != FROM_ITS_CALLER:
             tell(f"{name}: {description.trouble or 'no model'}")
     if unknown:
         tell(f"{scene}: unknown: {', '.join(unknown)}")
     steps = [step for description in with_model if (step := priced(description))]
-    effect, named = [flag for flag in flags if flag in READ], [flag for flag in flags if flag in NOT_READ]
+    effect, named = (
+        [flag for flag in flags if flag in READ],
+        [flag for flag in flags if flag in NOT_READ],
+    )
     wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
     counts = {
         "command lines found": (len(lines), ""),
@@ -120,7 +136,10 @@ def measure(scene: str) -> list[Row]:
         "flags that change nothing": (len(set(flags) - {*effect, *named, *unknown}), ""),
         "flags and keys that are unknown": (len(unknown), "<= 0"),
     }
-    return [Row.of(scene, metric, n, "", (n, n), False, target) for metric, (n, target) in counts.items()]
+    return [
+        Row.of(scene, metric, n, "", (n, n), False, target)
+        for metric, (n, target) in counts.items()
+    ]
 
 
 def main() -> int:

@@ -38,24 +38,43 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
         script = str(examples() / "plain_torch" / "train.py")
-        command = [sys.executable, script, *MODEL, "--seed", str(seed), "--steps", str(steps), "--log-file",
-                   str(log)]
+        command = [
+            sys.executable,
+            script,
+            *MODEL,
+            "--seed",
+            str(seed),
+            "--steps",
+            str(steps),
+            "--log-file",
+            str(log),
+        ]
         before = lab.counters()
-        flags = ["--holmes", "--holmes-cluster", str(CLUSTERS), "--holmes-compress",
-                 kind] if kind != "flat" else []
+        flags = (
+            ["--holmes", "--holmes-cluster", str(CLUSTERS), "--holmes-compress", kind]
+            if kind != "flat"
+            else []
+        )
         env = {} if flags else {"GLOO_SOCKET_IFNAME": "eth0"}
-        result = lab.run([*command, *flags], order=interleave(lab.spec), env=env, preload=("torch",),
-                         timeout=600)
+        result = lab.run(
+            [*command, *flags], order=interleave(lab.spec), env=env, preload=("torch",), timeout=600
+        )
         if result.returncode:
             raise SystemExit(
-                f"compression.py: status {result.returncode}:\n{result.outputs[result.first_failed or 0]}")
+                f"compression.py: status {result.returncode}:\n{result.outputs[result.first_failed or 0]}"
+            )
         after = lab.counters()
-        sent = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in lab.spec.clusters[0].nodes)
+        sent = sum(
+            after[node]["eth0"][1] - before[node]["eth0"][1] for node in lab.spec.clusters[0].nodes
+        )
         return [json.loads(line)["loss"] for line in log.read_text().splitlines()], sent / steps
 
 
 def curves(
-    what: str, kinds: Sequence[str], seeds: int, train: Callable[[str, int], tuple[list[float], float]],
+    what: str,
+    kinds: Sequence[str],
+    seeds: int,
+    train: Callable[[str, int], tuple[list[float], float]],
     path: Path | None,
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
     """What train(kind, seed) gives, by kind: losses, and bytes sent for each step; the kinds in turn for each
@@ -74,7 +93,9 @@ def curves(
 
 def means(losses: list[float]) -> list[float]:
     """Of each window of steps."""
-    return [statistics.fmean(losses[k : k + WINDOW]) for k in range(0, len(losses) - WINDOW + 1, WINDOW)]
+    return [
+        statistics.fmean(losses[k : k + WINDOW]) for k in range(0, len(losses) - WINDOW + 1, WINDOW)
+    ]
 
 
 def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[float]]:
@@ -83,26 +104,45 @@ def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[fl
     return [[a - b for a, b in zip(means(curve), means(off))] for curve, off in pairs]
 
 
-def rows(scene: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]) -> list[Row]:
+def rows(
+    scene: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]
+) -> list[Row]:
     """losses: by kind ("off", the control if there is one, others) and seed; sent: bytes a step."""
     table = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
-        table.append(Row.of(scene, metric, statistics.fmean(values), unit, (min(values), max(values)), False))
+        table.append(
+            Row.of(scene, metric, statistics.fmean(values), unit, (min(values), max(values)), False)
+        )
 
     for kind in losses:
-        row(f"loss, mean of the last {WINDOW} steps, {kind}", [means(curve)[-1] for curve in losses[kind]],
-            "nats")
+        row(
+            f"loss, mean of the last {WINDOW} steps, {kind}",
+            [means(curve)[-1] for curve in losses[kind]],
+            "nats",
+        )
     for kind in list(losses)[1:]:
         apart = differences(losses, kind)
-        row(f"difference to off, mean of the last {WINDOW} steps, {kind}", [curve[-1] for curve in apart],
-            "nats")
-        row(f"largest difference of a {WINDOW}-step mean, {kind}", [max(map(abs, curve)) for curve in apart],
-            "nats")
+        row(
+            f"difference to off, mean of the last {WINDOW} steps, {kind}",
+            [curve[-1] for curve in apart],
+            "nats",
+        )
+        row(
+            f"largest difference of a {WINDOW}-step mean, {kind}",
+            [max(map(abs, curve)) for curve in apart],
+            "nats",
+        )
     for kind in losses:
-        row(f"sent by a cluster's Ethernet NICs, {kind}", [value / 1e3 for value in sent[kind]], "kB/step")
+        row(
+            f"sent by a cluster's Ethernet NICs, {kind}",
+            [value / 1e3 for value in sent[kind]],
+            "kB/step",
+        )
     for kind in (kind for kind in losses if kind not in CONTROLS):
-        row(f"bytes that cross, {kind} : off", [a / b for a, b in zip(sent[kind], sent["off"])], "x")
+        row(
+            f"bytes that cross, {kind} : off", [a / b for a, b in zip(sent[kind], sent["off"])], "x"
+        )
     return table
 
 
@@ -113,18 +153,31 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
-    colours = {"off": "black", "flat": "tab:gray", "nudged": "tab:gray", "bf16": "tab:blue",
-               "int8": "tab:orange"}
+    colours = {
+        "off": "black",
+        "flat": "tab:gray",
+        "nudged": "tab:gray",
+        "bf16": "tab:blue",
+        "int8": "tab:orange",
+    }
     for kind in losses:
         for number, (curve, difference) in enumerate(zip(losses[kind], differences(losses, kind))):
             label = kind if number == 0 else None
             places = [WINDOW * k + WINDOW // 2 for k in range(len(means(curve)))]
             left.plot(places, means(curve), color=colours[kind], linewidth=0.9, label=label)
             if kind != "off":
-                right.plot(places, difference, color=colours[kind], linewidth=0.9,
-                           label=label and f"{kind} - off")
-    left.set(xlabel="step", ylabel=f"loss, nats (means of {WINDOW} steps)",
-             title=f"{what}, {len(losses['off'])} seeds")
+                right.plot(
+                    places,
+                    difference,
+                    color=colours[kind],
+                    linewidth=0.9,
+                    label=label and f"{kind} - off",
+                )
+    left.set(
+        xlabel="step",
+        ylabel=f"loss, nats (means of {WINDOW} steps)",
+        title=f"{what}, {len(losses['off'])} seeds",
+    )
     right.set(xlabel="step", ylabel="nats", title='Difference to "off" with the same seed')
     right.axhline(0, color="black", linewidth=0.8)
     left.legend()
@@ -134,14 +187,22 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves there (png)")
+    arguments.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the curves there (png)"
+    )
     arguments.add_argument("--steps", type=int, default=1500)
-    arguments.add_argument("--seeds", type=int, default=3, help="how many, of weights and of the order of "
-                                                                "the text")
+    arguments.add_argument(
+        "--seeds", type=int, default=3, help="how many, of weights and of the order of the text"
+    )
     args = arguments.parse_args()
     with Lab(load_spec(CLUSTERS), realtime=True) as lab:
-        losses, sent = curves("compression", KINDS, args.seeds,
-                              lambda kind, seed: train(lab, kind, args.steps, seed), args.json)
+        losses, sent = curves(
+            "compression",
+            KINDS,
+            args.seeds,
+            lambda kind, seed: train(lab, kind, args.steps, seed),
+            args.json,
+        )
     if args.picture:
         draw(losses, args.picture, "Gradients compressed between the clusters")
     title = f"Compressed gradients between two clusters, {args.steps} steps, {args.seeds} seeds"

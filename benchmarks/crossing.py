@@ -40,8 +40,12 @@ from holmes_ext.samples import examples
 #: weights.
 ENGINES = {
     "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}, "deepspeed-tied"),
-    "megatron": ("megatron_core", "--pipeline", {"classes": ["TransformerLayer"], "layout": "sbh"},
-                 "megatron-tied"),
+    "megatron": (
+        "megatron_core",
+        "--pipeline",
+        {"classes": ["TransformerLayer"], "layout": "sbh"},
+        "megatron-tied",
+    ),
 }
 OFF = "HOLMES_DISABLE"
 SLICES = "megatron-slices"
@@ -54,14 +58,27 @@ def ethernet(series: Series) -> float:
 
 
 def slices(repetitions: int, steps: int) -> list[Row]:
-    script = [str(examples() / "megatron_core" / "train.py"), "--tensor", "2", "--pipeline", "2", *(
-        "--layers 4 --hidden 192 --heads 4 --sequence 32 --micro-batch 1 --micro-batches 8".split())]
+    script = [
+        str(examples() / "megatron_core" / "train.py"),
+        "--tensor",
+        "2",
+        "--pipeline",
+        "2",
+        *(
+            "--layers 4 --hidden 192 --heads 4 --sequence 32 --micro-batch 1 --micro-batches 8".split()
+        ),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
-        file.write_text(toml("a ib 1Gb/s a[0-1]", "b roce 1Gb/s b[0-1]", ethernet="6.2Mb/s", processes=2))
+        file.write_text(
+            toml("a ib 1Gb/s a[0-1]", "b roce 1Gb/s b[0-1]", ethernet="6.2Mb/s", processes=2)
+        )
         spec = load_spec(file)
         base = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "tensor=2,pipeline=2")
-        schedules = {"own schedule": ("--holmes-inflight", "off"), "in flight": ("--holmes-inflight", "1")}
+        schedules = {
+            "own schedule": ("--holmes-inflight", "off"),
+            "in flight": ("--holmes-inflight", "1"),
+        }
         variants = [
             Variant(f"{cut}, {name}", spec, interleave(spec), (*base, *flags), env)
             for name, flags in schedules.items()
@@ -75,28 +92,51 @@ def slices(repetitions: int, steps: int) -> list[Row]:
         share = ethernet(cut) / ethernet(whole)
         target = ">= 1.2" if name == "own schedule" else ""
         rows += [
-            Row.median("slices", f"crossing bytes, {name}", [share], "of whole ones'", False, "<= 0.55"),
+            Row.median(
+                "slices", f"crossing bytes, {name}", [share], "of whole ones'", False, "<= 0.55"
+            ),
             ratio_row("slices", f"step, whole : slices, {name}", whole, cut, target),
         ]
-    difference = max(max_loss_difference(series["whole, own schedule"], other) for other in series.values())
-    rows.append(Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
+    difference = max(
+        max_loss_difference(series["whole, own schedule"], other) for other in series.values()
+    )
+    rows.append(
+        Row.median("slices", "largest loss difference", [difference], "nats", False, "<= 1e-6")
+    )
     h, tokens, sizes = 192, 32, Sizes(tensor=2, pipeline=2)
     model = Model(4, h, 4, tokens, 256, micro_batches=8, activation_width=4, tied=False)
     # Of a rank: half of the weights, all of the norms and of two biases
     forward = forward_s(h, tokens, FLOPS["slices"], 6 * h * h + 9.5 * h)
     predicted = {
         f"{cut}, {name}": predicted_step(
-            "megatron", spec, model, sizes, forward, Options(inflight=flags[1], off=off), cut=not off)
+            "megatron",
+            spec,
+            model,
+            sizes,
+            forward,
+            Options(inflight=flags[1], off=off),
+            cut=not off,
+        )
         for name, flags in schedules.items()
         for cut, off in (("slices", frozenset()), ("whole", frozenset({SLICES})))
     }
-    return [*rows, *prediction_rows("slices", medians(series), predicted), *step_rows("slices", series)]
+    return [
+        *rows,
+        *prediction_rows("slices", medians(series), predicted),
+        *step_rows("slices", series),
+    ]
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
     scene, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
-    script = [str(examples() / example / "train.py"), stages, "2", *(
-        "--layers 4 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 4".split())]
+    script = [
+        str(examples() / example / "train.py"),
+        stages,
+        "2",
+        *(
+            "--layers 4 --hidden 288 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 4".split()
+        ),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
         file.write_text(toml("a ib 1Gb/s a[0-3]", "b roce 1Gb/s b[0-3]", ethernet="12Mb/s"))
@@ -111,35 +151,73 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
     forward = forward_s(288, 16, FLOPS["tied"])
     model = Model(4, 288, 4, 16, 256, micro_batches=4, activation_width=4)
     predicted = {
-        name: predicted_step(engine, spec, replace(model, tied=name != "not tied"), Sizes(pipeline=2),
-                             forward, Options(off=frozenset({feature} if name == "pairs" else ())),
-                             tied=name != "pairs")
+        name: predicted_step(
+            engine,
+            spec,
+            replace(model, tied=name != "not tied"),
+            Sizes(pipeline=2),
+            forward,
+            Options(off=frozenset({feature} if name == "pairs" else ())),
+            tied=name != "pairs",
+        )
         for name in series
     }
     levels, pairs, none = (series[name] for name in ("two levels", "pairs", "not tied"))
     sent = (ethernet(levels) - ethernet(none)) / (ethernet(pairs) - ethernet(none))
-    exposed = {name: [a - b for a, b in zip(series[name].medians, none.medians)]
-               for name in ("two levels", "pairs")}
+    exposed = {
+        name: [a - b for a, b in zip(series[name].medians, none.medians)]
+        for name in ("two levels", "pairs")
+    }
     shares = [a / b for a, b in zip(*exposed.values())]
     share = statistics.median(exposed["two levels"]) / statistics.median(exposed["pairs"])
     return [
         Row.median(scene, "crossing bytes of it", [sent], "of pairs'", False, "<= 0.3"),
-        Row.of(scene, "exposed time of it", share, "of pairs'", (min(shares), max(shares)), True, "<= 0.3"),
-        *(Row.median(scene, f"exposed, {name}", seconds, "s", True) for name, seconds in exposed.items()),
+        Row.of(
+            scene,
+            "exposed time of it",
+            share,
+            "of pairs'",
+            (min(shares), max(shares)),
+            True,
+            "<= 0.3",
+        ),
+        *(
+            Row.median(scene, f"exposed, {name}", seconds, "s", True)
+            for name, seconds in exposed.items()
+        ),
         ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),
-        Row.median(scene, "largest loss difference", [max_loss_difference(pairs, levels)], "nats", False,
-                   "<= 1e-6"),
-        *prediction_rows(scene, medians(series), predicted), *step_rows(scene, series),
+        Row.median(
+            scene,
+            "largest loss difference",
+            [max_loss_difference(pairs, levels)],
+            "nats",
+            False,
+            "<= 1e-6",
+        ),
+        *prediction_rows(scene, medians(series), predicted),
+        *step_rows(scene, series),
     ]
 
 
 def run(
-    scene: str, variants: list[Variant], script: list[str], repetitions: int, steps: int, accelerator: dict
+    scene: str,
+    variants: list[Variant],
+    script: list[str],
+    repetitions: int,
+    steps: int,
+    accelerator: dict,
 ) -> dict[str, Series]:
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
-    return compare(variants, script, repetitions=repetitions, steps=steps, skip=3, accelerator=accelerator,
-                   on_run=lambda variant, _: tell(f"{scene}: run {next(started)} of {total}: {variant}"))
+    return compare(
+        variants,
+        script,
+        repetitions=repetitions,
+        steps=steps,
+        skip=3,
+        accelerator=accelerator,
+        on_run=lambda variant, _: tell(f"{scene}: run {next(started)} of {total}: {variant}"),
+    )
 
 
 def main() -> int:

@@ -51,7 +51,9 @@ from holmes_ext.report.files import load
 from holmes_ext.samples import examples
 
 LAYERS, HIDDEN, SEQUENCE = 6, 64, 128
-MODEL = f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()
+MODEL = (
+    f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1".split()
+)
 MODEL_TOML = """version = 1
 layers = 6
 hidden = 64
@@ -107,14 +109,20 @@ def two(ethernet: str) -> str:
 
 def _scenes() -> dict[str, Scene]:
     half = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
-    far = {name: two("250Mb/s") + LINK.format(latency=latency)
-           for name, latency in (("free", "0.1ms"), ("slow", "20ms"))}
+    far = {
+        name: two("250Mb/s") + LINK.format(latency=latency)
+        for name, latency in (("free", "0.1ms"), ("slow", "20ms"))
+    }
     scenes = {}
     for engine in ENGINES:
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
-        scenes[f"{engine} unequal"] = Scene(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
-        scenes |= {f"{engine} 8": Scene(engine, 8, half, "<= 1.15"),
-                   f"{engine} 16": Scene(engine, 16, half, "<= 1.08")}
+        scenes[f"{engine} unequal"] = Scene(
+            engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout
+        )
+        scenes |= {
+            f"{engine} 8": Scene(engine, 8, half, "<= 1.15"),
+            f"{engine} 16": Scene(engine, 16, half, "<= 1.08"),
+        }
         scenes[f"{engine} one cluster"] = Scene(engine, 8, {"as it is": ONE}, steps=24)
     return scenes | {"deepspeed latency": Scene("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
 
@@ -145,9 +153,17 @@ def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
         names |= {"own": "own"} if scene.stages > 2 else {}
         for label, how in names.items():
             name, telemetry = f"{label}, {edge}", folder / f"telemetry {label} {edge}"
-            flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes",
-                     f"pipeline={scene.stages}", "--holmes-model", str(model), "--holmes-telemetry",
-                     str(telemetry))
+            flags = (
+                "--holmes",
+                "--holmes-cluster",
+                str(file),
+                "--holmes-sizes",
+                f"pipeline={scene.stages}",
+                "--holmes-model",
+                str(model),
+                "--holmes-telemetry",
+                str(telemetry),
+            )
             flags += ("--holmes-inflight", INFLIGHT[how])
             runs.append(Run(Variant(name, spec, interleave(spec), flags), how, file, telemetry))
     return model, runs
@@ -159,17 +175,32 @@ def measured_anew(repetitions: int, name: str) -> list[Row]:
         model, runs = _prepared(scene, Path(directory))
         example, stages, paced = ENGINES[scene.engine]
         train = examples() / example / "train.py"
-        script = [str(train), *MODEL, stages, str(scene.stages), "--micro-batches", str(scene.micro_batches),
-                  *scene.layout]
+        script = [
+            str(train),
+            *MODEL,
+            stages,
+            str(scene.stages),
+            "--micro-batches",
+            str(scene.micro_batches),
+            *scene.layout,
+        ]
         started, total = iter(range(1, repetitions * len(runs) + 1)), repetitions * len(runs)
         series = compare(
-            [run.variant for run in runs], script, repetitions=repetitions, steps=scene.steps, skip=4,
+            [run.variant for run in runs],
+            script,
+            repetitions=repetitions,
+            steps=scene.steps,
+            skip=4,
             accelerator={"flops": scene.flops, **paced},
-            on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"))
+            on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
+        )
         exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
         predicted = predictions(scene, runs, model)
-    return [*_ratios(name, scene, series, exposed), *prediction_rows(name, medians(series), predicted),
-            *step_rows(name, series)]
+    return [
+        *_ratios(name, scene, series, exposed),
+        *prediction_rows(name, medians(series), predicted),
+        *step_rows(name, series),
+    ]
 
 
 def medians(by_variant: dict[str, Series]) -> dict[str, float]:
@@ -181,30 +212,72 @@ def _pipeline_s(telemetry: Path) -> float:
     return sum(row.exposed_s for row in summarize(load(telemetry)).rows if row.kind == "pipeline")
 
 
-def _ratios(name: str, scene: Scene, series: dict[str, Series], exposed: dict[str, float]) -> list[Row]:
+def _ratios(
+    name: str, scene: Scene, series: dict[str, Series], exposed: dict[str, float]
+) -> list[Row]:
     if len(scene.edges) == 1:
         engine, again = series["engine, as it is"], series["again, as it is"]
         ours = series["holmes, as it is"]
         both = statistics.median([*engine.medians, *again.medians])
-        pairs = [2 * a / (b + c) - 1 for a, b, c in zip(ours.medians, engine.medians, again.medians)]
-        cost = Row.of(name, "what holmes's edges add to a step", ours.median / both - 1, "of a step",
-                      (min(pairs), max(pairs)), True, "<= 0.005", max(engine.busy, again.busy, ours.busy))
+        pairs = [
+            2 * a / (b + c) - 1 for a, b, c in zip(ours.medians, engine.medians, again.medians)
+        ]
+        cost = Row.of(
+            name,
+            "what holmes's edges add to a step",
+            ours.median / both - 1,
+            "of a step",
+            (min(pairs), max(pairs)),
+            True,
+            "<= 0.005",
+            max(engine.busy, again.busy, ours.busy),
+        )
         noise = abs(again.median / engine.median - 1)
         difference = max_loss_difference(engine, ours)
-        return [cost, Row.median(name, "A/A difference (noise)", [noise], "of a step", True),
-                Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6")]
-    rows = [ratio_row(name, f"{how}: slow edge : free edge", series[f"{how}, slow"], series[f"{how}, free"],
-                      scene.target if how == "holmes" else "") for how in ("holmes", "engine")]
+        return [
+            cost,
+            Row.median(name, "A/A difference (noise)", [noise], "of a step", True),
+            Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+        ]
+    rows = [
+        ratio_row(
+            name,
+            f"{how}: slow edge : free edge",
+            series[f"{how}, slow"],
+            series[f"{how}, free"],
+            scene.target if how == "holmes" else "",
+        )
+        for how in ("holmes", "engine")
+    ]
     others = [how for how in ("engine", "own") if f"{how}, slow" in series]
-    rows += [ratio_row(name, f"slow edge, {how} : holmes", series[f"{how}, slow"], series["holmes, slow"], "")
-             for how in others]
+    rows += [
+        ratio_row(
+            name, f"slow edge, {how} : holmes", series[f"{how}, slow"], series["holmes, slow"], ""
+        )
+        for how in others
+    ]
     extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
-    rows += [Row.median(name, f"exposed by the slow edge, {how}", [extra[how]], "s", True) for how in extra]
-    rows.append(Row.median(name, "exposed by the slow edge, holmes : engine",
-                           [extra["holmes"] / extra["engine"]], "x",
-                           True, "<= 0.25" if scene.target else ""))
-    difference = max(max_loss_difference(series[f"{how}, slow"], series["holmes, slow"]) for how in others)
-    return [*rows, Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6")]
+    rows += [
+        Row.median(name, f"exposed by the slow edge, {how}", [extra[how]], "s", True)
+        for how in extra
+    ]
+    rows.append(
+        Row.median(
+            name,
+            "exposed by the slow edge, holmes : engine",
+            [extra["holmes"] / extra["engine"]],
+            "x",
+            True,
+            "<= 0.25" if scene.target else "",
+        )
+    )
+    difference = max(
+        max_loss_difference(series[f"{how}, slow"], series["holmes, slow"]) for how in others
+    )
+    return [
+        *rows,
+        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
+    ]
 
 
 # --------------------------------------------------------------------------- prediction
@@ -216,7 +289,11 @@ def _overheads(engine: str) -> tuple[float, float, float]:
 
 
 def predictions(scene: Scene, runs: Sequence[Run], model: Path) -> dict[str, float]:
-    return {run.variant.name: predict(scene, run, model) for run in runs if "again" not in run.variant.name}
+    return {
+        run.variant.name: predict(scene, run, model)
+        for run in runs
+        if "again" not in run.variant.name
+    }
 
 
 def predicted_anew(name: str, file: Path) -> list[Row]:
@@ -229,7 +306,11 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
     if not rows:
         tell(f"edges.py: {file} has no scene {name!r} to predict anew; measure it first")
         raise SystemExit(2)
-    measured = {row.metric.removeprefix("step "): row.value for row in rows if row.metric.startswith("step ")}
+    measured = {
+        row.metric.removeprefix("step "): row.value
+        for row in rows
+        if row.metric.startswith("step ")
+    }
     place = next(number for number, row in enumerate(rows) if row.metric.startswith("step "))
     return [*rows[:place], *prediction_rows(name, measured, predicted), *rows[place:]]
 
@@ -237,12 +318,26 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
 def predict(scene: Scene, run: Run, model_file: Path) -> float:
     """Seconds of a step."""
     options, model = Options(inflight=INFLIGHT[run.how]), load_model(str(model_file))
-    return predicted_step(scene.engine, run.variant.spec, model, Sizes(pipeline=scene.stages),
-                          forward_s(HIDDEN, SEQUENCE, scene.flops), options)
+    return predicted_step(
+        scene.engine,
+        run.variant.spec,
+        model,
+        Sizes(pipeline=scene.stages),
+        forward_s(HIDDEN, SEQUENCE, scene.flops),
+        options,
+    )
 
 
-def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, block_forward_s: float,
-                   options: Options, cut: bool = True, tied: bool = True) -> float:
+def predicted_step(
+    engine: str,
+    spec: SiteSpec,
+    model: Model,
+    sizes: Sizes,
+    block_forward_s: float,
+    options: Options,
+    cut: bool = True,
+    tied: bool = True,
+) -> float:
     """Seconds of a step under holmes. block_forward_s: of a block's forward pass; cut, tied: see
     Execution."""
     site = site_from_spec(spec)
@@ -252,36 +347,67 @@ def predicted_step(engine: str, spec: SiteSpec, model: Model, sizes: Sizes, bloc
     block_s, parameter_s, step_s = _overheads(engine)
     traffic = plan.traffic_of("sockets")
     overlap = "on" if all(reduction.overlap for reduction in traffic.reductions) else "off"
-    execution = Execution(TRAITS[engine], in_flight=traffic.in_flight, overlap=overlap, block_s=block_s,
-                          cut=cut, tied=tied, parameter_s=parameter_s, step_s=step_s, cores=CORES,
-                          buffer_bytes=BUFFER_BYTES, notices=True)
+    execution = Execution(
+        TRAITS[engine],
+        in_flight=traffic.in_flight,
+        overlap=overlap,
+        block_s=block_s,
+        cut=cut,
+        tied=tied,
+        parameter_s=parameter_s,
+        step_s=step_s,
+        cores=CORES,
+        buffer_bytes=BUFFER_BYTES,
+        notices=True,
+    )
     return simulate(site, plan.nodes, plan.sizes, model, execution, costs=costs).step_s
 
 
-def prediction_rows(name: str, measured: dict[str, float], predicted: dict[str, float]) -> list[Row]:
+def prediction_rows(
+    name: str, measured: dict[str, float], predicted: dict[str, float]
+) -> list[Row]:
     """measured, predicted: seconds of a step by variant."""
     rows, errors = [], []
     for variant, seconds in predicted.items():
         error = seconds / measured[variant] - 1
         errors.append(abs(error))
         rows.append(Row.median(name, f"predicted step {variant}", [seconds], "s", True))
-        rows.append(Row.median(name, f"error of the prediction, {variant}", [error], "of the measured", True))
-    return [*rows, Row.of(name, "worst error of the predictions", max(errors), "of the measured",
-                          (min(errors), max(errors)), True, "<= 0.1")]
+        rows.append(
+            Row.median(
+                name, f"error of the prediction, {variant}", [error], "of the measured", True
+            )
+        )
+    return [
+        *rows,
+        Row.of(
+            name,
+            "worst error of the predictions",
+            max(errors),
+            "of the measured",
+            (min(errors), max(errors)),
+            True,
+            "<= 0.1",
+        ),
+    ]
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
-    arguments.add_argument("--predict", action="store_true", help="measure nothing: predict anew what FILE "
-                                                                  "has")
+    arguments.add_argument(
+        "--predict", action="store_true", help="measure nothing: predict anew what FILE has"
+    )
     args = arguments.parse_args()
     names = chosen(args.scenes, SCENES)
-    measure = partial(predicted_anew,
-                      file=args.json) if args.predict else partial(measured_anew, args.repetitions)
+    measure = (
+        partial(predicted_anew, file=args.json)
+        if args.predict
+        else partial(measured_anew, args.repetitions)
+    )
     rows = [row for name in names for row in measure(name)]
-    return finish([*kept(args.json, names), *rows], args.json,
-                  "Edges between clusters (emulated accelerator)")
+    return finish(
+        [*kept(args.json, names), *rows], args.json, "Edges between clusters (emulated accelerator)"
+    )
 
 
 if __name__ == "__main__":

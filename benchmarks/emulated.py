@@ -14,14 +14,17 @@ from holmes_ext.plan.cost.stages import StageCosts
 
 def emulated_gpus(flops: float = 0.0) -> Gpus:
     """For this Python's torch. flops: FLOP/s of their clock, 0: what the host takes."""
-    return Gpus(libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=flops))
+    return Gpus(
+        libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=flops)
+    )
 
 
 def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> float:
     """Seconds of a block's forward pass of a sequence; parameters: of what a rank holds of it, 0: the whole
     block."""
     return Pacer(Config(flops, classes=("Block",))).seconds(  # type: ignore[arg-type]
-        parameters or 12 * hidden**2 + 13 * hidden, (1, tokens, hidden), "classes")
+        parameters or 12 * hidden**2 + 13 * hidden, (1, tokens, hidden), "classes"
+    )
 
 
 def even_costs(seconds: float, layers: int, stages: int, micro_batches: int) -> StageCosts:

@@ -20,12 +20,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LAUNCHERS = (
-    *("torchrun", "deepspeed", "srun", "sbatch", "python", "python3", "mpirun", "singularity", "nsys", "uv"),
-    *("ds_ssh", "ds_report", "wget", "git", "pip", "sudo", "docker", "nvidia-smi", "ssh", "rm", "curl",
-      "numactl"),
+    *(
+        "torchrun",
+        "deepspeed",
+        "srun",
+        "sbatch",
+        "python",
+        "python3",
+        "mpirun",
+        "singularity",
+        "nsys",
+        "uv",
+    ),
+    *(
+        "ds_ssh",
+        "ds_report",
+        "wget",
+        "git",
+        "pip",
+        "sudo",
+        "docker",
+        "nvidia-smi",
+        "ssh",
+        "rm",
+        "curl",
+        "numactl",
+    ),
 )
-HARMLESS = ("cat mkdir dirname basename date hostname seq sed tr cut expr wc head tail grep tee printf uname "
-            "nproc sleep")
+HARMLESS = (
+    "cat mkdir dirname basename date hostname seq sed tr cut expr wc head tail grep tee printf uname "
+    "nproc sleep"
+)
 #: A launcher: its own name and arguments to the file $SAID, and what it is sent (a heredoc) after them.
 STAND_IN = """#!/bin/bash
 name=${0##*/}
@@ -36,7 +61,9 @@ if [ $name = sbatch ] && [ -f "${!#}" ]; then exec /bin/bash "${!#}"; fi
 #: Training scripts of a GPT, Llama or MoE model.
 TRAINS = re.compile(r"(^|/)(pretrain_gpt\w*|pretrain_llama\w*|train_gpt\w*|finetune_llama)\.py$")
 #: What a script that could start one has in its text.
-MENTIONS = re.compile(r"pretrain_gpt|pretrain_llama|train_gpt|finetune_llama|CONFIG\.sh|ds_train|base_script")
+MENTIONS = re.compile(
+    r"pretrain_gpt|pretrain_llama|train_gpt|finetune_llama|CONFIG\.sh|ds_train|base_script"
+)
 #: What a user is to fill in, and files that only exist where the script was written: not needed here.
 TO_FILL_IN, LOG = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>"), re.compile(r"&>>? *[^\s\"]+")
 #: Arguments that scripts are tried with: none, paths or sizes, and those of examples/gptoss.
@@ -70,19 +97,28 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
             text, name = script.read_text(errors="replace"), str(script.relative_to(copy))
             if MENTIONS.search(text):
                 places = (script.parent, copy) if "TEMPLATE" in text else (copy, script.parent)
-                tries = (_said(script, place, tools, words) for words in ARGUMENTS for place in places)
-                commands += [(name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])]
+                tries = (
+                    _said(script, place, tools, words) for words in ARGUMENTS for place in places
+                )
+                commands += [
+                    (name, _kept(argv, places, configs)) for argv in next(filter(None, tries), [])
+                ]
         return commands
 
 
 def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]:
     """`argv` with the ds_config that the script wrote, or that lies beside it, copied to `configs`."""
     flag = "--deepspeed_config"
-    words = [part for word in argv
-             for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])]
+    words = [
+        part
+        for word in argv
+        for part in (word.split("=", 1) if word.startswith(f"{flag}=") else [word])
+    ]
     if flag in words[:-1]:
         at = words.index(flag) + 1
-        if source := next((place / words[at] for place in places if (place / words[at]).is_file()), None):
+        if source := next(
+            (place / words[at] for place in places if (place / words[at]).is_file()), None
+        ):
             kept = configs / f"{len(list(configs.iterdir()))}_{source.name}"
             kept.write_bytes(source.read_bytes())
             words[at] = str(kept)
@@ -94,13 +130,25 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
     record = tools.parent / "said"
     record.write_bytes(b"")
     record.chmod(0o666)
-    environ = {"PATH": str(tools), "SAID": str(record), "HOME": str(tools.parent), "HOSTNAME": "node0"}
+    environ = {
+        "PATH": str(tools),
+        "SAID": str(record),
+        "HOME": str(tools.parent),
+        "HOSTNAME": "node0",
+    }
     nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
     try:
-        subprocess.run(["/bin/bash", str(script), *arguments], cwd=place, env=environ, timeout=LIMIT_S,
-                       check=False,
-                       stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                       **nobody)
+        subprocess.run(
+            ["/bin/bash", str(script), *arguments],
+            cwd=place,
+            env=environ,
+            timeout=LIMIT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            **nobody,
+        )
     except subprocess.TimeoutExpired:
         pass
     calls = record.read_text(errors="replace").split("\0\n\0")
@@ -117,8 +165,11 @@ def _trainings(call: list[str]) -> Iterator[list[str]]:
             return
         if any(TRAINS.search(part) for part in word.split()):
             joined = word.replace("\\\n", " ")
-            line = next(line
-                        for line in joined.splitlines() if any(TRAINS.search(part) for part in line.split()))
+            line = next(
+                line
+                for line in joined.splitlines()
+                if any(TRAINS.search(part) for part in line.split())
+            )
             try:
                 parts = shlex.split(line.strip().strip('"'))
             except ValueError:

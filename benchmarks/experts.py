@@ -28,8 +28,14 @@ from holmes_ext.planner.experts.places import Places, places_of
 from holmes_ext.planner.experts.program import EPLB, IDENTITY, Answer, Placed, solve
 from holmes_ext.samples import examples
 
-SITES = {"two_clusters_8": 8, "three_clusters_8": 8, "two_clusters_3_5": 8, "three_links_6": 6,
-         "eight_cities_64": 64, "four_us_regions_64": 64}
+SITES = {
+    "two_clusters_8": 8,
+    "three_clusters_8": 8,
+    "two_clusters_3_5": 8,
+    "three_links_6": 6,
+    "eight_cities_64": 64,
+    "four_us_regions_64": 64,
+}
 
 
 def places(name: str, expert: int) -> Places:
@@ -43,10 +49,16 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
     skew, kinds = rng.choice((0.5, 1, 2, 3)), rng.choice((0.0, 0.0, 2.0, 10.0))
     load = [rng.expovariate(1) ** skew for _ in range(experts)]
     liked = [rng.sample(range(experts), max(1, experts // ranks)) for _ in range(ranks)]
-    return Counts(RANK, tuple(
-        tuple(1000 * load[e] * rng.uniform(0.5, 1.5) * (1 + kinds * (e in liked[rank]))
-              for e in range(experts))
-        for rank in range(ranks)))
+    return Counts(
+        RANK,
+        tuple(
+            tuple(
+                1000 * load[e] * rng.uniform(0.5, 1.5) * (1 + kinds * (e in liked[rank]))
+                for e in range(experts)
+            )
+            for rank in range(ranks)
+        ),
+    )
 
 
 def rows(scene: str, answers: list[tuple[Answer, float]]) -> list[Row]:
@@ -59,12 +71,22 @@ def rows(scene: str, answers: list[tuple[Answer, float]]) -> list[Row]:
 
     costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
     return [
-        Row.median(scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"),
+        Row.median(
+            scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"
+        ),
         Row.median(scene, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
         Row.median(scene, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
-        Row.median(scene, "proven within", [answer.gap for answer, _ in answers], "of the cost", False,
-                   "<= 0.02"),
-        Row.median(scene, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False),
+        Row.median(
+            scene,
+            "proven within",
+            [answer.gap for answer, _ in answers],
+            "of the cost",
+            False,
+            "<= 0.02",
+        ),
+        Row.median(
+            scene, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False
+        ),
         Row.median(scene, "seconds", [seconds for _, seconds in answers], "s", False, "<= 10"),
     ]
 
@@ -79,7 +101,9 @@ def measure(scene: str, names: list[str], per_rank: tuple[int, ...], cases: int)
         begin = time.monotonic()
         answers.append((solve(token_counts, expert_places), time.monotonic() - begin))
         answer, seconds = answers[-1]
-        tell(f"{scene} {seed}: {name}, {token_counts.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s")
+        tell(
+            f"{scene} {seed}: {name}, {token_counts.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s"
+        )
     return rows(scene, answers)
 
 

@@ -64,7 +64,9 @@ SCENES = {
     "2+2, 80 ms: deepspeed": Scene("deepspeed", "links_two_80ms", layers=8),
     "2+2, uplinks: megatron-core": Scene("megatron-lm", "links_uplinks_2ms", hidden=384, flops=1e9),
     "2+2+2, links 4:4:1: deepspeed": Scene("deepspeed", "three_links_6", batch=24),
-    "2+2+2, links 4:4:1: megatron-core": Scene("megatron-lm", "three_links_6", layers=12, flops=1e9),
+    "2+2+2, links 4:4:1: megatron-core": Scene(
+        "megatron-lm", "three_links_6", layers=12, flops=1e9
+    ),
 }
 
 
@@ -72,30 +74,80 @@ def searched(scene: Scene, folder: Path) -> dict:
     """What `holmes plan --json` says; plan.json lies in the folder."""
     cluster, model = folder / "cluster.toml", folder / "model.toml"
     cluster.write_text(Measured.load(STORE).probes[scene.file])
-    sizes = {"layers": scene.layers, "hidden": scene.hidden, "batch": scene.batch, "flops": scene.flops}
+    sizes = {
+        "layers": scene.layers,
+        "hidden": scene.hidden,
+        "batch": scene.batch,
+        "flops": scene.flops,
+    }
     model.write_text(MODEL.format(heads=HEADS, sequence=SEQUENCE, vocabulary=VOCABULARY, **sizes))
-    limits = ("tensor=1", "context=1", "zero=0", "recompute=none", "micro_batch=1", "reduction=flat")
-    command = [sys.executable, "-m", "holmes_ext.cli.main", "plan", "--cluster", cluster, "--model", model,
-               "--json", "--for", scene.engine, "--seconds", "20", "--output", folder / "plan.json"]
+    limits = (
+        "tensor=1",
+        "context=1",
+        "zero=0",
+        "recompute=none",
+        "micro_batch=1",
+        "reduction=flat",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "holmes_ext.cli.main",
+        "plan",
+        "--cluster",
+        cluster,
+        "--model",
+        model,
+        "--json",
+        "--for",
+        scene.engine,
+        "--seconds",
+        "20",
+        "--output",
+        folder / "plan.json",
+    ]
     command += [word for limit in limits for word in ("--limit", limit)]
-    return json.loads(subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout)
+    return json.loads(
+        subprocess.run(list(map(str, command)), check=True, stdout=subprocess.PIPE).stdout
+    )
 
 
 def command_of(scene: Scene, result: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """The script with what the model is, and the flags that were printed for it."""
     launch, best = result["launch"][scene.engine], result["candidates"][0]
     assert not launch["lacks"], launch["lacks"]
-    size = ["--layers", scene.layers, "--hidden", scene.hidden, "--heads", HEADS, "--sequence", SEQUENCE]
+    size = [
+        "--layers",
+        scene.layers,
+        "--hidden",
+        scene.hidden,
+        "--heads",
+        HEADS,
+        "--sequence",
+        SEQUENCE,
+    ]
     if scene.engine == "deepspeed":
         config = folder / "ds_config.json"
         config.write_text(json.dumps(launch["config"]))
         flags = [str(config) if flag == "ds_config.json" else flag for flag in launch["flags"]]
-        return [str(examples() / "deepspeed_pipeline" / "train.py"), *map(str, size), "--stages",
-                str(best["pipeline"])], tuple(flags)
+        return [
+            str(examples() / "deepspeed_pipeline" / "train.py"),
+            *map(str, size),
+            "--stages",
+            str(best["pipeline"]),
+        ], tuple(flags)
     # the example has names of its own for Megatron-LM's
     flags = launch["flags"][launch["flags"].index("--holmes") :]
-    size += ["--pipeline", best["pipeline"], "--virtual-pipeline", best["virtual"], "--micro-batch",
-             best["micro_batch"], "--micro-batches", best["micro_batches"]]
+    size += [
+        "--pipeline",
+        best["pipeline"],
+        "--virtual-pipeline",
+        best["virtual"],
+        "--micro-batch",
+        best["micro_batch"],
+        "--micro-batches",
+        best["micro_batches"],
+    ]
     return [str(examples() / "megatron_core" / "train.py"), *map(str, size)], tuple(flags)
 
 
@@ -105,20 +157,38 @@ def rows_of(name: str, scene: Scene) -> list[Row]:
         result = searched(scene, folder)
         command, flags = command_of(scene, result, folder)
         best, spec = result["candidates"][0], load_spec(cluster_file(scene.file))
-        tell(f"{name}: pipeline {best['pipeline']}, {best['clusters']}, layers {best['stage_layers']}")
-        classes = {"deepspeed": ("Block", "bsh"), "megatron-lm": ("TransformerLayer", "sbh")}[scene.engine]
+        tell(
+            f"{name}: pipeline {best['pipeline']}, {best['clusters']}, layers {best['stage_layers']}"
+        )
+        classes = {"deepspeed": ("Block", "bsh"), "megatron-lm": ("TransformerLayer", "sbh")}[
+            scene.engine
+        ]
         accelerator = {"flops": scene.flops, "classes": [classes[0]], "layout": classes[1]}
         variant = Variant(name, spec, interleave(spec), flags)
-        series = compare([variant], command, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator,
-                         timeout=150.0)[name]
+        series = compare(
+            [variant],
+            command,
+            repetitions=1,
+            steps=STEPS,
+            skip=SKIP,
+            accelerator=accelerator,
+            timeout=150.0,
+        )[name]
     steps, predicted = series.steps[0], result["candidates"][0]["step_seconds"]
     error = predicted / series.median - 1
     return [
         Row.median(name, "measured step", steps, "s", True),
         Row.of(name, "predicted step", predicted, "s", (predicted, predicted), True),
         Row.of(name, "error", error, "of the measured", (error, error), True),
-        Row.of(name, "error without its sign", abs(error), "of the measured", (abs(error),) * 2, True,
-               "<= 0.1"),
+        Row.of(
+            name,
+            "error without its sign",
+            abs(error),
+            "of the measured",
+            (abs(error),) * 2,
+            True,
+            "<= 0.1",
+        ),
         Row.of(name, "stages", best["pipeline"], "", (best["pipeline"],) * 2, True),
     ]
 

@@ -37,8 +37,10 @@ from holmes_lab.gpu.libraries import libraries
 from holmes_ext.cluster.spec import parse_spec
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name)
-                for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")]
+sys.path[:0] = [
+    str(ROOT / name)
+    for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")
+]
 from clusters import spec  # noqa: E402
 
 from integration_tests.gpu.conftest import TOML  # noqa: E402
@@ -54,10 +56,18 @@ def build() -> list[Row]:
         for what in ("cold", "from the cache"):
             tell(f"build, {what}")
             begin = time.perf_counter()
-            command = [sys.executable, "-m", "holmes_ext.cli.main", "lab", "build", "--python",
-                       sys.executable]
-            subprocess.run(command, check=True, env={**os.environ, CACHE: directory},
-                           stdout=subprocess.DEVNULL)
+            command = [
+                sys.executable,
+                "-m",
+                "holmes_ext.cli.main",
+                "lab",
+                "build",
+                "--python",
+                sys.executable,
+            ]
+            subprocess.run(
+                command, check=True, env={**os.environ, CACHE: directory}, stdout=subprocess.DEVNULL
+            )
             seconds.append(time.perf_counter() - begin)
             used = resource.getrusage(resource.RUSAGE_CHILDREN)
             cpu.append(used.ru_utime + used.ru_stime)
@@ -67,31 +77,57 @@ def build() -> list[Row]:
         libraries([sys.executable], os.environ)
         finding_s = time.perf_counter() - begin
         del os.environ[CACHE]
-    others = busy[0] - cpu[0] / seconds[0] / (os.cpu_count() or 1)  # the share of the cores that they used
-    return [Row.median("build", "cold, NCCL's numbers tried", [seconds[0]], "s", False, "<= 420",
-                       busy[0] if others > 0.1 else None),
-            Row.median("build", "cold, CPU time (two cores have 840 s)", [cpu[0]], "s", False, "<= 840"),
-            Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
-            Row.median("build", "from the cache: finding it", [finding_s], "s", False, "<= 1")]
+    others = busy[0] - cpu[0] / seconds[0] / (
+        os.cpu_count() or 1
+    )  # the share of the cores that they used
+    return [
+        Row.median(
+            "build",
+            "cold, NCCL's numbers tried",
+            [seconds[0]],
+            "s",
+            False,
+            "<= 420",
+            busy[0] if others > 0.1 else None,
+        ),
+        Row.median(
+            "build", "cold, CPU time (two cores have 840 s)", [cpu[0]], "s", False, "<= 840"
+        ),
+        Row.median("build", "from the cache: the command", [seconds[1]], "s", False),
+        Row.median("build", "from the cache: finding it", [finding_s], "s", False, "<= 1"),
+    ]
 
 
 def rank() -> list[Row]:
     with Lab(THREE) as lab:
         peaks = [line["peak_mb"] for line in all_reduces(lab, 2, "IB", order=("a0", "a1"))[0]]
-    return [Row.median("rank", "peak of its resident memory", [peak / 1e3 for peak in peaks], "GB", False,
-                       "<= 0.8")]
+    return [
+        Row.median(
+            "rank",
+            "peak of its resident memory",
+            [peak / 1e3 for peak in peaks],
+            "GB",
+            False,
+            "<= 0.8",
+        )
+    ]
 
 
 def operator() -> list[Row]:
     with Lab(THREE) as lab:
-        result = lab.run([sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",),
-                         gpus=emulated_gpus())
+        result = lab.run(
+            [sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",), gpus=emulated_gpus()
+        )
         assert result.returncode == 0, result.outputs
         costs = json.loads(result.stdout[0])
     more, more_cpu = (gpu - cpu for gpu, cpu in zip(costs["gpu"], costs["cpu"]))
-    return [Row.median("operator", "on the CPU", [costs["cpu"][0]], "us", False),
-            Row.median("operator", "more on an emulated GPU", [more], "us", False, "<= 10", result.busy),
-            Row.median("operator", "more, CPU time of all threads", [more_cpu], "us", False, "<= 10")]
+    return [
+        Row.median("operator", "on the CPU", [costs["cpu"][0]], "us", False),
+        Row.median(
+            "operator", "more on an emulated GPU", [more], "us", False, "<= 10", result.busy
+        ),
+        Row.median("operator", "more, CPU time of all threads", [more_cpu], "us", False, "<= 10"),
+    ]
 
 
 def nic_bytes() -> list[Row]:
@@ -100,18 +136,26 @@ def nic_bytes() -> list[Row]:
         for network, used in (("Socket", "eth0"), ("IB", "ib0")):
             tell(f"bytes, {network}")
             few, many = (all_reduces(lab, count * ROUNDS, network)[1] for count in (1, 2))
-            sent = {nic: [many[node][nic] - few[node][nic] for node in many] for nic in ("eth0", "ib0")}
+            sent = {
+                nic: [many[node][nic] - few[node][nic] for node in many] for nic in ("eth0", "ib0")
+            }
             other = "ib0" if used == "eth0" else "eth0"
             off = max(abs(size / theory - 1) for size in sent[used])
             beside = max(map(abs, sent[other])) / theory
-            rows += [Row.median("bytes", f"{network}: off a ring's theory", [off], "of it", False, "<= 0.02"),
-                     Row.median("bytes", f"{network}: on the other NIC", [beside], "of it", False,
-                                "<= 0.001")]
+            rows += [
+                Row.median(
+                    "bytes", f"{network}: off a ring's theory", [off], "of it", False, "<= 0.02"
+                ),
+                Row.median(
+                    "bytes", f"{network}: on the other NIC", [beside], "of it", False, "<= 0.001"
+                ),
+            ]
     return rows
 
 
-def all_reduces(lab: Lab, rounds: int, network: str,
-                order: Sequence[str] | None = None) -> tuple[list[dict], dict[str, dict[str, int]]]:
+def all_reduces(
+    lab: Lab, rounds: int, network: str, order: Sequence[str] | None = None
+) -> tuple[list[dict], dict[str, dict[str, int]]]:
     """(what each rank printed, node -> NIC -> bytes sent)"""
     before = lab.counters()
     env = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": network}
@@ -119,8 +163,10 @@ def all_reduces(lab: Lab, rounds: int, network: str,
     result = lab.run(command, order=order, gpus=emulated_gpus(), env=env, timeout=300)
     assert result.returncode == 0, result.outputs
     after = lab.counters()
-    sent = {node: {nic: after[node][nic][1] - before[node][nic][1] for nic in nics}
-            for node, nics in after.items()}
+    sent = {
+        node: {nic: after[node][nic][1] - before[node][nic][1] for nic in nics}
+        for node, nics in after.items()
+    }
     return [json.loads(text.splitlines()[-1]) for text in result.stdout.values()], sent
 
 
@@ -131,7 +177,9 @@ def losses() -> list[Row]:
     with Lab(parse_spec(TOML)) as lab, tempfile.TemporaryDirectory() as directory:
         for command in commands.compared(Path(directory)):
             tell(f"losses, {command.name}")
-            gpu, cpu = (command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated_gpus(), None))
+            gpu, cpu = (
+                command.losses(lab, "a0,b0,a1,b1", gpus) for gpus in (emulated_gpus(), None)
+            )
             assert len(gpu) == len(cpu) > 1 and gpu[-1] < gpu[0], (command.name, gpu, cpu)
             difference = max(abs(a - b) for a, b in zip(gpu, cpu))
             tell(f"  {difference:.2g}")
@@ -140,7 +188,12 @@ def losses() -> list[Row]:
 
 
 SCENES: dict[str, Callable[[], list[Row]]] = {
-    "build": build, "rank": rank, "operator": operator, "bytes": nic_bytes, "losses": losses}
+    "build": build,
+    "rank": rank,
+    "operator": operator,
+    "bytes": nic_bytes,
+    "losses": losses,
+}
 
 
 def main() -> int:

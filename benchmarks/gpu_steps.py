@@ -57,8 +57,10 @@ from holmes_ext.planner.simulate.step import simulate
 from holmes_ext.samples import examples
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / name) for name in (".", "tests", "integration_tests",
-                                              "examples/megatron_core/on_cpu")]
+sys.path[:0] = [
+    str(ROOT / name)
+    for name in (".", "tests", "integration_tests", "examples/megatron_core/on_cpu")
+]
 from carriers import LESS_MEMORY  # noqa: E402
 from clusters import toml  # noqa: E402
 
@@ -69,11 +71,17 @@ from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  
 SLOWER = {"DeepSpeed": 5, "megatron-core": 5, "Megatron-DeepSpeed": 8, "Megatron-LM": 8}
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
 SKIP = 3
-MODEL = (f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
-         f"--micro-batches {MICRO_BATCHES}").split()
+MODEL = (
+    f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
+    f"--micro-batches {MICRO_BATCHES}"
+).split()
 #: Scene -> name of its engine in prediction.TRAITS.
-ENGINES = {"DeepSpeed": "deepspeed", "megatron-core": "megatron", "Megatron-DeepSpeed": "deepspeed",
-           "Megatron-LM": "megatron"}
+ENGINES = {
+    "DeepSpeed": "deepspeed",
+    "megatron-core": "megatron",
+    "Megatron-DeepSpeed": "deepspeed",
+    "Megatron-LM": "megatron",
+}
 #: Scene -> folder below examples/, its flag for the number of stages, and modules to import before a fork.
 SCRIPTS = {
     "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
@@ -89,36 +97,72 @@ def flops_of(name: str) -> float:
 
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
     order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
-    return [replace(variant, env={**variant.env, **LESS_MEMORY}) for variant in (
-        Variant("stock", spec, order), Variant("holmes", spec, order, holmes), all_rdma(spec))]
+    return [
+        replace(variant, env={**variant.env, **LESS_MEMORY})
+        for variant in (
+            Variant("stock", spec, order),
+            Variant("holmes", spec, order, holmes),
+            all_rdma(spec),
+        )
+    ]
 
 
-def example(name: str, variants: Sequence[Variant], repetitions: int, steps: int) -> dict[str, Series]:
+def example(
+    name: str, variants: Sequence[Variant], repetitions: int, steps: int
+) -> dict[str, Series]:
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
-    return compare(variants, script, repetitions=repetitions, steps=steps, skip=SKIP, accelerator=None,
-                   gpus=emulated_gpus(flops_of(name)), preload=preload,
-                   on_run=lambda variant, _: tell(f"{name}: {variant}"))
+    return compare(
+        variants,
+        script,
+        repetitions=repetitions,
+        steps=steps,
+        skip=SKIP,
+        accelerator=None,
+        gpus=emulated_gpus(flops_of(name)),
+        preload=preload,
+        on_run=lambda variant, _: tell(f"{name}: {variant}"),
+    )
 
 
 def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) -> commands.Command:
     """pretrain_gpt.py of a checkout, with the model of the other scenes."""
-    model = (f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
-             f"--max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} "
-             f"--train-iters {steps} --make-vocab-size-divisible-by 8").split()
+    model = (
+        f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
+        f"--max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} "
+        f"--train-iters {steps} --make-vocab-size-divisible-by 8"
+    ).split()
     if name == "Megatron-LM":
         return commands.megatron_lm(folder, source, *model)
     config = folder / "ds.json"
-    config.write_text(json.dumps({"train_batch_size": batch, "train_micro_batch_size_per_gpu": 1,
-                                  "steps_per_print": 1000, "zero_optimization": {"stage": 0}}))
-    return commands.megatron_deepspeed(folder, source, 0, *model, "--deepspeed_config", str(config),
-                                       vocabulary=byte_vocabulary(source, folder))
+    config.write_text(
+        json.dumps(
+            {
+                "train_batch_size": batch,
+                "train_micro_batch_size_per_gpu": 1,
+                "steps_per_print": 1000,
+                "zero_optimization": {"stage": 0},
+            }
+        )
+    )
+    return commands.megatron_deepspeed(
+        folder,
+        source,
+        0,
+        *model,
+        "--deepspeed_config",
+        str(config),
+        vocabulary=byte_vocabulary(source, folder),
+    )
 
 
-def pretrain_gpt(name: str, variants: Sequence[Variant], folder: Path, source: Path, repetitions: int,
-                 steps: int) -> dict[str, Series]:
+def pretrain_gpt(
+    name: str, variants: Sequence[Variant], folder: Path, source: Path, repetitions: int, steps: int
+) -> dict[str, Series]:
     """Step times and losses of the script's own log."""
-    command = command_of(name, folder, source, MICRO_BATCHES * len(variants[0].order) // STAGES, steps)
+    command = command_of(
+        name, folder, source, MICRO_BATCHES * len(variants[0].order) // STAGES, steps
+    )
     by_variant = {variant.name: Series(variant.name) for variant in variants}
     with ExitStack() as stack:
         labs = {variant.spec.digest: variant.spec for variant in variants}
@@ -128,12 +172,24 @@ def pretrain_gpt(name: str, variants: Sequence[Variant], folder: Path, source: P
                 tell(f"{name}: {variant.name}")
                 lab, series = labs[variant.spec.digest], by_variant[variant.name]
                 before = lab.counters()
-                result = lab.run([sys.executable, *command.words, *variant.flags], order=variant.order,
-                                 env={**command.env, **commands.ON_GPU, **variant.env}, cwd=command.inside,
-                                 preload=command.preload, timeout=300, gpus=emulated_gpus(flops_of(name)))
+                result = lab.run(
+                    [sys.executable, *command.words, *variant.flags],
+                    order=variant.order,
+                    env={**command.env, **commands.ON_GPU, **variant.env},
+                    cwd=command.inside,
+                    preload=command.preload,
+                    timeout=300,
+                    gpus=emulated_gpus(flops_of(name)),
+                )
                 log, after = read_log(result), lab.counters()
-                series.add([log.seconds[step] for step in log.losses], list(log.losses.values()), SKIP,
-                           result, before, after)
+                series.add(
+                    [log.seconds[step] for step in log.losses],
+                    list(log.losses.values()),
+                    SKIP,
+                    result,
+                    before,
+                    after,
+                )
                 series.emulated = True
     return by_variant
 
@@ -153,13 +209,22 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
         if name == "Megatron-DeepSpeed":
             # its command has one hardware queue, in which a reduction and a backward pass take turns; all
             # stages but the first reduce after theirs, before tied weights (patches/deepspeed/reduce.py)
-            execution = replace(execution, overlap="off", engine=replace(execution.engine, tied_first=False))
+            execution = replace(
+                execution, overlap="off", engine=replace(execution.engine, tied_first=False)
+            )
         order, only = plan.nodes, None
     elif variant == "all-RDMA":
         order = tuple(node.name for node in site.nodes)
     costs = even_costs(forward_s(HIDDEN, SEQUENCE, flops_of(name)), LAYERS, STAGES, MICRO_BATCHES)
-    return simulate(site, order, Sizes(pipeline=STAGES).complete(site.world_size), model, execution,
-                    only=only, costs=costs).step_s
+    return simulate(
+        site,
+        order,
+        Sizes(pipeline=STAGES).complete(site.world_size),
+        model,
+        execution,
+        only=only,
+        costs=costs,
+    ).step_s
 
 
 def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
@@ -167,20 +232,26 @@ def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
     low, high = 0.0, bound_s
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (low, middle) if predicted(name, spec, "all-RDMA", middle) > bound_s else (middle, high)
+        low, high = (
+            (low, middle) if predicted(name, spec, "all-RDMA", middle) > bound_s else (middle, high)
+        )
     return low
 
 
 def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference, main = max_loss_difference(stock, ours), name == "Megatron-LM"
-    rows = [ratio_row(name, "holmes : stock", stock, ours, ">= 1.6" if main else ">= 1.67"),
-            ratio_row(name, "holmes : all-RDMA", bound, ours, "" if main else ">= 0.97"),
-            Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-5")]
+    rows = [
+        ratio_row(name, "holmes : stock", stock, ours, ">= 1.6" if main else ">= 1.67"),
+        ratio_row(name, "holmes : all-RDMA", bound, ours, "" if main else ">= 0.97"),
+        Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-5"),
+    ]
     if not main:
         rows += predictions(name, spec, by_variant)
-    rows += [Row.median(name, f"share of the cores used, {series.name}", [series.busy], "of them", False)
-             for series in by_variant.values()]
+    rows += [
+        Row.median(name, f"share of the cores used, {series.name}", [series.busy], "of them", False)
+        for series in by_variant.values()
+    ]
     return [*rows, *step_rows(name, by_variant)]
 
 
@@ -192,9 +263,18 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
     for series in (stock, ours):
         seconds = predicted(name, spec, series.name, block_s)
         error = seconds / series.median - 1
-        rows += [Row.median(name, f"predicted step {series.name}", [seconds], "s", True),
-                 Row.median(name, f"error of the prediction, {series.name}", [abs(error)], "of the measured",
-                            True, "<= 0.05", max(series.busy, bound.busy))]
+        rows += [
+            Row.median(name, f"predicted step {series.name}", [seconds], "s", True),
+            Row.median(
+                name,
+                f"error of the prediction, {series.name}",
+                [abs(error)],
+                "of the measured",
+                True,
+                "<= 0.05",
+                max(series.busy, bound.busy),
+            ),
+        ]
     return rows
 
 
@@ -242,7 +322,9 @@ def cluster_toml(slower: float) -> str:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=1)
-    arguments.add_argument("--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up")
+    arguments.add_argument(
+        "--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up"
+    )
     args = arguments.parse_args()
     names = chosen(args.scenes, ENGINES)
     rows = kept(args.json, names)

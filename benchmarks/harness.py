@@ -59,8 +59,17 @@ class Row:
     busy: float | None = None
 
     @classmethod
-    def of(cls, scene: str, metric: str, value: float, unit: str, spread: tuple[float, float], emulated: bool,
-           target: str = "", busy: float | None = None) -> Row:
+    def of(
+        cls,
+        scene: str,
+        metric: str,
+        value: float,
+        unit: str,
+        spread: tuple[float, float],
+        emulated: bool,
+        target: str = "",
+        busy: float | None = None,
+    ) -> Row:
         """With `met` worked out from a target such as ">= 1.6" or "<= 0.01", unless the cores had no time
         left."""
         met = None
@@ -70,20 +79,35 @@ class Row:
         return cls(scene, metric, value, unit, spread, emulated, target, met, busy)
 
     @classmethod
-    def median(cls, scene: str, metric: str, values: list[float], unit: str, emulated: bool, target: str = "",
-               busy: float | None = None) -> Row:
+    def median(
+        cls,
+        scene: str,
+        metric: str,
+        values: list[float],
+        unit: str,
+        emulated: bool,
+        target: str = "",
+        busy: float | None = None,
+    ) -> Row:
         """The median of several runs' values, with the least and the greatest."""
         spread = min(values), max(values)
-        return cls.of(scene, metric, statistics.median(values), unit, spread, emulated, target, busy)
+        return cls.of(
+            scene, metric, statistics.median(values), unit, spread, emulated, target, busy
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        without = {*(() if self.target else ("target", "met")), *(("busy",) if self.busy is None else ())}
+        without = {
+            *(() if self.target else ("target", "met")),
+            *(("busy",) if self.busy is None else ()),
+        }
         document = {key: value for key, value in asdict(self).items() if key not in without}
         return {**document, "note": BOUND_TEXT} if self.bound else document
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Row:
-        known = {field.name: document[field.name] for field in fields(cls) if field.name in document}
+        known = {
+            field.name: document[field.name] for field in fields(cls) if field.name in document
+        }
         return cls(**{**known, "spread": tuple(document["spread"])})
 
     @property
@@ -94,16 +118,25 @@ class Row:
 
 def machine() -> dict[str, Any]:
     """Where the figures come from."""
-    cpus, memory = (Path(f"/proc/{name}").read_text().splitlines() for name in ("cpuinfo", "meminfo"))
+    cpus, memory = (
+        Path(f"/proc/{name}").read_text().splitlines() for name in ("cpuinfo", "meminfo")
+    )
     model = next(line.split(":")[1].strip() for line in cpus if "model name" in line)
     kib = next(line.split()[1] for line in memory if line.startswith("MemTotal"))
-    return {"cpu": model, "cores": os.cpu_count(), "memory_gib": round(int(kib) / 2**20, 1),
-            "kernel": platform.release(), "load_average": os.getloadavg()}
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "memory_gib": round(int(kib) / 2**20, 1),
+        "kernel": platform.release(),
+        "load_average": os.getloadavg(),
+    }
 
 
 def versions() -> dict[str, str]:
-    return {"python": platform.python_version(),
-            **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    return {
+        "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in PACKAGES},
+    }
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -132,7 +165,11 @@ def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
     """Rows that the file has, but of these scenes."""
     if path is None or not path.exists():
         return []
-    return [row for row in map(Row.from_dict, json.loads(path.read_text())["rows"]) if row.scene not in names]
+    return [
+        row
+        for row in map(Row.from_dict, json.loads(path.read_text())["rows"])
+        if row.scene not in names
+    ]
 
 
 class Runs:
@@ -142,13 +179,19 @@ class Runs:
 
     def __init__(self, path: Path | None, minutes: float = 0.0):
         self._path, self._minutes, self._begin = path, minutes, time.monotonic()
-        self._of: dict[str, Any] = json.loads(path.read_text()) if path is not None and path.exists() else {}
+        self._of: dict[str, Any] = (
+            json.loads(path.read_text()) if path is not None and path.exists() else {}
+        )
 
     @classmethod
     def add_arguments(cls, arguments: argparse.ArgumentParser) -> None:
         add = arguments.add_argument
-        add("--runs", type=Path, metavar="FILE",
-            help="keep each run there when it has ended; those that it has are not made again")
+        add(
+            "--runs",
+            type=Path,
+            metavar="FILE",
+            help="keep each run there when it has ended; those that it has are not made again",
+        )
         add("--minutes", type=float, default=0.0, help="begin no run after so many (0: all)")
 
     def of(self, key: str, make: Callable[[], Any]) -> Any:
@@ -167,7 +210,11 @@ class Runs:
 def write(rows: list[Row], path: Path | None) -> None:
     """The file, as far as the rows are known: a run of hours that is cut short has left what it had."""
     if path is not None:
-        document = {"machine": machine(), "versions": versions(), "rows": [row.to_dict() for row in rows]}
+        document = {
+            "machine": machine(),
+            "versions": versions(),
+            "rows": [row.to_dict() for row in rows],
+        }
         new = path.with_name(f"{path.name}.new")
         new.write_text(json.dumps(document, indent=1) + "\n")
         new.replace(path)
@@ -184,7 +231,9 @@ def finish(rows: list[Row], path: Path | None, title: str) -> int:
         met = BOUND_TEXT if row.bound else "" if row.met is None else "yes" if row.met else "NO"
         spread = f"{row.spread[0]:.4g} - {row.spread[1]:.4g}"
         emulated = "yes" if row.emulated else ""
-        table.add_row(row.scene, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met)
+        table.add_row(
+            row.scene, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met
+        )
     Console(width=max(150, Console().width)).print(table)
     write(rows, path)
     return 1 if any(row.met is False for row in rows) else 0

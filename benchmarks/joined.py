@@ -73,18 +73,24 @@ class Scene:
         """cluster.toml."""
         if not self.jobs:
             return CLUSTERS.replace("20Mb/s", self.rate)
-        clusters = "".join(f"""[[cluster]]
+        clusters = "".join(
+            f"""[[cluster]]
 name = "{name}"
 kind = "ethernet"
 nodes = ["{nodes[0]}"]
 uplink = "{self.rate}"
-""" for name, nodes in self.nodes.items())
+"""
+            for name, nodes in self.nodes.items()
+        )
         return 'version = 2\n[ethernet]\nrate = "1Gb/s"\nlatency = "20ms"\n' + clusters
 
     @property
     def name(self) -> str:
-        return f"{self.jobs} x 1, 40 ms, {self.rate} each" if self.jobs else f"2 + 2, 40 ms, {self.rate}" + (
-            " half batch" if self.batch else "")
+        return (
+            f"{self.jobs} x 1, 40 ms, {self.rate} each"
+            if self.jobs
+            else f"2 + 2, 40 ms, {self.rate}" + (" half batch" if self.batch else "")
+        )
 
 
 HALF = ("--micro-batches", "1")
@@ -99,19 +105,36 @@ RATIO = "joined / apart"
 
 
 def run(
-    lab: Lab, jobs: dict[str, tuple[list[str], list[str]]], scene: Scene, directory: Path, skip: int,
-    steps: int
+    lab: Lab,
+    jobs: dict[str, tuple[list[str], list[str]]],
+    scene: Scene,
+    directory: Path,
+    skip: int,
+    steps: int,
 ) -> float:
     """Tokens per second of all jobs together; jobs: {name: (nodes, flags)}."""
     running = [
-        (len(nodes), start(lab, name, nodes, [*scene.batch, *flags], skip + steps, seed,
-                           directory / f"{name}.jsonl", scene.flops))
+        (
+            len(nodes),
+            start(
+                lab,
+                name,
+                nodes,
+                [*scene.batch, *flags],
+                skip + steps,
+                seed,
+                directory / f"{name}.jsonl",
+                scene.flops,
+            ),
+        )
         for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
     ]
     total = 0.0
     for ranks, job in running:
         job.wait()
-        total += ranks * scene.tokens / statistics.fmean(line["seconds"] for line in job.steps()[skip:])
+        total += (
+            ranks * scene.tokens / statistics.fmean(line["seconds"] for line in job.steps()[skip:])
+        )
     return total
 
 
@@ -129,9 +152,13 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                     with coordinator(lab) as (address, _):
                         jobs = {
                             "apart": {job: (nodes, alone) for job, nodes in scene.nodes.items()},
-                            "joined": {job: (nodes, join_flags(job, address, scene.outer))
-                                       for job, nodes in scene.nodes.items()},
-                            "synchronous": {"all": (together, ["--holmes", "--holmes-cluster", str(file)])},
+                            "joined": {
+                                job: (nodes, join_flags(job, address, scene.outer))
+                                for job, nodes in scene.nodes.items()
+                            },
+                            "synchronous": {
+                                "all": (together, ["--holmes", "--holmes-cluster", str(file)])
+                            },
                         }[mode]
                         skip, steps = (scene.skip, scene.steps)
                         if mode == "synchronous" and scene.synchronous:
@@ -142,8 +169,10 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                 rates[mode] += [rate] if rate else []
     if not all(rates.values()):
         return []
-    rows = [Row.median(scene.name, f"tokens/s, {mode}", values, "token/s", True)
-            for mode, values in rates.items()]
+    rows = [
+        Row.median(scene.name, f"tokens/s, {mode}", values, "token/s", True)
+        for mode, values in rates.items()
+    ]
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
         if other in rates:
             ratios = [a / b for a, b in zip(rates["joined"], rates[other])]

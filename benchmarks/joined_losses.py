@@ -96,10 +96,14 @@ class Copy:
         for p in self.model.parameters():
             p.data = self.flat[place : place + p.numel()].view_as(p)
             place += p.numel()
-        self.inner = torch.optim.AdamW(self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+        self.inner = torch.optim.AdamW(
+            self.model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1
+        )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.inner,
-            lambda k: min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
+            lambda k: (
+                min(1, (k + 1) / 50) * (0.55 + 0.45 * math.cos(math.pi * min(k, steps) / steps))
+            ),
         )
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -120,10 +124,15 @@ class OuterLoop:
     def __init__(self, settings: OuterSettings, copies: list[Copy]):
         self.copies, self.algorithm = copies, settings.outer_algorithm()
         self.period, self.in_period = settings.period, 0
-        tensors = [Tensor(name, tuple(p.shape), "float32") for name, p in copies[0].model.named_parameters()]
+        tensors = [
+            Tensor(name, tuple(p.shape), "float32")
+            for name, p in copies[0].model.named_parameters()
+        ]
         row = Weights("all", tensors, [Part(0, copies[0].flat)])
         matrices = row.matrices if self.algorithm.of_matrices else []
-        cuts = fragment_cuts(row.total, settings.fragments, [(one.start, one.stop) for one in matrices])
+        cuts = fragment_cuts(
+            row.total, settings.fragments, [(one.start, one.stop) for one in matrices]
+        )
         self.ranges = [slice(*pair) for pair in pairwise(cuts)]
         self.matrices = [
             Matrices([replace(one, start=one.start - a) for one in matrices if a <= one.start < b])
@@ -138,7 +147,10 @@ class OuterLoop:
         ]
         self.codec = codec_of(settings)
         self.residuals = [
-            [torch.zeros(len(anchor), dtype=kept_as) if kept_as else None for anchor in self.anchors]
+            [
+                torch.zeros(len(anchor), dtype=kept_as) if kept_as else None
+                for anchor in self.anchors
+            ]
             for _ in copies
         ]
         self.captured: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -174,8 +186,11 @@ class OuterLoop:
         if fragment in self.in_flight:
             gradient, sent = self.in_flight.pop(fragment)
             before = float(momentum.float().square().sum()) if momentum is not None else 0.0
-            gap = self.algorithm.gap_of(before,
-                                        float(gradient.square().sum())) if self.algorithm.needs_gap else 1.0
+            gap = (
+                self.algorithm.gap_of(before, float(gradient.square().sum()))
+                if self.algorithm.needs_gap
+                else 1.0
+            )
             mu = self.algorithm.momentum_of([1.0] * len(self.copies))
             self.algorithm.step(anchor, momentum, gradient, mu, gap, self.matrices[fragment])
         for k, copy in enumerate(self.copies):
@@ -202,14 +217,24 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
     rows = text[: (len(text) - 1) // SEQUENCE * SEQUENCE + 1]
     inputs, labels = rows[:-1].view(-1, SEQUENCE).long(), rows[1:].view(-1, SEQUENCE).long()
     pairs = zip(inputs.split(64), labels.split(64))
-    return statistics.fmean(float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs)
+    return statistics.fmean(
+        float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs
+    )
 
 
-def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torch.Tensor,
-          held_out: torch.Tensor
-          ) -> tuple[float, ...]:  # fmt: skip
+def train(
+    scene: str,
+    way: str,
+    seed: int,
+    jobs: int,
+    steps: int,
+    training: torch.Tensor,
+    held_out: torch.Tensor,
+) -> tuple[float, ...]:
     """A value for each of MEASURED after `steps`."""
-    copies = [Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)]
+    copies = [
+        Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
+    ]
     joined = OuterLoop(parse_outer(WAYS[way]), copies) if way in WAYS else None
     losses = []
     for step in range(steps):
@@ -227,13 +252,27 @@ def train(scene: str, way: str, seed: int, jobs: int, steps: int, training: torc
 def differences(rows: list[Row]) -> list[Row]:
     """How far apart the losses of two ways are in each scene, against the spread over the seeds of one of
     them; no row where there is one seed."""
-    compared, row_of = [], {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows}
-    for scene, (way, less, seeds, sign) in product(dict.fromkeys(row.scene for row in rows), COMPARED):
+    compared, row_of = (
+        [],
+        {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows},
+    )
+    for scene, (way, less, seeds, sign) in product(
+        dict.fromkeys(row.scene for row in rows), COMPARED
+    ):
         row, base, seeds_row = (row_of.get((scene, name)) for name in (way, less, seeds))
         if row and base and seeds_row and (limit := seeds_row.spread[1] - seeds_row.spread[0]):
             value = row.value - base.value
-            compared.append(Row.of(scene, f"{way} - {less}", value, "nats", (value, value), False,
-                                   f"{sign} {limit:.3f}"))
+            compared.append(
+                Row.of(
+                    scene,
+                    f"{way} - {less}",
+                    value,
+                    "nats",
+                    (value, value),
+                    False,
+                    f"{sign} {limit:.3f}",
+                )
+            )
     return compared
 
 
@@ -244,26 +283,42 @@ def main() -> int:
     arguments.add_argument("--first-seed", type=int, default=0)
     arguments.add_argument("--jobs", type=int, default=2)
     arguments.add_argument(
-        "--ways", default="", metavar="NAME;...", help="only these; or --holmes-outer texts of your own"
+        "--ways",
+        default="",
+        metavar="NAME;...",
+        help="only these; or --holmes-outer texts of your own",
     )
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
     runs = Runs(args.runs, args.minutes)
     torch.set_num_threads(1)
-    text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
-                            dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
+    )
     training, held_out = text[: len(text) * 19 // 20], text[len(text) * 19 // 20 :]
-    chosen = [name.strip() for name in args.ways.split(";")
-              if name.strip()] or ["synchronous", "alone", *WAYS]
+    chosen = [name.strip() for name in args.ways.split(";") if name.strip()] or [
+        "synchronous",
+        "alone",
+        *WAYS,
+    ]
     WAYS.update({name: name for name in chosen if "=" in name})
     if unknown := [name for name in chosen if name not in ("synchronous", "alone", *WAYS)]:
-        tell(f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}")
+        tell(
+            f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}"
+        )
         return 2
     scenes = harness.chosen(args.scenes, SCENES)
     beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
     beside += f", {args.steps} steps" if args.steps != STEPS else ""
-    metrics = {(scene + beside, f"{name}, {way}") for scene in scenes for name in MEASURED for way in chosen}
-    before = [row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target]
+    metrics = {
+        (scene + beside, f"{name}, {way}")
+        for scene in scenes
+        for name in MEASURED
+        for way in chosen
+    }
+    before = [
+        row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target
+    ]
     rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
     for scene, way in product(scenes, chosen):
         losses = []
@@ -276,7 +331,9 @@ def main() -> int:
                 losses.append(values)
             for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
-                row = Row.of(scene + beside, metric, statistics.fmean(values), "nats", spread, False)
+                row = Row.of(
+                    scene + beside, metric, statistics.fmean(values), "nats", spread, False
+                )
                 rows[row.scene, metric] = row
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"

@@ -34,17 +34,29 @@ SITE = {("a", "b"): (500, 10), ("a", "c"): (200, 40), ("b", "c"): (100, 2)}
 FOUR = {**SITE, ("a", "d"): (150, 20), ("b", "d"): (80, 5), ("c", "d"): (120, 80)}
 
 
-def site(links: Mapping[tuple[str, str], tuple[float, float]], nodes: int, ethernet: str = "250Mb/s",
-         uplinks: dict[str, str] | None = None) -> str:
+def site(
+    links: Mapping[tuple[str, str], tuple[float, float]],
+    nodes: int,
+    ethernet: str = "250Mb/s",
+    uplinks: dict[str, str] | None = None,
+) -> str:
     """A cluster.toml of these links, `nodes` nodes in each cluster."""
     lines = ["version = 2", "[ethernet]", f'rate = "{ethernet}"']
     for name in dict.fromkeys(name for pair in links for name in pair):
-        lines += ["[[cluster]]", f'name = "{name}"', 'kind = "ethernet"',
-                  f'nodes = ["{name}[0-{nodes - 1}]"]']
+        lines += [
+            "[[cluster]]",
+            f'name = "{name}"',
+            'kind = "ethernet"',
+            f'nodes = ["{name}[0-{nodes - 1}]"]',
+        ]
         lines += [f'uplink = "{uplinks[name]}"'] if uplinks and name in uplinks else []
     for (first, second), (rate, latency) in links.items():
-        lines += ["[[between]]", f'clusters = ["{first}", "{second}"]', f'rate = "{rate}Mb/s"',
-                  f'latency = "{latency}ms"']
+        lines += [
+            "[[between]]",
+            f'clusters = ["{first}", "{second}"]',
+            f'rate = "{rate}Mb/s"',
+            f'latency = "{latency}ms"',
+        ]
     return "\n".join([*lines, ""])
 
 
@@ -52,15 +64,23 @@ def lab(repetitions: int) -> list[Row]:
     spec, runs = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"})), []
     for _ in range(repetitions):
         runs.append(measure(spec)[1])
-    kinds = {"message from 128 KiB on": "KiB", "one pair": "1 pair", "4 pairs at once": "4 pairs at once"}
+    kinds = {
+        "message from 128 KiB on": "KiB",
+        "one pair": "1 pair",
+        "4 pairs at once": "4 pairs at once",
+    }
     rows = []
     for name, ending in kinds.items():
         chosen_rows = [[row for row in run if row.what.endswith(ending)] for run in runs]
         errors = [max(abs(row.achieved / row.configured - 1) for row in run) for run in chosen_rows]
-        rows.append(Row.median("lab", f"largest error, {name}", errors, "of the rate", True, "<= 0.1"))
+        rows.append(
+            Row.median("lab", f"largest error, {name}", errors, "of the rate", True, "<= 0.1")
+        )
     trips = [[row for row in run if row.what == "round trip"] for run in runs]
     over = [max(map(_over, run)) for run in trips]
-    rows.append(Row.median("lab", "largest error of a round trip", over, "of max(1 ms, 5 %)", True, "<= 1"))
+    rows.append(
+        Row.median("lab", "largest error of a round trip", over, "of max(1 ms, 5 %)", True, "<= 1")
+    )
     return rows
 
 
@@ -81,7 +101,9 @@ def delay_line(repetitions: int) -> list[Row]:
                 seconds = 8 * (_sent(emulated) - sent) / 500e6  # in which the link was busy
                 shares.append((_cpu(emulated.delay_line) - before) / seconds)
         rows.append(Row.median("delay line", f"CPU, {name}", shares, "cores", True, target))
-        rows.append(Row.median("delay line", f"rate, {name}", [rate / 1e6 for rate in rates], "Mb/s", True))
+        rows.append(
+            Row.median("delay line", f"rate, {name}", [rate / 1e6 for rate in rates], "Mb/s", True)
+        )
     return rows
 
 
@@ -92,7 +114,9 @@ def _cpu(pid: int | None) -> float:
 
 def _sent(emulated: Lab) -> int:
     """Bytes that cluster a has sent."""
-    return sum(nics["eth0"][1] for node, nics in emulated.counters().items() if node.startswith("a"))
+    return sum(
+        nics["eth0"][1] for node, nics in emulated.counters().items() if node.startswith("a")
+    )
 
 
 def probe(repetitions: int) -> list[Row]:
@@ -105,15 +129,29 @@ def probe(repetitions: int) -> list[Row]:
             rates.append(abs(link.rate_bps / min(rate * 1e6, 2 * 250e6) - 1))
             trips.append(abs(link.latency_s / (latency * 1e-3) - 1))
     worst = (("rate", rates), ("round trip", trips))
-    return [Row.of("probe", f"largest error of a {name}, 4 clusters", max(errors), "of the configured",
-                   (min(errors), max(errors)), True, "<= 0.1") for name, errors in worst]
+    return [
+        Row.of(
+            "probe",
+            f"largest error of a {name}, 4 clusters",
+            max(errors),
+            "of the configured",
+            (min(errors), max(errors)),
+            True,
+            "<= 0.1",
+        )
+        for name, errors in worst
+    ]
 
 
 def probe_eight(repetitions: int) -> list[Row]:
-    links = {pair: (100, 2 + 10 * number / 4)
-             for number, pair in enumerate(itertools.combinations("abcdefgh", 2))}
+    links = {
+        pair: (100, 2 + 10 * number / 4)
+        for number, pair in enumerate(itertools.combinations("abcdefgh", 2))
+    }
     seconds = [_probe(site(links, 2, "100Mb/s"))[1] for _ in range(repetitions)]
-    return [Row.median("probe 8", "8 clusters, 28 links, start included", seconds, "s", True, "<= 120")]
+    return [
+        Row.median("probe 8", "8 clusters, 28 links, start included", seconds, "s", True, "<= 120")
+    ]
 
 
 def _probe(text: str) -> tuple[SiteSpec, float]:
@@ -133,7 +171,13 @@ def _probe(text: str) -> tuple[SiteSpec, float]:
         return load_spec(file), seconds
 
 
-SCENES = {"lab": lab, "delay line": delay_line, "probe": probe, "probe 8": probe_eight, **links_across.SCENES}
+SCENES = {
+    "lab": lab,
+    "delay line": delay_line,
+    "probe": probe,
+    "probe 8": probe_eight,
+    **links_across.SCENES,
+}
 
 
 def main() -> int:

@@ -48,12 +48,19 @@ def never_slower(repetitions: int) -> list[Row]:
     """The same on other networks, flat ones and such with links: what the plan takes against two levels
     directly."""
     files = (*FLAT_FILES, *LINK_FILES)
-    return [row for file in files for row in _reduction(f"reduction, {file}", file, repetitions, ">= 0.97")]
+    return [
+        row
+        for file in files
+        for row in _reduction(f"reduction, {file}", file, repetitions, ">= 0.97")
+    ]
 
 
 def _reduction(scene: str, file: str, repetitions: int, target: str) -> list[Row]:
     local = Path(__file__).parent / f"{file}.toml"
-    spec, rows = load_spec(local if local.exists() else examples() / "clusters" / f"{file}.toml"), []
+    spec, rows = (
+        load_spec(local if local.exists() else examples() / "clusters" / f"{file}.toml"),
+        [],
+    )
     ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned(spec)}
     with tuned(spec) as lab:
         seconds = _sums(lab, spec, ways, repetitions)
@@ -76,8 +83,9 @@ def _planned(spec: SiteSpec) -> dict[str, Any]:
     return {"clusters": True, "chunk_bytes": planned.chunk_bytes, "across": across}
 
 
-def _sums(lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]],
-          repetitions: int) -> dict[str, list[float]]:
+def _sums(
+    lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions: int
+) -> dict[str, list[float]]:
     order = [node for cluster in spec.clusters for node in cluster.nodes]
     first, members = 0, {}
     for cluster in spec.clusters:
@@ -87,7 +95,14 @@ def _sums(lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]],
     for repetition in range(repetitions):  # each way first, and after each other one, as often
         turn = repetition % len(listed)
         for name, way in (*listed[turn:], *listed[:turn]):
-            command = [sys.executable, __file__, "--rank", json.dumps(way), json.dumps(members), "4"]
+            command = [
+                sys.executable,
+                __file__,
+                "--rank",
+                json.dumps(way),
+                json.dumps(members),
+                "4",
+            ]
             result = lab.run(command, order=order, preload=("torch",), timeout=180)
             if result.returncode:
                 raise SystemExit(result.outputs[result.first_failed])
@@ -106,8 +121,11 @@ def placement(repetitions: int) -> list[Row]:
             sizes = Sizes(pipeline=stages).complete(site.world_size)
             place(Prices(Network(site), RankModel.of_workload(Workload(), sizes)), sizes)
             seconds.append(time.perf_counter() - begin)
-        rows.append(Row.median("placement", f"eight cities, 64 GPUs, {stages} stages", seconds, "s", False,
-                               "<= 1"))
+        rows.append(
+            Row.median(
+                "placement", f"eight cities, 64 GPUs, {stages} stages", seconds, "s", False, "<= 1"
+            )
+        )
     return rows
 
 
@@ -119,9 +137,11 @@ def join_group(two_levels: bool) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     dist.init_process_group("gloo")
-    fast = next(nic
-                for nic in os.listdir("/proc/sys/net/ipv4/conf") if nic[-1].isdigit()
-                and not nic.startswith("eth"))
+    fast = next(
+        nic
+        for nic in os.listdir("/proc/sys/net/ipv4/conf")
+        if nic[-1].isdigit() and not nic.startswith("eth")
+    )
     original = dist.new_group
 
     def new_group(ranks: list[int], **options: Any) -> Any:
@@ -132,8 +152,12 @@ def join_group(two_levels: bool) -> None:
         dist.new_group = new_group
 
 
-def time_sums(all_reduce: Callable[[Any], Any], size: int, times: int,
-              summed: Callable[[Any], Any] = lambda flat: flat) -> None:
+def time_sums(
+    all_reduce: Callable[[Any], Any],
+    size: int,
+    times: int,
+    summed: Callable[[Any], Any] = lambda flat: flat,
+) -> None:
     """Rank 0 prints the median seconds of a sum of `size` bytes, and the process ends. summed: what this rank
     then has of it."""
     import torch
@@ -169,7 +193,10 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
             order, parents = tuple(chosen["order"]), tuple(chosen["parents"])
             across = CrossClusterAlgorithm(chosen["algorithm"], order, parents)
         reduction = TwoLevelAllReduce(
-            list(members.values()), chunk_bytes=way.get("chunk_bytes"), across=across, names=list(members)
+            list(members.values()),
+            chunk_bytes=way.get("chunk_bytes"),
+            across=across,
+            names=list(members),
         )
         all_reduce = reduction.all_reduce
     time_sums(all_reduce, BYTES, times)

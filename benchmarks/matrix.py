@@ -65,9 +65,24 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "matrix.json"
 PARTS = ("check", "tests", "lab", "nccl")
 #: Packages that the tests need, beside those of the row.
-TOOLS = ("wrapt", "packaging", "rich", "psutil", "scipy", "matplotlib", "prometheus_client", "numpy",
-         "setuptools", "wheel", "pybind11", "six", "regex", "pytest", "pytest-timeout",
-         "pytest-rerunfailures")
+TOOLS = (
+    "wrapt",
+    "packaging",
+    "rich",
+    "psutil",
+    "scipy",
+    "matplotlib",
+    "prometheus_client",
+    "numpy",
+    "setuptools",
+    "wheel",
+    "pybind11",
+    "six",
+    "regex",
+    "pytest",
+    "pytest-timeout",
+    "pytest-rerunfailures",
+)
 #: pip's environment variables: DeepSpeed's C++ extensions are not compiled when DeepSpeed is installed.
 PIP_ENVIRONMENT = {**os.environ, "DS_BUILD_OPS": "0"}
 
@@ -119,7 +134,9 @@ def create_environment(row: Row, pip_arguments: list[str], slim: bool) -> Path:
     if row.torch:  # e.g. "torch==2.4.1"
         _create_with_own_torch(row, python, pip_arguments, slim)
     else:
-        _create_with_packages_only(row, python)  # torch is imported from the environment that runs this
+        _create_with_packages_only(
+            row, python
+        )  # torch is imported from the environment that runs this
     complete.touch()
     return python
 
@@ -148,7 +165,9 @@ def _create_with_own_torch(row: Row, python: Path, pip_arguments: list[str], sli
         into_folder = ["--no-deps", "--target", str(torchtitan_folder(row))]
         subprocess.run([*install, *into_folder, *row.torchtitan], check=True)
     extend_import_path(row, folder)
-    subprocess.run([python, "-c", "import torch"], check=True)  # fails if torch was not installed well
+    subprocess.run(
+        [python, "-c", "import torch"], check=True
+    )  # fails if torch was not installed well
 
 
 def _create_with_packages_only(row: Row, python: Path) -> None:
@@ -162,10 +181,22 @@ def _create_with_packages_only(row: Row, python: Path) -> None:
     """
     folder = environment_folder(row)
     subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", folder], check=True)
-    extend_import_path(row, folder)  # before pip runs, which needs the setuptools of the calling environment
+    extend_import_path(
+        row, folder
+    )  # before pip runs, which needs the setuptools of the calling environment
     if row.packages:
-        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps",
-                   "--no-build-isolation", "--ignore-installed"]
+        install = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--ignore-installed",
+        ]
         subprocess.run([*install, *row.packages], check=True, env=PIP_ENVIRONMENT)
 
 
@@ -184,11 +215,16 @@ def extend_import_path(row: Row, folder: Path) -> None:
     if row.source:
         lines.insert(0, str(_extract_megatron_lm(row.source, folder)))
     if row.torch:
-        lines += [str(ROOT / "integration_tests"), "import torch_on_cpu"]  # Python runs a line with "import"
+        lines += [
+            str(ROOT / "integration_tests"),
+            "import torch_on_cpu",
+        ]  # Python runs a line with "import"
     else:
         # The folder of the calling environment's packages, printed by its own interpreter.
         program = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+        printed = subprocess.run(
+            [sys.executable, "-c", program], check=True, capture_output=True, text=True
+        )
         packages_folder = printed.stdout.strip()
         lines.append(f"import site; site.addsitedir({packages_folder!r})")
     # Python reads .pth files in the order of their names: this one before that of holmes.
@@ -208,7 +244,9 @@ def _extract_megatron_lm(revision: str, folder: Path) -> Path:
     extracted.mkdir(parents=True, exist_ok=True)
     if revision == "main":
         revision = "HEAD"  # the commit of main that the clone has checked out
-    archive = subprocess.run(["git", "-C", clone, "archive", revision], check=True, capture_output=True)
+    archive = subprocess.run(
+        ["git", "-C", clone, "archive", revision], check=True, capture_output=True
+    )
     subprocess.run(["tar", "-x", "-C", extracted], input=archive.stdout, check=True)
     return extracted
 
@@ -237,7 +275,9 @@ def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.Compl
         "PATH": f"{python.parent}:{os.environ['PATH']}",
         **env,
     }
-    return subprocess.run([str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ)
+    return subprocess.run(
+        [str(python), *arguments], cwd=ROOT, capture_output=True, text=True, env=environ
+    )
 
 
 def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
@@ -249,7 +289,9 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
     path = "import sys; sys.path.append('examples/megatron_core/on_cpu'); "
     code = f"{path}{shim}from holmes_ext.cli.main import main; main()"
     done = run(row, python, "-c", code, *words, "--check", "--json")
-    _, brace, rest = done.stdout.partition("{")  # behind what frameworks print when they are imported
+    _, brace, rest = done.stdout.partition(
+        "{"
+    )  # behind what frameworks print when they are imported
     assert brace, done.stderr
     return json.loads(brace + rest)
 
@@ -257,26 +299,55 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
 def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
     """How many features are on and off, and how many of those off doctor does not name with what would
     switch them on; record["off"] gets the reasons."""
-    fits = [fit for fit in holmes(row, python, "patches")["patches"]
-            if re.split(r"[^\w-]", fit["versions"])[0] in row.features]
+    fits = [
+        fit
+        for fit in holmes(row, python, "patches")["patches"]
+        if re.split(r"[^\w-]", fit["versions"])[0] in row.features
+    ]
     assert fits, row.name
-    off = {fit["feature"]: fit["reason"] for fit in fits if fit["state"] not in ("fits", "other version")}
+    off = {
+        fit["feature"]: fit["reason"]
+        for fit in fits
+        if fit["state"] not in ("fits", "other version")
+    }
     findings = holmes(row, python, "doctor")["findings"]
     advice = " ".join(f"{finding['what']} {finding['mend']}" for finding in findings)
     record["off"] = off
     for feature, reason in off.items():
         tell(f"{row.name}: {feature} is off: {reason}")
-    silent = [feature for feature in off if not re.search(rf"\b{feature}\b.* have them: pip install", advice)]
-    return [figure(row, "features on", len({fit["feature"] for fit in fits}) - len(off), "features"),
-            figure(row, "features off", len(off), "features"),
-            figure(row, "features off that doctor does not name", len(silent), "features", "<= 0")]
+    silent = [
+        feature
+        for feature in off
+        if not re.search(rf"\b{feature}\b.* have them: pip install", advice)
+    ]
+    return [
+        figure(row, "features on", len({fit["feature"] for fit in fits}) - len(off), "features"),
+        figure(row, "features off", len(off), "features"),
+        figure(row, "features off that doctor does not name", len(silent), "features", "<= 0"),
+    ]
 
 
-def tests(row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: str) -> list[Figure]:
+def tests(
+    row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: str
+) -> list[Figure]:
     """on: " on NCCL"; more: variables of the environment."""
-    done = run(row, python, "-m", "pytest", "-q", "-rfE", "--timeout", "900", "-p", "no:cacheprovider",
-               *files, **more)
-    with tempfile.NamedTemporaryFile(mode="w", prefix="matrix-", suffix=".log", delete=False) as log:
+    done = run(
+        row,
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        "-rfE",
+        "--timeout",
+        "900",
+        "-p",
+        "no:cacheprovider",
+        *files,
+        **more,
+    )
+    with tempfile.NamedTemporaryFile(
+        mode="w", prefix="matrix-", suffix=".log", delete=False
+    ) as log:
         log.write(done.stdout + done.stderr)
     last = (done.stdout.strip().splitlines() or [done.stderr[-500:]])[-1]
     tell(f"{row.name}: {last}{on} ({log.name})")
@@ -284,28 +355,46 @@ def tests(row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: 
     bad = count.get("failed", 0) + count.get("error", 0)
     for line in re.findall(r"^(?:FAILED|ERROR) .*", done.stdout, re.MULTILINE):
         tell(f"{row.name}: {line}")
-    return [figure(row, f"tests passed{on}", count.get("passed", 0), "tests"),
-            figure(row, f"tests failed{on}", bad or int(not count.get("passed")), "tests", "<= 0")]
+    return [
+        figure(row, f"tests passed{on}", count.get("passed", 0), "tests"),
+        figure(row, f"tests failed{on}", bad or int(not count.get("passed")), "tests", "<= 0"),
+    ]
 
 
 def lab(row: Row, python: Path, repetitions: int, scenes: str) -> list[Figure]:
     """scenes: of the row's, those that are named; "": all."""
     figures = []
     for scene in (name for name in row.lab if not scenes or name in scenes.split(",")):
-        done = run(row, python, "benchmarks/matrix_lab.py", scene, "--repetitions", str(repetitions))
+        done = run(
+            row, python, "benchmarks/matrix_lab.py", scene, "--repetitions", str(repetitions)
+        )
         if done.returncode:
             tell(f"{row.name}: {scene}: {done.stderr[-3000:]}")
-            figures.append(figure(row, f"{scene}: ended with status", done.returncode, "status", "<= 0"))
+            figures.append(
+                figure(row, f"{scene}: ended with status", done.returncode, "status", "<= 0")
+            )
             continue
         seconds = json.loads(done.stdout.strip().splitlines()[-1])
         ratios = [stock / ours for stock, ours in zip(seconds["stock"], seconds["holmes"])]
         ratio = sum(seconds["stock"]) / sum(seconds["holmes"])
         spread, target = (min(ratios), max(ratios)), ">= 2" if scene == "FSDP2" else ">= 1.6"
-        figures.append(Figure.of(row.name, f"{scene}, holmes : stock", ratio, "x", spread, True, target,
-                                 seconds["busy"]))
+        figures.append(
+            Figure.of(
+                row.name,
+                f"{scene}, holmes : stock",
+                ratio,
+                "x",
+                spread,
+                True,
+                target,
+                seconds["busy"],
+            )
+        )
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
         limit = "<= 1e-5" if scene == "Megatron-DeepSpeed" else "<= 1e-6"
-        figures.append(figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit))
+        figures.append(
+            figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit)
+        )
         tell(f"{row.name}: {scene}: {ratio:.2f} x, losses differ by {seconds['difference']:.2g}")
     return figures
 
@@ -328,21 +417,35 @@ def next_versions(pip: list[str], slim: bool) -> int:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--parts", default="", metavar="NAME,...", help="check, tests, lab, nccl, or few")
-    arguments.add_argument("--repetitions", type=int, default=3, help="runs of each variant in the lab")
+    arguments.add_argument(
+        "--parts", default="", metavar="NAME,...", help="check, tests, lab, nccl, or few"
+    )
+    arguments.add_argument(
+        "--repetitions", type=int, default=3, help="runs of each variant in the lab"
+    )
     arguments.add_argument("--lab", default="", metavar="SCENE,...", help="of a row's, these alone")
-    arguments.add_argument("--pip", default="", help="more arguments of pip, where it installs torch")
+    arguments.add_argument(
+        "--pip", default="", help="more arguments of pip, where it installs torch"
+    )
     arguments.add_argument("--slim", action="store_true", help="torch without CUDA's libraries")
-    arguments.add_argument("--keep", action="store_true", help="leave the environments that were made")
-    arguments.add_argument("--next", action="store_true", help="the newest of everything; nothing is written")
+    arguments.add_argument(
+        "--keep", action="store_true", help="leave the environments that were made"
+    )
+    arguments.add_argument(
+        "--next", action="store_true", help="the newest of everything; nothing is written"
+    )
     args = arguments.parse_args()
     if args.next:
         return next_versions(shlex.split(args.pip), args.slim)
-    makers = {"check": check, "tests": lambda row, python, _: tests(row, python, row.tests),
-              "nccl": lambda row, python, _: tests(row, python, row.nccl, " on NCCL",
-                                                   HOLMES_TEST_CARRIER="nccl", HOLMES_GPU_UNTRIED="1"),
-              "few": lambda row, python, _: tests(row, python, row.few),
-              "lab": lambda row, python, _: lab(row, python, args.repetitions, args.lab)}
+    makers = {
+        "check": check,
+        "tests": lambda row, python, _: tests(row, python, row.tests),
+        "nccl": lambda row, python, _: tests(
+            row, python, row.nccl, " on NCCL", HOLMES_TEST_CARRIER="nccl", HOLMES_GPU_UNTRIED="1"
+        ),
+        "few": lambda row, python, _: tests(row, python, row.few),
+        "lab": lambda row, python, _: lab(row, python, args.repetitions, args.lab),
+    }
     parts = [part for part in args.parts.split(",") if part] or PARTS
     if unknown := [part for part in parts if part not in makers]:
         tell(f"matrix.py: no part {unknown[0]!r}; there are {', '.join(makers)}")
@@ -352,8 +455,11 @@ def main() -> int:
     figures, again = kept(args.json), bool(args.scenes or args.parts)
     for name in chosen(args.scenes, ROWS):
         row, record = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
-        open_parts = [part for part in parts if (again or part not in record["parts"])
-                      and (part == "check" or getattr(row, part))]
+        open_parts = [
+            part
+            for part in parts
+            if (again or part not in record["parts"]) and (part == "check" or getattr(row, part))
+        ]
         if not open_parts or (lack := missing(row)):
             tell(f"{name}: {'made' if not open_parts else f'left out: {lack}'}")
             continue
@@ -370,8 +476,12 @@ def main() -> int:
                 record["parts"][part] = datetime.date.today().isoformat()
             if args.json:  # after each: a matrix takes long, and may be ended
                 figures.sort(key=lambda fig: list(ROWS).index(fig.scene))
-                document = {"machine": machine(), "versions": versions(), "made": about,
-                            "rows": [fig.to_dict() for fig in figures]}
+                document = {
+                    "machine": machine(),
+                    "versions": versions(),
+                    "made": about,
+                    "rows": [fig.to_dict() for fig in figures],
+                }
                 args.json.write_text(json.dumps(document, indent=1) + "\n")
                 if args.json.resolve() == RESULTS:
                     matrix_table.write_pages(figures, about)

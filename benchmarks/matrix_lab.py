@@ -43,41 +43,89 @@ def variants(clusters: str, *flags: str) -> list[Variant]:
     file = examples() / "clusters" / clusters
     spec = load_spec(file)
     ours = ("--holmes", "--holmes-cluster", str(file), *flags)
-    return [Variant("stock", spec, interleave(spec)), Variant("holmes", spec, interleave(spec), ours)]
+    return [
+        Variant("stock", spec, interleave(spec)),
+        Variant("holmes", spec, interleave(spec), ours),
+    ]
 
 
-def run(compared: list[Variant], script: Sequence[str], classes: str, flops: float, repetitions: int,
-        preload: Sequence[str], **accelerator: str) -> dict[str, Series]:
-    return compare(compared, [*map(str, script)], repetitions=repetitions, steps=STEPS, skip=SKIP,
-                   preload=preload, accelerator={"flops": flops, "classes": [classes], **accelerator})
+def run(
+    compared: list[Variant],
+    script: Sequence[str],
+    classes: str,
+    flops: float,
+    repetitions: int,
+    preload: Sequence[str],
+    **accelerator: str,
+) -> dict[str, Series]:
+    return compare(
+        compared,
+        [*map(str, script)],
+        repetitions=repetitions,
+        steps=STEPS,
+        skip=SKIP,
+        preload=preload,
+        accelerator={"flops": flops, "classes": [classes], **accelerator},
+    )
 
 
 def deepspeed(repetitions: int) -> dict[str, Series]:
     scene = replace(two_clusters.SCENES[0], micro_batches=int(BATCH))
-    return run(variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"), two_clusters.script(scene),
-               "Block", scene.flops, repetitions, ("torch", "deepspeed"))
+    return run(
+        variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
+        two_clusters.script(scene),
+        "Block",
+        scene.flops,
+        repetitions,
+        ("torch", "deepspeed"),
+    )
 
 
 def megatron_core(repetitions: int) -> dict[str, Series]:
     import megatron_two_clusters
 
     shim = str(ROOT / "examples" / "megatron_core" / "on_cpu")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
-    script = [examples() / "megatron_core" / "train.py", *megatron_two_clusters.MODEL, "--micro-batches",
-              BATCH]
-    return run(variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"), script, "TransformerLayer",
-               5e9, repetitions, megatron_two_clusters.PRELOAD, layout="sbh")
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [shim, os.environ.get("PYTHONPATH", "")])
+    )
+    script = [
+        examples() / "megatron_core" / "train.py",
+        *megatron_two_clusters.MODEL,
+        "--micro-batches",
+        BATCH,
+    ]
+    return run(
+        variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
+        script,
+        "TransformerLayer",
+        5e9,
+        repetitions,
+        megatron_two_clusters.PRELOAD,
+        layout="sbh",
+    )
 
 
 def trainer(repetitions: int) -> dict[str, Series]:
     script = [stacks.JOB, *stacks.MODEL, "--stack", "trainer"]
-    return run(variants("two_clusters_8.toml"), script, "GPT2Block", stacks.DDP_FLOPS, repetitions,
-               ("torch", "transformers.trainer"))
+    return run(
+        variants("two_clusters_8.toml"),
+        script,
+        "GPT2Block",
+        stacks.DDP_FLOPS,
+        repetitions,
+        ("torch", "transformers.trainer"),
+    )
 
 
 def fsdp2(repetitions: int) -> dict[str, Series]:
-    return run(variants("two_clusters_8.toml", "--holmes-fsdp", "hybrid"), [stacks.FSDP2, *stacks.MODEL],
-               "Block", stacks.FSDP_FLOPS, repetitions, ("torch",))
+    return run(
+        variants("two_clusters_8.toml", "--holmes-fsdp", "hybrid"),
+        [stacks.FSDP2, *stacks.MODEL],
+        "Block",
+        stacks.FSDP_FLOPS,
+        repetitions,
+        ("torch",),
+    )
 
 
 def pretrain(repetitions: int) -> dict[str, Series]:
@@ -111,7 +159,8 @@ def pretrain(repetitions: int) -> dict[str, Series]:
 
 
 MAKERS: dict[str, Callable[[int], dict[str, Series]]] = dict(
-    zip(SCENES, (deepspeed, megatron_core, trainer, fsdp2, pretrain), strict=True))
+    zip(SCENES, (deepspeed, megatron_core, trainer, fsdp2, pretrain), strict=True)
+)
 
 
 def main() -> int:
@@ -121,9 +170,16 @@ def main() -> int:
     args = parser.parse_args()
     series = MAKERS[args.scene](args.repetitions)
     stock, holmes = series["stock"], series["holmes"]
-    print(json.dumps({"stock": stock.medians, "holmes": holmes.medians,
-                      "difference": max_loss_difference(stock, holmes),
-                      "busy": max(stock.busy, holmes.busy)}))
+    print(
+        json.dumps(
+            {
+                "stock": stock.medians,
+                "holmes": holmes.medians,
+                "difference": max_loss_difference(stock, holmes),
+                "busy": max(stock.busy, holmes.busy),
+            }
+        )
+    )
     return 0
 
 

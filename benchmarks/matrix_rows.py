@@ -29,54 +29,93 @@ class Row:
     #: `packages` are taken from the environment that runs matrix.py.
     torch: str = ""
     python: str = ""  # version, e.g. "3.12"; "": the Python that runs matrix.py
-    source: str = ""  # tag or branch of the Megatron-LM clone (tests/checkouts.py); "": Megatron is a package
+    source: str = (
+        ""  # tag or branch of the Megatron-LM clone (tests/checkouts.py); "": Megatron is a package
+    )
     features: tuple[str, ...] = ("torch",)  # packages; the features of holmes for them are counted
     tests: tuple[str, ...] = ()  # files and options of pytest
     few: tuple[str, ...] = ()  # the same for `make old-versions`: some tests that take minutes
     lab: tuple[str, ...] = ()  # names from SCENES
-    nccl: tuple[str, ...] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13
+    nccl: tuple[
+        str, ...
+    ] = ()  # tests over NCCL on emulated GPUs, which emulate the runtime of CUDA 13
     #: torchtitan and its packages, which are installed into a separate folder (requirements/torchtitan.txt
     #: gives the reason).
     torchtitan: tuple[str, ...] = ()
 
     def __post_init__(self):
-        assert "," not in self.name, f"{self.name}: --scenes (ROWS of make matrix) is split at commas"
+        assert "," not in self.name, (
+            f"{self.name}: --scenes (ROWS of make matrix) is split at commas"
+        )
 
 
 #: Tests that weights or losses equal those of stock (the job without holmes), for each feature of holmes for
 #: torch: NICs, DDP, FSDP, pipelining, joined jobs and telemetry.
-TORCH_TESTS = ("tests/patches/torch", "tests/runtime/measure/test_telemetry.py",
-               "tests/join/test_stacks_of_torch.py",
-               "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts",
-               "integration_tests/stacks/test_pipelining.py::test_losses_are_stock_s[breadth first]")
+TORCH_TESTS = (
+    "tests/patches/torch",
+    "tests/runtime/measure/test_telemetry.py",
+    "tests/join/test_stacks_of_torch.py",
+    "integration_tests/stacks/test_trainer_joined.py::test_trainers_read_different_parts",
+    "integration_tests/stacks/test_pipelining.py::test_losses_are_stock_s[breadth first]",
+)
 #: The same for users' scripts on emulated clusters, and tests of the bytes between the clusters.
-SCRIPT_TESTS = (*(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
-                "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross")
+SCRIPT_TESTS = (
+    *(f"integration_tests/stacks/test_{name}.py" for name in ("fsdp2", "pipelining")),
+    "integration_tests/stacks/test_trainer.py::test_losses_are_stock_s_and_only_sums_cross",
+)
 #: Tests of torch's features that can run over NCCL: reductions, overlap, hierarchical all-reduce, compressed
 #: activations, scripts.
-NCCL_TESTS = (*(f"tests/runtime/reduce/test_{name}.py"
-                for name in ("compress", "reducer", "tied", "two_level")),
-              "tests/runtime/groups/test_wire.py",
-              *(f"integration_tests/stacks/test_{name}.py" for name in ("pipelining", "fsdp2", "trainer")))
-DEEPSPEED_TESTS = tuple(f"integration_tests/deepspeed/test_{name}.py"
-                        for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined"))
-MEGATRON_TESTS = tuple(f"integration_tests/megatron/test_{name}.py"
-                       for name in ("core", "experts", "joined", "slices", "megatron_lm"))
-PRETRAIN_TESTS = ("integration_tests/megatron_deepspeed", "-k", "same_losses or overlapped or pass_between")
+NCCL_TESTS = (
+    *(
+        f"tests/runtime/reduce/test_{name}.py"
+        for name in ("compress", "reducer", "tied", "two_level")
+    ),
+    "tests/runtime/groups/test_wire.py",
+    *(f"integration_tests/stacks/test_{name}.py" for name in ("pipelining", "fsdp2", "trainer")),
+)
+DEEPSPEED_TESTS = tuple(
+    f"integration_tests/deepspeed/test_{name}.py"
+    for name in ("overlap", "zero", "partition", "resume", "two_clusters", "joined")
+)
+MEGATRON_TESTS = tuple(
+    f"integration_tests/megatron/test_{name}.py"
+    for name in ("core", "experts", "joined", "slices", "megatron_lm")
+)
+PRETRAIN_TESTS = (
+    "integration_tests/megatron_deepspeed",
+    "-k",
+    "same_losses or overlapped or pass_between",
+)
 #: Tests that .ci/run runs with an old version of a framework.
-FEW_DEEPSPEED = tuple(f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume"))
-FEW_MEGATRON = ("integration_tests/megatron/test_core.py", "-k",
-                "every_split or leave_ethernet or built_once")
+FEW_DEEPSPEED = tuple(
+    f"integration_tests/deepspeed/test_{name}.py" for name in ("overlap", "resume")
+)
+FEW_MEGATRON = (
+    "integration_tests/megatron/test_core.py",
+    "-k",
+    "every_split or leave_ethernet or built_once",
+)
 #: Tests of a pair: the losses of each engine, and what one framework can break in another.
 FEW_PAIR = (FEW_DEEPSPEED[0], "integration_tests/megatron/test_core.py", SCRIPT_TESTS[-1])
-PAIR_TESTS = ("tests/patches", *FEW_DEEPSPEED, "integration_tests/megatron/test_core.py", *SCRIPT_TESTS)
+PAIR_TESTS = (
+    "tests/patches",
+    *FEW_DEEPSPEED,
+    "integration_tests/megatron/test_core.py",
+    *SCRIPT_TESTS,
+)
 #: Tests that new versions are likely to break: the patches, each row of README's table, and the unmodified
 #: pretrain_gpt.py of both Megatrons.
-NEXT_TESTS = ("tests/patches", "integration_tests/rows", "integration_tests/megatron_deepspeed",
-              "integration_tests/megatron/test_megatron_lm.py", "integration_tests/megatron/test_core.py",
-              "integration_tests/deepspeed/test_overlap.py")
+NEXT_TESTS = (
+    "tests/patches",
+    "integration_tests/rows",
+    "integration_tests/megatron_deepspeed",
+    "integration_tests/megatron/test_megatron_lm.py",
+    "integration_tests/megatron/test_core.py",
+    "integration_tests/deepspeed/test_overlap.py",
+)
 OLD, MIDDLE, TODAY = (
-    ("transformers==4.51.3", "accelerate==1.6.0"), ("transformers==4.57.1", "accelerate==1.11.0"),
+    ("transformers==4.51.3", "accelerate==1.6.0"),
+    ("transformers==4.57.1", "accelerate==1.11.0"),
     ("transformers==5.23.0", "accelerate==1.15.0"),
 )
 EVERYTHING = ("deepspeed==0.19.8", "megatron-core==0.16.1", *TODAY, "lightning==2.6.6")
@@ -85,70 +124,177 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
     features = tuple(
-        project for project in ALL
-        if project == "torch" or any(package.startswith(f"{project}==") for package in packages))
-    defaults = {"features": features, "tests": PAIR_TESTS, "few": FEW_PAIR,
-                "lab": ("deepspeed", "megatron-core", "Trainer", "FSDP2")}
+        project
+        for project in ALL
+        if project == "torch" or any(package.startswith(f"{project}==") for package in packages)
+    )
+    defaults = {
+        "features": features,
+        "tests": PAIR_TESTS,
+        "few": FEW_PAIR,
+        "lab": ("deepspeed", "megatron-core", "Trainer", "FSDP2"),
+    }
     return Row(name, "pair", packages, f"torch=={torch}", **{**defaults, **more})
 
 
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
     lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
-    return Row(f"torch {version}", "torch", packages, f"torch=={version}", features=("torch", "transformers"),
-               tests=TORCH_TESTS, lab=lab, nccl=NCCL_TESTS if version == "2.13.0" else ())
+    return Row(
+        f"torch {version}",
+        "torch",
+        packages,
+        f"torch=={version}",
+        features=("torch", "transformers"),
+        tests=TORCH_TESTS,
+        lab=lab,
+        nccl=NCCL_TESTS if version == "2.13.0" else (),
+    )
 
 
 def _deepspeed(version: str) -> Row:
-    return Row(f"deepspeed {version}", "deepspeed", (f"deepspeed=={version}",), features=("deepspeed",),
-               tests=DEEPSPEED_TESTS, few=FEW_DEEPSPEED, lab=("deepspeed",))
+    return Row(
+        f"deepspeed {version}",
+        "deepspeed",
+        (f"deepspeed=={version}",),
+        features=("deepspeed",),
+        tests=DEEPSPEED_TESTS,
+        few=FEW_DEEPSPEED,
+        lab=("deepspeed",),
+    )
 
 
 def _megatron(version: str, source: str = "") -> Row:
     packages = () if source else (f"megatron-core=={version}",)
-    return Row(f"megatron-core {version}", "megatron", packages, source=source, features=("megatron-core",),
-               tests=MEGATRON_TESTS, few=FEW_MEGATRON, lab=("megatron-core",))
+    return Row(
+        f"megatron-core {version}",
+        "megatron",
+        packages,
+        source=source,
+        features=("megatron-core",),
+        tests=MEGATRON_TESTS,
+        few=FEW_MEGATRON,
+        lab=("megatron-core",),
+    )
 
 
 def _pretrain(version: str, *packages: str) -> Row:
-    return Row(f"Megatron-DeepSpeed with deepspeed {version}", "megatron",
-               (f"deepspeed=={version}", *packages),
-               features=("deepspeed",), tests=PRETRAIN_TESTS, lab=("Megatron-DeepSpeed",))
+    return Row(
+        f"Megatron-DeepSpeed with deepspeed {version}",
+        "megatron",
+        (f"deepspeed=={version}", *packages),
+        features=("deepspeed",),
+        tests=PRETRAIN_TESTS,
+        lab=("Megatron-DeepSpeed",),
+    )
 
 
-ROWS = {row.name: row for row in (
-    # NVIDIA's containers have builds of their own of these torches (2.7.0a0+79aa17489c, 2.9.0a0+145a3a7bda),
-    # and the megatron-core of those months stands beside them
-    _pair("oldest supported", "2.6.0", "deepspeed==0.14.5", "megatron-core==0.11.0", *OLD, python="3.10"),
-    _pair("NVIDIA's 25.04 container", "2.7.1", "deepspeed==0.16.7", "megatron-core==0.12.3", *OLD,
-          "lightning==2.5.1", python="3.12"),
-    _pair("NVIDIA's 25.10 container", "2.9.1", "deepspeed==0.18.1", "megatron-core==0.14.0", *MIDDLE,
-          "lightning==2.5.5", python="3.12"),
-    _pair("pip install today", "2.15.0", *EVERYTHING, python="3.12"),
-    _pair("Megatron-LM's main with torch of today", "2.15.0", *TODAY, python="3.12", source="main",
-          features=("torch", "megatron-core"), tests=MEGATRON_TESTS, lab=("megatron-core",)),
-    *(_pair(f"Python {python} with torch of today", "2.15.0", *EVERYTHING, python=python, lab=())
-      for python in ("3.10", "3.13", "3.14")),
-    *(_torch(version, OLD) for version in ("2.6.0", "2.7.1", "2.8.0")),
-    *(_torch(version, MIDDLE) for version in ("2.9.1", "2.10.0", "2.11.0", "2.12.1")),
-    *(_torch(version, TODAY) for version in ("2.13.0", "2.14.1", "2.15.0")),
-    *map(_deepspeed,
-         ("0.14.5", "0.15.4", "0.16.0", "0.16.9", "0.17.0", "0.17.6", "0.18.0", "0.18.9", "0.19.0",
-          "0.19.8")),
-    *map(_megatron, ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")),
-    *(_megatron(version, f"core_v{version}") for version in ("0.17.1", "0.18.2", "0.19.0")),
-    _megatron("0.20.0", "main"),
-    # with its dependency torchvision (any will do: a GPT does not use it), and without, which holmes serves
-    _pretrain("0.18.9", "torchvision==0.16.0"),
-    _pretrain("0.19.8"),
-)}
+ROWS = {
+    row.name: row
+    for row in (
+        # NVIDIA's containers have builds of their own of these torches
+        # (2.7.0a0+79aa17489c, 2.9.0a0+145a3a7bda), and the megatron-core of those months stands beside them
+        _pair(
+            "oldest supported",
+            "2.6.0",
+            "deepspeed==0.14.5",
+            "megatron-core==0.11.0",
+            *OLD,
+            python="3.10",
+        ),
+        _pair(
+            "NVIDIA's 25.04 container",
+            "2.7.1",
+            "deepspeed==0.16.7",
+            "megatron-core==0.12.3",
+            *OLD,
+            "lightning==2.5.1",
+            python="3.12",
+        ),
+        _pair(
+            "NVIDIA's 25.10 container",
+            "2.9.1",
+            "deepspeed==0.18.1",
+            "megatron-core==0.14.0",
+            *MIDDLE,
+            "lightning==2.5.5",
+            python="3.12",
+        ),
+        _pair("pip install today", "2.15.0", *EVERYTHING, python="3.12"),
+        _pair(
+            "Megatron-LM's main with torch of today",
+            "2.15.0",
+            *TODAY,
+            python="3.12",
+            source="main",
+            features=("torch", "megatron-core"),
+            tests=MEGATRON_TESTS,
+            lab=("megatron-core",),
+        ),
+        *(
+            _pair(
+                f"Python {python} with torch of today", "2.15.0", *EVERYTHING, python=python, lab=()
+            )
+            for python in ("3.10", "3.13", "3.14")
+        ),
+        *(_torch(version, OLD) for version in ("2.6.0", "2.7.1", "2.8.0")),
+        *(_torch(version, MIDDLE) for version in ("2.9.1", "2.10.0", "2.11.0", "2.12.1")),
+        *(_torch(version, TODAY) for version in ("2.13.0", "2.14.1", "2.15.0")),
+        *map(
+            _deepspeed,
+            (
+                "0.14.5",
+                "0.15.4",
+                "0.16.0",
+                "0.16.9",
+                "0.17.0",
+                "0.17.6",
+                "0.18.0",
+                "0.18.9",
+                "0.19.0",
+                "0.19.8",
+            ),
+        ),
+        *map(_megatron, ("0.11.0", "0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1")),
+        *(_megatron(version, f"core_v{version}") for version in ("0.17.1", "0.18.2", "0.19.0")),
+        _megatron("0.20.0", "main"),
+        # with its dependency torchvision (any will do: a GPT does not use it), and without,
+        # which holmes serves
+        _pretrain("0.18.9", "torchvision==0.16.0"),
+        _pretrain("0.19.8"),
+    )
+}
 #: torchtitan, the packages of requirements/torchtitan.txt, and two that torchtitan requires since 0.3.
 NEXT_TORCHTITAN = (
-    "torchtitan", "torchdata", "datasets", "pyarrow", "pandas", "python-dateutil", "dill", "multiprocess",
-    "xxhash", "tyro", "docstring_parser", "typeguard", "tensorboard", "tensorboard-data-server", "absl-py",
-    "grpcio", "Markdown", "protobuf", "Werkzeug", "spmd_types", "torch_checkpointing",
-)  # fmt: skip
+    "torchtitan",
+    "torchdata",
+    "datasets",
+    "pyarrow",
+    "pandas",
+    "python-dateutil",
+    "dill",
+    "multiprocess",
+    "xxhash",
+    "tyro",
+    "docstring_parser",
+    "typeguard",
+    "tensorboard",
+    "tensorboard-data-server",
+    "absl-py",
+    "grpcio",
+    "Markdown",
+    "protobuf",
+    "Werkzeug",
+    "spmd_types",
+    "torch_checkpointing",
+)
 #: The newest version of everything, which is no row of the table: `make matrix NEXT=1` runs it.
 #: nltk is what Megatron-DeepSpeed's tools/preprocess_data.py imports.
-NEXT = Row("next", "next",
-           ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "nltk"), "torch",
-           features=ALL, tests=NEXT_TESTS, torchtitan=NEXT_TORCHTITAN)
+NEXT = Row(
+    "next",
+    "next",
+    ("deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "nltk"),
+    "torch",
+    features=ALL,
+    tests=NEXT_TESTS,
+    torchtitan=NEXT_TORCHTITAN,
+)

@@ -10,13 +10,32 @@ from matrix_rows import ROWS, SCENES, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 #: In README: the rows that most people are near to, each end of what is supported among them.
-FEW = ("NVIDIA's 25.04 container", "NVIDIA's 25.10 container", "pip install today", "torch 2.6.0",
-       "torch 2.15.0", "deepspeed 0.16.9", "megatron-core 0.12.3", "megatron-core 0.20.0")
+FEW = (
+    "NVIDIA's 25.04 container",
+    "NVIDIA's 25.10 container",
+    "pip install today",
+    "torch 2.6.0",
+    "torch 2.15.0",
+    "deepspeed 0.16.9",
+    "megatron-core 0.12.3",
+    "megatron-core 0.20.0",
+)
 #: Page -> its tables: the rows of a kind, or those of FEW.
-PAGES = {ROOT / "README.md": ("few",),
-         ROOT / "docs" / "versions.md": ("pair", "torch", "deepspeed", "megatron")}
-COLUMNS = ("", "features on", "off", "tests passed", "failed", "in the lab, holmes : stock",
-           "loss difference", "on NCCL", "date")
+PAGES = {
+    ROOT / "README.md": ("few",),
+    ROOT / "docs" / "versions.md": ("pair", "torch", "deepspeed", "megatron"),
+}
+COLUMNS = (
+    "",
+    "features on",
+    "off",
+    "tests passed",
+    "failed",
+    "in the lab, holmes : stock",
+    "loss difference",
+    "on NCCL",
+    "date",
+)
 
 
 def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
@@ -33,7 +52,11 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
             lines.append((name, *_cells(of_row[row.name]), min(dates, default="-")))
     columns = [column for column in zip(*lines) if set(column[1:]) != {"-"}]
     head, *rest = (f"| {' | '.join(cells)} |" for cells in zip(*columns))
-    return "\n".join((head, "| --- " * len(columns) + "|", *rest)) if rest else "None has been made yet."
+    return (
+        "\n".join((head, "| --- " * len(columns) + "|", *rest))
+        if rest
+        else "None has been made yet."
+    )
 
 
 def _name(row: Row) -> str:
@@ -50,13 +73,25 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
         return f"{figures[metric].value:g}" if metric in figures else "-"
 
     named = {scene: f"{scene}, holmes : stock" for scene in SCENES}
-    ratios = [f"{scene} {figures[metric].value:.2f} x{' (cores busy)' if figures[metric].bound else ''}"
-              for scene, metric in named.items() if metric in figures]
-    differences = [figure.value for metric, figure in figures.items()
-                   if metric.endswith("largest loss difference")]
-    return [number("features on"), number("features off"), number("tests passed"), number("tests failed"),
-            ", ".join(ratios) or "-", f"{max(differences):.1g}" if differences else "-",
-            number("tests passed on NCCL")]
+    ratios = [
+        f"{scene} {figures[metric].value:.2f} x{' (cores busy)' if figures[metric].bound else ''}"
+        for scene, metric in named.items()
+        if metric in figures
+    ]
+    differences = [
+        figure.value
+        for metric, figure in figures.items()
+        if metric.endswith("largest loss difference")
+    ]
+    return [
+        number("features on"),
+        number("features off"),
+        number("tests passed"),
+        number("tests failed"),
+        ", ".join(ratios) or "-",
+        f"{max(differences):.1g}" if differences else "-",
+        number("tests passed on NCCL"),
+    ]
 
 
 def off(about: dict[str, Any]) -> str:
@@ -67,8 +102,10 @@ def off(about: dict[str, Any]) -> str:
             features, rows = of_reason.setdefault(reason, ([], []))
             features += [feature] if feature not in features else []
             rows += [name] if name not in rows else []
-    lines = [f"- {', '.join(rows)}: {', '.join(features)}: {reason}"
-             for reason, (features, rows) in of_reason.items()]
+    lines = [
+        f"- {', '.join(rows)}: {', '.join(features)}: {reason}"
+        for reason, (features, rows) in of_reason.items()
+    ]
     return "\n".join(lines) or "Nothing."
 
 
@@ -83,5 +120,5 @@ def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
             begin, end = f"<!-- matrix {kind} -->\n", "<!-- /matrix -->"
             assert begin in page, (path, kind)
             start = page.index(begin) + len(begin)
-            page = page[:start] + text + "\n" + page[page.index(end, start):]
+            page = page[:start] + text + "\n" + page[page.index(end, start) :]
         path.write_text(page)

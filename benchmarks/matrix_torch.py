@@ -27,7 +27,9 @@ def install(python: Path, torch: str, more: list[str]) -> None:
     (metadata,) = site.glob("torch-*.dist-info/METADATA")
     text = metadata.read_text()
     real = re.findall(r"^Requires-Dist: (nvidia-cuda-(?:runtime|cupti)[^;]*)", text, re.MULTILINE)
-    for version in re.findall(r"^Requires-Dist: cuda-toolkit\[[^]]*\]\s*([^;]*)", text, re.MULTILINE)[:1]:
+    for version in re.findall(
+        r"^Requires-Dist: cuda-toolkit\[[^]]*\]\s*([^;]*)", text, re.MULTILINE
+    )[:1]:
         real = [f"cuda-toolkit[cudart,cupti]{version}"]
     metadata.write_text(LEFT_OUT.sub("", text))
     if real:  # a CPU build asks for none
@@ -49,9 +51,12 @@ def stand_ins(site: Path) -> None:
     for name, node in re.findall(r" [Uw] (\w+)(?:@+(\S+))?$", undefined, re.MULTILINE):
         if CUDA.match(name) and name not in real:
             of_node[node].add(name)
-    nodes: dict[str, list[str]] = {}  # library -> its version nodes, as torch's libraries ask for them
-    for library, of_library in re.findall(r"Version: 1 +File: (\S+) .*\n((?:.*Name: .*\n)*)",
-                                          _told("readelf", "-V", "-W", *libraries)):
+    nodes: dict[
+        str, list[str]
+    ] = {}  # library -> its version nodes, as torch's libraries ask for them
+    for library, of_library in re.findall(
+        r"Version: 1 +File: (\S+) .*\n((?:.*Name: .*\n)*)", _told("readelf", "-V", "-W", *libraries)
+    ):
         nodes[library] = [*nodes.get(library, []), *re.findall(r"Name: (\S+)", of_library)]
     for library in needed:
         with tempfile.TemporaryDirectory() as build:
@@ -60,10 +65,26 @@ def stand_ins(site: Path) -> None:
             names = sorted(set().union(of_node[""], *(of_node[node] for node in versions)))
             functions = "".join(f"void {name}(void) {{ abort(); }}\n" for name in names)
             source.write_text(f"void abort(void);\n{functions}")
-            lines = [f"{node} {{ global: {'; '.join(['none', *of_node[node]])}; }};\n" for node in versions]
+            lines = [
+                f"{node} {{ global: {'; '.join(['none', *of_node[node]])}; }};\n"
+                for node in versions
+            ]
             script.write_text("".join(lines) or "{ global: *; };\n")
-            subprocess.run(["gcc", "-shared", "-fPIC", "-w", "-fno-builtin", "-o", folder / library, source,
-                            f"-Wl,-soname,{library}", f"-Wl,--version-script={script}"], check=True)
+            subprocess.run(
+                [
+                    "gcc",
+                    "-shared",
+                    "-fPIC",
+                    "-w",
+                    "-fno-builtin",
+                    "-o",
+                    folder / library,
+                    source,
+                    f"-Wl,-soname,{library}",
+                    f"-Wl,--version-script={script}",
+                ],
+                check=True,
+            )
 
 
 def _told(*command: str | Path) -> str:

@@ -204,8 +204,15 @@ def reversed_if_even(variants: Sequence[Variant], repetition: int) -> Sequence[V
     return variants[::-1] if is_even else variants
 
 
-def measure(lab: Lab, variant: Variant, checkout: Checkout, command: list[str], flops: float, steps: int,
-            series: Series) -> None:
+def measure(
+    lab: Lab,
+    variant: Variant,
+    checkout: Checkout,
+    command: list[str],
+    flops: float,
+    steps: int,
+    series: Series,
+) -> None:
     """Train once on emulated nodes, and add the step times, losses and sent bytes to `series`.
 
     Args:
@@ -264,10 +271,16 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     ]
     command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
-        name, variants, checkout, command,
+        name,
+        variants,
+        checkout,
+        command,
         # GPUs get slower by `flops`, networks by `slower`.
-        flops=definition.flops / definition.slower, slower=definition.slower,
-        steps=steps, repetitions=repetitions, order_of=rotated,
+        flops=definition.flops / definition.slower,
+        slower=definition.slower,
+        steps=steps,
+        repetitions=repetitions,
+        order_of=rotated,
     )
     return rows_of(name, series, definition)
 
@@ -310,7 +323,9 @@ def rows_of(name: str, series: dict[str, Series], definition: Scene) -> list[Row
     noise = abs(series["stock again"].median / stock.median - 1)
     rows += [
         ratio_row(name, "stock : all-RDMA", bound, stock, ""),
-        Row.median(name, "A/A difference (noise)", [noise], unit="of a step", emulated=stock.emulated),
+        Row.median(
+            name, "A/A difference (noise)", [noise], unit="of a step", emulated=stock.emulated
+        ),
     ]
     return rows + step_rows(name, series)
 
@@ -331,12 +346,20 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
         Variant("two levels", spec, order, flags),
-        Variant("pairs", spec, order, flags, env={"HOLMES_DISABLE": TIED_FEATURE}),  # without this feature
+        Variant(
+            "pairs", spec, order, flags, env={"HOLMES_DISABLE": TIED_FEATURE}
+        ),  # without this feature
     ]
     command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
-        TIED_SCENE, variants, checkout, command,
-        flops=definition.flops, steps=steps, repetitions=repetitions, order_of=reversed_if_even,
+        TIED_SCENE,
+        variants,
+        checkout,
+        command,
+        flops=definition.flops,
+        steps=steps,
+        repetitions=repetitions,
+        order_of=reversed_if_even,
     )
 
     two_levels, pairs = series["two levels"], series["pairs"]
@@ -352,9 +375,17 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     return [
         ratio_row(TIED_SCENE, "pairs : two levels", pairs, two_levels, ""),
         Row.median(TIED_SCENE, "seconds saved", seconds_saved, unit="s", emulated=True),
-        Row.median(TIED_SCENE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True),
-        Row.median(TIED_SCENE, "largest loss difference", [difference], unit="nats", emulated=False,
-                   target="<= 1e-5"),
+        Row.median(
+            TIED_SCENE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True
+        ),
+        Row.median(
+            TIED_SCENE,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 1e-5",
+        ),
         *step_rows(TIED_SCENE, series),
     ]
 
@@ -370,8 +401,13 @@ def predicted_tied_step(spec: SiteSpec, definition: Scene, hierarchical: bool) -
     """
     forward_seconds = forward_s(HIDDEN, SEQUENCE, definition.flops)  # of a transformer layer
     model = Model(
-        LAYERS, HIDDEN, HEADS, SEQUENCE, GPT2_TOKENS,
-        micro_batches=definition.micro_batches, activation_width=4,  # bytes
+        LAYERS,
+        HIDDEN,
+        HEADS,
+        SEQUENCE,
+        GPT2_TOKENS,
+        micro_batches=definition.micro_batches,
+        activation_width=4,  # bytes
     )
     if hierarchical:
         options = Options()
@@ -393,28 +429,53 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     forward_seconds = forward_s(edges.HIDDEN, edges.SEQUENCE, edges.FLOPS)  # of a transformer layer
     variants = []
     predicted = {}  # name of a variant -> seconds of a step
-    with tempfile.TemporaryDirectory() as directory:  # the runs read these files, so they end before it
+    with (
+        tempfile.TemporaryDirectory() as directory
+    ):  # the runs read these files, so they end before it
         model_file = Path(directory, "model.toml")
-        model_file.write_text(edges.MODEL_TOML.format(micro_batches=LINK_MICRO_BATCHES, flops=edges.FLOPS))
+        model_file.write_text(
+            edges.MODEL_TOML.format(micro_batches=LINK_MICRO_BATCHES, flops=edges.FLOPS)
+        )
         model = load_model(str(model_file))
         for link, rate in LINK_RATES.items():
             cluster_file = Path(directory, f"{link}.toml")
-            cluster_file.write_text(edges.two(rate))  # two clusters of 2 nodes, with Ethernet of this rate
+            cluster_file.write_text(
+                edges.two(rate)
+            )  # two clusters of 2 nodes, with Ethernet of this rate
             spec = load_spec(cluster_file)
             for schedule in ("holmes", "engine"):
                 # The value of --holmes-inflight for the schedule: "off" leaves it to the engine, DeepSpeed.
                 inflight = edges.INFLIGHT[schedule]
-                flags = ("--holmes", "--holmes-cluster", str(cluster_file), "--holmes-model",
-                         str(model_file), "--holmes-inflight", inflight)
+                flags = (
+                    "--holmes",
+                    "--holmes-cluster",
+                    str(cluster_file),
+                    "--holmes-model",
+                    str(model_file),
+                    "--holmes-inflight",
+                    inflight,
+                )
                 name = f"{schedule}, {link}"
                 variants.append(Variant(name, spec, interleave(spec), flags))
-                predicted[name] = predicted_step("deepspeed", spec, model, Sizes(pipeline=2),
-                                                 forward_seconds, Options(inflight=inflight))
+                predicted[name] = predicted_step(
+                    "deepspeed",
+                    spec,
+                    model,
+                    Sizes(pipeline=2),
+                    forward_seconds,
+                    Options(inflight=inflight),
+                )
         ranks = len(variants[0].order)  # one per node; the same for all variants
         command = command_of(checkout, LINK_MICRO_BATCHES, ranks, steps, LINK_MODEL)
         series = run_in_turns(
-            LINK_SCENE, variants, checkout, command,
-            flops=edges.FLOPS, steps=steps, repetitions=repetitions, order_of=reversed_if_even,
+            LINK_SCENE,
+            variants,
+            checkout,
+            command,
+            flops=edges.FLOPS,
+            steps=steps,
+            repetitions=repetitions,
+            order_of=reversed_if_even,
         )
 
     holmes_slow, holmes_free = series["holmes, slow"], series["holmes, free"]
@@ -424,8 +485,14 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         ratio_row(LINK_SCENE, "holmes: slow link : free link", holmes_slow, holmes_free, "<= 1.15"),
         ratio_row(LINK_SCENE, "engine: slow link : free link", engine_slow, engine_free, ""),
         ratio_row(LINK_SCENE, "slow link, engine : holmes", engine_slow, holmes_slow, ""),
-        Row.median(LINK_SCENE, "largest loss difference", [difference], unit="nats", emulated=False,
-                   target="<= 0"),
+        Row.median(
+            LINK_SCENE,
+            "largest loss difference",
+            [difference],
+            unit="nats",
+            emulated=False,
+            target="<= 0",
+        ),
         *edges.prediction_rows(LINK_SCENE, edges.medians(series), predicted),
         *step_rows(LINK_SCENE, series),
     ]
@@ -455,9 +522,12 @@ def main() -> int:
                 rows += slow_stage_link(checkout, args.repetitions, args.steps)
             else:
                 rows += scene(name, checkout, args.repetitions, args.steps)
-    return finish(rows, args.json,
-                  "Megatron-DeepSpeed: stock, holmes and the all-RDMA bound (step times on the emulated "
-                  "accelerator)")
+    return finish(
+        rows,
+        args.json,
+        "Megatron-DeepSpeed: stock, holmes and the all-RDMA bound (step times on the emulated "
+        "accelerator)",
+    )
 
 
 if __name__ == "__main__":

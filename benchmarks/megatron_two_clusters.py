@@ -23,8 +23,13 @@ from holmes_ext.samples import examples
 
 #: Imported once for each cluster: eight ranks would take half a minute over it on two cores. The first one
 #: serves machines without CUDA.
-PRELOAD = ("megatron_cpu_shim", "megatron.core.models.gpt", "megatron.core.optimizer",
-           "megatron.core.distributed", "megatron.core.pipeline_parallel")
+PRELOAD = (
+    "megatron_cpu_shim",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel",
+)
 MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1 --layers 6 --pipeline 2".split()
 #: Of a distributed optimizer holmes buckets and overlaps only when told to; 256 wide layers can be bucketed
 #: without padding.
@@ -44,34 +49,60 @@ def scene(name: str, repetitions: int, steps: int) -> list[Row]:
     spec = load_spec(path)
     variants = [
         Variant("stock", spec, interleave(spec)),
-        Variant("holmes", spec, interleave(spec),
-                ("--holmes", "--holmes-cluster", str(path), "--holmes-sizes", "pipeline=2", *holmes_flags)),
+        Variant(
+            "holmes",
+            spec,
+            interleave(spec),
+            (
+                "--holmes",
+                "--holmes-cluster",
+                str(path),
+                "--holmes-sizes",
+                "pipeline=2",
+                *holmes_flags,
+            ),
+        ),
         all_rdma(spec),
         Variant("stock again", spec, interleave(spec)),
     ]
     runs = iter(range(1, repetitions * len(variants) + 1))
     series = compare(
         variants,
-        [str(examples() / "megatron_core" / "train.py"), *MODEL, "--micro-batches", str(micro_batches),
-         *flags],
+        [
+            str(examples() / "megatron_core" / "train.py"),
+            *MODEL,
+            "--micro-batches",
+            str(micro_batches),
+            *flags,
+        ],
         repetitions=repetitions,
         steps=steps,
         skip=3,
         preload=PRELOAD,
         accelerator={"flops": flops, "classes": ["TransformerLayer"], "layout": "sbh"},
         on_run=lambda variant, _: tell(
-            f"{name}: run {next(runs)} of {repetitions * len(variants)}: {variant}"),
+            f"{name}: run {next(runs)} of {repetitions * len(variants)}: {variant}"
+        ),
     )
     stock, holmes, all_fast = series["stock"], series["holmes"], series["all-RDMA"]
-    noise, difference = abs(series["stock again"].median / stock.median - 1), max_loss_difference(
-        stock, holmes)
+    noise, difference = (
+        abs(series["stock again"].median / stock.median - 1),
+        max_loss_difference(stock, holmes),
+    )
     return [
         ratio_row(name, "holmes : stock", stock, holmes, ratio),
         ratio_row(name, "holmes : all-RDMA", all_fast, holmes, bound),
         ratio_row(name, "stock : all-RDMA", all_fast, stock, ""),
         Row.of(name, "A/A difference (noise)", noise, "of a step", (noise, noise), stock.emulated),
-        Row.of(name, "largest loss difference", difference, "nats", (difference, difference), False,
-               "<= 1e-6"),
+        Row.of(
+            name,
+            "largest loss difference",
+            difference,
+            "nats",
+            (difference, difference),
+            False,
+            "<= 1e-6",
+        ),
         *step_rows(name, series),
     ]
 
@@ -82,12 +113,16 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
     shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [shim, os.environ.get("PYTHONPATH", "")])
+    )
     wanted = chosen(args.scenes, SCENES)
     rows = [row for name in wanted for row in scene(name, args.repetitions, args.steps)]
     return finish(
-        rows, args.json,
-        "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
+        rows,
+        args.json,
+        "megatron-core: stock, holmes and the all-RDMA bound (step times on the emulated accelerator)",
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ LEARNING_RATE = 3e-3
 def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[float], float]:
     """Losses, and the bytes that both Ethernet NICs sent for each step."""
     with tempfile.TemporaryDirectory() as directory:
-        log, script = Path(directory, "log.jsonl"), str(examples() / "deepspeed_pipeline" / "train.py")
+        log, script = (
+            Path(directory, "log.jsonl"),
+            str(examples() / "deepspeed_pipeline" / "train.py"),
+        )
         rate = LEARNING_RATE * (1 + 2**-9 * (kind == "nudged"))
         length = ["--lr", str(rate), "--seed", str(seed), "--steps", str(steps)]
         command = [sys.executable, script, *MODEL, *length, "--log", str(log)]
@@ -51,17 +54,25 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--picture", type=Path, metavar="FILE", help="draw the curves there (png)")
+    arguments.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw the curves there (png)"
+    )
     arguments.add_argument("--steps", type=int, default=1500)
-    arguments.add_argument("--seeds", type=int, default=3, help="how many, of weights and of the order of "
-                                                                "the text")
+    arguments.add_argument(
+        "--seeds", type=int, default=3, help="how many, of weights and of the order of the text"
+    )
     args = arguments.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "cluster.toml")
         file.write_text(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
         with Lab(load_spec(file)) as lab:
-            losses, sent = curves("narrow edges", KINDS, args.seeds,
-                                  lambda kind, seed: train(lab, file, kind, args.steps, seed), args.json)
+            losses, sent = curves(
+                "narrow edges",
+                KINDS,
+                args.seeds,
+                lambda kind, seed: train(lab, file, kind, args.steps, seed),
+                args.json,
+            )
     if args.picture:
         draw(losses, args.picture, "Edges narrowed between the clusters")
     title = f"Narrower edges between two clusters, {args.steps} steps, {args.seeds} seeds"

@@ -26,8 +26,15 @@ class OuterAdamW(DiLoCo):
     squares: dict[int, torch.Tensor] = field(default_factory=dict)
     rounds: Counter[int] = field(default_factory=Counter)
 
-    def step(self, anchor: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor, mu: float,
-             gap: float = 1.0, matrices: Matrices = Matrices()) -> None:
+    def step(
+        self,
+        anchor: torch.Tensor,
+        momentum: torch.Tensor | None,
+        gradient: torch.Tensor,
+        mu: float,
+        gap: float = 1.0,
+        matrices: Matrices = Matrices(),
+    ) -> None:
         assert momentum is not None, "adamw needs a momentum"
         which = anchor.data_ptr()
         self.rounds[which] += 1
@@ -42,8 +49,15 @@ class OuterAdamW(DiLoCo):
 class Warm(DiLoCo):
     rounds: Counter[int] = field(default_factory=Counter)
 
-    def step(self, anchor: torch.Tensor, momentum: torch.Tensor | None, gradient: torch.Tensor, mu: float,
-             gap: float = 1.0, matrices: Matrices = Matrices()) -> None:
+    def step(
+        self,
+        anchor: torch.Tensor,
+        momentum: torch.Tensor | None,
+        gradient: torch.Tensor,
+        mu: float,
+        gap: float = 1.0,
+        matrices: Matrices = Matrices(),
+    ) -> None:
         self.rounds[anchor.data_ptr()] += 1
         share = min(1.0, self.rounds[anchor.data_ptr()] / max(1.0, self.clip))
         super().step(anchor, momentum, gradient, mu * share, gap, matrices)

@@ -75,7 +75,8 @@ class Scene:
 
 
 SCENES = (
-    Scene("NIC 3:1", (480, 160)), Scene("NIC 3:1, overlap", (480, 160), overlap=True),
+    Scene("NIC 3:1", (480, 160)),
+    Scene("NIC 3:1, overlap", (480, 160), overlap=True),
     Scene("GPU 1.5:1", (2000, 2000), (4, 6, 8), speed=1 / 1.5),
 )
 
@@ -92,10 +93,18 @@ def cluster_toml(scene: Scene) -> str:
 
 def model_of(scene: Scene, layers: int, hidden: int, micro_batches: int) -> Model:
     return Model(
-        layers, hidden, HEADS, SEQUENCE, 256, tied=False, micro_batches=micro_batches, activation_width=4,
+        layers,
+        hidden,
+        HEADS,
+        SEQUENCE,
+        256,
+        tied=False,
+        micro_batches=micro_batches,
+        activation_width=4,
         state_bytes=16,
-        gpu=Gpu(FLOPS), gpus={"b": Gpu(FLOPS * scene.speed)},
-    )  # fmt: skip
+        gpu=Gpu(FLOPS),
+        gpus={"b": Gpu(FLOPS * scene.speed)},
+    )
 
 
 @dataclass
@@ -110,10 +119,17 @@ class Cell:
     model: Model
 
 
-def plan_of(scene: Scene, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
+def plan_of(
+    scene: Scene, model: Model, method: str, spec: SiteSpec
+) -> tuple[Plan, tuple[int, ...]]:
     """A method's plan, and the layers of its stages."""
-    plan = build_plan(site_from_spec(spec), Sizes(pipeline=2), partition=method, model=model,
-                      overlap=scene.overlap)
+    plan = build_plan(
+        site_from_spec(spec),
+        Sizes(pipeline=2),
+        partition=method,
+        model=model,
+        overlap=scene.overlap,
+    )
     return plan, plan.stage_layers or (model.layers // 2,) * 2
 
 
@@ -127,11 +143,13 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
         if split not in variants:
             file = directory / f"{name}-{micro_batches}-{method}.json"
             plan.save(file)
-            variants[split] = Variant(f"{title} {method}", spec, interleave(spec),
-                                      (*flags, "--holmes-plan", str(file)))
+            variants[split] = Variant(
+                f"{title} {method}", spec, interleave(spec), (*flags, "--holmes-plan", str(file))
+            )
     first = next(iter(variants.values()))
     again = (
-        Variant(f"{title} again", spec, first.order, first.flags) if micro_batches == scene.micro_batches[1]
+        Variant(f"{title} again", spec, first.order, first.flags)
+        if micro_batches == scene.micro_batches[1]
         else None
     )
     return Cell(title, plans, variants, again, model)
@@ -139,15 +157,30 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
 
 def flags_of(scene: Scene, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
     layers, hidden = MODELS[name]
-    return ("--layers", str(layers), "--hidden", str(hidden), "--micro-batches", str(micro_batches),
-            "--holmes", "--holmes-cluster", str(directory / "cluster.toml"),
-            "--holmes-overlap", "on" if scene.overlap else "off")  # fmt: skip
+    return (
+        "--layers",
+        str(layers),
+        "--hidden",
+        str(hidden),
+        "--micro-batches",
+        str(micro_batches),
+        "--holmes",
+        "--holmes-cluster",
+        str(directory / "cluster.toml"),
+        "--holmes-overlap",
+        "on" if scene.overlap else "off",
+    )
 
 
 def profiled(scene: Scene, name: str, spec: SiteSpec, directory: Path) -> Variant:
     """The run that leaves profile_file(directory, name), without overlap, as `holmes tune` measures."""
     flags = flags_of(replace(scene, overlap=False), name, scene.micro_batches[1], directory)
-    more = ("--holmes-sizes", "pipeline=2", "--holmes-profile", f"{PROFILED},{profile_file(directory, name)}")
+    more = (
+        "--holmes-sizes",
+        "pipeline=2",
+        "--holmes-profile",
+        f"{PROFILED},{profile_file(directory, name)}",
+    )
     return Variant(f"{scene.name}/{name} profiled", spec, interleave(spec), (*flags, *more))
 
 
@@ -167,8 +200,11 @@ def run_scene(scene: Scene, wanted: list[tuple[str, int]], steps: int, skip: int
         names = list(dict.fromkeys(name for name, _ in wanted))
         cells = [cell_of(scene, name, count, spec, directory) for name, count in wanted]
         runs = [profiled(scene, name, spec, directory) for name in names]
-        runs += [variant for cell in cells
-                 for variant in (*cell.variants.values(), *filter(None, [cell.again]))]
+        runs += [
+            variant
+            for cell in cells
+            for variant in (*cell.variants.values(), *filter(None, [cell.again]))
+        ]
         series = measure(scene, runs, steps, skip)
         profiles = {name: load_profile(profile_file(directory, name)) for name in names}
         return [
@@ -180,31 +216,51 @@ def run_scene(scene: Scene, wanted: list[tuple[str, int]], steps: int, skip: int
 
 def measure(scene: Scene, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
     script = [
-        str(examples() / "deepspeed_pipeline" / "train.py"), "--stages", "2", "--heads", str(HEADS),
-        "--sequence", str(SEQUENCE), "--micro-batch", "1",
+        str(examples() / "deepspeed_pipeline" / "train.py"),
+        "--stages",
+        "2",
+        "--heads",
+        str(HEADS),
+        "--sequence",
+        str(SEQUENCE),
+        "--micro-batch",
+        "1",
     ]
     started = iter(range(1, len(runs) + 1))
     return compare(
-        runs, script, repetitions=1, steps=steps, skip=skip,
+        runs,
+        script,
+        repetitions=1,
+        steps=steps,
+        skip=skip,
         accelerator={"flops": FLOPS, "classes": ["Block"], "speed": {"b": scene.speed}},
         on_run=lambda name, _: tell(f"run {next(started)} of {len(runs)}: {name}"),
-    )  # fmt: skip
+    )
 
 
 def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
-    by_method = {method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()}
+    by_method = {
+        method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()
+    }
     rows = []
     for method, (plan, split) in cell.plans.items():
         rows += _measured_rows(cell.title, method, split, by_method[method], by_method["uniform"])
-        rows += error_rows(cell.title, method, by_method[method].median, {
-            "": with_software(scene, cell.model, plan, split),
-            ", numbers alone": plan.predicted["step_seconds"],
-            " by profile": by_profile(scene, plan, split, profile),
-        })
+        rows += error_rows(
+            cell.title,
+            method,
+            by_method[method].median,
+            {
+                "": with_software(scene, cell.model, plan, split),
+                ", numbers alone": plan.predicted["step_seconds"],
+                " by profile": by_profile(scene, plan, split, profile),
+            },
+        )
     rows += _comparisons(cell.title, scene, by_method)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
-        rows.append(Row.of(cell.title, "A/A difference (noise)", noise, "of a step", (noise, noise), True))
+        rows.append(
+            Row.of(cell.title, "A/A difference (noise)", noise, "of a step", (noise, noise), True)
+        )
     return rows
 
 
@@ -217,15 +273,27 @@ def with_software(scene: Scene, model: Model, plan: Plan, split: tuple[int, ...]
     """Seconds of a step of `split`, simulated, with what the software takes."""
     block_s, parameter_s, step_s = _overheads()
     forward = forward_s(model.hidden, SEQUENCE, FLOPS)
-    slower = [1 / scene.speed if node.startswith("b") else 1.0
-              for node in (plan.nodes[0], plan.nodes[-1])]
+    slower = [
+        1 / scene.speed if node.startswith("b") else 1.0 for node in (plan.nodes[0], plan.nodes[-1])
+    ]
     nothing = ((0.0,) * (model.layers + 2),) * 2
-    forward_backward = [tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
-                        for passes in (1, 2)]
+    forward_backward = [
+        tuple((0.0, *[passes * forward * times] * model.layers, 0.0) for times in slower)
+        for passes in (1, 2)
+    ]
     costs = StageCosts(*forward_backward, nothing, nothing, model.micro_batches)
-    run = Execution(TRAITS["deepspeed"], stage_layers=split, in_flight=plan.traffic_of("sockets").in_flight,
-                    overlap="on" if scene.overlap else "off", block_s=block_s, parameter_s=parameter_s,
-                    step_s=step_s, cores=CORES, buffer_bytes=BUFFER_BYTES, notices=True)
+    run = Execution(
+        TRAITS["deepspeed"],
+        stage_layers=split,
+        in_flight=plan.traffic_of("sockets").in_flight,
+        overlap="on" if scene.overlap else "off",
+        block_s=block_s,
+        parameter_s=parameter_s,
+        step_s=step_s,
+        cores=CORES,
+        buffer_bytes=BUFFER_BYTES,
+        notices=True,
+    )
     return simulate(scene_site(scene), plan.nodes, plan.sizes, model, run, costs=costs).step_s
 
 
@@ -243,8 +311,14 @@ def scene_site(scene: Scene) -> Site:
 
 def predicted_anew(file: Path) -> list[Row]:
     """Its rows with other predictions but those by profile, which need the profile."""
-    rows = [row for row in kept(file) if "predict" not in row.metric or row.metric.endswith("by profile")]
-    measured = {(row.scene, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")}
+    rows = [
+        row
+        for row in kept(file)
+        if "predict" not in row.metric or row.metric.endswith("by profile")
+    ]
+    measured = {
+        (row.scene, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")
+    }
     more: dict[Row, list[Row]] = {}
     for scene in SCENES:
         with tempfile.TemporaryDirectory() as directory:
@@ -256,10 +330,15 @@ def predicted_anew(file: Path) -> list[Row]:
                         row = measured[title, method]
                         plan, _ = plan_of(scene, model, method, spec)
                         split = tuple(map(int, row.metric.split()[2].split("+")))
-                        more[row] = error_rows(title, method, row.value, {
-                            "": with_software(scene, model, plan, split),
-                            ", numbers alone": plan.predicted["step_seconds"],
-                        })
+                        more[row] = error_rows(
+                            title,
+                            method,
+                            row.value,
+                            {
+                                "": with_software(scene, model, plan, split),
+                                ", numbers alone": plan.predicted["step_seconds"],
+                            },
+                        )
     return [shown for row in rows for shown in (row, *more.get(row, ()))]
 
 
@@ -271,30 +350,44 @@ def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profil
     return predict(measured_costs(profile, clusters, scene.overlap), split).step_s
 
 
-def _measured_rows(title: str, method: str, split: tuple[int, ...], series: Series,
-                   uniform: Series) -> list[Row]:
+def _measured_rows(
+    title: str, method: str, split: tuple[int, ...], series: Series, uniform: Series
+) -> list[Row]:
     (run,) = series.steps
     loss = max_loss_difference(uniform, series)
     return [
         Row.of(
-            title, f"step {method} {'+'.join(map(str, split))}", series.median, "s", (min(run), max(run)),
-            series.emulated
+            title,
+            f"step {method} {'+'.join(map(str, split))}",
+            series.median,
+            "s",
+            (min(run), max(run)),
+            series.emulated,
         ),
         Row.of(title, f"loss difference {method}", loss, "nats", (loss, loss), False, "<= 1e-6"),
     ]
 
 
-def error_rows(title: str, method: str, measured: float, predictions: dict[str, float]) -> list[Row]:
+def error_rows(
+    title: str, method: str, measured: float, predictions: dict[str, float]
+) -> list[Row]:
     """Numbers alone have no target: they do not say what the software takes."""
     rows = []
     for what, predicted in predictions.items():
         error = predicted / measured - 1
         target = "" if "alone" in what else "<= 0.05"
         rows += [
-            Row.of(title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False),
             Row.of(
-                title, f"prediction error {method}{what}", abs(error), "of the step", (error, error), True,
-                target
+                title, f"predicted {method}{what}", predicted, "s", (predicted, predicted), False
+            ),
+            Row.of(
+                title,
+                f"prediction error {method}{what}",
+                abs(error),
+                "of the step",
+                (error, error),
+                True,
+                target,
             ),
         ]
     return rows
@@ -304,40 +397,56 @@ def _comparisons(title: str, scene: Scene, of: dict[str, Series]) -> list[Row]:
     rows = []
     for better, worse in (("speed", "uniform"), ("balanced", "speed"), ("balanced", "uniform")):
         ratio = of[worse].median / of[better].median
-        target = (">= 1.1" if scene.speed != 1 and worse == "uniform" and better == "balanced"
-                  else f">= {1 - NOISE}")
+        target = (
+            ">= 1.1"
+            if scene.speed != 1 and worse == "uniform" and better == "balanced"
+            else f">= {1 - NOISE}"
+        )
         rows.append(Row.of(title, f"{better} : {worse}", ratio, "x", (ratio, ratio), True, target))
     return rows
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--cells", default="", metavar="TEXT;...", help="only cells whose name begins so")
     arguments.add_argument(
-        "--merge", type=Path, metavar="FILE", help="rows of an earlier part, kept where this one has none"
+        "--cells", default="", metavar="TEXT;...", help="only cells whose name begins so"
     )
-    arguments.add_argument("--predict", action="store_true", help="measure nothing: predict FILE's rows anew")
+    arguments.add_argument(
+        "--merge",
+        type=Path,
+        metavar="FILE",
+        help="rows of an earlier part, kept where this one has none",
+    )
+    arguments.add_argument(
+        "--predict", action="store_true", help="measure nothing: predict FILE's rows anew"
+    )
     arguments.add_argument("--steps", type=int, default=5)
     arguments.add_argument("--skip", type=int, default=2, help="steps that are not measured")
     args = arguments.parse_args()
     title = "Partitions: measured and predicted (step times on the emulated accelerator)"
     if args.predict:
-        return finish(predicted_anew(args.json), args.json, title)  # on the machine that measured them
+        return finish(
+            predicted_anew(args.json), args.json, title
+        )  # on the machine that measured them
     wanted = [text for text in args.cells.split(";") if text]
     rows: list[Row] = []
     for scene in SCENES:
         cells = [(name, count) for name in MODELS for count in scene.micro_batches]
         cells = [
-            cell for cell in cells if not wanted
-            or any(title_of(scene, *cell).startswith(text) for text in wanted)
+            cell
+            for cell in cells
+            if not wanted or any(title_of(scene, *cell).startswith(text) for text in wanted)
         ]
         if cells:
             rows += run_scene(scene, cells, args.steps, args.skip)
     done = {row.scene for row in rows}
     if args.merge and args.merge.exists():
         earlier = json.loads(args.merge.read_text())["rows"]
-        rows = [Row(**{**row, "spread": tuple(row["spread"])}) for row in earlier
-                if row["scene"] not in done] + rows
+        rows = [
+            Row(**{**row, "spread": tuple(row["spread"])})
+            for row in earlier
+            if row["scene"] not in done
+        ] + rows
     return finish(rows, args.json, title)
 
 

@@ -66,7 +66,9 @@ WAYS = {
     "holmes, 2bit": Way("holmes", "min=2,timeout=20,compress=2bit"),
     "torchft, default": Way("torchft", "sync_every=20"),
     "torchft, streaming": Way("torchft", "sync_every=20,fragments=2,delay=5"),
-    "torchft, holmes's settings": Way("torchft", "sync_every=32,fragments=4,delay=5,lr=1.0,momentum=0.3"),
+    "torchft, holmes's settings": Way(
+        "torchft", "sync_every=32,fragments=4,delay=5,lr=1.0,momentum=0.3"
+    ),
     "hivemind": Way("hivemind", "steps=32"),
 }
 
@@ -83,10 +85,18 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
         lines: list[str] = []
         address = lab.nodes[0].address
         command = [python, JOB, "--library", library, "--serve", "--where", f"{address}:29510"]
-        job = lab.start(command, order=[NODES["east"]], env={"PEERS_ADDRESS": address},
-                        on_line=lambda rank, line, stream: lines.append(line))
+        job = lab.start(
+            command,
+            order=[NODES["east"]],
+            env={"PEERS_ADDRESS": address},
+            on_line=lambda rank, line, stream: lines.append(line),
+        )
         try:
-            await_(lambda: any("jobs meet at" in line for line in lines), 60, f"{library}'s meeting place")
+            await_(
+                lambda: any("jobs meet at" in line for line in lines),
+                60,
+                f"{library}'s meeting place",
+            )
             announced = next(line for line in lines if "jobs meet at" in line).split()[-1]
             yield f"{address}:29510" if library == "torchft" else announced
         finally:
@@ -112,10 +122,28 @@ class Run:
         settings = self.way.settings
         if self.log(name).exists():
             settings = settings.replace("min=2", "min=1")
-        command = [self.python, JOB, "--library", self.way.library, "--name", name, "--where", self.where,
-                   "--settings", settings, "--seed", str(2 * self.seed + (name == "west")),
-                   "--steps", str(steps), "--pace", str(self.args.pace), "--log", str(self.log(name)),
-                   "--weights", str(self.place / f"{name}.pt")]
+        command = [
+            self.python,
+            JOB,
+            "--library",
+            self.way.library,
+            "--name",
+            name,
+            "--where",
+            self.where,
+            "--settings",
+            settings,
+            "--seed",
+            str(2 * self.seed + (name == "west")),
+            "--steps",
+            str(steps),
+            "--pace",
+            str(self.args.pace),
+            "--log",
+            str(self.log(name)),
+            "--weights",
+            str(self.place / f"{name}.pt"),
+        ]
         address = next(node.address for node in self.lab.nodes if node.name == NODES[name])
         env = {**TOKEN, "PEERS_ADDRESS": address, "GLOO_SOCKET_IFNAME": "eth0"}
         return self.lab.start(command, order=[NODES[name]], env=env, timeout=900)
@@ -138,7 +166,9 @@ def wait(jobs: dict[str, Job]) -> None:
         result = job.wait()
         if result.returncode:
             output = "".join(result.outputs.values()).strip().splitlines()[-3:]
-            raise SystemExit(f"peers: job {name} ended with status {result.returncode}: {' | '.join(output)}")
+            raise SystemExit(
+                f"peers: job {name} ended with status {result.returncode}: {' | '.join(output)}"
+            )
 
 
 def trained(run: Run) -> dict[str, float]:
@@ -155,7 +185,12 @@ def trained(run: Run) -> dict[str, float]:
     weights = [torch.load(run.place / f"{name}.pt") for name in NODES]
     mean = {key: sum(state[key] for state in weights) / len(weights) for key in weights[0]}
     loss = evaluate(weights[0] if run.way.library == "none" else mean)
-    return {"bytes": sent / steps, "exposed": statistics.fmean(exposed), "rate": sum(rates), "loss": loss}
+    return {
+        "bytes": sent / steps,
+        "exposed": statistics.fmean(exposed),
+        "rate": sum(rates),
+        "loss": loss,
+    }
 
 
 def killed(run: Run) -> dict[str, float]:
@@ -183,10 +218,17 @@ def killed(run: Run) -> dict[str, float]:
 
 
 def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
-    pythons = {"none": sys.executable, "holmes": sys.executable, "torchft": args.torchft,
-               "hivemind": args.hivemind}
-    ways = {name: WAYS[name] for name in args.ways.split(";") if pythons[WAYS[name].library]
-            and not (scene == "killed" and WAYS[name].library == "none")}  # fmt: skip
+    pythons = {
+        "none": sys.executable,
+        "holmes": sys.executable,
+        "torchft": args.torchft,
+        "hivemind": args.hivemind,
+    }
+    ways = {
+        name: WAYS[name]
+        for name in args.ways.split(";")
+        if pythons[WAYS[name].library] and not (scene == "killed" and WAYS[name].library == "none")
+    }
     rows, results = [], {name: [] for name in ways}
     with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab:
         for seed in map(int, args.seeds.split(",")):
@@ -194,21 +236,29 @@ def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
 
                 def once(name: str = name, way: Way = way, seed: int = seed) -> dict[str, float]:
                     python = pythons[way.library]
-                    with tempfile.TemporaryDirectory() as directory, server_of(
-                            lab, way.library, python) as where:
+                    with (
+                        tempfile.TemporaryDirectory() as directory,
+                        server_of(lab, way.library, python) as where,
+                    ):
                         run = Run(lab, python, way, where, Path(directory), args, seed)
                         return trained(run) if scene == "train" else killed(run)
 
                 values = runs.of(f"{scene}, {name}, seed {seed}, {args.steps} steps", once)
                 results[name] += [values] if values else []
-    metrics = {"bytes": ("sent in a step", "B"), "exposed": ("exposed in a step", "s"),
-               "rate": ("tokens/s", "token/s"),
-               "loss": ("evaluation loss", "nats"), "lost": ("lost by the other job", "s"),
-               "back": ("until the killed one trains again", "s")}  # fmt: skip
+    metrics = {
+        "bytes": ("sent in a step", "B"),
+        "exposed": ("exposed in a step", "s"),
+        "rate": ("tokens/s", "token/s"),
+        "loss": ("evaluation loss", "nats"),
+        "lost": ("lost by the other job", "s"),
+        "back": ("until the killed one trains again", "s"),
+    }
     for name, values in results.items():
         for key in values[0] if values else ():
             text, unit = metrics[key]
-            rows.append(Row.median(scene, f"{text}, {name}", [result[key] for result in values], unit, True))
+            rows.append(
+                Row.median(scene, f"{text}, {name}", [result[key] for result in values], unit, True)
+            )
     return rows
 
 
@@ -232,7 +282,9 @@ def main() -> int:
     for name in names:
         rows |= {(row.scene, row.metric): row for row in measure(name, args, runs)}
         write([*rows.values()], args.json)
-    return finish([*rows.values()], args.json, f"joined jobs beside torchft and hivemind, seeds {args.seeds}")
+    return finish(
+        [*rows.values()], args.json, f"joined jobs beside torchft and hivemind, seeds {args.seeds}"
+    )
 
 
 if __name__ == "__main__":

@@ -80,12 +80,22 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
 
     settings = settings_of(args, sync_every=20, fragments=1, delay=0, lr=0.7, momentum=0.9)
     modules = fragments_of(gpt, settings["fragments"])
-    outer = [torch.optim.SGD(module.parameters(), lr=settings["lr"], momentum=settings["momentum"],
-                             nesterov=settings["momentum"] > 0) for module in modules]  # fmt: skip
+    outer = [
+        torch.optim.SGD(
+            module.parameters(),
+            lr=settings["lr"],
+            momentum=settings["momentum"],
+            nesterov=settings["momentum"] > 0,
+        )
+        for module in modules
+    ]
 
     def state() -> dict:
-        return {"model": gpt.state_dict(), "inner": inner.state_dict(),
-                "outer": [optimizer.state_dict() for optimizer in outer]}
+        return {
+            "model": gpt.state_dict(),
+            "inner": inner.state_dict(),
+            "outer": [optimizer.state_dict() for optimizer in outer],
+        }
 
     def load(saved: dict) -> None:
         gpt.load_state_dict(saved["model"])
@@ -97,13 +107,28 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
     store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     timeout = timedelta(seconds=TIMEOUT_S)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timeout), load_state_dict=load, state_dict=state, min_replica_size=1,
-        use_async_quorum=False, timeout=timeout, rank=0, world_size=1, store_addr=host, store_port=store.port,
-        lighthouse_addr=f"http://{args.where}", replica_id=args.name, hostname=host,
-    )  # fmt: skip
-    with DiLoCo(manager, modules, inner, outer if len(outer) > 1 else outer[0],
-                sync_every=settings["sync_every"],
-                fragment_sync_delay=settings["delay"]):  # fmt: skip
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load,
+        state_dict=state,
+        min_replica_size=1,
+        use_async_quorum=False,
+        timeout=timeout,
+        rank=0,
+        world_size=1,
+        store_addr=host,
+        store_port=store.port,
+        lighthouse_addr=f"http://{args.where}",
+        replica_id=args.name,
+        hostname=host,
+    )
+    with DiLoCo(
+        manager,
+        modules,
+        inner,
+        outer if len(outer) > 1 else outer[0],
+        sync_every=settings["sync_every"],
+        fragment_sync_delay=settings["delay"],
+    ):
         yield inner
     manager.shutdown(wait=False)
 
@@ -123,10 +148,15 @@ def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opt
 
     dht = hivemind_dht(args.where)
     optimizer = hivemind.Optimizer(
-        dht=dht, run_id="peers", batch_size_per_step=BATCH, optimizer=inner, use_local_updates=True,
-        target_batch_size=2 * BATCH * settings_of(args, steps=32)["steps"], matchmaking_time=3.0,
+        dht=dht,
+        run_id="peers",
+        batch_size_per_step=BATCH,
+        optimizer=inner,
+        use_local_updates=True,
+        target_batch_size=2 * BATCH * settings_of(args, steps=32)["steps"],
+        matchmaking_time=3.0,
         averaging_timeout=10.0,
-    )  # fmt: skip
+    )
     optimizer.load_state_from_peers()
     yield optimizer
     optimizer.shutdown()
@@ -145,7 +175,9 @@ def serve(args: argparse.Namespace) -> None:
     if args.library == "torchft":
         from torchft.coordination import LighthouseServer
 
-        server = LighthouseServer(bind=args.where, min_replicas=1, join_timeout_ms=10000, quorum_tick_ms=100)
+        server = LighthouseServer(
+            bind=args.where, min_replicas=1, join_timeout_ms=10000, quorum_tick_ms=100
+        )
         print(f"jobs meet at {server.address()}", flush=True)
     else:
         server = hivemind_dht()
@@ -162,7 +194,8 @@ def train(args: argparse.Namespace) -> None:
     gpt, data = model(), text()[0]
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR)
     joined = {"torchft": torchft_of, "hivemind": hivemind_of}.get(
-        args.library, lambda *_: contextlib.nullcontext(optimizer))(args, gpt, optimizer)
+        args.library, lambda *_: contextlib.nullcontext(optimizer)
+    )(args, gpt, optimizer)
     shape = argparse.Namespace(seed=args.seed, sequence=SIZE["sequence"], micro_batch=BATCH)
     with open(args.log, "a", buffering=1) as log, joined as optimizer:
         for step in range(args.steps):
@@ -176,7 +209,12 @@ def train(args: argparse.Namespace) -> None:
             update = time.perf_counter()
             optimizer.step()
             end = time.perf_counter()
-            line = {"step": step, "at": time.time(), "seconds": end - begin, "update_s": end - update}
+            line = {
+                "step": step,
+                "at": time.time(),
+                "seconds": end - begin,
+                "update_s": end - update,
+            }
             print(json.dumps({**line, "loss": loss.item()}), file=log)
     torch.save(gpt.state_dict(), args.weights)
 
@@ -191,8 +229,12 @@ def main() -> None:
     add("--settings", default="")
     add("--seed", type=int, default=1)
     add("--steps", type=int, default=200)
-    add("--pace", type=float, default=0.0,
-        help="seconds that an accelerator would still compute in each step")
+    add(
+        "--pace",
+        type=float,
+        default=0.0,
+        help="seconds that an accelerator would still compute in each step",
+    )
     add("--log", default="/dev/null")
     add("--weights", default="/dev/null")
     args = parser.parse_args()

@@ -43,8 +43,13 @@ from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.search.spreading import with_spread
 from holmes_ext.samples import examples
 
-CASES = {"datacenter_64": 0, "spot_64": 1, "two_universities_64": 2, "four_us_regions_64": 3,
-         "eight_cities_64": 4}
+CASES = {
+    "datacenter_64": 0,
+    "spot_64": 1,
+    "two_universities_64": 2,
+    "four_us_regions_64": 3,
+    "eight_cities_64": 4,
+}
 STAGES, DATA, TRIES = 8, 8, 10_000
 #: DT-FM's sizes (scheduler.py): gigabytes of a stage's gradients, and of all activations of a pipeline's
 #: step.
@@ -65,21 +70,32 @@ class Matrix:
     def of(cls, site: Site, nvlink_bps: float) -> Matrix:
         """Of nodes that have several GPUs, or of clusters of nodes of one."""
         inside = site.processes > 1
-        places = [[node] for node in site.nodes] if inside else [
-            [node for node in site.nodes if node.cluster == name] for name in site.clusters]
+        places = (
+            [[node] for node in site.nodes]
+            if inside
+            else [[node for node in site.nodes if node.cluster == name] for name in site.clusters]
+        )
         link = {}
         for i, first in enumerate(places):
             for j, second in enumerate(places):
                 fabric = site.shared_fabric([first[0].name, second[0].name])
-                hops = site.wan.hops(first[0].cluster,
-                                     second[0].cluster) if fabric.name == ETHERNET and i != j else ()
+                hops = (
+                    site.wan.hops(first[0].cluster, second[0].cluster)
+                    if fabric.name == ETHERNET and i != j
+                    else ()
+                )
                 link[i, j] = fabric.latency_s, fabric.rate_bps / 1e9
                 if inside and i == j:
                     link[i, j] = 0.0, nvlink_bps / 1e9
                 elif hops:
-                    link[i, j] = sum(hop.latency_s for hop in hops), min(hop.rate_bps for hop in hops) / 1e9
+                    link[i, j] = (
+                        sum(hop.latency_s for hop in hops),
+                        min(hop.rate_bps for hop in hops) / 1e9,
+                    )
         indices = range(len(places))
-        delay, rate = (tuple(tuple(link[i, j][part] for j in indices) for i in indices) for part in (0, 1))
+        delay, rate = (
+            tuple(tuple(link[i, j][part] for j in indices) for i in indices) for part in (0, 1)
+        )
         return cls(tuple(len(place) * site.processes for place in places), delay, rate)
 
     @cached_property
@@ -90,14 +106,22 @@ class Matrix:
     def pair(self) -> list[list[float]]:
         """Seconds of a pipeline's activations from a GPU to another, by their places."""
         indices = range(len(self.units))
-        return [[self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in indices] for i in indices]
+        return [
+            [self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in indices]
+            for i in indices
+        ]
 
     def data(self, stage: Sequence[int]) -> float:
         """Seconds of a data-parallel group; stage: the places of its GPUs, ascending."""
         if stage not in self._memo:
-            seconds = {(u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
-                       for u in set(stage) for v in set(stage)}
-            self._memo[stage] = max(sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage))
+            seconds = {
+                (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
+                for u in set(stage)
+                for v in set(stage)
+            }
+            self._memo[stage] = max(
+                sum(seconds[u, v] for v in stage) - seconds[u, u] for u in set(stage)
+            )
         return self._memo[stage]
 
     def edge(self, left: Sequence[int], right: Sequence[int]) -> float:
@@ -107,7 +131,11 @@ class Matrix:
             low, high = 0, len(values) - 1
             while low < high:
                 middle = (low + high) // 2
-                low, high = (low, middle) if self._match(left, right, values[middle]) else (middle + 1, high)
+                low, high = (
+                    (low, middle)
+                    if self._match(left, right, values[middle])
+                    else (middle + 1, high)
+                )
             self._memo[left, right] = self._memo[right, left] = values[low]
         return self._memo[left, right]
 
@@ -138,13 +166,18 @@ class Matrix:
         without any link within c joins such an edge."""
         size = sum(self.units) // STAGES
         indices = range(len(self.units))
-        kinds = [kind for kind in combinations_with_replacement(indices, size)
-                 if all(kind.count(u) <= self.units[u] for u in set(kind))]
+        kinds = [
+            kind
+            for kind in combinations_with_replacement(indices, size)
+            if all(kind.count(u) <= self.units[u] for u in set(kind))
+        ]
         seconds = {kind: self.data(kind) for kind in kinds}
         start = max(min(seconds[kind] for kind in kinds if u in kind) for u in indices)
         limits = sorted({self.pair[u][v] for u in indices for v in indices})
         least_of = [self._edges_beyond(limit, kinds, seconds) for limit in limits[:-1]]
-        starts = sorted({start, *(most for bounds in least_of for most, _ in bounds if most > start)})
+        starts = sorted(
+            {start, *(most for bounds in least_of for most, _ in bounds if most > start)}
+        )
         best = inf
         for slowest in starts:
             path = limits[0] * (STAGES - 1)
@@ -153,8 +186,9 @@ class Matrix:
             best = min(best, slowest + 2 * path)
         return best
 
-    def _edges_beyond(self, limit: float, kinds: list[Sequence[int]],
-                      seconds: dict) -> list[tuple[float, int]]:
+    def _edges_beyond(
+        self, limit: float, kinds: list[Sequence[int]], seconds: dict
+    ) -> list[tuple[float, int]]:
         """(slowest group at least, edges that take more than `limit`) of every possible number of them."""
         indices = range(len(self.units))
         component = list(indices)
@@ -163,19 +197,30 @@ class Matrix:
                 if u != v and self.pair[u][v] <= limit and component[u] != component[v]:
                     old, new = component[v], component[u]
                     component = [new if root == old else root for root in component]
-        alone = [u for u in indices if self.pair[u][u] > limit and component.count(component[u]) == 1]
+        alone = [
+            u for u in indices if self.pair[u][u] > limit and component.count(component[u]) == 1
+        ]
         # stages that hold such GPUs
         forced = -(-sum(self.units[u] for u in alone) * STAGES // sum(self.units))
         forced = min(forced, STAGES - 1)
-        total = {root: sum(self.units[u] for u in indices if component[u] == root) for root in set(component)}
-        counted = [(seconds[kind], [(root, sum(component[u] == root for u in kind)) for root in total])
-                   for kind in kinds]
+        total = {
+            root: sum(self.units[u] for u in indices if component[u] == root)
+            for root in set(component)
+        }
+        counted = [
+            (seconds[kind], [(root, sum(component[u] == root for u in kind)) for root in total])
+            for kind in kinds
+        ]
         bounds = []
         for beyond in range(STAGES):
             if beyond < forced:
                 continue
             run = -(-STAGES // (beyond + 1))
-            fits = [cost for cost, counts in counted if all(n <= total[root] // run for root, n in counts)]
+            fits = [
+                cost
+                for cost, counts in counted
+                if all(n <= total[root] // run for root, n in counts)
+            ]
             if fits or forced:
                 bounds.append((min(fits) if fits and not forced else 0.0, beyond))
         return bounds
@@ -184,8 +229,9 @@ class Matrix:
 def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
     """What the search by simulated time finds for 8 stages of 8, and its seconds."""
     begin = sum(os.times()[:4])  # and of the processes that it starts
-    limits = Limits({"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,),
-                     "zero": (0,)})
+    limits = Limits(
+        {"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,), "zero": (0,)}
+    )
     model = load_model(examples() / "models" / "gpt3_xl.toml")
     asked = SearchResult(Network(site, links), model, STAGES * 61, limits, Rules(overlap=True))
     result = with_spread(search(asked, prove=False))
@@ -224,16 +270,24 @@ def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
     kept = folder / f"theirs_{case}_{seed}.json"
     if not kept.exists() or not kept.read_text():
         command = [sys.executable, THEIRS, folder, case, seed, trials]
-        kept.write_text(subprocess.run(list(map(str, command)), check=True, text=True,
-                                       capture_output=True).stdout)
+        kept.write_text(
+            subprocess.run(
+                list(map(str, command)), check=True, text=True, capture_output=True
+            ).stdout
+        )
     return json.loads(kept.read_text())
 
 
 def check(folder: Path, case: int, groups: list[list[int]]) -> float:
     """The cost of these groups, as DT-FM's own code reckons it."""
     command = [sys.executable, THEIRS, folder, str(case), "check"]
-    run = subprocess.run(list(map(str, command)), check=True, text=True, capture_output=True,
-                         input=json.dumps(groups))
+    run = subprocess.run(
+        list(map(str, command)),
+        check=True,
+        text=True,
+        capture_output=True,
+        input=json.dumps(groups),
+    )
     return json.loads(run.stdout)["cost"]
 
 
@@ -244,9 +298,15 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     begin = time.process_time()
     stages, cost = spread(matrix.units, STAGES, matrix.cost, TRIES)
     seconds = time.process_time() - begin
-    least, dtfm = matrix.least(), [theirs(folder, case, seed, trials) for seed in seeds] if folder else []
+    least, dtfm = (
+        matrix.least(),
+        [theirs(folder, case, seed, trials) for seed in seeds] if folder else [],
+    )
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
-    free = {index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index] for index in set(place)}
+    free = {
+        index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index]
+        for index in set(place)
+    }
     ours = [[free[index].pop() for index in stage] for stage in stages]
     rows = []
 
@@ -267,7 +327,9 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     row("seconds: ours", [seconds], "s", limit or "<= 1")
     row("gap to a lower bound", [max(0.0, 1 - least / cost)], "fraction")
     result, seconds = planned(site, links)
-    by_place = tuple(tuple(sorted(place[gpu] for gpu in group)) for group in gpus(result, result.best))
+    by_place = tuple(
+        tuple(sorted(place[gpu] for gpu in group)) for group in gpus(result, result.best)
+    )
     row("holmes plan: simulated step", [result.best.step_s], "s")
     row("holmes plan: gap of its certificate", [result.certificate.gap], "fraction")
     row("holmes plan: seconds", [seconds], "s")
@@ -275,13 +337,19 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     if site.processes == 1:
         row("simulated step of ours by DT-FM's objective", [simulated(result, ours, matrix)], "s")
         if dtfm:
-            row("simulated step of DT-FM's", [simulated(result, run["groups"], matrix) for run in dtfm], "s")
+            row(
+                "simulated step of DT-FM's",
+                [simulated(result, run["groups"], matrix) for run in dtfm],
+                "s",
+            )
     return rows
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py")
+    arguments.add_argument(
+        "--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py"
+    )
     arguments.add_argument("--trials", type=int, default=4900, help="of DT-FM's search")
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
     args, rows = arguments.parse_args(), []

@@ -26,7 +26,11 @@ def main() -> None:
     import numpy
     import scheduler
 
-    simulate = [value for name, value in sorted(vars(config).items()) if name.startswith(f"simulate_{case}_")]
+    simulate = [
+        value
+        for name, value in sorted(vars(config).items())
+        if name.startswith(f"simulate_{case}_")
+    ]
     with contextlib.redirect_stdout(io.StringIO()):
         scheduler.peer_delay, scheduler.peer_bandwidth, scheduler.regions = simulate[0]()
     if sys.argv[3] == "check":
@@ -36,10 +40,14 @@ def main() -> None:
         numpy.random.seed(int(sys.argv[3]))
         trials = int(sys.argv[4]) if len(sys.argv) > 4 else 4900
         begin, cpu = time.monotonic(), time.process_time()
-        population, costs, _ = scheduler.GCMA(list(range(scheduler.num_devices)), population_size=100,
-                                              trails=trials, mode="default")
-        answer = {"seconds": time.monotonic() - begin, "cpu_seconds": time.process_time() - cpu,
-                  "trials": trials}
+        population, costs, _ = scheduler.GCMA(
+            list(range(scheduler.num_devices)), population_size=100, trails=trials, mode="default"
+        )
+        answer = {
+            "seconds": time.monotonic() - begin,
+            "cpu_seconds": time.process_time() - cpu,
+            "trials": trials,
+        }
         best, size = population[int(numpy.argmin(costs))], scheduler.partition_size
         groups = [[int(gpu) for gpu in best[at : at + size]] for at in range(0, len(best), size)]
     data = float(scheduler.compute_data_parallel_cost(groups))

@@ -47,7 +47,7 @@ from referee.table import (
     Table,
     over_scenes,
     regrets,
-)  # fmt: skip
+)
 
 from holmes_ext.errors import HolmesError
 
@@ -57,7 +57,9 @@ DICE = 10
 CUT = 3
 
 
-def plans_of(scene: Scene, planner: str, args) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
+def plans_of(
+    scene: Scene, planner: str, args
+) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
     """(the plan that is judged, or all random ones; seconds of search; plans before it that do not fit or
     start; gap). HolmesError: why there is none."""
     if planner == OURS:
@@ -83,7 +85,9 @@ def plans_of(scene: Scene, planner: str, args) -> tuple[list[tuple[Grid, judge.V
     raise HolmesError(f"none of its first {len(answer.plans)} plans starts and fits: {reasons[0]}")
 
 
-def _fitting(grids: list[Grid], scene: Scene, every: bool = False) -> list[tuple[Grid, judge.Verdict]]:
+def _fitting(
+    grids: list[Grid], scene: Scene, every: bool = False
+) -> list[tuple[Grid, judge.Verdict]]:
     """The plans that fit, with their verdicts; HolmesError where none fits or, without `every`,
     where one does not."""
     fitting = []
@@ -103,8 +107,10 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
     alike = [name for name, other in load_scenes().items() if other.run == scene.run]
     if table.late(alike, planner, args.limit) >= CUT:
         where = "lab's" if scene.run == LAB else "larger"
-        notes[planner] = {NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} scenes",
-                          "limit": args.limit}
+        notes[planner] = {
+            NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} scenes",
+            "limit": args.limit,
+        }
         return table.save()
     try:
         plans, seconds, misfits, gap = plans_of(scene, planner, args)
@@ -115,9 +121,15 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
         return table.save()
     before = notes.get(planner, {})
     grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
-    note = {"plan": str(grid), "nodes": list(grid.nodes), "changed": list(grid.changed), "sizes": [
-        grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data], "split": list(grid.split),
-        "micro_batch": grid.micro_batch, "limit": args.limit}
+    note = {
+        "plan": str(grid),
+        "nodes": list(grid.nodes),
+        "changed": list(grid.changed),
+        "sizes": [grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data],
+        "split": list(grid.split),
+        "micro_batch": grid.micro_batch,
+        "limit": args.limit,
+    }
     if {**before, **note} != before:  # the lab ran another
         table.forget(scene.name, planner)
     notes[planner] = {**notes.get(planner, {}), **note}
@@ -128,7 +140,9 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
         table.add(scene.name, planner, PREDICTED, [grid.predicted_s], "s")
     if gap >= 0:
         table.add(scene.name, planner, GAP, [gap], "fraction")
-    tell(f"{scene.name}: {planner}: {verdict.step_s:.4g} s, {grid}; {time.monotonic() - begin:.0f} s")
+    tell(
+        f"{scene.name}: {planner}: {verdict.step_s:.4g} s, {grid}; {time.monotonic() - begin:.0f} s"
+    )
     table.save()
 
 
@@ -149,23 +163,35 @@ def in_turns(table: Table, scenes: list[Scene]) -> Iterator[tuple[Scene, list[st
     one types, then the others."""
     for turn in range(4):
         for scene in scenes:
-            steps = {name: table.value(scene.name, name, STEP) for name in table.notes.get(scene.name, {})}
-            field = sorted((step, name) for name, step in steps.items()
-                           if step is not None and name not in (OURS, TYPED, RANDOM))
+            steps = {
+                name: table.value(scene.name, name, STEP)
+                for name in table.notes.get(scene.name, {})
+            }
+            field = sorted(
+                (step, name)
+                for name, step in steps.items()
+                if step is not None and name not in (OURS, TYPED, RANDOM)
+            )
             best = [name for _, name in field]
             yield scene, [[OURS], best[:1], [TYPED], [*best[1:], RANDOM]][turn]
 
 
 def run_in_lab(table: Table, scene: Scene, named: list[str], end: float = inf) -> None:
     """The plans of these planners, none begun after `end`; those that found the same one share its run."""
-    notes = {name: note for name, note in table.notes.get(scene.name, {}).items() if NONE not in note}
+    notes = {
+        name: note for name, note in table.notes.get(scene.name, {}).items() if NONE not in note
+    }
     grids, done = {name: judge.grid_of(note) for name, note in notes.items()}, {}
     for name, grid in grids.items():
         row, losses = table.row(scene.name, name, MEASURED), table.value(scene.name, name, LOSSES)
         if row is not None and losses is not None:
             done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses, row.busy)
     for name in named:
-        if name not in notes or "lab" in notes[name] or table.row(scene.name, name, MEASURED) is not None:
+        if (
+            name not in notes
+            or "lab" in notes[name]
+            or table.row(scene.name, name, MEASURED) is not None
+        ):
             continue
         if grids[name] not in done and time.monotonic() > end:
             continue
@@ -187,20 +213,38 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     add = arguments.add_argument
     add("--planners", default="", metavar="NAME,...", help="only these planners")
-    add("--limit", type=float, default=600.0, metavar="S", help="CPU seconds of a planner on a scene")
+    add(
+        "--limit",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="CPU seconds of a planner on a scene",
+    )
     add("--sailor", type=Path, metavar="DIR", help=f"clone of Sailor's repository; {sailor.HOW}")
     add("--dtfm", type=Path, metavar="DIR", help=f"clone of DT-FM's repository; {dtfm.HOW}")
     add("--python", default=sys.executable, help="that has what Sailor's planners import")
     add("--lab", action="store_true", help="run the plans of the small scenes in the lab")
-    add("--minutes", type=float, default=inf, metavar="M", help="after which no run in the lab begins")
-    add("--judge", action="store_true", help="judge all plans of FILE again: the simulation has changed")
+    add(
+        "--minutes",
+        type=float,
+        default=inf,
+        metavar="M",
+        help="after which no run in the lab begins",
+    )
+    add(
+        "--judge",
+        action="store_true",
+        help="judge all plans of FILE again: the simulation has changed",
+    )
     add("--again", action="store_true", help="ask these planners on these scenes again")
     add("--picture", type=Path, metavar="PNG", help="draw planners by regret over scenes")
     args, scenes, begin = arguments.parse_args(), load_scenes(), time.monotonic()
     names, planners = chosen(args.scenes, scenes), chosen(args.planners, PLANNERS)
     table = Table(args.json)
-    for where, theirs, how in ((args.sailor, sailor.PLANNERS, sailor.HOW),
-                               (args.dtfm, (dtfm.NAME,), dtfm.HOW)):
+    for where, theirs, how in (
+        (args.sailor, sailor.PLANNERS, sailor.HOW),
+        (args.dtfm, (dtfm.NAME,), dtfm.HOW),
+    ):
         if not where:
             tell(f"left out: {', '.join(theirs)}: {how}")
             planners = [name for name in planners if name not in theirs]

@@ -82,7 +82,11 @@ class Scene:
 
 def _scenes() -> tuple[Scene, ...]:
     two, four, six, eight, slow, three = (
-        "two_nodes", "two_clusters_4", "two_clusters_6", "two_clusters_8", "two_clusters_8_slow_roce",
+        "two_nodes",
+        "two_clusters_4",
+        "two_clusters_6",
+        "two_clusters_8",
+        "two_clusters_8_slow_roce",
         "three_clusters_8",
     )
     on, off = ("--holmes-overlap", "on"), ("--holmes-overlap", "off")
@@ -95,7 +99,10 @@ def _scenes() -> tuple[Scene, ...]:
 
     def plain(name: str, file: str, way: str, **more) -> Scene:
         return Scene(
-            f"plain {name}", "plain", file, way,
+            f"plain {name}",
+            "plain",
+            file,
+            way,
             **{"stages": 1, "hidden": 192, "micro_batches": 2, "flops": 8e8, **more},
         )
 
@@ -106,8 +113,12 @@ def _scenes() -> tuple[Scene, ...]:
         ds("2+2 holmes", four, "holmes", flags=off, **fast),
         ds("2+2 holmes overlap", four, "holmes", overlap="on", flags=on, **fast),
         ds(
-            "2+2 holmes 4,2 layers", four, "holmes", layers_of=(4, 2),
-            flags=(*off, "--holmes-partition", "4,2"), **fast
+            "2+2 holmes 4,2 layers",
+            four,
+            "holmes",
+            layers_of=(4, 2),
+            flags=(*off, "--holmes-partition", "4,2"),
+            **fast,
         ),
         ds("2+4 stock", six, "stock", stages=3, micro_batches=6, flops=3.3e9),
         ds("2+4 holmes", six, "holmes", stages=3, micro_batches=6, flops=3.3e9, flags=off),
@@ -122,8 +133,14 @@ def _scenes() -> tuple[Scene, ...]:
         mc("2+2 stock", four, "stock", **fast),
         mc("2+2 holmes", four, "holmes", flags=off, **fast),
         mc("2+2 holmes overlap", four, "holmes", overlap="on", flags=on, **fast),
-        mc("2+2 holmes 4,2 layers", four, "holmes", layers_of=(4, 2), flags=(*off, "--layout", "Etttt|ttL"),
-           **fast),
+        mc(
+            "2+2 holmes 4,2 layers",
+            four,
+            "holmes",
+            layers_of=(4, 2),
+            flags=(*off, "--layout", "Etttt|ttL"),
+            **fast,
+        ),
         mc("2+2 interleaved stock", four, "stock", virtual=2, layers=8, **fast),
         mc("2+2 interleaved holmes", four, "holmes", virtual=2, layers=8, flags=off, **fast),
         mc("4+4 stock", eight, "stock"),
@@ -134,10 +151,21 @@ def _scenes() -> tuple[Scene, ...]:
         plain("2+2 flat ring", four, "stock", flags=("--no-overlap",)),
         plain("2+2 flat ring overlap", four, "stock", overlap="on", flags=("--bucket-mb", "1")),
         plain("4+4 flat ring overlap", eight, "stock", overlap="on", flags=("--bucket-mb", "1")),
-        plain("4+4 two levels overlap", eight, "holmes", overlap="on", two_level=True,
-              flags=("--bucket-mb", "2")),
-        plain("4+4 two levels", eight, "holmes", two_level=True,
-              flags=("--no-overlap", "--bucket-mb", "100")),
+        plain(
+            "4+4 two levels overlap",
+            eight,
+            "holmes",
+            overlap="on",
+            two_level=True,
+            flags=("--bucket-mb", "2"),
+        ),
+        plain(
+            "4+4 two levels",
+            eight,
+            "holmes",
+            two_level=True,
+            flags=("--no-overlap", "--bucket-mb", "100"),
+        ),
     )
 
 
@@ -148,14 +176,26 @@ def _calibration() -> tuple[Scene, ...]:
     scenes = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
         base = Scene(
-            "", engine, "one_cluster", "rdma", stages=stages, flops=2.3e9, overlap="off",
+            "",
+            engine,
+            "one_cluster",
+            "rdma",
+            stages=stages,
+            flops=2.3e9,
+            overlap="off",
             flags=("--no-overlap",) if engine == "plain" else (),
         )
-        last = dict(micro_batches=4,
-                    layers=12) if engine == "plain" else dict(micro_batches=6, layers=8, stages=4)
+        last = (
+            dict(micro_batches=4, layers=12)
+            if engine == "plain"
+            else dict(micro_batches=6, layers=8, stages=4)
+        )
         changes = (
-            dict(micro_batches=2), dict(micro_batches=10), dict(micro_batches=2, hidden=96),
-            dict(micro_batches=8, flops=6.7e9), last,
+            dict(micro_batches=2),
+            dict(micro_batches=10),
+            dict(micro_batches=2, hidden=96),
+            dict(micro_batches=8, flops=6.7e9),
+            last,
         )
         for number, change in enumerate(changes):
             scenes.append(replace(base, name=f"calibration {engine} {number}", **change))
@@ -187,8 +227,10 @@ class Measured:
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
         hosts = self.hosts[file]
-        return replace(links,
-                       measured={n: replace(link, host_s=hosts[n]) for n, link in links.measured.items()})
+        return replace(
+            links,
+            measured={n: replace(link, host_s=hosts[n]) for n, link in links.measured.items()},
+        )
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(vars(self), indent=1) + "\n")
@@ -218,8 +260,11 @@ def measure(scene: Scene) -> list[float]:
     """Seconds of the measured steps."""
     file = cluster_file(scene.file)
     spec = load_spec(file)
-    script = {"deepspeed": "deepspeed_pipeline", "megatron": "megatron_core",
-              "plain": "plain_torch"}[scene.engine]
+    script = {
+        "deepspeed": "deepspeed_pipeline",
+        "megatron": "megatron_core",
+        "plain": "plain_torch",
+    }[scene.engine]
     command = [
         str(examples() / script / "train.py"),
         *f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 --sequence 16 --micro-batch 1".split(),
@@ -233,7 +278,13 @@ def measure(scene: Scene) -> list[float]:
     if scene.way == "rdma":
         variant = replace(all_rdma(spec), name=scene.name)
     elif scene.way == "holmes":
-        flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
+        flags = (
+            "--holmes",
+            "--holmes-cluster",
+            str(file),
+            "--holmes-sizes",
+            f"pipeline={scene.stages}",
+        )
         # benchmarks/edges.py predicts the rest
         variant = replace(variant, flags=(*flags, "--holmes-inflight", "off"))
     elif scene.engine == "plain":
@@ -243,8 +294,15 @@ def measure(scene: Scene) -> list[float]:
         if scene.engine == "megatron"
         else {"flops": scene.flops, "classes": ["Block"]}
     )
-    series = compare([variant], command, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator,
-                     timeout=120.0)
+    series = compare(
+        [variant],
+        command,
+        repetitions=1,
+        steps=STEPS,
+        skip=SKIP,
+        accelerator=accelerator,
+        timeout=120.0,
+    )
     return series[scene.name].steps[0]
 
 
@@ -254,11 +312,23 @@ def probe(spec: SiteSpec, file: Path) -> str:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
         result = lab.run(
-            [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(copy), "--largest", "4"],
-            preload=("torch",), timeout=200,
+            [
+                sys.executable,
+                "-m",
+                "holmes_ext.cli.main",
+                "probe",
+                "--cluster",
+                str(copy),
+                "--largest",
+                "4",
+            ],
+            preload=("torch",),
+            timeout=200,
         )
         if result.returncode:
-            raise SystemExit(f"prediction.py: the probe failed: {result.outputs[result.first_failed or 0]}")
+            raise SystemExit(
+                f"prediction.py: the probe failed: {result.outputs[result.first_failed or 0]}"
+            )
         return copy.read_text()
 
 
@@ -269,7 +339,13 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
     site, order = placed(scene, spec)
     sizes = Sizes(pipeline=scene.stages).complete(site.world_size)
     gpt = Model(
-        scene.layers, scene.hidden, 4, 16, 256, micro_batches=scene.micro_batches, activation_width=4,
+        scene.layers,
+        scene.hidden,
+        4,
+        16,
+        256,
+        micro_batches=scene.micro_batches,
+        activation_width=4,
         tied=scene.engine == "plain",
     )
     forward = forward_s(scene.hidden, 16, scene.flops)
@@ -280,10 +356,15 @@ def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) ->
         stage_layers=scene.layers_of,
         overlap=scene.overlap,
         bucket_bytes=next(
-            (int(float(scene.flags[i + 1]) * 1e6) for i, text in enumerate(scene.flags)
-             if text == "--bucket-mb"), 0
+            (
+                int(float(scene.flags[i + 1]) * 1e6)
+                for i, text in enumerate(scene.flags)
+                if text == "--bucket-mb"
+            ),
+            0,
         ),
-        two_level=scene.two_level, direct=True,
+        two_level=scene.two_level,
+        direct=True,
         zero=scene.zero,
         block_s=overhead[0],
         parameter_s=overhead[1],
@@ -300,13 +381,15 @@ def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
     """An engine's CPU seconds, from its calibration runs."""
     scenes = [scene for scene in CALIBRATION if scene.engine == engine]
     return overheads(
-        scenes, [statistics.median(measured.steps[scene.name]) for scene in scenes],
-        measured.links(scenes[0].file)
+        scenes,
+        [statistics.median(measured.steps[scene.name]) for scene in scenes],
+        measured.links(scenes[0].file),
     )
 
 
-def overheads(scenes: Sequence[Scene], seconds: Sequence[float],
-              links: Links = Links()) -> tuple[float, float, float]:
+def overheads(
+    scenes: Sequence[Scene], seconds: Sequence[float], links: Links = Links()
+) -> tuple[float, float, float]:
     """The three CPU seconds (of a block's forward or backward, a parameter, a step) that explain these steps
     best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits for a core
     depends on them.
@@ -319,15 +402,23 @@ def overheads(scenes: Sequence[Scene], seconds: Sequence[float],
         for scene, measured in zip(scenes, seconds):
             predicted = predict(scene, links, costs)
             slopes = [
-                predict(scene, links,
-                        tuple(part + unit * (i == j) for j, (part, unit) in enumerate(zip(costs, units))))
+                predict(
+                    scene,
+                    links,
+                    tuple(
+                        part + unit * (i == j) for j, (part, unit) in enumerate(zip(costs, units))
+                    ),
+                )
                 - predicted
                 for i, unit in enumerate(units)
             ]
             rows.append([slope / measured for slope in slopes])
             wanted.append(
-                (measured - predicted + sum(slope * part / unit
-                                            for slope, part, unit in zip(slopes, costs, units)))
+                (
+                    measured
+                    - predicted
+                    + sum(slope * part / unit for slope, part, unit in zip(slopes, costs, units))
+                )
                 / measured
             )
         parts, _ = nnls(rows, wanted)
@@ -364,16 +455,29 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
     known = {engine: calibrate(engine, measured) for engine in {scene.engine for scene in scenes}}
     for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
         for name, value, unit in (
-            ("block's forward or backward", of_block, "s"), ("parameter", of_parameter, "s"),
+            ("block's forward or backward", of_block, "s"),
+            ("parameter", of_parameter, "s"),
             ("step", of_step, "s"),
         ):
-            rows.append(Row.of("calibration", f"{engine}: CPU time of a {name}", value, unit, (value, value),
-                               True))
+            rows.append(
+                Row.of(
+                    "calibration",
+                    f"{engine}: CPU time of a {name}",
+                    value,
+                    unit,
+                    (value, value),
+                    True,
+                )
+            )
     for scene in scenes:
         links, steps = measured.links(scene.file), measured.steps[scene.name]
         median, predicted = statistics.median(steps), predict(scene, links, known[scene.engine])
-        rows.append(Row.of(scene.name, "measured step", median, "s", (min(steps), max(steps)), True))
-        rows.append(Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True))
+        rows.append(
+            Row.of(scene.name, "measured step", median, "s", (min(steps), max(steps)), True)
+        )
+        rows.append(
+            Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True)
+        )
         error = predicted / median - 1
         errors.append(abs(error))
         rows.append(Row.of(scene.name, "error", error, "of the measured", (error, error), True))
@@ -381,13 +485,25 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
         spread = (min(errors), max(errors))
         rows.append(
             Row.of(
-                f"{len(errors)} lab scenes", "median error", statistics.median(errors), "of the measured",
-                spread, True, "<= 0.03",
+                f"{len(errors)} lab scenes",
+                "median error",
+                statistics.median(errors),
+                "of the measured",
+                spread,
+                True,
+                "<= 0.03",
             )
         )
         rows.append(
-            Row.of(f"{len(errors)} lab scenes", "worst error", max(errors), "of the measured", spread, True,
-                   "<= 0.1")
+            Row.of(
+                f"{len(errors)} lab scenes",
+                "worst error",
+                max(errors),
+                "of the measured",
+                spread,
+                True,
+                "<= 0.1",
+            )
         )
     return rows
 
@@ -395,33 +511,51 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
-        "--store", type=Path, default=STORE, metavar="FILE", help="what was measured; kept between parts"
+        "--store",
+        type=Path,
+        default=STORE,
+        metavar="FILE",
+        help="what was measured; kept between parts",
     )
-    arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the "
-                                                                  "store")
     arguments.add_argument(
-        "--within", type=float, default=inf, metavar="S", help="begin no measurement after S seconds"
+        "--predict", action="store_true", help="measure nothing: scenes that are in the store"
+    )
+    arguments.add_argument(
+        "--within",
+        type=float,
+        default=inf,
+        metavar="S",
+        help="begin no measurement after S seconds",
     )
     args = arguments.parse_args()
     wanted = [name for name in args.scenes.split(",") if name]
     unknown = [
         name
         for name in wanted
-        if name not in ("paper", "recorded") and not any(scene.name.startswith(name) for scene in SCENES)
+        if name not in ("paper", "recorded")
+        and not any(scene.name.startswith(name) for scene in SCENES)
     ]
     if unknown:
         known = ", ".join(scene.name for scene in SCENES)
         tell(f"prediction.py: no scene {unknown[0]!r}; there are paper, recorded, {known}")
         return 2
     measured = Measured.load(args.store)
-    scenes = [scene for scene in SCENES if not wanted or any(scene.name.startswith(name) for name in wanted)]
+    scenes = [
+        scene
+        for scene in SCENES
+        if not wanted or any(scene.name.startswith(name) for name in wanted)
+    ]
     if not args.predict:
-        assert os.cpu_count() == CORES or not scenes, f"CORES is {CORES}, this machine has {os.cpu_count()}"
+        assert os.cpu_count() == CORES or not scenes, (
+            f"CORES is {CORES}, this machine has {os.cpu_count()}"
+        )
         engines = {scene.engine for scene in scenes}
         first = [scene for scene in CALIBRATION if scene.engine in engines]
         measure_missing([*first, *scenes], measured, args.store, time.monotonic() + args.within)
     unknown_engines = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}
-    scenes = [scene for scene in scenes if measured.knows(scene) and scene.engine not in unknown_engines]
+    scenes = [
+        scene for scene in scenes if measured.knows(scene) and scene.engine not in unknown_engines
+    ]
     rows = lab_rows(scenes, measured) if scenes else []
     rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
     rows += paper_rows() if not wanted or "paper" in wanted else []

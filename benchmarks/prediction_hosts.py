@@ -37,7 +37,8 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
         if len(cluster.nodes) > 1
     }
     phases = [
-        group for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]})
+        group
+        for group in (fast, {"ethernet": ["eth0", list(range(len(order))), spec.ethernet_rate_bps]})
         if group
     ]
     return _in_lab(spec, order, ["bytes", json.dumps(phases)])
@@ -47,7 +48,9 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
     """What plan/cost/links.py's Links call host_message_s (of two clusters or more), host_gather and
     host_scatter."""
     order = list(interleave(spec))
-    clusters = [[f"{cluster.kind}0", list(map(order.index, cluster.nodes))] for cluster in spec.clusters]
+    clusters = [
+        [f"{cluster.kind}0", list(map(order.index, cluster.nodes))] for cluster in spec.clusters
+    ]
     return _in_lab(spec, order, ["software", json.dumps(clusters)])
 
 
@@ -59,9 +62,13 @@ def measure_optimizer(spec: SiteSpec) -> float:
 
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
     with tuned(spec) as lab:
-        result = lab.run([sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120)
+        result = lab.run(
+            [sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120
+        )
         if result.returncode:
-            raise SystemExit(f"prediction_hosts.py: a sum failed: {result.outputs[result.first_failed or 0]}")
+            raise SystemExit(
+                f"prediction_hosts.py: a sum failed: {result.outputs[result.first_failed or 0]}"
+            )
         return json.loads(result.stdout[0])
 
 
@@ -91,14 +98,22 @@ def of_software(clusters: list) -> dict[str, float]:
     if len(groups) > 1:  # sums of so little that bytes do not count
         reduction, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
-        costs["host_message_s"] = cpu_s(lambda: reduction.all_reduce(few).wait(), SUMS) / SUMS / sent
-    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(pair for pair in clusters if dist.get_rank() in pair[1])
+        costs["host_message_s"] = (
+            cpu_s(lambda: reduction.all_reduce(few).wait(), SUMS) / SUMS / sent
+        )
+    os.environ["GLOO_SOCKET_IFNAME"], ranks = next(
+        pair for pair in clusters if dist.get_rank() in pair[1]
+    )
     group, flat = dist.new_group(ranks, use_local_synchronization=True), torch.ones(SIZE // 4)
     shard = torch.empty(len(flat) // len(ranks))
-    reduced, gathered, scattered = (cpu_s(partial(run, *tensors, group=group), SUMS // 5)
-                                    for run, *tensors in (
-        (dist.all_reduce, flat), (dist.all_gather_into_tensor, flat, shard),
-        (dist.reduce_scatter_tensor, shard, flat)))
+    reduced, gathered, scattered = (
+        cpu_s(partial(run, *tensors, group=group), SUMS // 5)
+        for run, *tensors in (
+            (dist.all_reduce, flat),
+            (dist.all_gather_into_tensor, flat, shard),
+            (dist.reduce_scatter_tensor, shard, flat),
+        )
+    )
     # it gathers half the bytes
     costs |= {"host_gather": 2 * gathered / reduced, "host_scatter": scattered / reduced}
     return costs
@@ -151,7 +166,9 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
             if dist.get_rank() in ranks:
                 os.environ["GLOO_SOCKET_IFNAME"], times = interface, often
                 group = dist.new_group(ranks, use_local_synchronization=True)
-        costs.update(dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=group), times) / total))
+        costs.update(
+            dict.fromkeys(phase, cpu_s(partial(dist.all_reduce, flat, group=group), times) / total)
+        )
     return costs
 
 

@@ -30,7 +30,11 @@ STORE = Path(__file__).parent / "results" / "prediction_links_measured.json"
 def _scenes() -> tuple[Scene, ...]:
     off, on = ("--holmes-overlap", "off"), ("--holmes-overlap", "on")
     scenes = []
-    labels = {"links_uplinks_2ms": "uplinks 2 ms", "links_two_20ms": "20 ms", "links_two_80ms": "80 ms"}
+    labels = {
+        "links_uplinks_2ms": "uplinks 2 ms",
+        "links_two_20ms": "20 ms",
+        "links_two_80ms": "80 ms",
+    }
     for file, label in labels.items():
         plain = Scene("", "plain", file, "stock", stages=1, hidden=192, micro_batches=2, flops=8e8)
         whole = ("--no-overlap", "--bucket-mb", "100")
@@ -38,17 +42,32 @@ def _scenes() -> tuple[Scene, ...]:
             Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", flags=off),
             Scene(f"{label} megatron holmes", "megatron", file, "holmes", flags=off),
             replace(plain, name=f"{label} plain flat ring", flags=("--no-overlap",)),
-            replace(plain, name=f"{label} plain two levels", way="holmes", two_level=True, flags=whole),
+            replace(
+                plain, name=f"{label} plain two levels", way="holmes", two_level=True, flags=whole
+            ),
         ]
     file, label = "three_links_6", "4 : 4 : 1, 20 ms"
     scenes += [
         Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", stages=3, flags=off),
-        Scene(f"{label} deepspeed holmes overlap", "deepspeed", file, "holmes", stages=3, overlap="on",
-              flags=on),
+        Scene(
+            f"{label} deepspeed holmes overlap",
+            "deepspeed",
+            file,
+            "holmes",
+            stages=3,
+            overlap="on",
+            flags=on,
+        ),
         Scene(f"{label} megatron holmes", "megatron", file, "holmes", stages=3, flags=off),
         replace(plain, file=file, name=f"{label} plain flat ring", flags=("--no-overlap",)),
-        replace(plain, file=file, name=f"{label} plain two levels", way="holmes", two_level=True,
-                flags=whole),
+        replace(
+            plain,
+            file=file,
+            name=f"{label} plain two levels",
+            way="holmes",
+            two_level=True,
+            flags=whole,
+        ),
     ]
     return tuple(scenes)
 
@@ -58,20 +77,25 @@ SCENES = _scenes()
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--store", type=Path, default=STORE, metavar="FILE", help="what was measured")
-    arguments.add_argument("--predict", action="store_true", help="measure nothing: scenes that are in the "
-                                                                  "store")
+    arguments.add_argument(
+        "--store", type=Path, default=STORE, metavar="FILE", help="what was measured"
+    )
+    arguments.add_argument(
+        "--predict", action="store_true", help="measure nothing: scenes that are in the store"
+    )
     arguments.add_argument("--runs", type=int, default=1, metavar="N", help="of each scene")
-    arguments.add_argument("--within", type=float, default=inf, metavar="S", help="begin nothing after S "
-                                                                                  "seconds")
+    arguments.add_argument(
+        "--within", type=float, default=inf, metavar="S", help="begin nothing after S seconds"
+    )
     args = arguments.parse_args()
     measured = Measured.load(args.store)
     wanted = [name for name in args.scenes.split(",") if name]
     scenes = [scene for scene in SCENES if not wanted or any(name in scene.name for name in wanted)]
     if not args.predict:
         engines, until = {scene.engine for scene in scenes}, time.monotonic() + args.within
-        prediction.measure_missing([scene for scene in CALIBRATION if scene.engine in engines], measured,
-                                   args.store, until)
+        prediction.measure_missing(
+            [scene for scene in CALIBRATION if scene.engine in engines], measured, args.store, until
+        )
         prediction.measure_missing(scenes, measured, args.store, until, args.runs)
     missing = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}
     scenes = [scene for scene in scenes if measured.knows(scene) and scene.engine not in missing]
@@ -81,8 +105,10 @@ def main() -> int:
     rows = prediction.lab_rows(scenes, measured)
     errors = [abs(row.value) for row in rows if row.metric == "error"]
     what, spread = f"{len(errors)} scenes with links", (min(errors), max(errors))
-    for metric, value, target in (("median", statistics.median(errors), "<= 0.03"),
-                                  ("worst", max(errors), "<= 0.1")):
+    for metric, value, target in (
+        ("median", statistics.median(errors), "<= 0.03"),
+        ("worst", max(errors), "<= 0.1"),
+    ):
         rows.append(Row.of(what, f"{metric} error", value, "of the measured", spread, True, target))
     return finish(rows, args.json, "Predicted against measured steps: links between clusters")
 

@@ -43,7 +43,9 @@ from holmes_ext.samples import examples
 SCENE = "paper: 4 RoCE + 4 InfiniBand, GPT 7.5B"
 BARS = {"Megatron-DeepSpeed": 1.66, "Megatron-LM": 1.38, "Megatron-LLaMA": 1.14}
 # the paper has no cuts
-OVERLAPPED = Execution(engine=MEGATRON, overlap="on", zero=1, gather_overlap=True, cut=False, tied=False)
+OVERLAPPED = Execution(
+    engine=MEGATRON, overlap="on", zero=1, gather_overlap=True, cut=False, tied=False
+)
 FRAMEWORKS = {
     "Megatron-DeepSpeed": Execution(engine=DEEPSPEED, zero=1, cut=False, tied=False),
     "Megatron-LM": Execution(engine=MEGATRON, cut=False, tied=False),
@@ -65,7 +67,9 @@ def steps(site: Site, model: Model) -> dict[str, float]:
 
 def paper_rows() -> list[Row]:
     spec = load_spec(examples() / "clusters" / "paper_4_roce_4_ib.toml")
-    model = replace(on_clusters(load_model(examples() / "models" / "gpt_7.5b.toml"), spec), micro_batch=4)
+    model = replace(
+        on_clusters(load_model(examples() / "models" / "gpt_7.5b.toml"), spec), micro_batch=4
+    )
     site = site_from_spec(spec)
     slow = tuple(
         replace(fabric, rate_bps=int(0.3 * fabric.rate_bps)) if fabric.kind == "roce" else fabric
@@ -78,12 +82,20 @@ def paper_rows() -> list[Row]:
     ]
     for name, bar in BARS.items():
         ratio = predicted[name] / predicted["Holmes"]
-        rows.append(Row.of(SCENE, f"Holmes : {name}, predicted (paper {bar})", ratio, "x", (ratio, ratio),
-                           True))
+        rows.append(
+            Row.of(
+                SCENE, f"Holmes : {name}, predicted (paper {bar})", ratio, "x", (ratio, ratio), True
+            )
+        )
         miss = abs(ratio / bar - 1)
         rows.append(
             Row.of(
-                SCENE, f"Holmes : {name}, off the paper's bar by", miss, "of the bar", (miss, miss), True,
+                SCENE,
+                f"Holmes : {name}, off the paper's bar by",
+                miss,
+                "of the bar",
+                (miss, miss),
+                True,
                 f"<= {WITHIN}",
             )
         )
@@ -95,6 +107,14 @@ def paper_rows() -> list[Row]:
         other = steps(other_site, other_model)
         for name, bar in BARS.items():
             ratio = other[name] / other["Holmes"]
-            rows.append(Row.of(SCENE, f"Holmes : {name}, {what} (paper {bar})", ratio, "x", (ratio, ratio),
-                               True))
+            rows.append(
+                Row.of(
+                    SCENE,
+                    f"Holmes : {name}, {what} (paper {bar})",
+                    ratio,
+                    "x",
+                    (ratio, ratio),
+                    True,
+                )
+            )
     return rows

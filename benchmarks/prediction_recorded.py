@@ -36,22 +36,41 @@ def _recorded() -> tuple[Recorded, ...]:
     long."""
     results = []
     for scene, recorded in (
-        ("4+4", "4+4"), ("4+4 slow RoCE", "4+4 slow RoCE"), ("2+4", "2+4 pipeline 3"),
+        ("4+4", "4+4"),
+        ("4+4 slow RoCE", "4+4 slow RoCE"),
+        ("2+4", "2+4 pipeline 3"),
         ("three clusters", "three clusters"),
     ):
         for way, overlap, metric in (
-            ("stock", "off", "stock"), ("holmes", "on", "holmes"), ("holmes", "off", "holmes, overlap off"),
+            ("stock", "off", "stock"),
+            ("holmes", "on", "holmes"),
+            ("holmes", "off", "holmes, overlap off"),
             ("rdma", "off", "all-RDMA"),
         ):
             results.append(
-                Recorded(f"deepspeed {scene} holmes", way, overlap, "two_clusters.json", recorded,
-                         f"step {metric}")
+                Recorded(
+                    f"deepspeed {scene} holmes",
+                    way,
+                    overlap,
+                    "two_clusters.json",
+                    recorded,
+                    f"step {metric}",
+                )
             )
-    for way, overlap, metric in (("stock", "off", "stock"), ("holmes", "on", "holmes"),
-                                 ("rdma", "off", "all-RDMA")):
+    for way, overlap, metric in (
+        ("stock", "off", "stock"),
+        ("holmes", "on", "holmes"),
+        ("rdma", "off", "all-RDMA"),
+    ):
         results.append(
-            Recorded("megatron 4+4 holmes", way, overlap, "megatron_two_clusters.json", "4+4",
-                     f"step {metric}")
+            Recorded(
+                "megatron 4+4 holmes",
+                way,
+                overlap,
+                "megatron_two_clusters.json",
+                "4+4",
+                f"step {metric}",
+            )
         )
     return tuple(results)
 
@@ -68,12 +87,18 @@ def recorded_rows(prediction: Any) -> list[Row]:
     scenes = {scene.name: scene for scene in prediction.SCENES}
     cases: dict[str, list[tuple]] = {}
     for recorded in RECORDED:
-        values = {(row["scene"], row["metric"]): row
-                  for row in json.loads((RESULTS / recorded.file).read_text())["rows"]}
+        values = {
+            (row["scene"], row["metric"]): row
+            for row in json.loads((RESULTS / recorded.file).read_text())["rows"]
+        }
         if row := values.get((recorded.recorded_scene, recorded.metric)):
-            name = (f"recorded: {scenes[recorded.scene].engine} {recorded.recorded_scene} "
-                    f"{recorded.metric.removeprefix('step ')}")
-            scene = replace(scenes[recorded.scene], way=recorded.way, overlap=recorded.overlap, name=name)
+            name = (
+                f"recorded: {scenes[recorded.scene].engine} {recorded.recorded_scene} "
+                f"{recorded.metric.removeprefix('step ')}"
+            )
+            scene = replace(
+                scenes[recorded.scene], way=recorded.way, overlap=recorded.overlap, name=name
+            )
             cases.setdefault(scene.engine, []).append((scene, row))
     rows, errors = [], []
     for engine_cases in cases.values():
@@ -86,12 +111,20 @@ def recorded_rows(prediction: Any) -> list[Row]:
                 continue
             predicted = prediction.predict(scene, Links(), overhead)
             errors.append(abs(predicted / row["value"] - 1))
-            rows.append(Row.of(scene.name, "measured step", row["value"], "s", tuple(row["spread"]), True))
-            rows.append(Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True))
+            rows.append(
+                Row.of(scene.name, "measured step", row["value"], "s", tuple(row["spread"]), True)
+            )
+            rows.append(
+                Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True)
+            )
             rows.append(
                 Row.of(
-                    scene.name, "error", predicted / row["value"] - 1, "of the measured",
-                    (errors[-1], errors[-1]), True
+                    scene.name,
+                    "error",
+                    predicted / row["value"] - 1,
+                    "of the measured",
+                    (errors[-1], errors[-1]),
+                    True,
                 )
             )
     if not errors:
@@ -100,6 +133,14 @@ def recorded_rows(prediction: Any) -> list[Row]:
     name = f"{len(errors)} recorded scenes"
     return [
         *rows,
-        Row.of(name, "median error", statistics.median(errors), "of the measured", spread, True, "<= 0.03"),
+        Row.of(
+            name,
+            "median error",
+            statistics.median(errors),
+            "of the measured",
+            spread,
+            True,
+            "<= 0.03",
+        ),
         Row.of(name, "worst error", max(errors), "of the measured", spread, True, "<= 0.1"),
     ]

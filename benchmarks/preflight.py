@@ -72,12 +72,16 @@ def preflights(per_node: int, runs: int) -> list:
     scene, times = f"{64 // per_node} nodes x {per_node}", {"on": [], "off": [], "preflight": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.toml"
-        two = (f"{cluster}[0-{32 // per_node - 1}]" for cluster in ("a ib 2Gb/s a", "b roce 2Gb/s b"))
+        two = (
+            f"{cluster}[0-{32 // per_node - 1}]" for cluster in ("a ib 2Gb/s a", "b roce 2Gb/s b")
+        )
         path.write_text(toml(*two, ethernet="1Gb/s", processes=per_node))
         with Lab(load_spec(path)) as lab:
             command = [sys.executable, __file__, "--rank", str(path)]
-            modules = ("torch",
-                       *(f"holmes_ext.runtime.start.{name}" for name in ("rank", "preflight", "store")))
+            modules = (
+                "torch",
+                *(f"holmes_ext.runtime.start.{name}" for name in ("rank", "preflight", "store")),
+            )
             for run in range(runs):
                 for flag in ("on", "off"):
                     result = lab.run([*command, flag], preload=modules, timeout=120)
@@ -89,7 +93,9 @@ def preflights(per_node: int, runs: int) -> list:
                         times["preflight"].append(max(rank["preflight_s"] for rank in ranks))
                 tell(f"{scene}: run {run + 1} of {runs}: preflight {times['preflight'][-1]:.2f} s")
     rows = [_row(scene, "preflight of 64 ranks", times["preflight"], "s", "<= 3")]
-    return rows + [_row(scene, f"start-up with preflight {flag}", times[flag], "s") for flag in ("on", "off")]
+    return rows + [
+        _row(scene, f"start-up with preflight {flag}", times[flag], "s") for flag in ("on", "off")
+    ]
 
 
 def _row(scene: str, metric: str, values: list[float], unit: str, target: str = ""):
@@ -187,30 +193,65 @@ def healthy_steps(cycles: int) -> list:
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, "--step", f"{folder}/found", *script(scene),
-                   "--steps", str(3 * (cycles + 1) * BLOCK), "--holmes", "--holmes-cluster", str(file),
-                   "--holmes-sizes", f"pipeline={scene.stages}", "--holmes-telemetry", folder]
+        command = [
+            sys.executable,
+            __file__,
+            "--step",
+            f"{folder}/found",
+            *script(scene),
+            "--steps",
+            str(3 * (cycles + 1) * BLOCK),
+            "--holmes",
+            "--holmes-cluster",
+            str(file),
+            "--holmes-sizes",
+            f"pipeline={scene.stages}",
+            "--holmes-telemetry",
+            folder,
+        ]
         tell(f"step: {3 * (cycles + 1)} blocks of {BLOCK} steps")
-        result = lab.run(command, order=interleave(spec), preload=("torch", "deepspeed"), timeout=230,
-                         env={"DS_ACCELERATOR": "cpu"},
-                         accelerator={"flops": scene.flops, "classes": ["Block"]})
+        result = lab.run(
+            command,
+            order=interleave(spec),
+            preload=("torch", "deepspeed"),
+            timeout=230,
+            env={"DS_ACCELERATOR": "cpu"},
+            accelerator={"flops": scene.flops, "classes": ["Block"]},
+        )
         assert result.returncode == 0, result.outputs
         timings = json.loads(Path(folder, "found").read_text())
     blocks: dict[int, tuple[str, list[float]]] = {}
     for block, which, seconds in timings:
         blocks.setdefault(block, (which, []))[1].append(seconds)
     look = blocks.pop(-1)[1][0] * 100
-    by = {which: [statistics.median(times) for name, times in blocks.values() if name == which]
-          for which in ORDERS[0]}
+    by = {
+        which: [statistics.median(times) for name, times in blocks.values() if name == which]
+        for which in ORDERS[0]
+    }
     more = [(on / off - 1) * 100 for on, off in zip(by["on"], by["off"])]
     noise = [(again / off - 1) * 100 for again, off in zip(by["off again"], by["off"])]
     return [
-        *(Row.median("step", f"healthy step, everything {which}", times, "s", True)
-          for which, times in by.items()),
-        Row.of("step", "everything on against off, more", statistics.median(more), "%", _quartiles(more),
-               True, "<= 0.5"),
-        Row.of("step", "off again against off, more (A/A, noise)", statistics.median(noise), "%",
-               _quartiles(noise), True),
+        *(
+            Row.median("step", f"healthy step, everything {which}", times, "s", True)
+            for which, times in by.items()
+        ),
+        Row.of(
+            "step",
+            "everything on against off, more",
+            statistics.median(more),
+            "%",
+            _quartiles(more),
+            True,
+            "<= 0.5",
+        ),
+        Row.of(
+            "step",
+            "off again against off, more (A/A, noise)",
+            statistics.median(noise),
+            "%",
+            _quartiles(noise),
+            True,
+        ),
         Row.median("watch", "share of a core, one look each second", [look], "%", False, "<= 0.5"),
     ]
 
@@ -224,7 +265,9 @@ def main() -> int:
     import harness
 
     arguments = harness.parser(__doc__)
-    arguments.add_argument("--runs", type=int, default=5, help="launches with and without preflight")
+    arguments.add_argument(
+        "--runs", type=int, default=5, help="launches with and without preflight"
+    )
     arguments.add_argument("--cycles", type=int, default=16, help="of three blocks of steps")
     args = arguments.parse_args()
     chosen = [name for name in args.scenes.split(",") if name] or ["8", "64", "step"]

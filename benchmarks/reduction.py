@@ -61,8 +61,10 @@ MICRO_BATCHES = {"pipeline": 6, "pipeline 8": 8}
 PLAIN = "--layers 6 --hidden 192 --heads 4 --sequence 16 --micro-batch 1 --micro-batches 2".split()
 RING_BYTES = 10 * 2**20
 #: megatron-core's distributed optimizer: 8 MB of weights in each of two stages, on 4 nodes each.
-GATHER = ("--pipeline 2 --layers 6 --hidden 256 --heads 4 --sequence 16 --micro-batch 1 "
-          "--distributed-optimizer".split())
+GATHER = (
+    "--pipeline 2 --layers 6 --hidden 256 --heads 4 --sequence 16 --micro-batch 1 "
+    "--distributed-optimizer".split()
+)
 GATHER_MICRO_BATCHES = {"gather": 2, "gather 6": 6}
 
 
@@ -84,13 +86,19 @@ def overlap(repetitions: int) -> list[Row]:
         for _ in range(repetitions):
             for name, flags in (("after the backward", ["--no-overlap"]), ("overlapped", [])):
                 records = _plain(lab, nodes, [*flags, "--holmes"], flops=4e8 / SLOWER["overlap"])
-                exposed.setdefault(name, []).append(statistics.median(r["exposed_s"] for r in records))
-                reductions.setdefault(name, []).append(statistics.median(r["reduction_s"] for r in records))
+                exposed.setdefault(name, []).append(
+                    statistics.median(r["exposed_s"] for r in records)
+                )
+                reductions.setdefault(name, []).append(
+                    statistics.median(r["reduction_s"] for r in records)
+                )
     for name in exposed:
         rows.append(_row("overlap", f"exposed reduction, {name}", exposed[name], "s"))
         rows.append(_row("overlap", f"first launch to last bucket, {name}", reductions[name], "s"))
     ratios = [a / b for a, b in zip(exposed["overlapped"], exposed["after the backward"])]
-    rows.append(_row("overlap", "exposed time, overlapped / after the backward", ratios, "x", "<= 0.25"))
+    rows.append(
+        _row("overlap", "exposed time, overlapped / after the backward", ratios, "x", "<= 0.25")
+    )
     return rows
 
 
@@ -104,16 +112,31 @@ def step(repetitions: int) -> list[Row]:
             two_levels = ["--holmes", "--holmes-cluster", str(file)]
             for name, flags in (("flat ring", ["--bucket-mb", "1"]), ("two levels", two_levels)):
                 records = _plain(lab, interleave(spec), flags, flops=8e8 / SLOWER["step"])
-                seconds.setdefault(name, []).append(statistics.median(r["seconds"] for r in records))
-                exposed.setdefault(name, []).append(statistics.median(r["exposed_s"] for r in records))
+                seconds.setdefault(name, []).append(
+                    statistics.median(r["seconds"] for r in records)
+                )
+                exposed.setdefault(name, []).append(
+                    statistics.median(r["exposed_s"] for r in records)
+                )
                 losses[name] = [r["loss"] for r in records]
     rows = [_row("step", f"step, {name}", values, "s") for name, values in seconds.items()]
-    rows += [_row("step", f"of which exposed, {name}", values, "s") for name, values in exposed.items()]
+    rows += [
+        _row("step", f"of which exposed, {name}", values, "s") for name, values in exposed.items()
+    ]
     ratios = [a / b for a, b in zip(seconds["flat ring"], seconds["two levels"])]
     rows.append(_row("step", "flat ring / two levels", ratios, "x", ">= 1.35"))
     worst = max(abs(a - b) for a, b in zip(*losses.values()))
-    rows.append(Row.of("step", "largest difference of the losses", worst, "nats", (worst, worst), False,
-                       "<= 1e-5"))
+    rows.append(
+        Row.of(
+            "step",
+            "largest difference of the losses",
+            worst,
+            "nats",
+            (worst, worst),
+            False,
+            "<= 1e-5",
+        )
+    )
     return rows
 
 
@@ -123,11 +146,21 @@ def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[st
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
         script = examples() / "plain_torch" / "train.py"
-        command = [sys.executable, str(script), *PLAIN, "--steps", str(steps), "--log-file", str(log), *flags]
+        command = [
+            sys.executable,
+            str(script),
+            *PLAIN,
+            "--steps",
+            str(steps),
+            "--log-file",
+            str(log),
+            *flags,
+        ]
         env = {} if "--holmes" in flags else {"GLOO_SOCKET_IFNAME": "eth0"}
         accelerator = {"flops": flops, "classes": ["Block"]}
-        result = lab.run(command, order=nodes, env=env, preload=("torch",), timeout=200,
-                         accelerator=accelerator)
+        result = lab.run(
+            command, order=nodes, env=env, preload=("torch",), timeout=200, accelerator=accelerator
+        )
         if result.returncode:
             failed = result.first_failed
             raise SystemExit(f"plain_torch failed on rank {failed}:\n{result.outputs[failed]}")
@@ -149,20 +182,31 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
         Variant("holmes, not overlapped", spec, order, (*holmes, "off")),
         Variant("holmes", spec, order, (*holmes, "on")),
         bound,
-        Variant("all-RDMA, overlapped", bound.spec, bound.order, ("--holmes", "--holmes-overlap", "on"),
-                bound.env),
+        Variant(
+            "all-RDMA, overlapped",
+            bound.spec,
+            bound.order,
+            ("--holmes", "--holmes-overlap", "on"),
+            bound.env,
+        ),
     ]
     series = compare(
         variants,
-        [str(examples() / "deepspeed_pipeline" / "train.py"), *PIPELINE, "--micro-batches",
-         str(MICRO_BATCHES[scene])],
+        [
+            str(examples() / "deepspeed_pipeline" / "train.py"),
+            *PIPELINE,
+            "--micro-batches",
+            str(MICRO_BATCHES[scene]),
+        ],
         repetitions=repetitions,
         steps=8,
         skip=2,
         accelerator={"flops": 3e9 / SLOWER["pipeline"], "classes": ["Block"]},
         on_run=lambda name, repetition: tell(f"pipeline, repetition {repetition + 1}: {name}"),
     )
-    rows = [_row(scene, f"step, {name}", measured.medians, "s") for name, measured in series.items()]
+    rows = [
+        _row(scene, f"step, {name}", measured.medians, "s") for name, measured in series.items()
+    ]
     for over, under, target in (
         ("stock", "holmes", ">= 1.67"),
         ("all-RDMA", "holmes", ">= 1.05"),
@@ -187,8 +231,15 @@ def gather(repetitions: int, scene: str = "gather") -> list[Row]:
     """megatron-core's distributed optimizer with --holmes-overlap on: updated weights that are waited for, or
     travel under the next forward pass."""
     with slower("gather") as (file, spec):
-        flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap", "on", "--holmes-sizes",
-                 "pipeline=2")
+        flags = (
+            "--holmes",
+            "--holmes-cluster",
+            str(file),
+            "--holmes-overlap",
+            "on",
+            "--holmes-sizes",
+            "pipeline=2",
+        )
         under = Variant("under the forward", spec, interleave(spec), flags)
         waited = replace(under, name="waited for", env={"HOLMES_DISABLE": "megatron-gather"})
         script = str(examples() / "megatron_core" / "train.py")
@@ -199,15 +250,31 @@ def gather(repetitions: int, scene: str = "gather") -> list[Row]:
             steps=16,
             skip=3,
             preload=MEGATRON,
-            accelerator={"flops": 3e9 / SLOWER["gather"], "classes": ["TransformerLayer"], "layout": "sbh"},
+            accelerator={
+                "flops": 3e9 / SLOWER["gather"],
+                "classes": ["TransformerLayer"],
+                "layout": "sbh",
+            },
             on_run=lambda name, repetition: tell(f"{scene}, repetition {repetition + 1}: {name}"),
         )
-    rows = [_row(scene, f"step, weights {name}", measured.medians, "s") for name, measured in series.items()]
+    rows = [
+        _row(scene, f"step, weights {name}", measured.medians, "s")
+        for name, measured in series.items()
+    ]
     rows.append(_ratio(scene, series, "waited for", "under the forward", ""))
     rows.append(_ratio(scene, series, "waited for", "waited for, again", ""))
     worst = max_loss_difference(series["waited for"], series["under the forward"])
-    rows.append(Row.of(scene, "largest difference of the losses", worst, "nats", (worst, worst), False,
-                       "<= 1e-6"))
+    rows.append(
+        Row.of(
+            scene,
+            "largest difference of the losses",
+            worst,
+            "nats",
+            (worst, worst),
+            False,
+            "<= 1e-6",
+        )
+    )
     return rows
 
 
@@ -221,14 +288,23 @@ def ring(repetitions: int) -> list[Row]:
                 lab.set_rate(node, f"{cluster.kind}0", 8 * spec.ethernet_rate_bps)
         clusters = [list(range(4)), list(range(4, 8))]
         counted = spec.clusters[0].nodes
-        seconds, sent = _sums(lab, ("flat ring", "two levels"), order, clusters, counted, repetitions)
+        seconds, sent = _sums(
+            lab, ("flat ring", "two levels"), order, clusters, counted, repetitions
+        )
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
     metric = "sent by one cluster's Ethernet NICs / gradient"
     rows += [_row("ring", f"{metric}, {name}", values, "x") for name, values in sent.items()]
     # 2 (C-1)/C = 1, plus headers
     rows[-1] = _row("ring", rows[-1].metric, sent["two levels"], "x", "<= 1.05")
-    rows.append(_row("ring", "flat ring / two levels", [a / b for a, b in zip(*seconds.values())], "x",
-                     ">= 2.5"))
+    rows.append(
+        _row(
+            "ring",
+            "flat ring / two levels",
+            [a / b for a, b in zip(*seconds.values())],
+            "x",
+            ">= 2.5",
+        )
+    )
     return rows
 
 
@@ -240,19 +316,27 @@ def owners(repetitions: int) -> list[Row]:
         for count in (4, 2):
             order, size = spec.clusters[0].nodes[:count], f"{count} nodes"
             seconds, sent = _sums(lab, ("all-reduce", "to owners"), order, [], order, repetitions)
-            rows += [_row("owners", f"{size}, 10 MiB, {name}", values, "s")
-                     for name, values in seconds.items()]
+            rows += [
+                _row("owners", f"{size}, 10 MiB, {name}", values, "s")
+                for name, values in seconds.items()
+            ]
             for name, values in sent.items():
                 per_node = [value / count for value in values]
-                rows.append(_row("owners", f"{size}, sent by a node / gradient, {name}", per_node, "x"))
+                rows.append(
+                    _row("owners", f"{size}, sent by a node / gradient, {name}", per_node, "x")
+                )
             ratios = [a / b for a, b in zip(*seconds.values())]
             rows.append(_row("owners", f"{size}, all-reduce / to owners", ratios, "x"))
     return rows
 
 
 def _sums(
-    lab: Lab, names: Sequence[str], order: Sequence[str], clusters: list, counted: Sequence[str],
-    repetitions: int
+    lab: Lab,
+    names: Sequence[str],
+    order: Sequence[str],
+    clusters: list,
+    counted: Sequence[str],
+    repetitions: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Of each way to sum 10 MiB, in turn: seconds, and what the nodes `counted` sent over Ethernet, in
     gradients."""
@@ -286,8 +370,12 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
     elif name == "to owners":
         world, reduction = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
         spans = [(RING_BYTES // 4 // world, owner) for owner in range(world)]
-        time_sums(lambda flat: reduction.reduce(flat, spans), RING_BYTES, times,
-                  lambda flat: flat.chunk(world)[dist.get_rank()])
+        time_sums(
+            lambda flat: reduction.reduce(flat, spans),
+            RING_BYTES,
+            times,
+            lambda flat: flat.chunk(world)[dist.get_rank()],
+        )
     else:
         time_sums(lambda flat: dist.all_reduce(flat, async_op=True), RING_BYTES, times)
 
@@ -297,9 +385,14 @@ def _row(scene: str, metric: str, values: list[float], unit: str, target: str = 
 
 
 SCENES = {
-    "overlap": overlap, "pipeline": pipeline, "pipeline 8": partial(pipeline, scene="pipeline 8"),
+    "overlap": overlap,
+    "pipeline": pipeline,
+    "pipeline 8": partial(pipeline, scene="pipeline 8"),
     "ring": ring,
-    "owners": owners, "step": step, "gather": gather, "gather 6": partial(gather, scene="gather 6"),
+    "owners": owners,
+    "step": step,
+    "gather": gather,
+    "gather 6": partial(gather, scene="gather 6"),
 }
 
 
@@ -309,9 +402,13 @@ def main() -> int:
     args = arguments.parse_args()
     # megatron-core on machines without CUDA
     shim = str(Path(__file__).resolve().parents[1] / "examples" / "megatron_core" / "on_cpu")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [shim, os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [shim, os.environ.get("PYTHONPATH", "")])
+    )
     rows = [row for name in chosen(args.scenes, SCENES) for row in SCENES[name](args.repetitions)]
-    return finish(rows, args.json, "Gradient reduction: overlapped, and in two levels (compute emulated)")
+    return finish(
+        rows, args.json, "Gradient reduction: overlapped, and in two levels (compute emulated)"
+    )
 
 
 if __name__ == "__main__":

@@ -23,8 +23,11 @@ from holmes_ext.planner.passes.least import least_s
 from holmes_ext.planner.passes.solve import solved
 
 STAGES, PASS_S = 4, 0.02
-SCENES = {f"{ms} ms; {count} micro-batches": (ms / 1000, count)
-          for ms in (20, 40, 80) for count in (8, 16, 32)}
+SCENES = {
+    f"{ms} ms; {count} micro-batches": (ms / 1000, count)
+    for ms in (20, 40, 80)
+    for count in (8, 16, 32)
+}
 #: The cell that the issue asks for.
 ASKED = "40 ms; 16 micro-batches", "the fullest"
 
@@ -39,17 +42,26 @@ def measure(name: str) -> list[Row]:
     per_stage, fullest = tuple(map(float, held)), (float(max(held)),) * STAGES
     for memory, most in (("each stage's", per_stage), ("the fullest", fullest)):
         times = Times(forward, forward, forward, edges, count, most)
-        schedules = {"listed passes": solved(times, held), "listed passes, NCCL": solved(times, held, True)}
-        best = {what: min(max(schedule.ends(times)), now)  # the plan keeps 1F1B where no list is faster
-                for what, schedule in schedules.items()}
+        schedules = {
+            "listed passes": solved(times, held),
+            "listed passes, NCCL": solved(times, held, True),
+        }
+        best = {
+            what: min(max(schedule.ends(times)), now)  # the plan keeps 1F1B where no list is faster
+            for what, schedule in schedules.items()
+        }
         target = ">= 1.1" if (name, memory) == ASKED else ""
         gloo, nccl = best.values()
         for what, value, unit in (
-            *((what, value, "s") for what, value in best.items()), ("ratio", now / gloo, "x"),
-            ("ratio, NCCL", now / nccl, "x"), ("ratio that no schedule beats", now / least_s(times), "x"),
+            *((what, value, "s") for what, value in best.items()),
+            ("ratio", now / gloo, "x"),
+            ("ratio, NCCL", now / nccl, "x"),
+            ("ratio that no schedule beats", now / least_s(times), "x"),
         ):
             row_target = target if what in ("ratio", "ratio, NCCL") else ""
-            rows.append(Row.median(name, f"{what}, memory of {memory}", [value], unit, False, row_target))
+            rows.append(
+                Row.median(name, f"{what}, memory of {memory}", [value], unit, False, row_target)
+            )
     return rows
 
 

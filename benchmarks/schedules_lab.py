@@ -60,25 +60,45 @@ class Engine:
 
 #: By scene.
 ENGINES_OF = {
-    "40 ms; 16 micro-batches; run in the lab": Engine("deepspeed", "deepspeed_pipeline", "Head", "--stages"),
+    "40 ms; 16 micro-batches; run in the lab": Engine(
+        "deepspeed", "deepspeed_pipeline", "Head", "--stages"
+    ),
     "40 ms; 16 micro-batches; torch pipelining in the lab": Engine(
-        "torch", "torch_pipelining", "Linear", "--pipeline",
-        ("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES))),
-}  # fmt: skip
+        "torch",
+        "torch_pipelining",
+        "Linear",
+        "--pipeline",
+        ("--schedule", "1F1B", "--micro-batch", "1", "--micro-batches", str(MICRO_BATCHES)),
+    ),
+}
 
 
 def question(framework: str) -> SearchResult:
     """Of a model whose stages take FORWARD_S for a forward pass of one sequence."""
     plain = Model(
-        layers=LAYERS, hidden=128, heads=4, sequence=16, vocabulary=256, tied=False, activation_width=4,
-        gradient_width=4, state_bytes=16.0, global_batch=MICRO_BATCHES,
-    )  # fmt: skip
+        layers=LAYERS,
+        hidden=128,
+        heads=4,
+        sequence=16,
+        vocabulary=256,
+        tied=False,
+        activation_width=4,
+        gradient_width=4,
+        state_bytes=16.0,
+        global_batch=MICRO_BATCHES,
+    )
     block = replace(plain, micro_batch=1).costs()[1]
     model = replace(plain, gpu=Gpu(flops=block.forward_flops * LAYERS / STAGES / FORWARD_S))
     engine, spec = ENGINES[framework], parse_spec(SITE)
     rules = rules_of(engine, Options(passes="auto"), direct=True, overlap=True)
-    return SearchResult(Network(site_from_spec(spec), Links.of_spec(spec)), model, MICRO_BATCHES, rules=rules,
-                        engine=engine, stock_overlap=engine.overlaps)
+    return SearchResult(
+        Network(site_from_spec(spec), Links.of_spec(spec)),
+        model,
+        MICRO_BATCHES,
+        rules=rules,
+        engine=engine,
+        stock_overlap=engine.overlaps,
+    )
 
 
 def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
@@ -101,7 +121,9 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
     for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
         plan_of(asked, candidate, Options(passes="auto")).save(str(plan))
-        launch = launches(candidate, model, MICRO_BATCHES, True, str(cluster), str(plan))[engine.framework]
+        launch = launches(candidate, model, MICRO_BATCHES, True, str(cluster), str(plan))[
+            engine.framework
+        ]
         if launch.config:
             config.write_text(json.dumps(launch.config))
             stock_flags = ("--deepspeed_config", str(config))
@@ -109,14 +131,36 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
         variants.append(Variant(name, spec, interleave(spec), (*engine.flags, *flags)))
     nodes = tuple(node.name for node in asked.network.site.nodes)  # stock's are in the plan's order
     variants.append(Variant(STOCK, spec, nodes, stock_flags))
-    size = ["--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--sequence",
-            model.sequence, engine.stages, STAGES]
+    size = [
+        "--layers",
+        model.layers,
+        "--hidden",
+        model.hidden,
+        "--heads",
+        model.heads,
+        "--sequence",
+        model.sequence,
+        engine.stages,
+        STAGES,
+    ]
     script = [str(examples() / engine.folder / "train.py"), *map(str, size)]
-    accelerator = {"flops": model.gpu.flops, "classes": ["Block"], "plain": [engine.plain], "layout": "bsh"}
-    return candidates, compare(variants, script, repetitions=REPETITIONS, steps=STEPS, skip=SKIP,
-                               accelerator=accelerator, timeout=600.0,
-                               preload=("torch",) if engine.framework == "torch" else ("torch", "deepspeed"),
-                               on_run=lambda name, number: tell(f"{name}, run {number + 1}"))
+    accelerator = {
+        "flops": model.gpu.flops,
+        "classes": ["Block"],
+        "plain": [engine.plain],
+        "layout": "bsh",
+    }
+    return candidates, compare(
+        variants,
+        script,
+        repetitions=REPETITIONS,
+        steps=STEPS,
+        skip=SKIP,
+        accelerator=accelerator,
+        timeout=600.0,
+        preload=("torch",) if engine.framework == "torch" else ("torch", "deepspeed"),
+        on_run=lambda name, number: tell(f"{name}, run {number + 1}"),
+    )
 
 
 def rows(scene: str) -> list[Row]:
@@ -125,17 +169,35 @@ def rows(scene: str) -> list[Row]:
         plans_of, by_variant = run(ENGINES_OF[scene], Path(directory))
     table = []
     for name, series in by_variant.items():
-        table.append(Row.of(scene, f"{name}, measured step", series.median, "s", series.spread, True,
-                            busy=series.busy))
+        table.append(
+            Row.of(
+                scene,
+                f"{name}, measured step",
+                series.median,
+                "s",
+                series.spread,
+                True,
+                busy=series.busy,
+            )
+        )
         if name in plans_of:
             error = plans_of[name].step_s / series.median - 1
-            table.append(Row.median(scene, f"{name}, predicted step", [plans_of[name].step_s], "s", False))
-            table.append(Row.median(scene, f"{name}, predicted against measured", [error], "fraction", True))
+            table.append(
+                Row.median(scene, f"{name}, predicted step", [plans_of[name].step_s], "s", False)
+            )
+            table.append(
+                Row.median(scene, f"{name}, predicted against measured", [error], "fraction", True)
+            )
             apart = max_loss_difference(series, by_variant[STOCK])
-            table.append(Row.median(scene, f"{name}, greatest difference of a loss from stock's", [apart], "",
-                                    True))
+            table.append(
+                Row.median(
+                    scene, f"{name}, greatest difference of a loss from stock's", [apart], "", True
+                )
+            )
     now = next(iter(plans_of))
-    what, target = ("ratio, memory of the fullest", ">= 1.1") if now == IN_FLIGHT else (f"ratio to {now}", "")
+    what, target = (
+        ("ratio, memory of the fullest", ">= 1.1") if now == IN_FLIGHT else (f"ratio to {now}", "")
+    )
     ratio = by_variant[now].median / by_variant[LISTED].median
     busy = max(measured.busy for measured in by_variant.values())
     return [*table, Row.median(scene, what, [ratio], "x", True, target, busy=busy)]

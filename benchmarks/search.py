@@ -31,9 +31,12 @@ PAPER, FOUR = ("paper_4_roce_4_ib", "gpt_7.5b"), ("four_clusters_1024", "gpt_128
 EIGHT = ("eight_clusters_16384", "gpt_128_layers")
 # name: (clusters, model, global batch, gap allowed, simulated step of the search before this one or 0)
 SCENES = {
-    "paper, batch 256": (*PAPER, 256, 0.05, 3.8550), "paper, batch 512": (*PAPER, 512, 0.05, 7.1547),
-    "paper, batch 1,024": (*PAPER, 1024, 0.05, 12.5698), "paper, batch 768": (*PAPER, 768, 0.05, 0),
-    "paper, batch 1,536": (*PAPER, 1536, 0.05, 17.9849), "paper, batch 3,072": (*PAPER, 3072, 0.05, 34.2302),
+    "paper, batch 256": (*PAPER, 256, 0.05, 3.8550),
+    "paper, batch 512": (*PAPER, 512, 0.05, 7.1547),
+    "paper, batch 1,024": (*PAPER, 1024, 0.05, 12.5698),
+    "paper, batch 768": (*PAPER, 768, 0.05, 0),
+    "paper, batch 1,536": (*PAPER, 1536, 0.05, 17.9849),
+    "paper, batch 3,072": (*PAPER, 3072, 0.05, 34.2302),
     "1,024 GPUs in 4 clusters, batch 1,024": (*FOUR, 1024, 0.05, 7.1086),
     "1,024 GPUs in 4 clusters, batch 2,048": (*FOUR, 2048, 0.05, 12.5786),
     "1,024 GPUs in 4 clusters, batch 4,096": (*FOUR, 4096, 0.05, 23.4536),
@@ -47,18 +50,33 @@ SITES, SITE_SECONDS = "nodes of 30 random sites", 10
 
 def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
     """Of one `holmes plan --json`: metric -> value."""
-    files = ("--cluster", EXAMPLES / "clusters" / f"{clusters}.toml", "--model",
-             EXAMPLES / "models" / f"{model}.toml")
-    holmes = [sys.executable, "-m", "holmes_ext.cli.main", "plan", *map(str, files), "--seconds",
-              str(SECONDS)]
+    files = (
+        "--cluster",
+        EXAMPLES / "clusters" / f"{clusters}.toml",
+        "--model",
+        EXAMPLES / "models" / f"{model}.toml",
+    )
+    holmes = [
+        sys.executable,
+        "-m",
+        "holmes_ext.cli.main",
+        "plan",
+        *map(str, files),
+        "--seconds",
+        str(SECONDS),
+    ]
     start = time.monotonic()
-    process = subprocess.Popen([*holmes, "--global-batch", str(batch), "--json"], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*holmes, "--global-batch", str(batch), "--json"], stdout=subprocess.PIPE
+    )
     result = json.loads(process.stdout.read())
     _, status, usage = os.wait4(process.pid, 0)
     assert status == 0, status
     return {
-        "search": result["seconds"], "whole command": time.monotonic() - start,
-        "memory of its first process": usage.ru_maxrss / 2**20, "step": result["certificate"]["step_seconds"],
+        "search": result["seconds"],
+        "whole command": time.monotonic() - start,
+        "memory of its first process": usage.ru_maxrss / 2**20,
+        "step": result["certificate"]["step_seconds"],
         "gap of the simulated certificate": result["certificate"]["gap"],
     }
 
@@ -71,24 +89,49 @@ def measure_sites() -> list[harness.Row]:
         for seed in range(1000, 1030):
             _, toml, pipeline, count = random_site(seed, 200)
             cluster.write_text(toml)
-            files = ("--from-cluster", cluster, "--model", model, "--sizes", f"pipeline={pipeline},tensor=8")
-            asked = ("--nodes", count, "--global-batch", 8 * count // pipeline, "--seconds", SITE_SECONDS,
-                     "--json")
+            files = (
+                "--from-cluster",
+                cluster,
+                "--model",
+                model,
+                "--sizes",
+                f"pipeline={pipeline},tensor=8",
+            )
+            asked = (
+                "--nodes",
+                count,
+                "--global-batch",
+                8 * count // pipeline,
+                "--seconds",
+                SITE_SECONDS,
+                "--json",
+            )
             start = time.monotonic()
-            done = subprocess.run([sys.executable, "-m", "holmes_ext.cli.main", "plan",
-                                   *map(str, (*files, *asked))],
-                                  stdout=subprocess.PIPE, check=True)
+            done = subprocess.run(
+                [sys.executable, "-m", "holmes_ext.cli.main", "plan", *map(str, (*files, *asked))],
+                stdout=subprocess.PIPE,
+                check=True,
+            )
             took.append(time.monotonic() - start)
             gaps.append(json.loads(done.stdout)["gap"])
             print(f"site {seed}: gap {gaps[-1]:.2%}, {took[-1]:.1f} s", file=sys.stderr, flush=True)
     proven, middle = sum(gap < 1e-6 for gap in gaps), sorted(took)[len(took) // 2]
-    return [harness.Row.of(SITES, "proven to be the best", proven, "sites", (proven, proven), False, ""),
-            harness.Row.of(SITES, "gap", max(gaps), "fraction", (min(gaps), max(gaps)), False, ""),
-            harness.Row.of(SITES, "whole command", middle, "s", (min(took), max(took)), False, "")]
+    return [
+        harness.Row.of(
+            SITES, "proven to be the best", proven, "sites", (proven, proven), False, ""
+        ),
+        harness.Row.of(SITES, "gap", max(gaps), "fraction", (min(gaps), max(gaps)), False, ""),
+        harness.Row.of(SITES, "whole command", middle, "s", (min(took), max(took)), False, ""),
+    ]
 
 
-UNITS = {"search": "s", "whole command": "s", "memory of its first process": "GiB", "step": "s",
-         "gap of the simulated certificate": "fraction"}
+UNITS = {
+    "search": "s",
+    "whole command": "s",
+    "memory of its first process": "GiB",
+    "step": "s",
+    "gap of the simulated certificate": "fraction",
+}
 
 
 def main() -> int:
@@ -103,8 +146,12 @@ def main() -> int:
             harness.write(rows, args.json)
             continue
         clusters, model, batch, gap, was = SCENES[name]
-        targets = {"search": f"<= {SECONDS + 3}", "memory of its first process": "<= 2",
-                   "gap of the simulated certificate": f"<= {gap}", "step": f"<= {was}" if was else ""}
+        targets = {
+            "search": f"<= {SECONDS + 3}",
+            "memory of its first process": "<= 2",
+            "gap of the simulated certificate": f"<= {gap}",
+            "step": f"<= {was}" if was else "",
+        }
         for metric, value in measure(clusters, model, batch).items():
             known = UNITS[metric], (value, value), False, targets.get(metric, "")
             rows.append(harness.Row.of(name, metric, value, *known))

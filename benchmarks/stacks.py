@@ -56,19 +56,31 @@ def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
     return spec, interleave(spec), ("--holmes", "--holmes-cluster", str(CLUSTERS))
 
 
-def run(scene: str, variants: list[Variant], script: list[str], classes: str, flops: float,
-        args) -> dict[str, Series]:
+def run(
+    scene: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
+) -> dict[str, Series]:
     total, started = args.repetitions * len(variants), iter(range(1, 1000))
     return compare(
-        variants, script, repetitions=args.repetitions, steps=args.steps, skip=3, preload=args.preload,
+        variants,
+        script,
+        repetitions=args.repetitions,
+        steps=args.steps,
+        skip=3,
+        preload=args.preload,
         accelerator={"flops": flops, "classes": [classes]},
-        on_run=lambda name, _: tell(f"{scene}: run {next(started)} of {total}: {name}"))
+        on_run=lambda name, _: tell(f"{scene}: run {next(started)} of {total}: {name}"),
+    )
 
 
 def loss_row(scene: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
-    return Row.median(scene, f"{name}: largest loss difference",
-                      [max_loss_difference(series[stock], series[name])],
-                      "nats", False, "<= 1e-6")
+    return Row.median(
+        scene,
+        f"{name}: largest loss difference",
+        [max_loss_difference(series[stock], series[name])],
+        "nats",
+        False,
+        "<= 1e-6",
+    )
 
 
 def networks() -> list[Row]:
@@ -82,27 +94,42 @@ def data_parallel(stack: str, args) -> list[Row]:
     """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
     spec, order, flags = of_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
-    variants = [replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
+    variants = [
+        replace(all_rdma(spec), name=ONE, flags=tuple(with_stack)),
         Variant("stock", spec, order, tuple(with_stack)),
-                Variant("holmes", spec, order, (*with_stack, *flags)),
+        Variant("holmes", spec, order, (*with_stack, *flags)),
         Variant("GradientReducer", spec, order, (*with_reducer, *flags)),
     ]
     series = run(stack, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
     return [
         ratio_row(stack, "holmes : stock", series["stock"], series["holmes"], ">= 1.35"),
-        ratio_row(stack, "holmes : GradientReducer", series["GradientReducer"], series["holmes"], ">= 0.95"),
-        loss_row(stack, series, "holmes"), *step_rows(stack, series),
+        ratio_row(
+            stack,
+            "holmes : GradientReducer",
+            series["GradientReducer"],
+            series["holmes"],
+            ">= 0.95",
+        ),
+        loss_row(stack, series, "holmes"),
+        *step_rows(stack, series),
         *predicted(stack, series, prediction.data_parallel, DDP_FLOPS, {"stock": {}, "holmes": {}}),
     ]
 
 
-def predicted(scene: str, series: dict[str, Series], step: Callable[..., float], flops: float,
-              options_of) -> list[Row]:
+def predicted(
+    scene: str, series: dict[str, Series], step: Callable[..., float], flops: float, options_of
+) -> list[Row]:
     """step: a function of benchmarks/stacks_prediction.py; options_of: variant -> its keywords for `step`."""
     stack_site = prediction.StackSite.of(CLUSTERS)
-    software_s = prediction.fitted(lambda seconds: step(stack_site, ONE, flops, seconds), series[ONE].median)
-    seconds = {name: step(stack_site, "stock" if name == "stock" else "holmes", flops, software_s, **options)
-               for name, options in options_of.items()}
+    software_s = prediction.fitted(
+        lambda seconds: step(stack_site, ONE, flops, seconds), series[ONE].median
+    )
+    seconds = {
+        name: step(
+            stack_site, "stock" if name == "stock" else "holmes", flops, software_s, **options
+        )
+        for name, options in options_of.items()
+    }
     return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
 
 
@@ -114,15 +141,20 @@ def one_cluster(args) -> list[Row]:
         file.write_text(one_cluster_toml(bound.spec))
         spec, ddp = load_spec(file), ("--stack", "ddp")
         flags = (*ddp, "--holmes", "--holmes-cluster", str(file))
-        stock, again = (Variant(name, spec, bound.order, ddp, env=bound.env)
-                        for name in ("stock", "stock again"))
+        stock, again = (
+            Variant(name, spec, bound.order, ddp, env=bound.env)
+            for name in ("stock", "stock again")
+        )
         variants = [stock, Variant("holmes", spec, bound.order, flags), again]
         series = run(scene, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
-    cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
+    cost, noise = (
+        series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
+    )
     return [
         Row.median(scene, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
         Row.median(scene, "A/A difference (noise)", [abs(noise)], "of a step", True),
-        loss_row(scene, series, "holmes"), *step_rows(scene, series),
+        loss_row(scene, series, "holmes"),
+        *step_rows(scene, series),
     ]
 
 
@@ -130,15 +162,22 @@ def sharded(args) -> list[Row]:
     """FSDP2 on one dimension: stock, and the same under --holmes-fsdp hybrid."""
     scene = "fsdp2"
     spec, order, flags = of_clusters()
-    variants = [Variant("stock", spec, order),
-                Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
-                Variant("holmes", spec, order, flags), replace(all_rdma(spec), name=ONE)]
+    variants = [
+        Variant("stock", spec, order),
+        Variant("hybrid", spec, order, (*flags, "--holmes-fsdp", "hybrid")),
+        Variant("holmes", spec, order, flags),
+        replace(all_rdma(spec), name=ONE),
+    ]
     series = run(scene, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
     return [
         ratio_row(scene, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
         ratio_row(scene, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
-        loss_row(scene, series, "hybrid"), loss_row(scene, series, "holmes"), *predictions(scene, series),
-        *predicted(scene, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}),
+        loss_row(scene, series, "hybrid"),
+        loss_row(scene, series, "holmes"),
+        *predictions(scene, series),
+        *predicted(
+            scene, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}
+        ),
         *step_rows(scene, series),
     ]
 
@@ -146,8 +185,12 @@ def sharded(args) -> list[Row]:
 def predictions(scene: str, series: dict[str, Series]) -> list[Row]:
     """What FSDP's lines say of the collectives, for reference beside the step times."""
     sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
-    return [Row.median(scene, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False)
-            for name, (run, words) in sources.items()]
+    return [
+        Row.median(
+            scene, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False
+        )
+        for name, (run, words) in sources.items()
+    ]
 
 
 def _seconds(series: Series, words: str) -> float:
@@ -161,9 +204,16 @@ def placed(args) -> list[Row]:
     scene = "hsdp"
     spec, order, flags = of_clusters()
     variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags)]
-    series = run(scene, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args)
-    return [ratio_row(scene, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"),
-            loss_row(scene, series, "holmes"), *step_rows(scene, series)]
+    series = run(
+        scene, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args
+    )
+    return [
+        ratio_row(
+            scene, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"
+        ),
+        loss_row(scene, series, "holmes"),
+        *step_rows(scene, series),
+    ]
 
 
 def breadth_first(args) -> list[Row]:
@@ -173,43 +223,83 @@ def breadth_first(args) -> list[Row]:
     in both."""
     scene = "breadth first"
     spec, order, flags = of_clusters()
-    flags = (*flags, "--mesh", "dp,pp", "--pipeline", "4")  # without sizes the plan keeps clusters as blocks
+    flags = (
+        *flags,
+        "--mesh",
+        "dp,pp",
+        "--pipeline",
+        "4",
+    )  # without sizes the plan keeps clusters as blocks
     orders = {"1F1B": flags, "breadth first": (*flags, "--schedule", "LoopedBFS", "--chunks", "4")}
     variants = [Variant(name, spec, order, options) for name, options in orders.items()]
-    variants.append(Variant("1F1B, torch's waits", spec, order, flags, {"HOLMES_DISABLE": "pipelining"}))
-    variants += [Variant(f"{name}, nothing reduced", spec, order, (*options, "--data-parallel", "alone"))
-                 for name, options in orders.items()]
+    variants.append(
+        Variant("1F1B, torch's waits", spec, order, flags, {"HOLMES_DISABLE": "pipelining"})
+    )
+    variants += [
+        Variant(f"{name}, nothing reduced", spec, order, (*options, "--data-parallel", "alone"))
+        for name, options in orders.items()
+    ]
     series = run(scene, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
     exposed = {}
     for name in (variant.name for variant in variants[:3]):
         alone = series[f"{name.split(',')[0]}, nothing reduced"]
-        exposed[name] = [with_sums - least for with_sums, least in zip(series[name].medians, alone.medians)]
-    ratios = {other: [ours / theirs for ours, theirs in zip(exposed["breadth first"], exposed[other])]
-              for other in ("1F1B", "1F1B, torch's waits")}
+        exposed[name] = [
+            with_sums - least for with_sums, least in zip(series[name].medians, alone.medians)
+        ]
+    ratios = {
+        other: [ours / theirs for ours, theirs in zip(exposed["breadth first"], exposed[other])]
+        for other in ("1F1B", "1F1B, torch's waits")
+    }
     return [
-        *(Row.median(scene, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5")
-          for name, values in ratios.items()),
-        *(Row.median(scene, f"exposed reduction, {name}", seconds, "s", True)
-          for name, seconds in exposed.items()),
-        *(Row.of(scene, f"exposed reduction, {name}, simulated", seconds, "s", (seconds, seconds), True)
-          for name, seconds in simulated_exposure(spec).items()),
-        *(loss_row(scene, series, name, "1F1B, torch's waits") for name in orders), *step_rows(scene, series)]
+        *(
+            Row.median(
+                scene, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5"
+            )
+            for name, values in ratios.items()
+        ),
+        *(
+            Row.median(scene, f"exposed reduction, {name}", seconds, "s", True)
+            for name, seconds in exposed.items()
+        ),
+        *(
+            Row.of(
+                scene,
+                f"exposed reduction, {name}, simulated",
+                seconds,
+                "s",
+                (seconds, seconds),
+                True,
+            )
+            for name, seconds in simulated_exposure(spec).items()
+        ),
+        *(loss_row(scene, series, name, "1F1B, torch's waits") for name in orders),
+        *step_rows(scene, series),
+    ]
 
 
 def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
     """Of the two orders, from the cluster file's own rates."""
     site, sizes = site_from_spec(spec), Sizes(pipeline=4, order=PIPELINES_FIRST).complete(8)
     order, endless = [node.name for node in site.nodes], 1e15
-    free = replace(site, fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet
-        replace(fabric, rate_bps=endless) if fabric.name == ETHERNET else fabric for fabric in site.fabrics))
+    free = replace(
+        site,
+        fabrics=tuple(  # pipelines inside clusters: only sums are on Ethernet
+            replace(fabric, rate_bps=endless) if fabric.name == ETHERNET else fabric
+            for fabric in site.fabrics
+        ),
+    )
     layers, hidden, micro_batches = 16, PIPELINE_HIDDEN, 8
-    gpt = Model(layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False)
+    gpt = Model(
+        layers, hidden, 4, 16, 256, micro_batches=micro_batches, activation_width=4, tied=False
+    )
     costs = even_costs(forward_s(hidden, 16, PIPELINE_FLOPS), layers, 4, micro_batches)
     exposed = {}
     for name, more in {"1F1B": {}, "breadth first": {"virtual": 4, "breadth_first": True}}.items():
         run = Execution(DDP, overlap="on", **prediction.DDP_BUCKETS, **more)
-        with_sums, least = (simulate(used_site, order, sizes, gpt, run, costs=costs).step_s
-                            for used_site in (site, free))
+        with_sums, least = (
+            simulate(used_site, order, sizes, gpt, run, costs=costs).step_s
+            for used_site in (site, free)
+        )
         exposed[name] = with_sums - least
     return exposed
 
@@ -224,13 +314,17 @@ def main() -> int:
         "networks": networks,
         "trainer": lambda: data_parallel("trainer", args),
         "lightning": lambda: data_parallel("lightning", args),
-        "one cluster": lambda: one_cluster(args), "fsdp2": lambda: sharded(args),
+        "one cluster": lambda: one_cluster(args),
+        "fsdp2": lambda: sharded(args),
         "hsdp": lambda: placed(args),
         "breadth first": lambda: breadth_first(args),
     }
     rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
-    return finish(rows, args.json,
-                  "Scripts that know nothing of holmes (step times on the emulated accelerator)")
+    return finish(
+        rows,
+        args.json,
+        "Scripts that know nothing of holmes (step times on the emulated accelerator)",
+    )
 
 
 if __name__ == "__main__":

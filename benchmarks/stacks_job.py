@@ -36,7 +36,9 @@ def loop(by_reducer: bool) -> None:
     reducer = GradientReducer(model.named_parameters()) if by_reducer else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     data = example.Text(args.sequence)
-    batches = iter(DataLoader(data, args.micro_batch, sampler=DistributedSampler(data, seed=args.seed)))
+    batches = iter(
+        DataLoader(data, args.micro_batch, sampler=DistributedSampler(data, seed=args.seed))
+    )
     log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
     for step in range(args.steps):
         began = time.perf_counter()
@@ -53,7 +55,9 @@ def loop(by_reducer: bool) -> None:
         dist.all_reduce(total)
         if log:
             line = {"step": step + 1, "loss": total.item() / dist.get_world_size()}
-            print(json.dumps({**line, "seconds": time.perf_counter() - began}), file=log, flush=True)
+            print(
+                json.dumps({**line, "seconds": time.perf_counter() - began}), file=log, flush=True
+            )
     dist.destroy_process_group()
 
 

@@ -39,9 +39,11 @@ DDP_BUCKETS = {"bucket_bytes": 25 * 2**20, "first_bucket_bytes": 2**20}
 STORE = Path(__file__).parent / "results" / "stacks_measured.json"
 ONE = "one network"
 #: Of plan/cost/links.py's Links.
-COSTS = {"host_message_s": ("CPU time of a message of two levels", "s"),
-         "host_gather": ("CPU time of a gathered byte, of an all-reduced one's", "x"),
-         "host_scatter": ("CPU time of a scattered byte, of an all-reduced one's", "x")}
+COSTS = {
+    "host_message_s": ("CPU time of a message of two levels", "s"),
+    "host_gather": ("CPU time of a gathered byte, of an all-reduced one's", "x"),
+    "host_scatter": ("CPU time of a scattered byte, of an all-reduced one's", "x"),
+}
 
 
 @dataclass
@@ -60,10 +62,14 @@ class Networks:
         return cls(**json.loads(STORE.read_text())) if STORE.exists() else cls()
 
     def links(self, name: str) -> Links:
-        costs = {key: statistics.median(turn[name][key] for turn in self.turns)
-                 for key in self.turns[0][name]}
+        costs = {
+            key: statistics.median(turn[name][key] for turn in self.turns)
+            for key in self.turns[0][name]
+        }
         links = Links.of_spec(parse_spec(self.probes[name]))
-        measured = {fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()}
+        measured = {
+            fabric: replace(link, host_s=costs[fabric]) for fabric, link in links.measured.items()
+        }
         host_costs = {key: costs[key] for key in costs if key.startswith("host_")}
         return replace(links, measured=measured, **host_costs)
 
@@ -81,15 +87,29 @@ class Networks:
                 self.parameter_s = measure_optimizer(spec)
                 self._save()
             while len(self.turns) < turns:
-                self.turns.append({name: {**measure_hosts(network_spec), **measure_software(network_spec)}
-                                   for name, (network_spec, _) in networks.items()})
+                self.turns.append(
+                    {
+                        name: {**measure_hosts(network_spec), **measure_software(network_spec)}
+                        for name, (network_spec, _) in networks.items()
+                    }
+                )
                 self._save()
 
     def rows(self) -> list[Row]:
         """What the cores take, with what it was in each turn."""
-        table = [Row.of("networks", "CPU time of a parameter", self.parameter_s, "s", (self.parameter_s,) * 2,
-                        True)]
-        for network, key in ((network, key) for network, costs in self.turns[0].items() for key in costs):
+        table = [
+            Row.of(
+                "networks",
+                "CPU time of a parameter",
+                self.parameter_s,
+                "s",
+                (self.parameter_s,) * 2,
+                True,
+            )
+        ]
+        for network, key in (
+            (network, key) for network, costs in self.turns[0].items() for key in costs
+        ):
             values = [turn[network][key] for turn in self.turns]
             what, unit = COSTS.get(key, (f"CPU time of a byte on {key}", "s"))
             table.append(Row.median("networks", f"{network}: {what}", values, unit, True))
@@ -111,7 +131,9 @@ class StackSite:
     @classmethod
     def of(cls, file: Path) -> StackSite:
         networks = Networks.load()
-        return cls(load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s)
+        return cls(
+            load_spec(file), networks.links(file.stem), networks.links(ONE), networks.parameter_s
+        )
 
     def placed(self, way: str) -> tuple[Site, tuple[str, ...], Links]:
         spec = all_rdma(self.spec).spec if way == "one cluster" else self.spec
@@ -129,12 +151,22 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
     return _step(stack_site, way, flops, run, tied=True)
 
 
-def sharded(stack_site: StackSite, way: str, flops: float, block_s: float, hybrid: bool = False) -> float:
+def sharded(
+    stack_site: StackSite, way: str, flops: float, block_s: float, hybrid: bool = False
+) -> float:
     """examples/fsdp2's step, sharded over all ranks or (hybrid) inside clusters: torch awaits each collective
     on CPUs, and gloo's reduce-scatter is an all-reduce. block_s: CPU seconds of FSDP in a block's forward or
     backward."""
-    run = Execution(LOOP, zero=3, scatter=1.0, replicas="clusters" if hybrid else "", block_s=block_s, sums=1,
-                    parameter_s=stack_site.parameter_s, cores=CORES)
+    run = Execution(
+        LOOP,
+        zero=3,
+        scatter=1.0,
+        replicas="clusters" if hybrid else "",
+        block_s=block_s,
+        sums=1,
+        parameter_s=stack_site.parameter_s,
+        cores=CORES,
+    )
     return _step(stack_site, way, flops, run, tied=False)
 
 
@@ -159,7 +191,16 @@ def rows(scene: str, predicted: dict[str, float], measured: dict[str, float]) ->
     table = []
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1
-        table += [Row.of(scene, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
-                  Row.of(scene, f"error of the prediction, {name}", abs(error), "of the measured",
-                         (error, error), True, "<= 0.1")]
+        table += [
+            Row.of(scene, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
+            Row.of(
+                scene,
+                f"error of the prediction, {name}",
+                abs(error),
+                "of the measured",
+                (error, error),
+                True,
+                "<= 0.1",
+            ),
+        ]
     return table

@@ -40,11 +40,16 @@ def case(seed: int) -> StageCosts:
     return StageCosts(
         forward_s=tuple(rows[kind] for kind in of),
         backward_s=tuple(tuple(2 * seconds for seconds in rows[kind]) for kind in of),
-        reduction_s=tuple((reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)),
+        reduction_s=tuple(
+            (reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)
+        ),
         transfer_s=tuple((edge,) * (LAYERS + 2) for edge in edges),
         micro_batches=rng.choice((8, 64, 128, 512)),
-        tied_s=rng.choice((0.0, 0.0, 1.0)), overlap=rng.random() < 0.5, state_bytes=(1.0,) * (LAYERS + 2),
-        kept_bytes=(0.02,) * (LAYERS + 2), limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
+        tied_s=rng.choice((0.0, 0.0, 1.0)),
+        overlap=rng.random() < 0.5,
+        state_bytes=(1.0,) * (LAYERS + 2),
+        kept_bytes=(0.02,) * (LAYERS + 2),
+        limit_bytes=(7.0,) * STAGES if rng.random() < 0.2 else (),
     )
 
 

@@ -42,18 +42,43 @@ def report(rank: int, world: int) -> dict:
     node, local = divmod(rank, PER_NODE)
     high, low = divmod(node, 256)
     ib, agreed = 2 * node * PER_NODE < world, {f"setting {number}": "value" for number in range(24)}
-    document = {"node": f"node{node:05d}", "identity": f"boot-{node}", "local_rank": local, "agreed": agreed}
+    document = {
+        "node": f"node{node:05d}",
+        "identity": f"boot-{node}",
+        "local_rank": local,
+        "agreed": agreed,
+    }
     if local:
         return document
-    ethernet = Nic("ethernet", "eth0", netdevs=("eth0",), state="up", state_text="up", rate_bps=10**11,
-                   addresses=(f"10.{high}.{low}.1/8",), mtu=1500)
+    ethernet = Nic(
+        "ethernet",
+        "eth0",
+        netdevs=("eth0",),
+        state="up",
+        state_text="up",
+        rate_bps=10**11,
+        addresses=(f"10.{high}.{low}.1/8",),
+        mtu=1500,
+    )
     fast = (
-        Nic("ib" if ib else "roce", f"mlx5_{hca}", 1, (f"net{hca}",), "up", "ACTIVE", 2 * 10**11,
-            addresses=(f"11.{high}.{low}.{hca + 1}/8",), subnet_prefix="fec0:0000:0000:0001" if ib else "",
-            pci=f"0000:{hca:02x}:00.0", driver="mlx5_core")
+        Nic(
+            "ib" if ib else "roce",
+            f"mlx5_{hca}",
+            1,
+            (f"net{hca}",),
+            "up",
+            "ACTIVE",
+            2 * 10**11,
+            addresses=(f"11.{high}.{low}.{hca + 1}/8",),
+            subnet_prefix="fec0:0000:0000:0001" if ib else "",
+            pci=f"0000:{hca:02x}:00.0",
+            driver="mlx5_core",
+        )
         for hca in range(8)
     )
-    nics = NodeReport(document["node"], document["identity"], f"10.{high}.{low}.1", (ethernet, *fast))
+    nics = NodeReport(
+        document["node"], document["identity"], f"10.{high}.{low}.1", (ethernet, *fast)
+    )
     return {**document, "nics_of_node": nics.to_dict()}
 
 
@@ -81,13 +106,17 @@ class Clients:
         return cls(open(out_read), open(in_write, "w"))
 
 
-def clients_main(first: int, last: int, world: int, port: int, commands: TextIO, results: TextIO) -> None:
+def clients_main(
+    first: int, last: int, world: int, port: int, commands: TextIO, results: TextIO
+) -> None:
     """Connect, wait for a line, exchange, say when the last had the verdict."""
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect
 
     threading.stack_size(256 * 1024)
-    sys.setswitchinterval(1.0)  # thousands of threads that wait for the interpreter look for it so often
+    sys.setswitchinterval(
+        1.0
+    )  # thousands of threads that wait for the interpreter look for it so often
     ends, ready, go = [], threading.Semaphore(0), threading.Event()
 
     def rank_main(rank: int) -> None:
@@ -176,7 +205,9 @@ def main() -> int:
         world, measured = SCENES[scene], []
         for run in range(args.runs):
             command = ["unshare", "--net", sys.executable, __file__, "--rank0", str(world)]
-            words = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE).stdout.split()
+            words = subprocess.run(
+                command, check=True, text=True, stdout=subprocess.PIPE
+            ).stdout.split()
             measured.append([float(word) for word in words])
             tell(f"{scene}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
         seconds, crossed, memory, reading = (list(values) for values in zip(*measured))

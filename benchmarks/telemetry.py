@@ -1,13 +1,13 @@
 """What telemetry and the watchdog cost a healthy step: holmes without them against holmes with both.
 
-    python benchmarks/telemetry.py --json FILE [--scenes operation,2+2,turns] [--repetitions 5] [--steps 14]
+python benchmarks/telemetry.py --json FILE [--scenes operation,2+2,turns] [--repetitions 5] [--steps 14]
 
-    operation  one small operation over gloo in one process: what the patched methods of torch's process
-               groups add
-    2+2        that scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants
-               in turn
-    turns      the same scene, with every second step of a run written down (telemetry_turns.py): what a run's
-               start, place and neighbours do to its steps does not count; as noise a run that writes nothing
+operation  one small operation over gloo in one process: what the patched methods of torch's process
+           groups add
+2+2        that scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants
+           in turn
+turns      the same scene, with every second step of a run written down (telemetry_turns.py): what a run's
+           start, place and neighbours do to its steps does not count; as noise a run that writes nothing
 """
 
 from __future__ import annotations
@@ -64,8 +64,12 @@ def steps(repetitions: int, count: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         variants = [
             Variant("neither", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
-            Variant("telemetry and watchdog", spec, interleave(spec),
-                    (*flags, "--holmes-telemetry", directory)),
+            Variant(
+                "telemetry and watchdog",
+                spec,
+                interleave(spec),
+                (*flags, "--holmes-telemetry", directory),
+            ),
             Variant("neither again", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
         ]
         series = run("telemetry", variants, scene, repetitions, count)
@@ -73,14 +77,42 @@ def steps(repetitions: int, count: int) -> list[Row]:
     pairs = [a / b - 1 for a, b in zip(all_of_it.medians, without.medians)]
     noise = [a / b - 1 for a, b in zip(again.medians, without.medians)]
     difference = max_loss_difference(without, all_of_it)
-    rows = [Row.of("2+2", f"step, {measured.name}", measured.median, "s", measured.spread, measured.emulated)
-            for measured in series.values()]
+    rows = [
+        Row.of(
+            "2+2",
+            f"step, {measured.name}",
+            measured.median,
+            "s",
+            measured.spread,
+            measured.emulated,
+        )
+        for measured in series.values()
+    ]
     emulated = without.emulated
-    rows.append(Row.of("2+2", "what both add to a step", all_of_it.median / without.median - 1, "of a step",
-                       (min(pairs), max(pairs)), emulated, "<= 0.005"))
-    rows.append(Row.of("2+2", "A/A difference (noise)", again.median / without.median - 1, "of a step",
-                       (min(noise), max(noise)), emulated))
-    rows.append(Row.median("2+2", "largest loss difference", [difference], "nats", False, "<= 1e-6"))
+    rows.append(
+        Row.of(
+            "2+2",
+            "what both add to a step",
+            all_of_it.median / without.median - 1,
+            "of a step",
+            (min(pairs), max(pairs)),
+            emulated,
+            "<= 0.005",
+        )
+    )
+    rows.append(
+        Row.of(
+            "2+2",
+            "A/A difference (noise)",
+            again.median / without.median - 1,
+            "of a step",
+            (min(noise), max(noise)),
+            emulated,
+        )
+    )
+    rows.append(
+        Row.median("2+2", "largest loss difference", [difference], "nats", False, "<= 1e-6")
+    )
     return rows
 
 
@@ -88,19 +120,38 @@ def turns(repetitions: int, count: int) -> list[Row]:
     """Of each run the median of the steps that are written down against that of the steps between them."""
     scene, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
-        variants = [Variant("on", spec, interleave(spec), (*flags, "--holmes-telemetry", directory)),
-                    Variant("off", spec, interleave(spec), (*flags, "--holmes-watchdog", "off"))]
-        series = compare(variants, [str(Path(__file__).with_name("telemetry_turns.py")), *script(scene)],
-                         repetitions=repetitions, steps=4 * count, skip=4,
-                         accelerator={"flops": scene.flops, "classes": ["Block"]},
-                         on_run=lambda variant, _: tell(f"turns: {variant}"))
+        variants = [
+            Variant("on", spec, interleave(spec), (*flags, "--holmes-telemetry", directory)),
+            Variant("off", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
+        ]
+        series = compare(
+            variants,
+            [str(Path(__file__).with_name("telemetry_turns.py")), *script(scene)],
+            repetitions=repetitions,
+            steps=4 * count,
+            skip=4,
+            accelerator={"flops": scene.flops, "classes": ["Block"]},
+            on_run=lambda variant, _: tell(f"turns: {variant}"),
+        )
 
     def added(measured: Series) -> list[float]:
-        return [statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in measured.steps]
+        return [
+            statistics.median(run[::2]) / statistics.median(run[1::2]) - 1 for run in measured.steps
+        ]
 
-    return [Row.median("turns", "what the recorder adds to a step", added(series["on"]), "of a step", True,
-                       "<= 0.005"),
-            Row.median("turns", "the same without one (noise)", added(series["off"]), "of a step", True)]
+    return [
+        Row.median(
+            "turns",
+            "what the recorder adds to a step",
+            added(series["on"]),
+            "of a step",
+            True,
+            "<= 0.005",
+        ),
+        Row.median(
+            "turns", "the same without one (noise)", added(series["off"]), "of a step", True
+        ),
+    ]
 
 
 def operation(repetitions: int) -> list[Row]:
@@ -118,11 +169,20 @@ def operation(repetitions: int) -> list[Row]:
             for name, (options, watched, off) in settings.items():
                 env = {**os.environ, "HOLMES_DISABLE": off}
                 command = [sys.executable, "-c", SMALL, options, watched]
-                result = subprocess.run(command, capture_output=True, text=True, env=env, check=True)
+                result = subprocess.run(
+                    command, capture_output=True, text=True, env=env, check=True
+                )
                 seconds[name].append(float(result.stdout.strip().splitlines()[-1]))
-    return [Row.median("one operation", f"all-reduce of 16 bytes, {name}", [run_s * 1e6 for run_s in times],
-                       "us", False)
-            for name, times in seconds.items()]
+    return [
+        Row.median(
+            "one operation",
+            f"all-reduce of 16 bytes, {name}",
+            [run_s * 1e6 for run_s in times],
+            "us",
+            False,
+        )
+        for name, times in seconds.items()
+    ]
 
 
 def main() -> int:
@@ -130,9 +190,11 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=14)
     args = arguments.parse_args()
-    makers = {"operation": lambda: operation(args.repetitions),
-              "2+2": lambda: steps(args.repetitions, args.steps),
-              "turns": lambda: turns(args.repetitions, args.steps)}
+    makers = {
+        "operation": lambda: operation(args.repetitions),
+        "2+2": lambda: steps(args.repetitions, args.steps),
+        "turns": lambda: turns(args.repetitions, args.steps),
+    }
     rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 

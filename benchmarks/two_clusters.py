@@ -54,14 +54,28 @@ SCENES = (
     Scene("2+4 pipeline 3", "two_clusters_6.toml", 3, 6, 6, 3.3e9),
     Scene("three clusters", "three_clusters_8.toml", 4, 8, 4, 2.3e9),
     Scene("4+4 slow RoCE", "two_clusters_8_slow_roce.toml", 2, 6, 4, 2.3e9),
-    Scene("4+4 three times slower", "two_clusters_8.toml", 2, 6, 4, 2.3e9, ">= 1.6", ">= 0.97", slower=3.0),
+    Scene(
+        "4+4 three times slower",
+        "two_clusters_8.toml",
+        2,
+        6,
+        4,
+        2.3e9,
+        ">= 1.6",
+        ">= 0.97",
+        slower=3.0,
+    ),
 )
 #: The other scenes.
 CONTROL, START = "control: one cluster", "start-up, 8 ranks"
 
 
 def script(scene: Scene) -> list[str]:
-    numbers = {"--stages": scene.stages, "--layers": scene.layers, "--micro-batches": scene.micro_batches}
+    numbers = {
+        "--stages": scene.stages,
+        "--layers": scene.layers,
+        "--micro-batches": scene.micro_batches,
+    }
     train = examples() / "deepspeed_pipeline" / "train.py"
     return [str(train), *(str(word) for pair in numbers.items() for word in pair), *MODEL]
 
@@ -69,18 +83,38 @@ def script(scene: Scene) -> list[str]:
 def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -> Row:
     """top's step time over bottom's; the spread is over the repetitions' pairs."""
     pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
-    return Row.of(scene, name, top.median / bottom.median, "x", (min(pairs), max(pairs)), bottom.emulated,
-                  target, max(top.busy, bottom.busy))
+    return Row.of(
+        scene,
+        name,
+        top.median / bottom.median,
+        "x",
+        (min(pairs), max(pairs)),
+        bottom.emulated,
+        target,
+        max(top.busy, bottom.busy),
+    )
 
 
 def step_rows(scene: str, by_variant: dict[str, Series]) -> list[Row]:
     """Step times, and the bytes that every NIC of every node sent for each step."""
-    rows = [Row.of(scene, f"step {name}", series.median, "s", series.spread, series.emulated,
-                   busy=series.busy) for name, series in by_variant.items()]
+    rows = [
+        Row.of(
+            scene,
+            f"step {name}",
+            series.median,
+            "s",
+            series.spread,
+            series.emulated,
+            busy=series.busy,
+        )
+        for name, series in by_variant.items()
+    ]
     for name, series in by_variant.items():
         for node, nics in series.sent.items():
-            rows += [Row.median(scene, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
-                     for nic, sent in nics.items()]
+            rows += [
+                Row.median(scene, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
+                for nic, sent in nics.items()
+            ]
         slow, fast = series.megabytes
         rows.append(Row.median(scene, f"Ethernet {name}", [slow], "MB/step/node", False))
         rows.append(Row.median(scene, f"fast NIC {name}", [fast], "MB/step/node", False))
@@ -92,10 +126,22 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
     file = examples() / "clusters" / scene.file
     spec = load_spec(file)
     order = interleave(spec)
-    flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", f"pipeline={scene.stages}")
-    variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags), all_rdma(spec)]
+    flags = (
+        "--holmes",
+        "--holmes-cluster",
+        str(file),
+        "--holmes-sizes",
+        f"pipeline={scene.stages}",
+    )
+    variants = [
+        Variant("stock", spec, order),
+        Variant("holmes", spec, order, flags),
+        all_rdma(spec),
+    ]
     if scene.ratio:
-        variants.append(Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off")))
+        variants.append(
+            Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off"))
+        )
         variants.append(Variant("stock again", spec, order))
     series = run(scene.name, variants, scene, repetitions, steps)
     stock, bound = series["stock"], series["all-RDMA"]
@@ -105,17 +151,35 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
             continue
         difference = max_loss_difference(stock, series[name])
         rows += [
-            ratio_row(scene.name, f"{name} : stock", stock, series[name],
-                      scene.ratio if name == "holmes" else ""),
-            ratio_row(scene.name, f"{name} : all-RDMA", bound, series[name],
-                      scene.bound if name == "holmes" else ""),
-            Row.median(scene.name, f"{name}: largest loss difference", [difference], "nats", False,
-                       "<= 1e-6"),
+            ratio_row(
+                scene.name,
+                f"{name} : stock",
+                stock,
+                series[name],
+                scene.ratio if name == "holmes" else "",
+            ),
+            ratio_row(
+                scene.name,
+                f"{name} : all-RDMA",
+                bound,
+                series[name],
+                scene.bound if name == "holmes" else "",
+            ),
+            Row.median(
+                scene.name,
+                f"{name}: largest loss difference",
+                [difference],
+                "nats",
+                False,
+                "<= 1e-6",
+            ),
         ]
     rows.append(ratio_row(scene.name, "stock : all-RDMA", bound, stock, ""))
     if scene.ratio:
         noise = abs(series["stock again"].median / stock.median - 1)
-        rows.append(Row.median(scene.name, "A/A difference (noise)", [noise], "of a step", stock.emulated))
+        rows.append(
+            Row.median(scene.name, "A/A difference (noise)", [noise], "of a step", stock.emulated)
+        )
     return rows + step_rows(scene.name, series)
 
 
@@ -128,13 +192,24 @@ def control(repetitions: int, steps: int) -> list[Row]:
         file.write_text(one_cluster_toml(bound.spec))
         spec = load_spec(file)
         flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
-        stock, again = (Variant(name, spec, bound.order, env=bound.env) for name in ("stock", "stock again"))
+        stock, again = (
+            Variant(name, spec, bound.order, env=bound.env) for name in ("stock", "stock again")
+        )
         variants = [stock, Variant("holmes", spec, bound.order, flags), again]
         series = run(scene.name, variants, scene, repetitions, steps)
-    cost, noise = (series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again"))
+    cost, noise = (
+        series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
+    )
     return [
-        Row.median(scene.name, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01",
-                   max(measured.busy for measured in series.values())),
+        Row.median(
+            scene.name,
+            "what holmes adds to a step",
+            [cost],
+            "of a step",
+            True,
+            "<= 0.01",
+            max(measured.busy for measured in series.values()),
+        ),
         Row.median(scene.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
         *step_rows(scene.name, series),
     ]
@@ -144,18 +219,29 @@ def one_cluster_toml(spec: SiteSpec) -> str:
     (cluster,) = spec.clusters
     nodes = ", ".join(f'"{node}"' for node in cluster.nodes)
     rates = [f'rate = "{bps / 1e6:g}Mb/s"' for bps in (spec.ethernet_rate_bps, cluster.rate_bps)]
-    return (f'version = 2\n[ethernet]\n{rates[0]}\n[[cluster]]\nname = "all"\nkind = '
-            f'"{cluster.kind}"\n{rates[1]}\n'
-            f"nodes = [{nodes}]\n")
+    return (
+        f'version = 2\n[ethernet]\n{rates[0]}\n[[cluster]]\nname = "all"\nkind = '
+        f'"{cluster.kind}"\n{rates[1]}\n'
+        f"nodes = [{nodes}]\n"
+    )
 
 
-def run(name: str, variants: list[Variant], scene: Scene, repetitions: int, steps: int) -> dict[str, Series]:
+def run(
+    name: str, variants: list[Variant], scene: Scene, repetitions: int, steps: int
+) -> dict[str, Series]:
     accelerator = {"flops": scene.flops / scene.slower, "classes": ["Block"]}
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
-    return compare(variants, script(scene), repetitions=repetitions, steps=steps, skip=3,
-                   accelerator=accelerator, scale=1 / scene.slower,
-                   on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"))
+    return compare(
+        variants,
+        script(scene),
+        repetitions=repetitions,
+        steps=steps,
+        skip=3,
+        accelerator=accelerator,
+        scale=1 / scene.slower,
+        on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
+    )
 
 
 def startup(repetitions: int) -> list[Row]:
@@ -169,10 +255,14 @@ def startup(repetitions: int) -> list[Row]:
         hello = Path(directory, "hello.py")
         hello.write_text(HELLO)
         for repetition in range(repetitions + 1):
-            for name, flags in (("stock", []), ("holmes", ["--holmes", "--holmes-cluster", str(file)])):
+            for name, flags in (
+                ("stock", []),
+                ("holmes", ["--holmes", "--holmes-cluster", str(file)]),
+            ):
                 begin = time.monotonic()
-                result = lab.run([sys.executable, str(hello), *flags], order=interleave(spec),
-                                 preload=("torch",))
+                result = lab.run(
+                    [sys.executable, str(hello), *flags], order=interleave(spec), preload=("torch",)
+                )
                 assert result.returncode == 0, result.outputs
                 if repetition:  # the first starts the preloading process
                     seconds[name].append(time.monotonic() - begin)
@@ -185,8 +275,10 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    makers = {scene.name: lambda scene=scene: two_clusters(scene, args.repetitions, args.steps)
-              for scene in SCENES}
+    makers = {
+        scene.name: lambda scene=scene: two_clusters(scene, args.repetitions, args.steps)
+        for scene in SCENES
+    }
     makers[CONTROL] = lambda: control(args.repetitions, args.steps)
     makers[START] = lambda: startup(args.repetitions)
     names = chosen(args.scenes, makers)
@@ -194,8 +286,11 @@ def main() -> int:
     for name in names:
         rows += makers[name]()
         write(rows, args.json)
-    return finish(rows, args.json,
-                  "Stock, holmes and the all-RDMA bound (step times on the emulated accelerator)")
+    return finish(
+        rows,
+        args.json,
+        "Stock, holmes and the all-RDMA bound (step times on the emulated accelerator)",
+    )
 
 
 if __name__ == "__main__":

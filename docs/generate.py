@@ -54,30 +54,38 @@ from tables import table  # noqa: E402
 
 #: What certificates say of the model.
 MODEL_ERROR = ROOT / "holmes_ext" / "planner" / "search" / "model_error.json"
-_BLOCK = re.compile(r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
+_BLOCK = re.compile(
+    r"(<!-- generated: (\w+)(?: ([^>]+?))? -->\n)(.*?)(<!-- /generated -->)", re.DOTALL
+)
 _RUN = re.compile(r"(<!-- run -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /run -->)", re.DOTALL)
 _LAB = re.compile(r"(<!-- lab -->\n((?:    [^\n]*\n)+)\n)(.*?)(<!-- /lab -->)", re.DOTALL)
 #: Progress bars, and warnings of frameworks.
 _NOISE = re.compile(
-    r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$")
+    r"%\||Warning: |\[WARNING\]|^\[transformers\]|^\s+warnings\.warn\(|site-packages/| Tip: |^-+$"
+)
 #: How long a search took here, which no page says.
 _TOOK = re.compile(r"^(\d+ shapes, .*), [\d.]+ s$")
 #: Characters of a line of a command's output; a longer one is cut, and ends in dots.
 _COLUMNS, _CUT = 110, 150
 #: Where a flag has a page of its own.
 PAGES = {
-    "cluster": "clusters.md", "plan": "plan.md", "partition": "plan.md#layers-of-each-stage",
+    "cluster": "clusters.md",
+    "plan": "plan.md",
+    "partition": "plan.md#layers-of-each-stage",
     "metrics": "metrics.md",
-    "preflight": "trouble.md#before-training-the-preflight", "watchdog": "trouble.md#it-hangs-the-watchdog",
-    "telemetry": "step.md", "join": "joined.md", "outer": "joined.md#how-they-update-each-other",
-    "profile": "plan.md#from-the-job-itself-holmes-tune", "try_": "versions.md#a-version-that-is-newer",
+    "preflight": "trouble.md#before-training-the-preflight",
+    "watchdog": "trouble.md#it-hangs-the-watchdog",
+    "telemetry": "step.md",
+    "join": "joined.md",
+    "outer": "joined.md#how-they-update-each-other",
+    "profile": "plan.md#from-the-job-itself-holmes-tune",
+    "try_": "versions.md#a-version-that-is-newer",
 }
 
 
 def flags() -> str:
     """Every --holmes flag with its twin."""
-    rows = [("`--holmes`", "`HOLMES=1`", "",
-                                  "switch it on; nothing is imported without it")]
+    rows = [("`--holmes`", "`HOLMES=1`", "", "switch it on; nothing is imported without it")]
     for name in names():
         text, value = help_of(name), default_of(name)
         page = f" ([more]({PAGES[name]}))" if name in PAGES else ""
@@ -90,45 +98,78 @@ def flags() -> str:
 def variables() -> str:
     """Variables that are no twins of flags."""
     return table(
-        ("variable", "what it does"), ((f"`{name}`", text) for name, text in environment_variables().items())
+        ("variable", "what it does"),
+        ((f"`{name}`", text) for name, text in environment_variables().items()),
     )
 
 
 def features() -> str:
     """What HOLMES_DISABLE, --holmes-require and --holmes-try take."""
     found = {patch.feature.name: patch.feature for patch in all_patches()}
-    rows = ((f"`{name}`", one.what, f"`{one.versions}`", f"`{one.asked_by}`" if one.asked_by else "every job")
-            for name, one in found.items())
+    rows = (
+        (
+            f"`{name}`",
+            one.what,
+            f"`{one.versions}`",
+            f"`{one.asked_by}`" if one.asked_by else "every job",
+        )
+        for name, one in found.items()
+    )
     return table(("feature", "what it does", "versions", "asked for by"), rows)
 
 
 def command_lines() -> str:
     """What `holmes plan -- COMMAND` reads of Megatron's flags and of ds_config, and what it names as not
     counted."""
-    read = {"sizes": megatron_flags.SIZES, "the model": megatron_flags.MODEL,
-            "training": megatron_flags.TRAINING,
-            "ds_config": megatron_flags.DS_CONFIG}
-    named = {why: [name for name, other in NOT_READ.items() if other == why] for why in NOT_READ.values()}
-    return "\n".join(table(head, ((what, ", ".join(f"`{name}`" for name in names))
-                                  for what, names in found.items()))
-                     for head, found in ((("read", "flags and keys"), read),
-                                         (("named", "flags and keys"), named)))
+    read = {
+        "sizes": megatron_flags.SIZES,
+        "the model": megatron_flags.MODEL,
+        "training": megatron_flags.TRAINING,
+        "ds_config": megatron_flags.DS_CONFIG,
+    }
+    named = {
+        why: [name for name, other in NOT_READ.items() if other == why] for why in NOT_READ.values()
+    }
+    return "\n".join(
+        table(
+            head,
+            ((what, ", ".join(f"`{name}`" for name in names)) for what, names in found.items()),
+        )
+        for head, found in (
+            (("read", "flags and keys"), read),
+            (("named", "flags and keys"), named),
+        )
+    )
 
 
 def cluster_keys() -> str:
     """The keys of cluster.toml."""
-    rows = ((f"`{key.table}`" if key.table else "top", f"`{key.name}`", key.kind, key.default or "**needed**",
-             key.what)
-            for key in KEYS)
+    rows = (
+        (
+            f"`{key.table}`" if key.table else "top",
+            f"`{key.name}`",
+            key.kind,
+            key.default or "**needed**",
+            key.what,
+        )
+        for key in KEYS
+    )
     return table(("table", "key", "value", "left out", "what it says"), rows)
 
 
 def model_keys() -> str:
     """The keys of a model file."""
     kinds = {"int": "a number", "float": "a number", "str": "a text", "bool": "true, false"}
-    rows = ((f"`{'[training] ' * own.metadata['training']}{own.name}`", kinds[own.type], _default(own),
-             own.metadata["text"])
-            for own in dataclasses.fields(Model) if own.metadata)
+    rows = (
+        (
+            f"`{'[training] ' * own.metadata['training']}{own.name}`",
+            kinds[own.type],
+            _default(own),
+            own.metadata["text"],
+        )
+        for own in dataclasses.fields(Model)
+        if own.metadata
+    )
     return table(("key", "value", "left out", "what it says"), rows)
 
 
@@ -138,15 +179,25 @@ def _default(field: dataclasses.Field) -> str:
 
 def metrics() -> str:
     """What --holmes-metrics tells."""
-    return table(("metric", "kind", "labels", "what it is"), (
-        (f"`{name}`", "counter" if name.endswith("_total") else "gauge",
-         ", ".join(f"`{label}`" for label in one.labels), one.help)
-        for name, one in FAMILIES.items()))
+    return table(
+        ("metric", "kind", "labels", "what it is"),
+        (
+            (
+                f"`{name}`",
+                "counter" if name.endswith("_total") else "gauge",
+                ", ".join(f"`{label}`" for label in one.labels),
+                one.help,
+            )
+            for name, one in FAMILIES.items()
+        ),
+    )
 
 
 def _parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """The parsers of a command that take arguments: itself, or its actions'."""
-    below = next((one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)), {})
+    below = next(
+        (one.choices for one in parser._actions if isinstance(one, argparse._SubParsersAction)), {}
+    )
     if not below:
         yield parser
     for each in below.values():
@@ -178,8 +229,10 @@ def commands() -> str:
         for parser in _parsers(top):
             title = parser.prog.removeprefix("holmes ")
             about = (parser.description or top.description or "").replace("%%", "%")
-            parts.append(f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
-                         + table(("argument", "what it does"), _arguments(parser)))
+            parts.append(
+                f"## holmes {title}\n\n{' '.join(about.split())}\n\n```text\n{_usage(parser)}```\n\n"
+                + table(("argument", "what it does"), _arguments(parser))
+            )
     return "\n" + "\n".join(parts) + "\n"
 
 
@@ -188,8 +241,10 @@ def _signature(name: str, value: Any) -> str:
 
 
 #: Of holmes_ext.initialize_model_parallel, which only a program on megatron-core can load.
-_MEGATRONS = ("megatron.core.parallel_state's function, which also switches holmes on where it is off "
-              "(import it above init_process_group)")
+_MEGATRONS = (
+    "megatron.core.parallel_state's function, which also switches holmes on where it is off "
+    "(import it above init_process_group)"
+)
 
 
 def _public_names() -> Iterator[tuple[str, Any]]:
@@ -200,7 +255,9 @@ def _public_names() -> Iterator[tuple[str, Any]]:
 
 def api() -> str:
     """The public names as mkdocstrings takes them, which reads signatures and docstrings in the source."""
-    homes = [f"{holmes_ext._HOMES[name]}.{name}" for name, value in _public_names() if value is not None]
+    homes = [
+        f"{holmes_ext._HOMES[name]}.{name}" for name, value in _public_names() if value is not None
+    ]
     rows = ((f"`{name}`", _first(value)) for name, value in _public_names())
     return table(("name", "what it is"), rows) + "".join(f"\n::: {home}\n" for home in homes)
 
@@ -229,21 +286,35 @@ def public() -> str:
     lines += ["\n## Commands and their options\n"]
     for name in all_commands():
         for parser in _parsers(parser_of(name)):
-            words = sorted(word for one in parser._actions
-                           for word in one.option_strings if word.startswith("--"))
-            lines.append(f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}")
+            words = sorted(
+                word
+                for one in parser._actions
+                for word in one.option_strings
+                if word.startswith("--")
+            )
+            lines.append(
+                f"- `{parser.prog}`: {', '.join(f'`{word}`' for word in words if word != '--help')}"
+            )
     versions = {"plan.json": plan.VERSION, "telemetry's rank*.jsonl": telemetry_file.VERSION}
-    lines += ["\n## Files, and the versions that are read\n",
-              f"- cluster.toml: {spec.VERSION}; its keys:"
-              f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}"]
+    lines += [
+        "\n## Files, and the versions that are read\n",
+        f"- cluster.toml: {spec.VERSION}; its keys:"
+        f" {', '.join(f'`{key.table}{key.name}`' for key in KEYS)}",
+    ]
     lines += [f"- {name}: {value}" for name, value in versions.items()]
     lines += [f"- metrics: {', '.join(f'`{name}`' for name in FAMILIES)}"]
     return "\n".join(lines) + "\n\n"
 
 
 #: Ending of a file -> what a page calls its language.
-LANGUAGES = {".py": "python", ".toml": "toml", ".sbatch": "bash", ".sh": "bash", ".yaml": "yaml",
-             "": "dockerfile"}
+LANGUAGES = {
+    ".py": "python",
+    ".toml": "toml",
+    ".sbatch": "bash",
+    ".sh": "bash",
+    ".yaml": "yaml",
+    "": "dockerfile",
+}
 
 
 def source(path: str) -> str:
@@ -251,9 +322,27 @@ def source(path: str) -> str:
     return f"```{LANGUAGES[Path(path).suffix]}\n{(ROOT / path).read_text().rstrip()}\n```\n"
 
 
-BLOCKS = {one.__name__: one for one in (
-    flags, variables, features, command_lines, cluster_keys, model_keys, metrics, commands, api, public,
-    source, tables.measured, tables.placed, tables.rows, tables.cells, tables.about)}
+BLOCKS = {
+    one.__name__: one
+    for one in (
+        flags,
+        variables,
+        features,
+        command_lines,
+        cluster_keys,
+        model_keys,
+        metrics,
+        commands,
+        api,
+        public,
+        source,
+        tables.measured,
+        tables.placed,
+        tables.rows,
+        tables.cells,
+        tables.about,
+    )
+}
 
 
 def pages() -> list[Path]:
@@ -281,17 +370,24 @@ def printed(command: str) -> str:
 
 def _cut(printed: str) -> str:
     lines = [_TOOK.sub(r"\1", line.rstrip()) for line in printed.splitlines()]
-    whole = [len(line) <= _CUT or line.startswith("  --") for line in lines]  # flags are there to be copied
-    return "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
+    whole = [
+        len(line) <= _CUT or line.startswith("  --") for line in lines
+    ]  # flags are there to be copied
+    return (
+        "\n".join(line if fits else f"{line[:_CUT]} ..." for line, fits in zip(lines, whole)) + "\n"
+    )
 
 
 def renewed(text: str) -> str:
     """A page with its blocks as they should be."""
+
     def run(found: re.Match[str]) -> str:
         return found[1] + textwrap.indent(printed(textwrap.dedent(found[2])), "    ") + found[4]
 
     def made(found: re.Match[str]) -> str:
-        return found[1] + (BLOCKS[found[2]](found[3]) if found[3] else BLOCKS[found[2]]()) + found[5]
+        return (
+            found[1] + (BLOCKS[found[2]](found[3]) if found[3] else BLOCKS[found[2]]()) + found[5]
+        )
 
     return _RUN.sub(run, _BLOCK.sub(made, text))
 
@@ -305,11 +401,21 @@ def in_lab(text: str, folder: Path) -> Iterator[tuple[str, str, str]]:
     env = {**os.environ, "PATH": path, "COLUMNS": "130", "OMP_NUM_THREADS": "1"}
     for found in _LAB.finditer(text):
         command = textwrap.dedent(found[2])
-        done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], cwd=folder, env=env, text=True,
-                              timeout=300, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        done = subprocess.run(
+            ["bash", "-c", f"set -o pipefail; {command}"],
+            cwd=folder,
+            env=env,
+            text=True,
+            timeout=300,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
         assert done.returncode == 0, f"{command}{done.stdout}"
-        lines = [line for line in done.stdout.replace(f"{folder}/", "").splitlines()
-                 if not _NOISE.search(line)]
+        lines = [
+            line
+            for line in done.stdout.replace(f"{folder}/", "").splitlines()
+            if not _NOISE.search(line)
+        ]
         yield command, textwrap.dedent(found[3]), _cut(re.sub(r"\n\n+", "\n\n", "\n".join(lines)))
 
 
@@ -317,8 +423,12 @@ def write_lab(pages: list[str]) -> None:
     for page in map(Path, pages):
         text = page.read_text()
         with tempfile.TemporaryDirectory() as folder:
-            outputs = [textwrap.indent(printed, "    ") for _, _, printed in in_lab(text, Path(folder))]
-        page.write_text(_LAB.sub(lambda found, left=iter(outputs): found[1] + next(left) + found[4], text))
+            outputs = [
+                textwrap.indent(printed, "    ") for _, _, printed in in_lab(text, Path(folder))
+            ]
+        page.write_text(
+            _LAB.sub(lambda found, left=iter(outputs): found[1] + next(left) + found[4], text)
+        )
 
 
 def write(argv: list[str]) -> int:

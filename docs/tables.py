@@ -26,8 +26,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """In Markdown; bars in cells are escaped."""
     titles = list(head)
     lines = [titles, ["---"] * len(titles), *rows]
-    return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n"
-                   for line in lines)
+    return "".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines
+    )
 
 
 def load(file: str) -> list[Row]:
@@ -36,7 +37,9 @@ def load(file: str) -> list[Row]:
 
 def spread(row: Row, digits: int, factor: float = 1) -> str:
     """ "1.68 (1.67-1.69)": with the least and the greatest."""
-    value, low, high = (f"{factor * number:.{digits}f}" for number in (row["value"], *row["spread"]))
+    value, low, high = (
+        f"{factor * number:.{digits}f}" for number in (row["value"], *row["spread"])
+    )
     between = " to " if "-" in low + high else "-"
     return low if low == high else f"{value} ({low}{between}{high})"
 
@@ -48,15 +51,21 @@ def shown(row: Row) -> str:
     if unit in ("s", "CPU s"):
         most = max(map(abs, (value, *row["spread"])))
         if 0 < most < 0.01:
-            factor, short = (1e3, "ms") if most >= 1e-3 else (1e6, "us") if most >= 1e-6 else (1e9, "ns")
-            return f"{spread(row, 1 if most * factor >= 10 else 2, factor)} {unit.replace('s', short)}"
+            factor, short = (
+                (1e3, "ms") if most >= 1e-3 else (1e6, "us") if most >= 1e-6 else (1e9, "ns")
+            )
+            return (
+                f"{spread(row, 1 if most * factor >= 10 else 2, factor)} {unit.replace('s', short)}"
+            )
         return f"{spread(row, 3 if abs(value) < 100 else 0)} {unit}"
     if unit == "x":
         return f"{spread(row, 2)} x"
     if unit == "%" or _part(unit):
         factor = 100 if _part(unit) else 1
         percent = factor * abs(value)
-        return f"{spread(row, 1 if percent > 1 or not value else 2 if percent > 0.1 else 3, factor)} %"
+        return (
+            f"{spread(row, 1 if percent > 1 or not value else 2 if percent > 0.1 else 3, factor)} %"
+        )
     if unit == "nats" and abs(value) < 1e-3:
         return f"{value:.2g}"
     digits = 3 if unit == "nats" else 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0
@@ -94,11 +103,19 @@ def rows(said: str) -> str:
     if not (RESULTS / file).exists():
         return ""
     scene, metric = given.get("scene", ".*"), given.get("metric")
-    chosen = [row for row in load(file) if re.fullmatch(scene, row["scene"]) and (
-        re.fullmatch(metric, row["metric"]) if metric else "target" in row or row["unit"] == "x")]
+    chosen = [
+        row
+        for row in load(file)
+        if re.fullmatch(scene, row["scene"])
+        and (
+            re.fullmatch(metric, row["metric"]) if metric else "target" in row or row["unit"] == "x"
+        )
+    ]
     assert chosen, f"no row: {said}"
-    return table(("scene", "what", "value", "target"), (
-        (row["scene"], row["metric"], shown(row), target(row)) for row in chosen))
+    return table(
+        ("scene", "what", "value", "target"),
+        ((row["scene"], row["metric"], shown(row), target(row)) for row in chosen),
+    )
 
 
 def cells(said: str) -> str:
@@ -109,7 +126,10 @@ def cells(said: str) -> str:
     for row in load(file):
         if re.fullmatch(scene, row["scene"]):
             scenes.setdefault(row["scene"], []).append(row)
-    lines = [[name, *(_cell(found, metric) for metric in columns.values())] for name, found in scenes.items()]
+    lines = [
+        [name, *(_cell(found, metric) for metric in columns.values())]
+        for name, found in scenes.items()
+    ]
     kept = [line for line in lines if any(line[1:])]
     assert kept, f"no row: {said}"
     return table(("scene", *columns), kept)
@@ -132,20 +152,33 @@ def about(file: str) -> str:
     made = ", ".join(f"{name} {version}" for name, version in versions.items())
     load = " ".join(f"{value:.0f}" for value in machine["load_average"])
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:.0f} GiB"
-    return (f"`benchmarks/results/{file}`: {where}, load averages {load} when the last part was written; "
-            f"{made}.\n")
+    return (
+        f"`benchmarks/results/{file}`: {where}, load averages {load} when the last part was written; "
+        f"{made}.\n"
+    )
 
 
 #: README's table: what a row is called, its file and scene.
 _STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
 MEASURED = (
     ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
-    ("DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)", "two_clusters.json", "4+4 slow RoCE"),
+    (
+        "DeepSpeed, 4+4, RoCE much slower (where the paper has 1.38)",
+        "two_clusters.json",
+        "4+4 slow RoCE",
+    ),
     ("DeepSpeed, 2+4 nodes, pipeline 3", "two_clusters.json", "2+4 pipeline 3"),
-    ("DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4", "two_clusters.json", "three clusters"),
+    (
+        "DeepSpeed, three clusters of 2, 2 and 4 nodes, pipeline 4",
+        "two_clusters.json",
+        "three clusters",
+    ),
     ("megatron-core, 4+4 nodes, pipeline 2", "megatron_two_clusters.json", "4+4"),
-    ("Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes, three times slower", "megatron_deepspeed.json",
-     "4+4 three times slower"),
+    (
+        "Megatron-DeepSpeed's pretrain_gpt.py, 4+4 nodes, three times slower",
+        "megatron_deepspeed.json",
+        "4+4 three times slower",
+    ),
     ("Hugging Face's Trainer (DistributedDataParallel), 4+4 nodes", "stacks.json", "trainer"),
     ("FSDP2, 4+4 nodes, `--holmes-fsdp hybrid`", "stacks.json", "fsdp2"),
 )
@@ -160,57 +193,93 @@ def _ratio(found: list[Row], scene: str, metric: str) -> str:
 def _loss(found: list[Row], scene: str) -> str:
     """The largest difference of any step's loss to stock's."""
     names = re.compile(r"((holmes|hybrid): )?largest loss difference")
-    values = [row["value"] for row in found if row["scene"] == scene and names.fullmatch(row["metric"])]
+    values = [
+        row["value"] for row in found if row["scene"] == scene and names.fullmatch(row["metric"])
+    ]
     return f"{max(values):.2g}" if values else ""
 
 
 def measured() -> str:
     """README's table."""
-    def value(file: str, scene: str, metric: str) -> float:
-        return next(row["value"] for row in load(file) if row["scene"] == scene and row["metric"] == metric)
 
-    lines = [(what, _ratio(load(file), scene, _STOCK), _ratio(load(file), scene, _BOUND),
-              _loss(load(file), scene))
-             for what, file, scene in MEASURED]
+    def value(file: str, scene: str, metric: str) -> float:
+        return next(
+            row["value"] for row in load(file) if row["scene"] == scene and row["metric"] == metric
+        )
+
+    lines = [
+        (
+            what,
+            _ratio(load(file), scene, _STOCK),
+            _ratio(load(file), scene, _BOUND),
+            _loss(load(file), scene),
+        )
+        for what, file, scene in MEASURED
+    ]
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
-    error, worst = (value("prediction.json", "31 lab scenes", what)
-                    for what in ("median error", "worst error"))
-    lines.append(("one cluster, where nothing can be gained", f"step {100 * control:+.1f} %", "", ""))
-    lines.append(("`holmes plan` against measured steps, 31 scenes", f"median error {100 * error:.1f} %",
-                  f"worst {100 * worst:.1f} %", ""))
-    return table(("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines)
+    error, worst = (
+        value("prediction.json", "31 lab scenes", what) for what in ("median error", "worst error")
+    )
+    lines.append(
+        ("one cluster, where nothing can be gained", f"step {100 * control:+.1f} %", "", "")
+    )
+    lines.append(
+        (
+            "`holmes plan` against measured steps, 31 scenes",
+            f"median error {100 * error:.1f} %",
+            f"worst {100 * worst:.1f} %",
+            "",
+        )
+    )
+    return table(
+        ("2 cores, torch 2.13.0, gloo, compute emulated", _STOCK, _BOUND, "loss differs by"), lines
+    )
 
 
 def placed() -> str:
     """README's sentences on stages placed over link matrices: the step of what `holmes plan` finds beside
     that of the best placement by DT-FM's objective, which is not the step; and that objective, beside DT-FM's
     own search."""
+
     def steps(metric: str) -> dict[str, float]:
-        return {row["scene"]: row["value"] for row in load("placement.json") if row["metric"] == metric}
+        return {
+            row["scene"]: row["value"] for row in load("placement.json") if row["metric"] == metric
+        }
 
     def values(metric: str) -> list[float]:
         return [row["value"] for row in load("placement.json") if row["metric"].startswith(metric)]
 
     ours, theirs = values("DT-FM's objective: ours"), values("DT-FM's objective: DT-FM")
     parts = [one / other for one, other in zip(ours, theirs)]
-    plan, by_objective = steps("holmes plan: simulated step"), steps(
-        "simulated step of ours by DT-FM's objective")
+    plan, by_objective = (
+        steps("holmes plan: simulated step"),
+        steps("simulated step of ours by DT-FM's objective"),
+    )
     saved = [plan[scene] / step for scene, step in by_objective.items()]
-    return textwrap.fill(
-        f"Where clusters have links of their own, {len(saved)} cases of DT-FM (arXiv 2206.01288, 64 GPUs): a "
-        f"step of what `holmes plan` finds takes {min(saved):.2f} to {max(saved):.2f} of that of the best "
-        f"placement by DT-FM's objective (simulated, {model_error()}),"
-        f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's. Certificates: "
-        f"no plan is more than {max(values('holmes plan: gap')):.0%} faster, within that model."
-        f" [More](docs/benchmarks/placement.md).", 119) + "\n"
+    return (
+        textwrap.fill(
+            f"Where clusters have links of their own, {len(saved)} cases of DT-FM (arXiv "
+            f"2206.01288, 64 GPUs): a "
+            f"step of what `holmes plan` finds takes {min(saved):.2f} to {max(saved):.2f} of that "
+            f"of the best "
+            f"placement by DT-FM's objective (simulated, {model_error()}),"
+            f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's. Certificates: "
+            f"no plan is more than {max(values('holmes plan: gap')):.0%} faster, within that model."
+            f" [More](docs/benchmarks/placement.md).",
+            119,
+        )
+        + "\n"
+    )
 
 
 def results() -> str:
     """The page of the site that has every row with a target or a ratio of every file in
     benchmarks/results."""
-    parts = ["# All results\n\nMade from benchmarks/results when the site was built. Each row: the value, "
-             "its least and greatest, and the target where one was stated. [How each number is "
-             "made](numbers.md).\n"]
+    parts = [
+        "# All results\n\nMade from benchmarks/results when the site was built. Each row: the value, "
+        "its least and greatest, and the target where one was stated. [How each number is "
+        "made](numbers.md).\n"
+    ]
     for file in sorted(RESULTS.glob("*.json")):
         if any("target" in row or row["unit"] == "x" for row in load(file.name)):
             parts.append(f"## {file.name}\n\n{about(file.name)}\n{rows(file.name)}")
@@ -219,8 +288,12 @@ def results() -> str:
 
 def worst_error() -> tuple[str, float]:
     """(FILE: scene, part of the measured step) of the worst prediction that the results have."""
-    found = [(row["value"], f"{file.name}: {row['scene']}") for file in sorted(RESULTS.glob("*.json"))
-             for row in load(file.name) if row["metric"].startswith("worst error")]  # fmt: skip
+    found = [
+        (row["value"], f"{file.name}: {row['scene']}")
+        for file in sorted(RESULTS.glob("*.json"))
+        for row in load(file.name)
+        if row["metric"].startswith("worst error")
+    ]
     value, scene = max(found)
     return scene, value
 

@@ -1,7 +1,7 @@
 """holmes_ext: one training job over several GPU clusters whose NICs differ.
 
-    import holmes_ext
-    holmes_ext.enable()          # before init_process_group; or add --holmes to the command instead
+import holmes_ext
+holmes_ext.enable()          # before init_process_group; or add --holmes to the command instead
 """
 
 from importlib import import_module
@@ -9,9 +9,16 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "GradientReducer", "HolmesError", "disable", "enable", "initialize_model_parallel", "joined_state_dict",
-    "load_joined_state_dict", "place_experts", "step_done",
-]  # fmt: skip
+    "GradientReducer",
+    "HolmesError",
+    "disable",
+    "enable",
+    "initialize_model_parallel",
+    "joined_state_dict",
+    "load_joined_state_dict",
+    "place_experts",
+    "step_done",
+]
 
 #: Public name -> its module, imported when the name is used: importing holmes_ext alone stays cheap.
 _HOMES = {

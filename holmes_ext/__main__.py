@@ -39,7 +39,9 @@ def split(arguments: list[str]) -> tuple[list[str], str, str, list[str]]:
         raise HolmesError(f"{program}: no such script")
     if _pth.is_launcher(kind, program):
         wanted = "torchrun ... -m holmes_ext SCRIPT ARGS"
-        raise HolmesError(f"{program} starts workers itself: put holmes_ext after it, as in `{wanted}`")
+        raise HolmesError(
+            f"{program} starts workers itself: put holmes_ext after it, as in `{wanted}`"
+        )
     return flags, kind, program, rest
 
 
@@ -61,7 +63,9 @@ def main() -> int:
     if kind == "module":
         variables.update(runpy.run_module(program, run_name="__main__", alter_sys=True))
     else:
-        if not getattr(sys.flags, "safe_path", False):  # -P and PYTHONSAFEPATH: nothing was prepended
+        if not getattr(
+            sys.flags, "safe_path", False
+        ):  # -P and PYTHONSAFEPATH: nothing was prepended
             sys.path[0] = os.path.dirname(os.path.realpath(program))
         # __file__ is absolute alone, too
         variables.update(runpy.run_path(os.path.abspath(program), run_name="__main__"))

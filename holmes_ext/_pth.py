@@ -36,16 +36,45 @@ import sys
 MARKER = "HOLMES_WORKER_PID"
 
 # Modules (run by -m) and installed commands that start other programs, or are never a training script.
-_LAUNCHER_MODULES = ("torch.distributed.run", "torch.distributed.launch", "deepspeed", "accelerate",
-                     "holmes_ext", "pip", "pytest", "venv", "ensurepip")
-_LAUNCHER_COMMANDS = ("torchrun", "deepspeed", "deepspeed.pt", "ds", "accelerate", "accelerate-launch",
-                      "holmes", "pip", "pip3", "pytest", "py.test")
+_LAUNCHER_MODULES = (
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed",
+    "accelerate",
+    "holmes_ext",
+    "pip",
+    "pytest",
+    "venv",
+    "ensurepip",
+)
+_LAUNCHER_COMMANDS = (
+    "torchrun",
+    "deepspeed",
+    "deepspeed.pt",
+    "ds",
+    "accelerate",
+    "accelerate-launch",
+    "holmes",
+    "pip",
+    "pip3",
+    "pytest",
+    "py.test",
+)
 # The same launchers, run as files of an installed package.
-_LAUNCHER_FILES = ("torch/distributed/run.py", "torch/distributed/launch.py", "deepspeed/launcher/runner.py",
-                   "deepspeed/launcher/launch.py", "accelerate/commands/launch.py")
+_LAUNCHER_FILES = (
+    "torch/distributed/run.py",
+    "torch/distributed/launch.py",
+    "deepspeed/launcher/runner.py",
+    "deepspeed/launcher/launch.py",
+    "accelerate/commands/launch.py",
+)
 
-_EVENTS = {"cpython.run_file": "file", "cpython.run_module": "module", "cpython.run_command": "command",
-           "cpython.run_stdin": "stdin"}
+_EVENTS = {
+    "cpython.run_file": "file",
+    "cpython.run_module": "module",
+    "cpython.run_command": "command",
+    "cpython.run_stdin": "stdin",
+}
 
 _started = False
 
@@ -59,7 +88,9 @@ def _on_event(event, args):
     kind = _EVENTS.get(event)
     if kind is None:
         return
-    action = decide(kind, str(args[0]) if args else "", sys.argv[1:], os.environ, is_child(os.environ))
+    action = decide(
+        kind, str(args[0]) if args else "", sys.argv[1:], os.environ, is_child(os.environ)
+    )
     if action == "activate":
         start(sys.argv)
     elif action == "strip":
@@ -70,8 +101,11 @@ def decide(kind, program, arguments, environ, child):
     """ "leave", "strip" or "activate" the program that is about to start (see the table above). kind: "file",
     "module", "command" or "stdin"; child: this process descends from a worker."""
     flagged = any(is_flag(argument) for argument in arguments)
-    if child or is_launcher(kind, program) or (kind == "command"
-                                               and program.startswith("from multiprocessing.")):
+    if (
+        child
+        or is_launcher(kind, program)
+        or (kind == "command" and program.startswith("from multiprocessing."))
+    ):
         return "leave"
     if is_off(environ):
         return "strip" if flagged else "leave"
@@ -81,7 +115,9 @@ def decide(kind, program, arguments, environ, child):
         return "activate"
     if kind == "file" and not program.endswith((".py", ".pyc")):
         return "leave"
-    in_batch_step = "SLURM_PROCID" in environ  # no worker: a helper in a batch script, before its srun
+    in_batch_step = (
+        "SLURM_PROCID" in environ
+    )  # no worker: a helper in a batch script, before its srun
     return "activate" if flagged or not in_batch_step else "leave"
 
 
@@ -99,14 +135,19 @@ def is_launcher(kind, program):
     """Whether the program starts workers (or is a tool) instead of being a worker."""
     if kind == "module":
         return any(program == name or program.startswith(name + ".") for name in _LAUNCHER_MODULES)
-    return kind == "file" and (os.path.basename(program) in _LAUNCHER_COMMANDS
-                               or program.endswith(_LAUNCHER_FILES))
+    return kind == "file" and (
+        os.path.basename(program) in _LAUNCHER_COMMANDS or program.endswith(_LAUNCHER_FILES)
+    )
 
 
 def is_worker(environ):
     """Whether a launcher gave this process a rank. (Slurm's batch script has no SLURM_STEP_ID.)"""
-    pairs = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_ID"), ("OMPI_COMM_WORLD_RANK",),
-             ("PMI_RANK",))
+    pairs = (
+        ("RANK", "WORLD_SIZE"),
+        ("SLURM_PROCID", "SLURM_STEP_ID"),
+        ("OMPI_COMM_WORLD_RANK",),
+        ("PMI_RANK",),
+    )
     return any(all(name in environ for name in pair) for pair in pairs)
 
 

@@ -29,14 +29,22 @@ def _ranks(current: Session) -> str:
     clusters = []
     for name, nodes in plan.clusters.items():
         fabric = site.fabric_by_name[site.node_by_name[nodes[0]].ports[0].fabric]
-        clusters.append(f"{name} ({len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {fabric.kind})")
-    moved = "order kept" if plan.nodes == tuple(node.name for node in site.nodes) else "ranks renumbered"
+        clusters.append(
+            f"{name} ({len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {fabric.kind})"
+        )
+    moved = (
+        "order kept"
+        if plan.nodes == tuple(node.name for node in site.nodes)
+        else "ranks renumbered"
+    )
     count = f"{len(clusters)} cluster{'s' * (len(clusters) > 1)}"
     text = f"{count}: {' -> '.join(clusters)}; world size {site.world_size}, {moved}"
     if plan.stage_layers:
         text += f"; {plan.partition} stages of {'+'.join(map(str, plan.stage_layers))} layers"
     for straddle in plan.straddling:
-        text += f"; {straddle.groups} {straddle.kind} groups straddle clusters (on {straddle.fabric})"
+        text += (
+            f"; {straddle.groups} {straddle.kind} groups straddle clusters (on {straddle.fabric})"
+        )
     return text
 
 
@@ -47,12 +55,16 @@ def _networks(current: Session) -> str:
     if sizes is None:
         return ""
     axes = ("pipeline", "tensor", "context", "data")
-    text = " x ".join(f"{axis} {size}"
-                      for axis in axes if (size := getattr(sizes, axis)) > 1) or "one process"
+    text = (
+        " x ".join(f"{axis} {size}" for axis in axes if (size := getattr(sizes, axis)) > 1)
+        or "one process"
+    )
     if sizes.pipeline > 1 and not plan.stage_layers:
         text += ", layers as the framework splits them"
     verbs, sockets = _used(current, VERBS), _used(current, SOCKETS)
-    return "; ".join(filter(None, (text, verbs, f"with gloo {sockets}" if sockets != verbs else "")))
+    return "; ".join(
+        filter(None, (text, verbs, f"with gloo {sockets}" if sockets != verbs else ""))
+    )
 
 
 def _used(current: Session, network_api: str) -> str:
@@ -60,7 +72,9 @@ def _used(current: Session, network_api: str) -> str:
     known = current.site.fabric_by_name
     for kind, fabrics in current.plan.traffic_of(network_api).transports.items():
         if getattr(current.plan.sizes, kind, 2) > 1:  # "world" has no size of its own
-            names = dict.fromkeys(known[name].kind if name in known else "memory" for name in fabrics)
+            names = dict.fromkeys(
+                known[name].kind if name in known else "memory" for name in fabrics
+            )
             kinds.setdefault(" and ".join(names), []).append(kind)
     return ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())
 
@@ -76,11 +90,18 @@ def _edges(current: Session) -> str:
         if any(one > own for one, own in zip(held, range(len(held), 0, -1))):
             more = max(more_bytes(plan), default=0.0)
             cost = f", {format_bytes(more)} more on the fullest stage" if more else ""
-            parts[-1] += f", {'+'.join(map(str, held))} micro-batches in flight hide the edges{cost}"
+            parts[-1] += (
+                f", {'+'.join(map(str, held))} micro-batches in flight hide the edges{cost}"
+            )
     if traffic.passes and on & {"deepspeed-edges", "torch-passes"}:
         parts.append("passes as the plan lists them, gradients of weights put off")
-    if "megatron-slices" in on and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1:
-        parts.append(f"{slices} tensor ranks each send a slice of replicated activations across clusters")
+    if (
+        "megatron-slices" in on
+        and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1
+    ):
+        parts.append(
+            f"{slices} tensor ranks each send a slice of replicated activations across clusters"
+        )
     narrow = {edge.narrow for edge in traffic.edges} - {"off"}
     if narrow:
         parts.append(f"pipeline edges that cross in {narrow.pop()}")
@@ -92,8 +113,11 @@ def _edges(current: Session) -> str:
 def _reductions(current: Session) -> str:
     """Of whose model the plan thinks when it overlaps reductions, where nobody told it one."""
     plan = current.plan
-    decided = (current.options.overlap == "auto" and plan.sizes is not None and plan.sizes.data
-               * plan.sizes.context > 1)
+    decided = (
+        current.options.overlap == "auto"
+        and plan.sizes is not None
+        and plan.sizes.data * plan.sizes.context > 1
+    )
     return "reductions planned for a nominal model" if decided and plan.basis == NOMINAL else ""
 
 

@@ -37,7 +37,13 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-_KINDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list"}
+_KINDS = {
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+}
 _REQUIRED = object()
 #: Seconds without a byte until a pipe is given up that was named instead of a file.
 _PIPE_S = 5.0
@@ -94,13 +100,17 @@ class Table:
         value = self.values[key]
         if not _is(value, kind):
             raise HolmesError(f"{self.at(key)}: {value!r:.80} is not {_KINDS[kind]}")
-        if kind is float and not -1e300 < value < 1e300:  # whole numbers can be too large for math.isfinite
+        if (
+            kind is float and not -1e300 < value < 1e300
+        ):  # whole numbers can be too large for math.isfinite
             raise HolmesError(f"{self.at(key)}: {value!r:.80} is not a finite number")
         return value
 
     def rate(self, key: str, required: bool = True) -> int:
         """Bits/s; 0 when it may be and is left out."""
-        return parse_rate(self.take(key, str), self.at(key)) if self._present(key) or required else 0
+        return (
+            parse_rate(self.take(key, str), self.at(key)) if self._present(key) or required else 0
+        )
 
     def seconds(self, key: str, default: float) -> float:
         return parse_seconds(self.values[key], self.at(key)) if self._present(key) else default
@@ -113,7 +123,9 @@ class Table:
             return tuple(default)
         value = self.values[key]
         if not isinstance(value, (list, tuple)) or not all(_is(item, kind) for item in value):
-            raise HolmesError(f"{self.at(key)}: {value!r:.80} is not a list, each item {_KINDS[kind]}")
+            raise HolmesError(
+                f"{self.at(key)}: {value!r:.80} is not a list, each item {_KINDS[kind]}"
+            )
         return tuple(value)
 
     def table(self, key: str, default: dict[str, Any] | None = None) -> Table:
@@ -127,17 +139,25 @@ class Table:
     def tables(self, key: str) -> tuple[Table, ...]:
         """None where the key is left out."""
         value = self.values[key] if self._present(key) else ()
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, dict) for item in value):
+        if not isinstance(value, (list, tuple)) or not all(
+            isinstance(item, dict) for item in value
+        ):
             raise HolmesError(f"{self.at(key)} is not a list of tables; in TOML write [[{key}]]")
-        return tuple(Table(item, self.source, f"{self._below(key)}[{index}]")
-                     for index, item in enumerate(value))
+        return tuple(
+            Table(item, self.source, f"{self._below(key)}[{index}]")
+            for index, item in enumerate(value)
+        )
 
     def done(self) -> None:
         """Refuse keys that nobody read."""
         for key in self.values:
             if key not in self.read:
                 near = nearest(key, self.read)
-                hint = f"did you mean {near!r}?" if near else f"known here: {', '.join(sorted(self.read))}"
+                hint = (
+                    f"did you mean {near!r}?"
+                    if near
+                    else f"known here: {', '.join(sorted(self.read))}"
+                )
                 raise HolmesError(f"{self.at(key)} is not known; {hint}")
 
     def into(self, cls: type[T], **given: Any) -> T:
@@ -153,7 +173,9 @@ class Table:
         for name, kind, required in every:
             if name not in given and (required or name in self.values):
                 value = self.values.get(name)
-                plain = type(value) is kind is not float  # most are, in the reports of thousands of nodes
+                plain = (
+                    type(value) is kind is not float
+                )  # most are, in the reports of thousands of nodes
                 values[name] = value if plain else self._value(name, kind)
         self.done()
         try:
@@ -161,7 +183,9 @@ class Table:
         except FieldError as error:
             raise HolmesError(f"{self.at(error.problem.field)} {error.problem}") from None
         except HolmesError as error:
-            raise HolmesError(f"{self.source}: {f'key {self.path!r}: ' * bool(self.path)}{error}") from None
+            raise HolmesError(
+                f"{self.source}: {f'key {self.path!r}: ' * bool(self.path)}{error}"
+            ) from None
 
     def _value(self, key: str, kind: Any) -> Any:
         """The value of `key` as the type annotation `kind` says."""
@@ -179,8 +203,11 @@ class Table:
         if get_origin(kind) is not tuple:
             return self.take(key, kind)
         item: type = get_args(kind)[0]
-        return tuple(table.into(item)
-                     for table in self.tables(key)) if is_dataclass(item) else self.list(key, item)
+        return (
+            tuple(table.into(item) for table in self.tables(key))
+            if is_dataclass(item)
+            else self.list(key, item)
+        )
 
 
 def _is(value: object, kind: type) -> bool:
@@ -192,8 +219,10 @@ def _is(value: object, kind: type) -> bool:
 def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
     """(name, type, whether it has no default) of each field."""
     kinds = get_type_hints(cls)
-    return tuple((f.name, kinds[f.name], f.default is MISSING and f.default_factory is MISSING)
-                 for f in fields(cls))
+    return tuple(
+        (f.name, kinds[f.name], f.default is MISSING and f.default_factory is MISSING)
+        for f in fields(cls)
+    )
 
 
 def load_toml(path: str | Path, advice: str) -> Table:
@@ -204,7 +233,10 @@ def load_toml(path: str | Path, advice: str) -> Table:
 def parse_toml(text: str, source: str) -> Table:
     try:
         return Table(tomllib.loads(text), source)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and whole numbers of thousands of digits
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # TOMLDecodeError, and whole numbers of thousands of digits
         raise HolmesError(f"{source}: not valid TOML: {error}") from None
 
 
@@ -217,7 +249,9 @@ def parse_json(text: str, source: str, advice: str) -> Table:
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
         if "\\ud" in text.lower():
-            json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate, which nothing could print
+            json.dumps(
+                document, ensure_ascii=False
+            ).encode()  # a lone surrogate, which nothing could print
     except (ValueError, RecursionError) as error:
         raise HolmesError(f"{source}: not valid JSON: {str(error)[:200]}; {advice}") from None
     if not isinstance(document, dict):
@@ -277,7 +311,9 @@ def save(path: str | Path, text: str, what: str) -> None:
     try:
         write_whole(path, text)
     except (OSError, ValueError) as error:
-        raise HolmesError(f"{path}: {what} cannot be written ({why(error)}); name another place") from None
+        raise HolmesError(
+            f"{path}: {what} cannot be written ({why(error)}); name another place"
+        ) from None
 
 
 def write_whole(path: str | Path, text: str) -> None:

@@ -74,7 +74,9 @@ class Option:
 
     def __post_init__(self) -> None:
         if not self.name.isidentifier():
-            raise HolmesError(f"option {self.name!r}: its name must be an identifier, such as my_option")
+            raise HolmesError(
+                f"option {self.name!r}: its name must be an identifier, such as my_option"
+            )
 
 
 @dataclass(frozen=True)
@@ -185,12 +187,18 @@ def options() -> dict[str, Option]:
 
 def variables() -> dict[str, str]:
     """Return the environment variables of all extensions that are no twins of flags: name -> help text."""
-    return {name: text for extension in found().extensions for name, text in extension.variables.items()}
+    return {
+        name: text for extension in found().extensions for name, text in extension.variables.items()
+    }
 
 
 def commands() -> dict[str, str]:
     """Return the commands of all extensions: name -> module."""
-    return {name: module for extension in found().extensions for name, module in extension.commands.items()}
+    return {
+        name: module
+        for extension in found().extensions
+        for name, module in extension.commands.items()
+    }
 
 
 def contributions(point: str) -> list[Contribution]:
@@ -243,7 +251,9 @@ def contributed(point: str, name: str) -> Any:
     for contribution in contributions(point):
         if contribution.name == name:
             return contribution.load()
-    raise HolmesError(f"no extension of holmes contributes {name!r} to {point}; install the one that does")
+    raise HolmesError(
+        f"no extension of holmes contributes {name!r} to {point}; install the one that does"
+    )
 
 
 def features() -> tuple[str, ...]:

@@ -37,9 +37,17 @@ if TYPE_CHECKING:
 #: Environment variables before activation, to be put back by disable().
 _before: dict[str, str | None] = {}
 _TOUCHED = (
-    *launcher.RANK_VARIABLES, "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-    "NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_NET",
-)  # fmt: skip
+    *launcher.RANK_VARIABLES,
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_IB_GID_INDEX",
+    "NCCL_NET",
+)
 
 
 def activate(argv: list[str]) -> None:
@@ -108,8 +116,13 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")
     if sys.modules["torch.distributed"].is_initialized():
-        raise HolmesError("enable() comes too late: torch.distributed is initialized; call it before that")
-    values = {**from_environment(os.environ), **options}  # an argument overrides its environment variable
+        raise HolmesError(
+            "enable() comes too late: torch.distributed is initialized; call it before that"
+        )
+    values = {
+        **from_environment(os.environ),
+        **options,
+    }  # an argument overrides its environment variable
     if plan is not None:
         values["plan"] = os.fspath(plan)
     _start(options_from(**values), sys.argv[1:])
@@ -147,15 +160,23 @@ def asked_for(options: Options, argv: list[str]) -> PlanRequest:
     return request
 
 
-def _start(options: Options, argv: list[str], trouble: HolmesError | None = None,
-           counted: bool = True) -> None:
+def _start(
+    options: Options, argv: list[str], trouble: HolmesError | None = None, counted: bool = True
+) -> None:
     process = launcher.detect(os.environ)
     registry = patches.registry()
     _before.update({name: os.environ.get(name) for name in _TOUCHED})
-    if process.rank != 0:  # what is off and why is the same everywhere, or agree_on_patches() ends the job
+    if (
+        process.rank != 0
+    ):  # what is off and why is the same everywhere, or agree_on_patches() ends the job
         logging.getLogger("holmes_ext.patches").setLevel(logging.ERROR)
-    installed = ", ".join(map(" ".join, patches.installed_versions(patches.core_features()).items()))
-    agreed = {"HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""), "installed frameworks": installed}
+    installed = ", ".join(
+        map(" ".join, patches.installed_versions(patches.core_features()).items())
+    )
+    agreed = {
+        "HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""),
+        "installed frameworks": installed,
+    }
     config = ds_config.from_arguments(argv)
     if config is not None:
         agreed["content of the --deepspeed_config file"] = config.digest

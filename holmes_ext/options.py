@@ -37,78 +37,128 @@ class Options:
     the features of frameworks that HOLMES_DISABLE switches off: the Plan does not count on them."""
 
     cluster: str = _option(
-        "", "FILE: cluster.toml, the clusters and their nodes (default: worked out from the nodes' NICs)")
-    plan: str = _option("", "FILE: plan.json of `holmes plan` (default: a plan is made at start-up)")
+        "",
+        "FILE: cluster.toml, the clusters and their nodes (default: worked out from the nodes' NICs)",
+    )
+    plan: str = _option(
+        "", "FILE: plan.json of `holmes plan` (default: a plan is made at start-up)"
+    )
     sizes: str = _option(
-        "", "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the "
-        "command line")
-    timeout: str = _option("300", "seconds to wait for all ranks to report; then the job ends and names "
-                                  "those missing (default 300)")
+        "",
+        "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the "
+        "command line",
+    )
+    timeout: str = _option(
+        "300",
+        "seconds to wait for all ranks to report; then the job ends and names "
+        "those missing (default 300)",
+    )
     require: str = _option(
-        "", "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off "
-        "with a reason")
+        "",
+        "feature,...: these must be usable (see `holmes patches`), or the job ends; others are left off "
+        "with a reason",
+    )
     try_: str = _option(
-        "", "feature,...: use these with an untested version, at your own risk, if everything they patch "
-        "exists")
+        "",
+        "feature,...: use these with an untested version, at your own risk, if everything they patch "
+        "exists",
+    )
     overlap: str = _option(
-        "auto", "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the "
+        "auto",
+        "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the "
         "last backward pass runs, on the stages whose reduction would be waited for, where no checkpoint "
         "depends on it; on: on every stage, and updated weights of megatron-core's distributed optimizer "
-        "travel during the next forward pass; off: as the framework does it", ("auto", "on", "off"))
+        "travel during the next forward pass; off: as the framework does it",
+        ("auto", "on", "off"),
+    )
     bucket: str = _option(
-        "", "size of a gradient bucket in megabytes (default: from the fabric's latency and rate)")
+        "", "size of a gradient bucket in megabytes (default: from the fabric's latency and rate)"
+    )
     inflight: str = _option(
-        "auto", "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core run enough "
+        "auto",
+        "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core run enough "
         "forward passes before their first backward to hide the sends between stages, within memory; N: N "
-        "more than under 1F1B; off: the engine's own schedule, with blocking sends")
+        "more than under 1F1B; off: the engine's own schedule, with blocking sends",
+    )
     passes: str = _option(
         "1f1b",
         "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split"
         " into input and weight gradients, in the order with the shortest step found within memory "
-        "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)", ("1f1b", "auto"))
+        "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)",
+        ("1f1b", "auto"),
+    )
     edges: str = _option(
-        "off", "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
-        "pipeline stages on the slow network only", ("off", "bf16", "int8"))
+        "off",
+        "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
+        "pipeline stages on the slow network only",
+        ("off", "bf16", "int8"),
+    )
     compress: str = _option(
-        "off", "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, "
-        "where they are reduced in two levels", ("off", "bf16", "int8"))
+        "off",
+        "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, "
+        "where they are reduced in two levels",
+        ("off", "bf16", "int8"),
+    )
     fsdp: str = _option(
         "stock",
         "stock (default): FSDP shards over the ranks that the program chooses; hybrid: inside each cluster,"
-        " and gradients are summed across clusters (more memory, reported at start)", ("stock", "hybrid"))
+        " and gradients are summed across clusters (more memory, reported at start)",
+        ("stock", "hybrid"),
+    )
     experts: str = _option(
         "",
-        "FILE: where each expert of megatron-core's MoE layers lives, as `holmes plan --experts` placed them")
+        "FILE: where each expert of megatron-core's MoE layers lives, as `holmes plan --experts` placed them",
+    )
     partition: str = _option(
         "uniform",
         "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
-        " step), or layers of each stage: 5,3")
+        " step), or layers of each stage: 5,3",
+    )
     model: str = _option(
-        "", "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from "
-        "Megatron's flags)")
+        "",
+        "FILE: the model as TOML, see examples/models (for speed and balanced; default: read from "
+        "Megatron's flags)",
+    )
     preflight: str = _option(
-        "on", "on (default): before training every node tests the connection to its neighbours in every "
-        "group over the group's NIC; off: skip this", ("on", "off"))
+        "on",
+        "on (default): before training every node tests the connection to its neighbours in every "
+        "group over the group's NIC; off: skip this",
+        ("on", "off"),
+    )
     fallback: str = _option(
-        "ethernet", "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their "
-        "ranks; fail: the job ends", ("ethernet", "fail"))
+        "ethernet",
+        "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their "
+        "ranks; fail: the job ends",
+        ("ethernet", "fail"),
+    )
     patience: str = _option(
-        "20", "seconds that a NIC in use may be without link until the job ends with a line that names it "
-        "(default 20; 0: no limit)")
+        "20",
+        "seconds that a NIC in use may be without link until the job ends with a line that names it "
+        "(default 20; 0: no limit)",
+    )
     telemetry: str = _option(
-        "", "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it")
+        "",
+        "DIR: where each rank writes what its steps and messages took; `holmes report DIR` shows it",
+    )
     metrics: str = _option(
-        "", "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: step times and the state of the NICs, for "
+        "",
+        "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: step times and the state of the NICs, for "
         "Prometheus, from one rank of each node (extra `metrics`); 0.0.0.0:PORT serves anyone who can reach "
-        "the node")
+        "the node",
+    )
     watchdog: str = _option(
-        "5,10", "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained "
-        "in one line while it hangs (default 5,10); or off")
+        "5,10",
+        "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained "
+        "in one line while it hangs (default 5,10); or off",
+    )
     profile: str = _option(
         "",
         "N or N,FILE: measure N steps after a warm-up and write FILE (default profile.json) for `holmes plan"
-        " --profile`")
-    verbose: str = _option("off", "on: one line for every process group and the fabric it got", ("on", "off"))
+        " --profile`",
+    )
+    verbose: str = _option(
+        "off", "on: one line for every process group and the fabric it got", ("on", "off")
+    )
     given: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
     #: (name, value) of the options of extensions that were set; value() reads them.
@@ -127,19 +177,25 @@ class Options:
                 raise HolmesError(f"{flag(name)}: {value!r} {refusal}")
         bucket, timeout, patience = map(_decimal, (self.bucket or "1", self.timeout, self.patience))
         refused = {
-            "partition": self.partition not in PARTITIONS and not self.stage_layers
+            "partition": self.partition not in PARTITIONS
+            and not self.stage_layers
             and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
             "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
-            "inflight": self.inflight not in ("auto", "off") and not self.inflight[:4].isdecimal()
+            "inflight": self.inflight not in ("auto", "off")
+            and not self.inflight[:4].isdecimal()
             and "is none of auto, off and a number of micro-batches",
             "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
-            "bucket": not 0.001 <= bucket <= 10_000 and "is not a number of megabytes from 0.001 to 10000",
-            "watchdog": self.watchdog != "off" and not self.watchdog_limits
+            "bucket": not 0.001 <= bucket <= 10_000
+            and "is not a number of megabytes from 0.001 to 10000",
+            "watchdog": self.watchdog != "off"
+            and not self.watchdog_limits
             and "is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more",
-            "metrics": self.metrics and not self.metrics.endswith(".prom")
+            "metrics": self.metrics
+            and not self.metrics.endswith(".prom")
             and not 0 < self.metrics_address[1] < 65536
             and "is neither PORT nor HOST:PORT (1 to 65535) nor FILE.prom",
-            "profile": self.profile and not 0 < self.profile_steps < 100_000
+            "profile": self.profile
+            and not 0 < self.profile_steps < 100_000
             and "is not a number of steps, 1 or more, nor N,FILE",
         }
         for name, reason in refused.items():
@@ -157,7 +213,9 @@ class Options:
     def metrics_address(self) -> tuple[str, int]:
         """(host, port) to listen on; port 0 where the text has none."""
         host, _, port = self.metrics.rpartition(":")
-        return host.strip("[]") or "127.0.0.1", int(port) if port.isdecimal() and len(port) < 6 else 0
+        return host.strip("[]") or "127.0.0.1", int(port) if port.isdecimal() and len(
+            port
+        ) < 6 else 0
 
     @property
     def profile_steps(self) -> int:
@@ -220,7 +278,9 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 HELP = {item.name: item.metadata["help"] for item in fields(Options) if item.metadata}
-CHOICES = {item.name: item.metadata["choices"] for item in fields(Options) if item.metadata.get("choices")}
+CHOICES = {
+    item.name: item.metadata["choices"] for item in fields(Options) if item.metadata.get("choices")
+}
 NAMES = tuple(HELP)
 
 
@@ -275,7 +335,9 @@ def _by_flag() -> dict[str, str]:
     """
     for name in extensions.options():
         if name in NAMES:
-            raise HolmesError(f"an extension has the flag {flag(name)} of holmes itself; uninstall it")
+            raise HolmesError(
+                f"an extension has the flag {flag(name)} of holmes itself; uninstall it"
+            )
     return {flag(name): name for name in names()}
 
 
@@ -343,7 +405,8 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
         if name == PREFIX:  # it switches holmes on, and is no option
             if equals:
                 raise HolmesError(
-                    f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone")
+                    f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone"
+                )
             continue
         if name in removed_by_flag:
             raise _removed_error(removed_by_flag[name], given_as=name)
@@ -370,7 +433,9 @@ def options_from(**values: Any) -> Options:
         if name in REMOVED:
             raise _removed_error(name, given_as=f"enable({name}=...)")
         if name not in names():
-            raise HolmesError(f"enable({name}=...) is not an option of holmes; {did_you_mean(name, names())}")
+            raise HolmesError(
+                f"enable({name}=...) is not an option of holmes; {did_you_mean(name, names())}"
+            )
     return _options({name: str(value) for name, value in values.items() if value is not None})
 
 

@@ -8,8 +8,22 @@ from holmes_ext.errors import HolmesError
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:b/s|bps|bit/s|bit)\s*")
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kMGT]?i?)B\s*")
 _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
-_SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9,
-          "i": 1, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_SCALE = {
+    "": 1,
+    "k": 10**3,
+    "M": 10**6,
+    "G": 10**9,
+    "T": 10**12,
+    "s": 1,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "ns": 1e-9,
+    "i": 1,
+    "ki": 2**10,
+    "Mi": 2**20,
+    "Gi": 2**30,
+    "Ti": 2**40,
+}
 
 
 def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> float:
@@ -27,7 +41,9 @@ def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> 
 
 def parse_rate(value: object, where: str) -> int:
     """Bits/s of `value`, such as "25Gb/s" (decimal prefixes). where: file and key, for the error."""
-    rate = round(_parse(value, where, _RATE, 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)'))
+    rate = round(
+        _parse(value, where, _RATE, 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)')
+    )
     if rate <= 0:
         raise HolmesError(f"{where}: a rate must be above 0, not {value!r}")
     return rate
@@ -55,7 +71,9 @@ def format_bytes(count: float, digits: int = 3) -> str:
 
 def format_seconds(seconds: float) -> str:
     """ "20 ms" from 0.02, to three significant digits."""
-    unit = next((unit for unit in ("s", "ms", "us") if seconds >= _SCALE[unit]), "us" if seconds else "s")
+    unit = next(
+        (unit for unit in ("s", "ms", "us") if seconds >= _SCALE[unit]), "us" if seconds else "s"
+    )
     return f"{seconds / _SCALE[unit]:.3g} {unit}"
 
 

@@ -68,7 +68,12 @@ class LabOf:
         argv = list(command) if command[0] == "sh" else [sys.executable, *command]
         preload = () if command[0] == "sh" or PHYSICAL else preload
         # pytest's variable would give every test an environment, and so a preloaded Python, of its own
-        env = {"PYTEST_CURRENT_TEST": "", SKIP_TEARDOWN: SKIPS_TEARDOWN, **FRAMEWORKS, **(env or {})}
+        env = {
+            "PYTEST_CURRENT_TEST": "",
+            SKIP_TEARDOWN: SKIPS_TEARDOWN,
+            **FRAMEWORKS,
+            **(env or {}),
+        }
         if ON_GPUS:
             more.setdefault("gpus", gpus())
         return way(argv, **{"order": self.order, "preload": preload, "env": env, **more})
@@ -112,8 +117,10 @@ class LabOf:
             before: The result of an earlier call of `self.lab.counters()`.
         """
         after = self.lab.counters()
-        return {node: {nic: (after[node][nic][1] - before[node][nic][1]) / 1e6 for nic in nics}
-                for node, nics in after.items()}
+        return {
+            node: {nic: (after[node][nic][1] - before[node][nic][1]) / 1e6 for nic in nics}
+            for node, nics in after.items()
+        }
 
 
 def lab_fixture(cluster: str | Path, scope: str = "module"):
@@ -157,7 +164,12 @@ def fast(nics) -> float:
 
 def said(result) -> list[str]:
     """Return the messages that holmes printed on all ranks of a finished job."""
-    return [line for output in result.outputs.values() for line in output.splitlines() if "holmes:" in line]
+    return [
+        line
+        for output in result.outputs.values()
+        for line in output.splitlines()
+        if "holmes:" in line
+    ]
 
 
 #: examples/deepspeed_pipeline, small.
@@ -212,7 +224,9 @@ def megatron_core() -> Version | None:
     spec = find_spec("megatron.core") if find_spec("megatron") else None
     if spec is None or spec.origin is None:
         return None
-    return Version(runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"])
+    return Version(
+        runpy.run_path(str(Path(spec.origin).with_name("package_info.py")))["__version__"]
+    )
 
 
 #: Where megatron_cpu_shim is.
@@ -220,18 +234,34 @@ ON_CPU = str(ROOT / "examples" / "megatron_core" / "on_cpu")
 #: A launch costs most of the time, so one launch of megatron-core trains several splits.
 MATRIX = str(SCRIPTS / "megatron_matrix.py")
 MEGATRON = "--layers 4 --hidden 32 --sequence 32 --micro-batch 2".split()
-PRELOAD_MEGATRON = ("megatron_cpu_shim", *(f"megatron.core.{name}" for name in (
-    "models.gpt", "optimizer", "distributed", "pipeline_parallel")))
+PRELOAD_MEGATRON = (
+    "megatron_cpu_shim",
+    *(
+        f"megatron.core.{name}"
+        for name in ("models.gpt", "optimizer", "distributed", "pipeline_parallel")
+    ),
+)
 
 
 #: How a GPU is told to run kernels in the order of their launches, or the host to wait for each.
-ONE_AT_A_TIME = {name: {name: "1"} for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING")}
+ONE_AT_A_TIME = {
+    name: {name: "1"} for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_LAUNCH_BLOCKING")
+}
 #: WAITS synchronize|empty_cache SCRIPT ARGS: each LayerNorm of the script waits for the device.
 WAITS = str(ROOT / "integration_tests" / "gpu" / "waits.py")
 
 
-def train_megatron(clusters: LabOf, directory: Path, splits, *flags, model=MEGATRON, returncode: int = 0,
-                   through=(), options=MappingProxyType({}), **env):
+def train_megatron(
+    clusters: LabOf,
+    directory: Path,
+    splits,
+    *flags,
+    model=MEGATRON,
+    returncode: int = 0,
+    through=(),
+    options=MappingProxyType({}),
+    **env,
+):
     """Train each split ({name: "flags"}): results by split, MB that every NIC sent, and what all ranks
     printed. through: a script that runs the one behind it, and its arguments; options: of Lab.start."""
     commands = {name: [*model, *text.split()] for name, text in splits.items()}
@@ -239,8 +269,13 @@ def train_megatron(clusters: LabOf, directory: Path, splits, *flags, model=MEGAT
     before, results = clusters.lab.counters(), directory / "results.json"
     path = os.pathsep.join(filter(None, [ON_CPU, os.environ.get("PYTHONPATH", "")]))
     command = (*through, MATRIX, str(directory / "splits.json"), str(results), *flags)
-    result = clusters.run(*command, preload=PRELOAD_MEGATRON, timeout=600, **options,
-                          env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env})
+    result = clusters.run(
+        *command,
+        preload=PRELOAD_MEGATRON,
+        timeout=600,
+        **options,
+        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **env},
+    )
     told = "\n".join(f"{rank}: {text[-3000:]}" for rank, text in result.outputs.items())
     assert result.returncode == returncode, told
     done = json.loads(results.read_text()) if results.exists() else {}

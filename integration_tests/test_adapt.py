@@ -48,19 +48,34 @@ def test_deepspeeds_pipeline_learns(far_apart, tmp_path, capsys):
     assert main(["report", str(telemetry), "--write-model", str(model)]) == 0
     assert f"{held}+1" in capsys.readouterr().out
     planned = ("--sizes", "pipeline=2", "--profile", str(model))
-    assert main(["plan", "--cluster", str(far_apart.file), *planned, "--output",
-                 str(tmp_path / "plan.json")]) == 0
+    assert (
+        main(
+            [
+                "plan",
+                "--cluster",
+                str(far_apart.file),
+                *planned,
+                "--output",
+                str(tmp_path / "plan.json"),
+            ]
+        )
+        == 0
+    )
 
 
 def test_megatron_core_learns(far_apart, tmp_path):
     split = {"pipeline 2": f"--pipeline 2 --micro-batches 8 --steps {STEPS}"}
     runs = []
-    for name, flags, env in (("stock", (), {"GLOO_SOCKET_IFNAME": "eth0"}),
-                             ("learned", far_apart.holmes, {})):
+    for name, flags, env in (
+        ("stock", (), {"GLOO_SOCKET_IFNAME": "eth0"}),
+        ("learned", far_apart.holmes, {}),
+    ):
         (tmp_path / name).mkdir()
         runs.append(train_megatron(far_apart, tmp_path / name, split, *flags, **env))
     assert changed(runs[1][2])[0] > 2
-    stock, learned = ([entry["loss"] for entry in done["pipeline 2"]["entries"]] for done, _, _ in runs)
+    stock, learned = (
+        [entry["loss"] for entry in done["pipeline 2"]["entries"]] for done, _, _ in runs
+    )
     assert len(stock) == STEPS and same(stock, learned)
 
 
@@ -69,5 +84,7 @@ def test_what_it_would_do_is_told_or_left(far_apart, tmp_path, how):
     flags = ("--stages", "2", *far_apart.holmes, "--holmes-adapt", how)
     text = train(far_apart, tmp_path / how, *flags, size=SIZE)
     assert not re.search(CHANGED, text)
-    told = re.findall(r"holmes: with \d\+1 micro-batches in flight \(were 2\+1\) a step would take", text)
+    told = re.findall(
+        r"holmes: with \d\+1 micro-batches in flight \(were 2\+1\) a step would take", text
+    )
     assert bool(told) == (how == "tell"), text

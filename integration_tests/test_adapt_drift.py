@@ -57,15 +57,24 @@ def test_the_plan_follows_what_changes(two_nodes, tmp_path):
 
     flags = ("--log", str(log), *two_nodes.holmes, "--holmes-telemetry", str(telemetry))
     command = (TRAIN, *SIZE, "--steps", str(STEPS))
-    stock = two_nodes.run(*command, "--log", str(tmp_path / "stock"), preload=PRELOAD,
-                          env={"GLOO_SOCKET_IFNAME": "eth0"})
+    stock = two_nodes.run(
+        *command,
+        "--log",
+        str(tmp_path / "stock"),
+        preload=PRELOAD,
+        env={"GLOO_SOCKET_IFNAME": "eth0"},
+    )
     assert stock.returncode == 0, stock.outputs
     falls, slows = 8, 26
     changes = Changes(log, [(falls, lambda: rate(SLOW_BPS)), (20, link_gone), (slows, slow_rank)])
     changes.start()
     try:
-        result = two_nodes.run(*command, *flags, preload=PRELOAD,
-                               accelerator={**ACCELERATOR, "throttle": str(throttle)})
+        result = two_nodes.run(
+            *command,
+            *flags,
+            preload=PRELOAD,
+            accelerator={**ACCELERATOR, "throttle": str(throttle)},
+        )
     finally:
         changes.over.set()
         changes.join()
@@ -78,4 +87,6 @@ def test_the_plan_follows_what_changes(two_nodes, tmp_path):
     assert any(falls <= step <= falls + WITHIN + 1 and held[0] >= 4 for step, held in plans), plans
     text = "\n".join(said(result))
     assert re.search("NIC eth0 .*node b0.* is back after", text), text
-    assert re.search(r"a restart with --holmes-partition 3,1 would take 0\.\d+ of a step", text), text
+    assert re.search(r"a restart with --holmes-partition 3,1 would take 0\.\d+ of a step", text), (
+        text
+    )

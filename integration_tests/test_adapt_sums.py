@@ -34,8 +34,10 @@ def told_slow(tmp_path_factory):
 @gloo_only
 def test_distributed_data_parallel_goes_another_way_too(told_slow, tmp_path):
     found = {}
-    ways = {"stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
-            "learned": ((*told_slow.holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None)}
+    ways = {
+        "stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
+        "learned": ((*told_slow.holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None),
+    }
     for name, (flags, env) in ways.items():
         log = tmp_path / f"{name}.jsonl"
         result = told_slow.run(str(SCRIPTS / "ddp.py"), "16", str(log), *flags, env=env)
@@ -50,9 +52,11 @@ def test_distributed_data_parallel_goes_another_way_too(told_slow, tmp_path):
 @over_nccl
 def test_the_sums_of_a_job_go_another_way(told_slow, tmp_path):
     found, holmes = {}, (*told_slow.holmes, *PLANNED)
-    ways = {"stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
-            "learned": ((*holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None),
-            "off": ((*holmes, "--holmes-adapt", "off"), None)}
+    ways = {
+        "stock": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
+        "learned": ((*holmes, "--holmes-telemetry", str(tmp_path / "telemetry")), None),
+        "off": ((*holmes, "--holmes-adapt", "off"), None),
+    }
     for name, (flags, env) in ways.items():
         log = tmp_path / f"{name}.jsonl"
         result = told_slow.run(SCRIPT, *JOB, *AFTER, "--log-file", str(log), *flags, env=env)
@@ -60,6 +64,8 @@ def test_the_sums_of_a_job_go_another_way(told_slow, tmp_path):
         text = "".join(result.outputs.values())
         assert bool(re.search(CHANGED, text)) == (name == "learned"), text
         found[name] = losses(log)
-    assert same(found["stock"], found["learned"], 1e-5) and same(found["off"], found["learned"], 1e-5)
+    assert same(found["stock"], found["learned"], 1e-5) and same(
+        found["off"], found["learned"], 1e-5
+    )
     plan, *_ = load(tmp_path / "telemetry").ranks[0].plans
     assert "in one ring" in plan["sums"] and 3 <= plan["step"] < 14

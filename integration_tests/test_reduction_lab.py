@@ -59,22 +59,46 @@ def test_losses_are_the_flat_ring_s(runs):
 def test_one_hardware_queue_has_the_same_losses_and_is_told_once(two_clusters, runs, tmp_path):
     """Its steps wait for each other between the backward pass's kernels."""
     log = tmp_path / "log"
-    result = two_clusters.run(SCRIPT, *MODEL, "--steps", "11", "--log-file", str(log), *two_clusters.holmes,
-                              env=ONE_AT_A_TIME["CUDA_DEVICE_MAX_CONNECTIONS"])
+    result = two_clusters.run(
+        SCRIPT,
+        *MODEL,
+        "--steps",
+        "11",
+        "--log-file",
+        str(log),
+        *two_clusters.holmes,
+        env=ONE_AT_A_TIME["CUDA_DEVICE_MAX_CONNECTIONS"],
+    )
     assert result.returncode == 0, result.outputs
-    assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1: " in line for line in said(result)) == 1, result.outputs
+    assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1: " in line for line in said(result)) == 1, (
+        result.outputs
+    )
     assert same(runs["two levels"][0], losses(log))
 
 
 def test_a_rank_that_dies_ends_the_job_with_its_node_s_name(two_clusters):
     env = {"NODE_THAT_DIES": "b1"}
     script = str(SCRIPTS / "dies.py")
-    result = two_clusters.run(script, SCRIPT, *MODEL, "--steps", "1000000", *two_clusters.holmes,
-                              "--holmes-adapt", "off", env=env, timeout=120, grace=20)
+    result = two_clusters.run(
+        script,
+        SCRIPT,
+        *MODEL,
+        "--steps",
+        "1000000",
+        *two_clusters.holmes,
+        "--holmes-adapt",
+        "off",
+        env=env,
+        timeout=120,
+        grace=20,
+    )
     assert result.returncode == 137
     text = "".join(result.outputs.values())
     assert "step 11:" in result.stdout[0], "it must have trained before"
     assert "node b1 (rank 3) is lost" in text, text
-    where = ("NCCL's COMM_ERROR", "in the group of ranks ") if ON_GPUS else (
-        "reduction of bucket 0 of 2", "fabric ethernet in the group of ranks 0, 1, 2, 3")
+    where = (
+        ("NCCL's COMM_ERROR", "in the group of ranks ")
+        if ON_GPUS
+        else ("reduction of bucket 0 of 2", "fabric ethernet in the group of ranks 0, 1, 2, 3")
+    )
     assert all(part in text for part in where), text

@@ -23,8 +23,10 @@ def test_stock_is_stock(two_clusters):
     assert [line["node"] for line in lines] == ["a0", "b0", "a1", "b1"]
     assert not any(line["holmes"] for line in lines)
     sent = two_clusters.sent(before)
-    assert all(nics["eth0"] > 7 and max(size for nic, size in nics.items() if nic != "eth0") < 0.01
-               for nics in sent.values())
+    assert all(
+        nics["eth0"] > 7 and max(size for nic, size in nics.items() if nic != "eth0") < 0.01
+        for nics in sent.values()
+    )
 
 
 def assert_planned(two_clusters, lines, sent):
@@ -33,7 +35,12 @@ def assert_planned(two_clusters, lines, sent):
     assert all(line["local"] == "0" for line in lines)
     for line in lines:
         inside = 1.0 if line["rank"] < 2 else 5.0
-        assert line["sums"] == {"world": 6.0, "new_group": inside, "new_subgroups": inside, "mesh": inside}
+        assert line["sums"] == {
+            "world": 6.0,
+            "new_group": inside,
+            "new_subgroups": inside,
+            "mesh": inside,
+        }
     # 4 all-reduces of 2 MB over 2 ranks: 8 MB on the fast NIC of every node, hardly anything on Ethernet
     for node, nics in sent.items():
         fast = "ib0" if node.startswith("a") else "roce0"
@@ -43,43 +50,67 @@ def assert_planned(two_clusters, lines, sent):
 @pytest.mark.parametrize(
     "how",
     # some(): of these, only "flag" and "enable()" run before every merge.
-    [*some(["flag", "flag without a file", "enable()", "mpirun's variables"], "flag", "enable()"),
-     # row: the entry of README's table of jobs that the case tests. full: rows/test_rows.py trains so, too.
-     pytest.param("HOLMES=1", marks=[pytest.mark.row("a launcher that takes no flags"), full]),
-     pytest.param("python -m holmes_ext", marks=[pytest.mark.row("a Python that ignores .pth files"), full])],
+    [
+        *some(
+            ["flag", "flag without a file", "enable()", "mpirun's variables"], "flag", "enable()"
+        ),
+        # row: the entry of README's table of jobs that the case tests. full:
+        # rows/test_rows.py trains so, too.
+        pytest.param("HOLMES=1", marks=[pytest.mark.row("a launcher that takes no flags"), full]),
+        pytest.param(
+            "python -m holmes_ext",
+            marks=[pytest.mark.row("a Python that ignores .pth files"), full],
+        ),
+    ],
 )
 def test_every_way_to_switch_on(two_clusters, tmp_path, how):
     """Holmes is on for all ranks of a script that does not import it, however the user switches it on."""
     before = two_clusters.lab.counters()  # bytes that each NIC has sent
     # GROUPS: a script that does not import holmes. FLAGS: the flags that switch holmes on.
     if how == "flag":
-        result = two_clusters.run("sh", "-c", f"exec {sys.executable} {GROUPS} --lr 1 {' '.join(FLAGS)}")
+        result = two_clusters.run(
+            "sh", "-c", f"exec {sys.executable} {GROUPS} --lr 1 {' '.join(FLAGS)}"
+        )
     elif how == "flag without a file":
         result = two_clusters.run(GROUPS, "--lr", "1", "--holmes")
     elif how == "HOLMES=1":
-        result = two_clusters.run(GROUPS, "--lr", "1", env={"HOLMES": "1", "HOLMES_CLUSTER": str(CLUSTER)})
+        result = two_clusters.run(
+            GROUPS, "--lr", "1", env={"HOLMES": "1", "HOLMES_CLUSTER": str(CLUSTER)}
+        )
     elif how == "python -m holmes_ext":
-        result = two_clusters.run("sh", "-c", f"exec {sys.executable} -m holmes_ext {GROUPS} --lr 1")
+        result = two_clusters.run(
+            "sh", "-c", f"exec {sys.executable} -m holmes_ext {GROUPS} --lr 1"
+        )
     elif how == "mpirun's variables":
         # The job's processes have torchrun's variables. They are replaced by those that mpirun sets.
         values = ("RANK=$RANK", "SIZE=$WORLD_SIZE", "LOCAL_RANK=0", "LOCAL_SIZE=1")
         names = " ".join(f"OMPI_COMM_WORLD_{value}" for value in values)
-        unset_torchruns = "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
+        unset_torchruns = (
+            "env -u RANK -u WORLD_SIZE -u LOCAL_RANK -u LOCAL_WORLD_SIZE -u LOCAL_SIZE"
+        )
         command = f"exec {unset_torchruns} {names} {sys.executable} {GROUPS} --lr 1 --holmes"
         result = two_clusters.run("sh", "-c", command)
     else:
         script = tmp_path / "enabled.py"
-        script.write_text(f"import holmes_ext\nholmes_ext.enable(cluster={str(CLUSTER)!r})\n"
-                          + open(GROUPS).read())
+        script.write_text(
+            f"import holmes_ext\nholmes_ext.enable(cluster={str(CLUSTER)!r})\n"
+            + open(GROUPS).read()
+        )
         result = two_clusters.run(str(script), "--lr", "1")
     # Each rank printed the arguments that the script saw, without holmes's flags, and whether holmes is on.
     lines = two_clusters.json(result)
     for line in lines:
         assert line["argv"] == ["--lr", "1"]
         assert line["holmes"]
-    assert_planned(two_clusters, lines, two_clusters.sent(before))  # ranks, sums and traffic of a holmes job
-    said = [line for output in result.outputs.values() for line in output.splitlines()
-            if line.startswith("holmes:")]
+    assert_planned(
+        two_clusters, lines, two_clusters.sent(before)
+    )  # ranks, sums and traffic of a holmes job
+    said = [
+        line
+        for output in result.outputs.values()
+        for line in output.splitlines()
+        if line.startswith("holmes:")
+    ]
     assert len(said) == 1
     assert "2 clusters" in said[0]
     assert "ranks renumbered" in said[0]
@@ -99,7 +130,9 @@ def test_torchrun_with_its_own_store(two_clusters):
     from dataclasses import replace
 
     replace(plan, nodes=nodes).save(path)
-    result = two_clusters.run("sh", "-c", torchrun, env={"PLAN": str(path), "HOLMES_CLUSTER": str(CLUSTER)})
+    result = two_clusters.run(
+        "sh", "-c", torchrun, env={"PLAN": str(path), "HOLMES_CLUSTER": str(CLUSTER)}
+    )
     lines = two_clusters.json(result)
     assert [line["node"] for line in lines] == ["b0", "b1", "a0", "a1"]
 
@@ -109,7 +142,9 @@ def test_deepspeeds_launcher(two_clusters):
     """What `deepspeed --hostfile` runs on every node: deepspeed.launcher.launch, which adds --local_rank."""
     import base64
 
-    world = base64.urlsafe_b64encode(json.dumps({node: [0] for node in two_clusters.order}).encode()).decode()
+    world = base64.urlsafe_b64encode(
+        json.dumps({node: [0] for node in two_clusters.order}).encode()
+    ).decode()
     command = (
         f"exec {sys.executable} -m deepspeed.launcher.launch --world_info={world} --node_rank=$NODE_RANK"
         f" --master_addr=$MASTER_ADDR --master_port=$MASTER_PORT {GROUPS} {' '.join(FLAGS)}"
@@ -118,11 +153,15 @@ def test_deepspeeds_launcher(two_clusters):
     clean = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE LOCAL_SIZE GROUP_RANK; "
     result = two_clusters.run("sh", "-c", clean + command, env={"DS_ACCELERATOR": "cpu"})
     lines = [
-        json.loads(line) for output in result.stdout.values() for line in output.splitlines()
+        json.loads(line)
+        for output in result.stdout.values()
+        for line in output.splitlines()
         if line.startswith('{"rank"')
     ]
     assert result.returncode == 0, result.outputs
-    assert_planned(two_clusters, sorted(lines, key=lambda line: line["rank"]), two_clusters.sent(before))
+    assert_planned(
+        two_clusters, sorted(lines, key=lambda line: line["rank"]), two_clusters.sent(before)
+    )
 
 
 def test_a_users_own_variable_wins(two_clusters):
@@ -145,41 +184,65 @@ BAD_FILES = {
     "missing": (None, ["cannot be read"]),
     "empty": ("", ["the file is empty"]),
     "truncated": (TOML[:-30], ["not valid TOML"]),
-    "contradictory": (TOML.replace('kind = "roce"', 'kind = "roce"\nfabric = "a"'),
-                      ["key 'cluster.b.fabric'"]),
-    "node in two clusters": (TOML.replace("b[0-1]", "a[1-2]"), ["node 'a1' is already in cluster 'a'"]),
+    "contradictory": (
+        TOML.replace('kind = "roce"', 'kind = "roce"\nfabric = "a"'),
+        ["key 'cluster.b.fabric'"],
+    ),
+    "node in two clusters": (
+        TOML.replace("b[0-1]", "a[1-2]"),
+        ["node 'a1' is already in cluster 'a'"],
+    ),
     "node that reports and is not in the file": (
-        TOML.replace("b[0-1]", "b[0-0]"), ["node 'b1' reported but is in no cluster"]),
-    "wrong kind": (TOML.replace('kind = "roce"', 'kind = "ib"'), ["node 'b0' of cluster 'b' has no ib NIC "
-                                                                  "that is up"]),
+        TOML.replace("b[0-1]", "b[0-0]"),
+        ["node 'b1' reported but is in no cluster"],
+    ),
+    "wrong kind": (
+        TOML.replace('kind = "roce"', 'kind = "ib"'),
+        ["node 'b0' of cluster 'b' has no ib NIC that is up"],
+    ),
     "processes": (
         TOML.replace("processes = 1", "processes = 2"),
-        ["'cluster.a.processes' is 2, but node 'a0' started 1"]),
+        ["'cluster.a.processes' is 2, but node 'a0' started 1"],
+    ),
     "NIC that does not exist": (TOML + 'include = ["mlx5_7"]\n', ["node 'b0'", "mlx5_7"]),
-    "interface that does not exist": (TOML + '[node.a0]\nethernet = "eth7"\n', ["node 'a0' has no interface "
-                                                                                "'eth7'"]),
+    "interface that does not exist": (
+        TOML + '[node.a0]\nethernet = "eth7"\n',
+        ["node 'a0' has no interface 'eth7'"],
+    ),
     "unknown key": (TOML + "layers = 3\n", ["key 'cluster.b.layers' is not known"]),
 }
 
 
 def assert_one_line(result, parts):
     """Every rank ends with status 2; one line says why; no traceback."""
-    said = [line for output in result.outputs.values() for line in output.splitlines()
-            if "socket.cpp" not in line and line.strip()]
+    said = [
+        line
+        for output in result.outputs.values()
+        for line in output.splitlines()
+        if "socket.cpp" not in line and line.strip()
+    ]
     assert set(result.statuses.values()) == {2}, result.outputs
     assert len(said) == 1 and said[0].startswith("holmes: "), said
     assert all(part in said[0] for part in parts), said[0]
 
 
-@pytest.mark.parametrize("case", some(BAD_FILES, "node in two clusters", "node that reports and is not in "
-                                                                         "the file",
-                                      "NIC that does not exist"))
+@pytest.mark.parametrize(
+    "case",
+    some(
+        BAD_FILES,
+        "node in two clusters",
+        "node that reports and is not in the file",
+        "NIC that does not exist",
+    ),
+)
 def test_bad_cluster_file(two_clusters, tmp_path, case):
     text, parts = BAD_FILES[case]
     file = tmp_path / "c.toml"
     if text is not None:
         file.write_text(text)
-    assert_one_line(two_clusters.run(GROUPS, "--holmes", "--holmes-cluster", str(file)), ["c.toml", *parts])
+    assert_one_line(
+        two_clusters.run(GROUPS, "--holmes", "--holmes-cluster", str(file)), ["c.toml", *parts]
+    )
 
 
 def edited(plan, **changes):
@@ -190,22 +253,37 @@ def edited(plan, **changes):
 
 @pytest.mark.parametrize(
     "case",
-    some(["other cluster", "other world size", "edited by hand", "not JSON", "missing"], "edited by hand"))
+    some(
+        ["other cluster", "other world size", "edited by hand", "not JSON", "missing"],
+        "edited by hand",
+    ),
+)
 def test_bad_plan_file(two_clusters, tmp_path, case):
     site = site_from_spec(load_spec(CLUSTER))
     good = build_plan(site, Sizes(pipeline=2))
-    other = TOML.replace("2Gb/s", "4Gb/s") if case == "other cluster" else TOML.replace(
-        "processes = 1", "processes = 2")
+    other = (
+        TOML.replace("2Gb/s", "4Gb/s")
+        if case == "other cluster"
+        else TOML.replace("processes = 1", "processes = 2")
+    )
     (tmp_path / "other.toml").write_text(other)
     planned = build_plan(site_from_spec(load_spec(tmp_path / "other.toml")), Sizes(pipeline=2))
     file = tmp_path / "p.json"
-    texts = {"other cluster": planned.to_json(), "other world size": planned.to_json(),
-             "not JSON": good.to_json()[:-9], "edited by hand": edited(good, nodes=["b0", "a0", "a1", "b1"])}
+    texts = {
+        "other cluster": planned.to_json(),
+        "other world size": planned.to_json(),
+        "not JSON": good.to_json()[:-9],
+        "edited by hand": edited(good, nodes=["b0", "a0", "a1", "b1"]),
+    }
     if case in texts:
         file.write_text(texts[case])
-    parts = {"other cluster": "site_digest", "other world size": "world size 8 in the plan, 4 here",
-             "edited by hand": "edited",
-             "not JSON": "not valid JSON", "missing": "cannot be read"}[case]
+    parts = {
+        "other cluster": "site_digest",
+        "other world size": "world size 8 in the plan, 4 here",
+        "edited by hand": "edited",
+        "not JSON": "not valid JSON",
+        "missing": "cannot be read",
+    }[case]
     assert_one_line(two_clusters.run(GROUPS, *FLAGS, "--holmes-plan", str(file)), ["p.json", parts])
 
 
@@ -214,11 +292,20 @@ def test_bad_plan_file(two_clusters, tmp_path, case):
     [
         pytest.param(["--holmes"], ["--holmes is given twice"], marks=full),
         (["--holmes-clutser=x"], ["did you mean --holmes-cluster"]),
-        pytest.param(["--holmes-sizes=pipeline=3"], ["pipeline 3", "does not divide the world size 4"],
-                     marks=full),
-        (["--pipeline-model-parallel-size", "3"], ["pipeline 3", "does not divide the world size 4"]),
-        pytest.param(["--holmes-require=deepspeed-p2q"], ["deepspeed-p2q", "did you mean 'deepspeed-p2p'"],
-                     marks=full),
+        pytest.param(
+            ["--holmes-sizes=pipeline=3"],
+            ["pipeline 3", "does not divide the world size 4"],
+            marks=full,
+        ),
+        (
+            ["--pipeline-model-parallel-size", "3"],
+            ["pipeline 3", "does not divide the world size 4"],
+        ),
+        pytest.param(
+            ["--holmes-require=deepspeed-p2q"],
+            ["deepspeed-p2q", "did you mean 'deepspeed-p2p'"],
+            marks=full,
+        ),
     ],
 )
 def test_bad_flags(two_clusters, flags, parts):
@@ -228,16 +315,23 @@ def test_bad_flags(two_clusters, flags, parts):
 @pytest.mark.parametrize(
     "change, parts",
     [
-        ("--holmes-timeout 77", ["disagree on timeout", "rank 0 on a0 has '300'", "rank 2 on a1 has '77'"]),
+        (
+            "--holmes-timeout 77",
+            ["disagree on timeout", "rank 0 on a0 has '300'", "rank 2 on a1 has '77'"],
+        ),
         ("--holmes-cluster other.toml", ["rank 2 on a1: other.toml", "cannot be read"]),
-        pytest.param("--holmes-clutser x",
-                     ["rank 2 on a1: --holmes-clutser", "did you mean --holmes-cluster"],
-                     marks=full),
+        pytest.param(
+            "--holmes-clutser x",
+            ["rank 2 on a1: --holmes-clutser", "did you mean --holmes-cluster"],
+            marks=full,
+        ),
         pytest.param("", [], marks=full),
     ],
 )
 def test_ranks_that_were_given_different_flags(two_clusters, change, parts):
-    flags = f"--holmes {'' if change.startswith('--holmes-cluster') else f'--holmes-cluster {CLUSTER}'}"
+    flags = (
+        f"--holmes {'' if change.startswith('--holmes-cluster') else f'--holmes-cluster {CLUSTER}'}"
+    )
     command = f"[ $RANK = 2 ] && more='{change}'; exec {sys.executable} {GROUPS} {flags} $more"
     result = two_clusters.run("sh", "-c", command)
     if change:
@@ -256,28 +350,42 @@ def deepspeed_from_the_future(tmp_path):
 
 
 def test_an_unsupported_framework_switches_its_features_off_and_training_goes_on(
-    two_clusters, deepspeed_from_the_future):
+    two_clusters, deepspeed_from_the_future
+):
     result = two_clusters.run(GROUPS, *FLAGS, env={"PYTHONPATH": deepspeed_from_the_future})
     assert [line["node"] for line in two_clusters.json(result)] == ["a0", "a1", "b0", "b1"]
     said = [
-        line for output in result.outputs.values() for line in output.splitlines()
-        if "not patched: deepspeed-p2p" in line]
+        line
+        for output in result.outputs.values()
+        for line in output.splitlines()
+        if "not patched: deepspeed-p2p" in line
+    ]
     assert len(said) == 1 and "deepspeed 0.99.0 is not supported (needs" in said[0], result.outputs
 
 
 def test_an_unsupported_framework_stops_the_job_that_asked_for_it_by_name(
-        two_clusters, deepspeed_from_the_future):
+    two_clusters, deepspeed_from_the_future
+):
     result = two_clusters.run(
-        GROUPS, *FLAGS, "--holmes-require", "deepspeed-p2p", env={"PYTHONPATH": deepspeed_from_the_future})
-    assert_one_line(result, ["feature deepspeed-p2p cannot be used: deepspeed 0.99.0 is not supported"])
+        GROUPS,
+        *FLAGS,
+        "--holmes-require",
+        "deepspeed-p2p",
+        env={"PYTHONPATH": deepspeed_from_the_future},
+    )
+    assert_one_line(
+        result, ["feature deepspeed-p2p cannot be used: deepspeed 0.99.0 is not supported"]
+    )
 
 
 def test_a_rank_without_holmes_is_named(two_clusters):
     command = f"[ $RANK != 3 ] && more='--holmes --holmes-timeout 6'; exec {sys.executable} {GROUPS} $more"
     result = two_clusters.run("sh", "-c", command, timeout=60)
     assert result.returncode == 2
-    assert any("1 of 4 ranks did not report within 6 s: rank 3" in output
-               for output in result.outputs.values()), result.outputs
+    assert any(
+        "1 of 4 ranks did not report within 6 s: rank 3" in output
+        for output in result.outputs.values()
+    ), result.outputs
 
 
 def test_a_fast_nic_that_is_down(two_clusters):
@@ -305,6 +413,11 @@ def test_sharded_by_torch_itself(two_clusters, tmp_path, capsys):
     for node, nics in sent.items():
         fast = "ib0" if node.startswith("a") else "roce0"
         assert nics["eth0"] < 0.5 * on_ethernet[node]["eth0"] and nics[fast] > nics["eth0"], (
-            node, nics, on_ethernet[node])
+            node,
+            nics,
+            on_ethernet[node],
+        )
     assert main(["report", str(tmp_path), "--json"]) == 0
-    assert {row["kind"] for row in json.loads(capsys.readouterr().out)["rows"]} - {"world"} == {"data"}
+    assert {row["kind"] for row in json.loads(capsys.readouterr().out)["rows"]} - {"world"} == {
+        "data"
+    }

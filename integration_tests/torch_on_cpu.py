@@ -31,7 +31,11 @@ def _accelerator(module):
 
     def there(check_available=False):
         found = own()
-        return found if found is not None and module.torch.get_device_module(found).is_available() else None
+        return (
+            found
+            if found is not None and module.torch.get_device_module(found).is_available()
+            else None
+        )
 
     module.current_accelerator = there
 
@@ -94,6 +98,8 @@ def _first_messages(module):
 
 wrapt.register_post_import_hook(_accelerator, "torch.accelerator")
 wrapt.register_post_import_hook(_streams, "torch.cpu")
-wrapt.register_post_import_hook(_fully_shard, "torch.distributed.fsdp._fully_shard._fsdp_collectives")
+wrapt.register_post_import_hook(
+    _fully_shard, "torch.distributed.fsdp._fully_shard._fsdp_collectives"
+)
 wrapt.register_post_import_hook(_pipelining, "torch.distributed.pipelining.schedules")
 wrapt.register_post_import_hook(_first_messages, "torch.distributed.pipelining.stage")

@@ -21,9 +21,19 @@ from holmes_ext.patches.megatron import features as megatron
 from holmes_ext.patches.torch import features as torch
 
 __all__ = [
-    "Feature", "Patch", "PatchModule", "Registry", "all_patches", "core_features", "core_patches",
-    "disabled_features", "extension_patches", "features", "installed_versions", "registry",
-]  # fmt: skip
+    "Feature",
+    "Patch",
+    "PatchModule",
+    "Registry",
+    "all_patches",
+    "core_features",
+    "core_patches",
+    "disabled_features",
+    "extension_patches",
+    "features",
+    "installed_versions",
+    "registry",
+]
 
 _FRAMEWORKS: Mapping[str, Mapping[str, tuple[Feature, ...]]] = {
     "torch": torch.MODULES,

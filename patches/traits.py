@@ -10,9 +10,14 @@ from holmes_ext.plan.engine import ABILITIES, EngineTraits
 
 #: By the names of `holmes plan --for`.
 ENGINES: dict[str, EngineTraits] = {
-    "megatron-lm": MEGATRON, "deepspeed": DEEPSPEED, "megatron-deepspeed": DEEPSPEED, "ddp": DDP,
-    "fsdp2": FSDP2, "torch": LOOP, "torchtitan": TORCHTITAN,
-}  # fmt: skip
+    "megatron-lm": MEGATRON,
+    "deepspeed": DEEPSPEED,
+    "megatron-deepspeed": DEEPSPEED,
+    "ddp": DDP,
+    "fsdp2": FSDP2,
+    "torch": LOOP,
+    "torchtitan": TORCHTITAN,
+}
 
 
 def any_engine() -> EngineTraits:

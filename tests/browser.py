@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
-OPTIONS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-dev-shm-usage",
-           "--hide-scrollbars")
+OPTIONS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
 
 #: In the page: texts that lie over each other, that leave the window, their scrolling box or their picture.
 FAULTS = """(() => {
@@ -63,12 +69,16 @@ class Browser:
         start = f'exec "$0" "$@" 3<&{read} 4>&{write}'
         words = [chromium(), *OPTIONS, "--remote-debugging-pipe", f"--user-data-dir={folder}"]
         silent = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-        self._process = subprocess.Popen(["bash", "-c", start, *words], pass_fds=(read, write), **silent)
+        self._process = subprocess.Popen(
+            ["bash", "-c", start, *words], pass_fds=(read, write), **silent
+        )
         os.close(read)
         os.close(write)
         self._buffer, self._number, self._session, self.errors = b"", 0, "", []
         target = self.ask("Target.createTarget", url="about:blank")["targetId"]
-        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self._session = self.ask("Target.attachToTarget", targetId=target, flatten=True)[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{domain}.enable")
 
@@ -103,8 +113,11 @@ class Browser:
         return message
 
     def _keep(self, event: str, about: dict[str, Any]) -> None:
-        if (event == "Runtime.exceptionThrown" or event == "Log.entryAdded"
-                or event == "Runtime.consoleAPICalled"):
+        if (
+            event == "Runtime.exceptionThrown"
+            or event == "Log.entryAdded"
+            or event == "Runtime.consoleAPICalled"
+        ):
             self.errors.append(json.dumps(about))
         url = about.get("request", {}).get("url", "data:")
         if event == "Network.requestWillBeSent" and not url.startswith(("data:", "file:")):
@@ -113,8 +126,13 @@ class Browser:
     def open(self, file: Path, width: int, dark: bool) -> dict[str, Any]:
         """What FAULTS says of the page in a window so wide (CSS pixels)."""
         self.errors = []
-        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
-                 mobile=width < 600)
+        self.ask(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=900,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
         self.ask("Page.navigate", url=file.as_uri())

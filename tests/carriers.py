@@ -1,11 +1,11 @@
 """Which backend the tests' jobs train over.
 
-    HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: what `make test` runs
-    HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code,
-                                with the CUDA build of torch: what `make gpu` runs
-    HOLMES_TEST_CARRIER=cuda    the same on one physical GPU that all ranks share, each a host of its own to
-                                NCCL: what `make physical` runs. Its RDMA is the lab's network plugin, which
-                                `holmes lab build` made, or HOLMES_TEST_NET_PLUGIN names
+HOLMES_TEST_CARRIER=gloo    gloo, on the CPU: what `make test` runs
+HOLMES_TEST_CARRIER=nccl    the same functions and scripts on emulated GPUs, over NCCL's own host code,
+                            with the CUDA build of torch: what `make gpu` runs
+HOLMES_TEST_CARRIER=cuda    the same on one physical GPU that all ranks share, each a host of its own to
+                            NCCL: what `make physical` runs. Its RDMA is the lab's network plugin, which
+                            `holmes lab build` made, or HOLMES_TEST_NET_PLUGIN names
 """
 
 from __future__ import annotations
@@ -63,8 +63,14 @@ class PhysicalGpu:
             pytest.skip("a node of several processes has a GPU for each: here is one")
         return 1
 
-    def environment(self, given: Mapping[str, str], count: int, nodes: Sequence[LabNode], holmes: bool,
-                    watch: Path) -> dict[str, str]:
+    def environment(
+        self,
+        given: Mapping[str, str],
+        count: int,
+        nodes: Sequence[LabNode],
+        holmes: bool,
+        watch: Path,
+    ) -> dict[str, str]:
         stock = {} if holmes else of_stock(nodes)
         # NCCL 2.28 frees twice what it has for a plugin without devices, if its own "IB" has none either
         added = {"NCCL_NET_PLUGIN": self.plugin, **NO_CUDA_YET, **stock, **given}
@@ -119,5 +125,13 @@ def environment(count: int = 1) -> dict[str, str]:
     the loopback device, by sockets."""
     if not ON_GPUS:
         return {}
-    added = gpus().environment(os.environ, count, (), holmes=True, watch=watched()) if EMULATED else {}
-    return {**added, **LESS_MEMORY, **NO_CUDA_YET, "NCCL_NET_PLUGIN": "none", "NCCL_SOCKET_IFNAME": "lo"}
+    added = (
+        gpus().environment(os.environ, count, (), holmes=True, watch=watched()) if EMULATED else {}
+    )
+    return {
+        **added,
+        **LESS_MEMORY,
+        **NO_CUDA_YET,
+        "NCCL_NET_PLUGIN": "none",
+        "NCCL_SOCKET_IFNAME": "lo",
+    }

@@ -26,7 +26,10 @@ def toml(*clusters: str, ethernet: str = "250Mb/s", **every: object) -> str:
         keys = {"name": name, "kind": kind, **({} if rate == "-" else {"rate": rate})}
         keys |= {key: value for key, _, value in (word.partition("=") for word in more)}
         listed = ", ".join(f'"{node}"' for node in nodes.split(","))
-        lines += ["[[cluster]]", *(f"{key} = {_value(value)}" for key, value in (keys | every).items())]
+        lines += [
+            "[[cluster]]",
+            *(f"{key} = {_value(value)}" for key, value in (keys | every).items()),
+        ]
         lines.append(f"nodes = [{listed}]")
     return "\n".join([*lines, ""])
 

@@ -21,13 +21,21 @@ class Run:
         for job in jobs:
             assert self.enter(job)["verdict"] == "in"
 
-    def hello(self, job, incarnation="1", agreed=None, fragments=((0, 7), (0, 7)), timeout=TIMEOUT, **more):
+    def hello(
+        self, job, incarnation="1", agreed=None, fragments=((0, 7), (0, 7)), timeout=TIMEOUT, **more
+    ):
         self.fragments.setdefault(job, [list(one) for one in fragments])
         agreed = agreed or {"outer": self.outer, "model": "abc"}
         claims = claims_of(self.fragments[job])
         least = more.pop("least", self.least)
         told = Hello(
-            agreed, {"all": (0, 8, 0)}, ("a:1",) * more.pop("ranks", 1), claims, least, timeout, **more
+            agreed,
+            {"all": (0, 8, 0)},
+            ("a:1",) * more.pop("ranks", 1),
+            claims,
+            least,
+            timeout,
+            **more,
         )
         return self.coordinator.hello(job, incarnation, told, self.now)
 
@@ -37,7 +45,14 @@ class Run:
     def ready(self, job, number, norm=1.0, tokens=100, salted="", why=""):
         salt_round = number if salted else 0
         report = ReadyReport(
-            (number - 1) % 2, claims_of(self.fragments[job]), number, tokens, norm, why, salted, salt_round
+            (number - 1) % 2,
+            claims_of(self.fragments[job]),
+            number,
+            tokens,
+            norm,
+            why,
+            salted,
+            salt_round,
         )
         return self.coordinator.next_round("ready", job, report, self.now)
 
@@ -51,7 +66,9 @@ class Run:
         known = self.coordinator.state.rounds[number]
         names = [name for name, share in known.members.items() if share > 0]
         digests = dict.fromkeys(names, SUM) | (digests or {})
-        factors = factors or {name: known.members[name] for name in names if name not in known.excluded}
+        factors = factors or {
+            name: known.members[name] for name in names if name not in known.excluded
+        }
         report = CheckedReport(number, attempt, check, digests, factors, gap)
         reply = self.coordinator.checked(job, report, self.now)
         if reply and reply["verdict"] == "commit":
@@ -72,4 +89,6 @@ class Run:
 
 
 def claims_of(fragments):
-    return tuple(Claim(version, "" if total is None else f"{total:016x}") for version, total in fragments)
+    return tuple(
+        Claim(version, "" if total is None else f"{total:016x}") for version, total in fragments
+    )

@@ -19,9 +19,29 @@ def nic_of(values) -> Nic:
     return Table(values, "a NIC").into(Nic)
 
 
-GARBAGE = [b"0\n", b"-1\n", b"up\n", b"99999999999999999999\n", b"0x\n", b"a=b\n", b"[]", b"../..\n",
-           b"\0" * 4096]
-NAMES = ["a b", "\udcff", "eth9", "x" * 100, "7", "lower_\n", "lower_bond0", "master", "device", "bonding"]
+GARBAGE = [
+    b"0\n",
+    b"-1\n",
+    b"up\n",
+    b"99999999999999999999\n",
+    b"0x\n",
+    b"a=b\n",
+    b"[]",
+    b"../..\n",
+    b"\0" * 4096,
+]
+NAMES = [
+    "a b",
+    "\udcff",
+    "eth9",
+    "x" * 100,
+    "7",
+    "lower_\n",
+    "lower_bond0",
+    "master",
+    "device",
+    "bonding",
+]
 
 
 def damage(path, original, kind, rng, paths) -> None:
@@ -31,12 +51,12 @@ def damage(path, original, kind, rng, paths) -> None:
         with open(original, "rb") as file:
             data = file.read()
     if kind == "truncate":
-        data = data[:rng.randint(0, len(data))]
+        data = data[: rng.randint(0, len(data))]
     elif kind == "garbage":
         data = rng.randbytes(rng.choice([1, 10, 5000]))
     elif kind == "byte" and data:
         at = rng.randrange(len(data))
-        data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1:]
+        data = data[:at] + bytes([rng.randrange(256)]) + data[at + 1 :]
     elif kind == "text":
         data = rng.choice(GARBAGE)
     if kind in ("truncate", "garbage", "byte", "text"):
@@ -68,8 +88,10 @@ def fuzz(base, rounds: int, seed: int) -> "tuple[int, int]":
     """(rounds read without an error, rounds refused) of reading the scenes with one to three damages each."""
     rng = random.Random(seed)
     roots = [scene(base / name) for name, scene in SCENES.items()]
-    trees = [(root, sorted(os.path.join(d, n) for d, dirs, files in os.walk(root) for n in dirs + files))
-             for root in roots]
+    trees = [
+        (root, sorted(os.path.join(d, n) for d, dirs, files in os.walk(root) for n in dirs + files))
+        for root in roots
+    ]
     saved, read, refused = base / "saved", 0, 0
     saved.mkdir()
     for _ in range(rounds):
@@ -78,7 +100,9 @@ def fuzz(base, rounds: int, seed: int) -> "tuple[int, int]":
         try:
             for i in range(rng.randint(1, 3)):
                 path = rng.choice(paths)
-                if os.path.lexists(path) and os.path.realpath(os.path.dirname(path)) == os.path.dirname(path):
+                if os.path.lexists(path) and os.path.realpath(
+                    os.path.dirname(path)
+                ) == os.path.dirname(path):
                     os.rename(path, saved / str(i))
                     done.append((path, saved / str(i)))
                     damage(path, saved / str(i), rng.choice(KINDS), rng, paths)
@@ -86,7 +110,9 @@ def fuzz(base, rounds: int, seed: int) -> "tuple[int, int]":
                 assert nic_of(json.loads(json.dumps(asdict(nic)))) == nic
             read += 1
         except HolmesError as error:
-            assert str(root) in str(error) and "\n" not in str(error) and len(str(error)) < 600, str(error)
+            assert str(root) in str(error) and "\n" not in str(error) and len(str(error)) < 600, (
+                str(error)
+            )
             refused += 1
         finally:
             for path, keep in reversed(done):
@@ -100,10 +126,36 @@ def test_damaged_trees_never_end_in_a_traceback(tmp_path):
     assert read > 50 and refused > 50
 
 
-JUNK = [b'"', b"[", b"]", b"{", b"}", b"=", b",", b"\n", b"-1", b"1e999", b"NaN", b"9" * 500, b"null",
-        b"true", b"[[", b"'''", b"\x00", b"\xff\xfe", "é".encode(),
-        b'"' + b"a" * 3000 + b'"', b"[" * 2000, b'{"a":' * 1500, b"0x10", b"2026-01-01", b"[0-99999999]",
-        b'""', b"{}", b"[]"]
+JUNK = [
+    b'"',
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b"=",
+    b",",
+    b"\n",
+    b"-1",
+    b"1e999",
+    b"NaN",
+    b"9" * 500,
+    b"null",
+    b"true",
+    b"[[",
+    b"'''",
+    b"\x00",
+    b"\xff\xfe",
+    "é".encode(),
+    b'"' + b"a" * 3000 + b'"',
+    b"[" * 2000,
+    b'{"a":' * 1500,
+    b"0x10",
+    b"2026-01-01",
+    b"[0-99999999]",
+    b'""',
+    b"{}",
+    b"[]",
+]
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:

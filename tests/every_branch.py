@@ -25,7 +25,9 @@ from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 MAX_PATHS = 2000  # of one function; more paths would take too long
-MAX_REPEATS = 20  # times that a test in a loop has the same result; then it is inverted, to end the loop
+MAX_REPEATS = (
+    20  # times that a test in a loop has the same result; then it is inverted, to end the loop
+)
 
 
 class CodeLocation(NamedTuple):
@@ -54,7 +56,9 @@ class ExecutionPath:
         To be called from the method that Python calls for the test, such as Mock.__bool__. The code that
         contains the test is identified by the call stack: it is the caller of that method.
         """
-        frame = sys._getframe(2)  # 0 is decide(), 1 a method such as __bool__, 2 the code with the test
+        frame = sys._getframe(
+            2
+        )  # 0 is decide(), 1 a method such as __bool__, 2 the code with the test
         location = CodeLocation(frame.f_code, frame.f_lasti)
         # A test that is executed again, as in a loop, has the same result as the first time.
         if location not in self._decision_at:
@@ -248,7 +252,9 @@ class IsolatedCopies:
         self.must_run = must_run
         self.replacements = replacements
         self.keep_none = keep_none
-        self._variables_of: dict[int, dict[str, Any]] = {}  # id of a module's dict -> its isolated copy
+        self._variables_of: dict[
+            int, dict[str, Any]
+        ] = {}  # id of a module's dict -> its isolated copy
 
     def copy(self, function: FunctionType) -> FunctionType:
         """Return a copy of the function in which module and closure variables are replaced by mock objects.
@@ -276,7 +282,9 @@ class IsolatedCopies:
         """
         if id(module) in self._variables_of:
             return self._variables_of[id(module)]
-        variables: dict[str, Any] = {"__builtins__": self._builtins()}  # type() and others handle mocks
+        variables: dict[str, Any] = {
+            "__builtins__": self._builtins()
+        }  # type() and others handle mocks
         self._variables_of[id(module)] = variables
         for name, value in module.items():
             if name in self.replacements:

@@ -91,10 +91,14 @@ class Device:
         return not self.program and not self.running and not any(self.queues.values())
 
 
-def stuck(programs: Mapping[int, Sequence[Any]], queue_of: Callable[[int, Hashable], int]) -> list[int]:
+def stuck(
+    programs: Mapping[int, Sequence[Any]], queue_of: Callable[[int, Hashable], int]
+) -> list[int]:
     """Ranks that never end. queue_of(rank, stream): the number of its hardware queue."""
-    devices = {rank: Device(program, lambda stream, rank=rank: queue_of(rank, stream))
-               for rank, program in programs.items()}
+    devices = {
+        rank: Device(program, lambda stream, rank=rank: queue_of(rank, stream))
+        for rank, program in programs.items()
+    }
     begun: set[tuple[Hashable, str]] = set()
     while sum(device.step(begun) for device in devices.values()):  # each of them, every time
         pass

@@ -101,7 +101,9 @@ def in_threads(calls: dict[str, Callable[[], Any]], seconds: float = 200.0) -> d
 
 def model_of(seed=3):
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3))
+    return nn.Sequential(
+        nn.Linear(7, 40), nn.Tanh(), nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)
+    )
 
 
 def batch(rows, job, step):
@@ -114,7 +116,9 @@ def plain_sgd(rank, rows, steps):
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(steps):
-        inputs, labels = (torch.cat(both) for both in zip(batch(rows, 0, step), batch(rows, 1, step)))
+        inputs, labels = (
+            torch.cat(both) for both in zip(batch(rows, 0, step), batch(rows, 1, step))
+        )
         optimizer.zero_grad()
         (model(inputs) - labels).square().mean().backward()
         optimizer.step()

@@ -74,7 +74,9 @@ def recorded() -> Iterator[Log]:
     def note(group: Any, operation: str, size: int, to: int | None, stays: bool) -> int:
         ranks = tuple(dist.get_process_group_ranks(group))
         peer = None if to is None else ranks[to]
-        log.append(Launch(len(log) + 1, group.group_name, ranks, operation, size, peer, batch[0], stays))
+        log.append(
+            Launch(len(log) + 1, group.group_name, ranks, operation, size, peer, batch[0], stays)
+        )
         return len(log)
 
     def noting(original: Any, name: str, payload: int | None, to: int | None = None) -> Any:
@@ -113,7 +115,9 @@ def recorded() -> Iterator[Log]:
 
     def wait(self: Any, *args: Any) -> Any:
         result = wait_of(self, *args)
-        if (number := works.get(id(self), (0, None))[0]) and not getattr(log[number - 1], "stays", False):
+        if (number := works.get(id(self), (0, None))[0]) and not getattr(
+            log[number - 1], "stays", False
+        ):
             log.append(Wait(number))
         return result
 
@@ -163,12 +167,16 @@ def _unlike(logs: Mapping[int, Log]) -> Iterator[str]:
                 mine, theirs = (of[one][place] for one in (rank, first))
                 yield f"group {group}: operation {place} is {mine} on rank {rank}, {theirs} on rank {first}"
             elif len(of[rank]) != len(of[first]):
-                yield (f"group {group}: {len(of[rank])} operations on rank {rank}, {len(of[first])} on rank "
-                       f"{first}")
+                yield (
+                    f"group {group}: {len(of[rank])} operations on rank {rank}, {len(of[first])} on rank "
+                    f"{first}"
+                )
     for (group, _, source, target), ends in messages.items():
         if ends["send"] != ends["receive"]:
-            yield (f"group {group}: rank {source} sends {ends['send']} to {target}, which receives "
-                   f"{ends['receive']}")
+            yield (
+                f"group {group}: rank {source} sends {ends['send']} to {target}, which receives "
+                f"{ends['receive']}"
+            )
 
 
 def _communicator(one: Launch, rank: int, bound: bool) -> tuple[Any, tuple[int, ...]]:
@@ -190,7 +198,8 @@ def _absent(logs: Mapping[int, Log]) -> Iterator[str]:
         if missing := set(members) - seen:
             yield (
                 f"group {group} of ranks {members} is never used by {sorted(missing)}, for whom the others "
-                f"wait")
+                f"wait"
+            )
 
 
 def _circles(logs: Mapping[int, Log], bound: bool, blocking: bool) -> Iterator[str]:
@@ -224,8 +233,13 @@ def _circles(logs: Mapping[int, Log], bound: bool, blocking: bool) -> Iterator[s
                 counts[rank, key] += 1
             else:
                 ends = (rank, entry.peer) if entry.operation == "send" else (entry.peer, rank)
-                what = ("message", entry.group, entry.ranks, ends,
-                        counts[rank, entry.group, entry.ranks, ends])
+                what = (
+                    "message",
+                    entry.group,
+                    entry.ranks,
+                    ends,
+                    counts[rank, entry.group, entry.ranks, ends],
+                )
                 counts[rank, entry.group, entry.ranks, ends] += 1
             after[what].add(begin)
             after[end].add(what)
@@ -234,8 +248,14 @@ def _circles(logs: Mapping[int, Log], bound: bool, blocking: bool) -> Iterator[s
     try:
         graphlib.TopologicalSorter(after).prepare()
     except graphlib.CycleError as error:
-        numbers = {(rank, one.batch or one.number): one for rank, log in logs.items()
-                   for one in _launches(log)}
-        told = [f"rank {node[1]}: {numbers[node[1:]].operation} in group {numbers[node[1:]].group}"
-                for node in error.args[1] if node[0] == "begin"]
+        numbers = {
+            (rank, one.batch or one.number): one
+            for rank, log in logs.items()
+            for one in _launches(log)
+        }
+        told = [
+            f"rank {node[1]}: {numbers[node[1:]].operation} in group {numbers[node[1:]].group}"
+            for node in error.args[1]
+            if node[0] == "begin"
+        ]
         yield f"a circle of waits: {' <- '.join(told)}"

@@ -6,7 +6,9 @@ import random
 from collections.abc import Iterator
 
 
-def some_splits(pick: random.Random, layers: int, stages: int, drawn: int) -> Iterator[tuple[int, ...]]:
+def some_splits(
+    pick: random.Random, layers: int, stages: int, drawn: int
+) -> Iterator[tuple[int, ...]]:
     """The even one, then so many random ones."""
     yield tuple(layers // stages + (stage < layers % stages) for stage in range(stages))
     for _ in range(drawn):

@@ -47,12 +47,29 @@ class SimulatedJob:
         for rank in range(world):
             process = Process(rank, world, 0, 1, "host", 1, "test")
             current = Session(
-                options_with(**options), process, where, plan, rank, store=Client(store), maker=maker
+                options_with(**options),
+                process,
+                where,
+                plan,
+                rank,
+                store=Client(store),
+                maker=maker,
             )
-            recorder = SimpleNamespace(rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False)
-            self.ranks.append(Learning(
-                current, plan.sizes, "sockets", stage_of(rank), recorder, lambda store=store: Client(store),
-                self.lines.append, self.documents.append))
+            recorder = SimpleNamespace(
+                rank=rank, kind=lambda op: "pipeline", step=0, spans_on_device=False
+            )
+            self.ranks.append(
+                Learning(
+                    current,
+                    plan.sizes,
+                    "sockets",
+                    stage_of(rank),
+                    recorder,
+                    lambda store=store: Client(store),
+                    self.lines.append,
+                    self.documents.append,
+                )
+            )
 
     def each(self, what):
         """Of every rank's plan, which are one."""
@@ -80,8 +97,10 @@ class SimulatedJob:
     def _idle(self):
         """Whether every rank's thread waits for a step."""
         frames = sys._current_frames()
-        return all(one._steps.empty() and frames[one._thread.ident].f_code.co_name == "_measure"
-                   for one in self.ranks)
+        return all(
+            one._steps.empty() and frames[one._thread.ident].f_code.co_name == "_measure"
+            for one in self.ranks
+        )
 
     def until(self, condition, steps=400):
         for _ in range(steps):
@@ -123,10 +142,21 @@ class LearningJob(SimulatedJob):
         (peer,) = one.stage.neighbours
         zero = self.clock + 100 * rank
         for (letter, index), (span, waited) in passes[stage].items():
-            spans.append(({"f": "forward", "b": "backward"}[letter], zero + span.start, zero + span.end))
+            spans.append(
+                ({"f": "forward", "b": "backward"}[letter], zero + span.start, zero + span.end)
+            )
             sends, group = (letter == "f") == (stage == 0), SimpleNamespace(name=letter)
             start, end = (span.end, span.end) if sends else (-1e6, span.start)
-            ops.append(SimpleNamespace(
-                name="send" if sends else "receive", peer=peer, group=group, number=index, payload=32768,
-                start=zero + start, end=zero + end, waited=0.01 * (waited and not sends)))
+            ops.append(
+                SimpleNamespace(
+                    name="send" if sends else "receive",
+                    peer=peer,
+                    group=group,
+                    number=index,
+                    payload=32768,
+                    start=zero + start,
+                    end=zero + end,
+                    waited=0.01 * (waited and not sends),
+                )
+            )
         return ops, spans

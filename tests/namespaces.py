@@ -14,10 +14,20 @@ def in_namespace(script: str, *setup: str) -> str:
     if not (shutil.which("unshare") and shutil.which("ip")):
         pytest.skip("needs unshare (util-linux) and ip (iproute2)")
     shell = "\n".join(["set -e", "ip link set lo up", *setup, 'exec "$PYTHON" -c "$SCRIPT"'])
-    env = {**os.environ, "PYTHON": sys.executable, "SCRIPT": script, "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "SCRIPT": script,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     try:
-        done = subprocess.run(["unshare", "--net", "--mount", "bash", "-c", shell], env=env, text=True,
-                              capture_output=True, timeout=60)
+        done = subprocess.run(
+            ["unshare", "--net", "--mount", "bash", "-c", shell],
+            env=env,
+            text=True,
+            capture_output=True,
+            timeout=60,
+        )
     except OSError as error:
         pytest.skip(f"cannot make a network namespace: {error}")
     if "unshare failed" in done.stderr:
@@ -26,6 +36,10 @@ def in_namespace(script: str, *setup: str) -> str:
     return done.stdout.strip()
 
 
-VETH = ("ip link add va type veth peer name vb", "ip addr add 10.1.2.3/20 dev va",
-        "ip addr add fd01::3/64 dev va nodad",
-        "ip link set va up", "ip link set vb up")
+VETH = (
+    "ip link add va type veth peer name vb",
+    "ip addr add 10.1.2.3/20 dev va",
+    "ip addr add fd01::3/64 dev va nodad",
+    "ip link set va up",
+    "ip link set vb up",
+)

@@ -10,8 +10,10 @@ def simulate(forward, backward, transfer, micro_batches):
         warm = min(stages - stage - 1, micro_batches)
         steady = [op for i in range(micro_batches - warm) for op in (("F", warm + i), ("B", i))]
         programs.append(
-            [("F", i) for i in range(warm)] + steady + [("B", i)
-                                                        for i in range(micro_batches - warm, micro_batches)])
+            [("F", i) for i in range(warm)]
+            + steady
+            + [("B", i) for i in range(micro_batches - warm, micro_batches)]
+        )
     clock, at = [0.0] * stages, [0] * stages
     while any(at[s] < len(programs[s]) for s in range(stages)):
         for s in range(stages):

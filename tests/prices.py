@@ -21,7 +21,9 @@ def costs_on_site(site, order, sizes, model, overlap=False, only=None, async_edg
 def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
     """A workload's step."""
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
-    prices = Prices(network, RankModel.of_workload(work, sizes), Rules(**{"hide_edges": False, **rules}))
+    prices = Prices(
+        network, RankModel.of_workload(work, sizes), Rules(**{"hide_edges": False, **rules})
+    )
     return estimate(prices.costs(network.placement(order, sizes)), (1,) * sizes.pipeline)
 
 
@@ -38,5 +40,6 @@ def job_on_site(site, order, sizes, model, execution):
     """A step to be simulated."""
     network, sizes = Network(site), sizes.complete(site.world_size)
     placement = network.placement(order, sizes)
-    return JobStep(network, placement, model, execution,
-                   price(network, placement, RankModel.of(model, sizes)))
+    return JobStep(
+        network, placement, model, execution, price(network, placement, RankModel.of(model, sizes))
+    )

@@ -14,7 +14,9 @@ def random_site(seed, nodes):
         left -= size
         name, kind = f"c{len(clusters)}", rng.choice(("ib", "roce", "ethernet"))
         rate = "-" if kind == "ethernet" else f"{rng.choice((100, 200, 400))}Gb/s"
-        clusters.append(f"{name} {kind} {rate} {name}n[0-{size - 1}] gpu={rng.choice(('A100', 'H100'))}")
+        clusters.append(
+            f"{name} {kind} {rate} {name}n[0-{size - 1}] gpu={rng.choice(('A100', 'H100'))}"
+        )
     text = toml(*clusters, ethernet=f"{rng.choice((10, 25, 100))}Gb/s", processes=8)
     pipeline, stages = rng.choice((1, 2, 4)), rng.randrange(1, max(2, nodes // 4))
     count = min(nodes, pipeline * stages)

@@ -15,8 +15,10 @@ RATES = (10 * 10**9, 25 * 10**9, 100 * 10**9, 100 * 10**9)
 def site(rng: random.Random) -> Site:
     """2 to 8 nodes in unequal clusters, on several fabrics or none; ports without address, without HCAs, out
     of use."""
-    fast = [Fabric(f"f{i}", rng.choice(("ib", "roce")), rng.choice(RATES), 2e-6)
-            for i in range(rng.randint(1, 3))]
+    fast = [
+        Fabric(f"f{i}", rng.choice(("ib", "roce")), rng.choice(RATES), 2e-6)
+        for i in range(rng.randint(1, 3))
+    ]
     fabrics = (Fabric(ETHERNET, "ethernet", rng.choice(RATES), 3e-5), *fast)
     processes, good, nodes = rng.choice((1, 2, 4)), rng.choice((0.6, 0.9, 1.0)), []
     for number in range(rng.randint(2, 8)):
@@ -47,7 +49,9 @@ def sizes(rng: random.Random, world: int) -> Sizes | None:
     pipeline = divisor(world)
     tensor = divisor(world // pipeline)
     order = rng.choice(("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"))
-    return Sizes(pipeline, tensor, divisor(world // pipeline // tensor), order=order).complete(world)
+    return Sizes(pipeline, tensor, divisor(world // pipeline // tensor), order=order).complete(
+        world
+    )
 
 
 def network(of: Site, names: set[str], backend: str) -> str:

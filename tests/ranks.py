@@ -39,8 +39,14 @@ from torch.utils._pytree import tree_map_only
 TIMEOUT_S = 60
 _context = multiprocessing.get_context("forkserver")
 #: What the server imports; torch._dynamo is what the first checkpoint() of a process would import.
-_preloaded = ["torch", "torch._dynamo", "pytest", "holmes_ext.job", "holmes_ext.runtime.reduce.reducer",
-              "holmes_ext.runtime.reduce.two_level_nccl"]
+_preloaded = [
+    "torch",
+    "torch._dynamo",
+    "pytest",
+    "holmes_ext.job",
+    "holmes_ext.runtime.reduce.reducer",
+    "holmes_ext.runtime.reduce.two_level_nccl",
+]
 _parent: Any = None  # in a rank: its end of the pipe to run_ranks
 
 
@@ -57,8 +63,9 @@ def preload(*modules: str) -> None:
     _preloaded.extend(modules)
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any,
-              timeout_s: float = TIMEOUT_S) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S
+) -> list[Any]:
     """[function(rank, *args) of every rank]; RankError with the trace of the first rank that raised."""
     _context.set_forkserver_preload(_preloaded)
     # numpy's BLAS starts its threads when it is imported
@@ -68,7 +75,15 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any,
     children, readers = [], {}
     for rank in range(world_size):
         reader, writer = _context.Pipe(duplex=False)
-        job = (writer, rank, function, args, world_size, store.port, {**os.environ, **carriers.environment()})
+        job = (
+            writer,
+            rank,
+            function,
+            args,
+            world_size,
+            store.port,
+            {**os.environ, **carriers.environment()},
+        )
         children.append(_context.Process(target=_rank, args=job, daemon=True))
         children[-1].start()
         writer.close()
@@ -85,7 +100,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any,
                     del readers[reader]
                     continue
                 rank = readers[reader]
-                if kind == "error":  # at the first one, not when the others have waited for that rank in vain
+                if (
+                    kind == "error"
+                ):  # at the first one, not when the others have waited for that rank in vain
                     raise RankError(f"rank {rank}:\n{value}", said)
                 if kind == "said":
                     said.append(f"rank {rank}: {value}")
@@ -102,13 +119,19 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any,
     return [answers[rank] for rank in range(world_size)]
 
 
-def run_scenes(function: Callable[..., dict], world_size: int, names: list[str],
-               timeout_s: float) -> list[dict]:
+def run_scenes(
+    function: Callable[..., dict], world_size: int, names: list[str], timeout_s: float
+) -> list[dict]:
     """[function(rank, names) of every rank], dictionaries by name. On emulated GPUs some launches: the
     memory of a communicator is its process's until that ends."""
-    few, results = 2 if carriers.EMULATED else len(names), [dict[str, Any]() for _ in range(world_size)]
-    for some in (names[start:start + few] for start in range(0, len(names), few)):
-        for result, more in zip(results, run_ranks(function, world_size, some, timeout_s=timeout_s)):
+    few, results = (
+        2 if carriers.EMULATED else len(names),
+        [dict[str, Any]() for _ in range(world_size)],
+    )
+    for some in (names[start : start + few] for start in range(0, len(names), few)):
+        for result, more in zip(
+            results, run_ranks(function, world_size, some, timeout_s=timeout_s)
+        ):
             result |= more
     return results
 
@@ -133,8 +156,12 @@ def hosted_store() -> tuple[dist.TCPStore, dict[str, str]]:
     """A store for processes that find theirs in the environment, on a port that is bound already; and that
     environment, which is torchrun's where its agent hosts the store. It lives as long as it is kept."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                   "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    return store, {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def all_are_here(rank: int, world_size: int) -> None:
@@ -157,17 +184,30 @@ def _tell(parent: Any, kind: str, value: object) -> None:
     parent.send_bytes(pickle.dumps((kind, value)))
 
 
-def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, world_size: int, port: int,
-          environ: dict[str, str]) -> None:
+def _rank(
+    parent: Any,
+    rank: int,
+    function: Callable[..., Any],
+    args: tuple,
+    world_size: int,
+    port: int,
+    environ: dict[str, str],
+) -> None:
     global _parent
     gc.freeze()  # a collection would touch, so copy, all that the server has imported
     threads = os.listdir(f"/proc/{os.getppid()}/task")
-    assert len(threads) == 1, (f"the server of ranks has {len(threads)} threads: what it has imported has "
-                               f"started some")
+    assert len(threads) == 1, (
+        f"the server of ranks has {len(threads)} threads: what it has imported has started some"
+    )
     _parent = parent
     os.environ.clear()
-    os.environ.update(environ, GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", HOLMES_LAB_RANK=str(rank),
-                      NCCL_HOSTID=f"host {rank}")
+    os.environ.update(
+        environ,
+        GLOO_SOCKET_IFNAME="lo",
+        OMP_NUM_THREADS="1",
+        HOLMES_LAB_RANK=str(rank),
+        NCCL_HOSTID=f"host {rank}",
+    )
     torch.set_num_threads(1)
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -175,8 +215,9 @@ def _rank(parent: Any, rank: int, function: Callable[..., Any], args: tuple, wor
         if carriers.ON_GPUS:
             torch.cuda.set_device(0)
             torch.set_default_device("cuda")
-        dist.init_process_group(carriers.BACKEND, store=store, rank=rank, world_size=world_size,
-                                timeout=timeout)
+        dist.init_process_group(
+            carriers.BACKEND, store=store, rank=rank, world_size=world_size, timeout=timeout
+        )
         answer = function(rank, *args)
         _tell(parent, "answer", tree_map_only(torch.Tensor, torch.Tensor.cpu, answer))
         dist.barrier()

@@ -18,14 +18,21 @@ def step_of(scene, held, micro_batches, slower=1.0):
     model = Model(6, 64, 4, 128, 256, micro_batches=micro_batches, activation_width=4)
     row = tuple((0.0, *(each * factor,) * 6, 0.0) for factor in (1.0, 1.3 * slower))
     none = ((0.0,) * 8,) * 2
-    costs = StageCosts(row, tuple(tuple(2 * one for one in own) for own in row), none, none, micro_batches)
+    costs = StageCosts(
+        row, tuple(tuple(2 * one for one in own) for own in row), none, none, micro_batches
+    )
     run = Execution(EngineTraits(sends=POSTED), stage_layers=layers, in_flight=held)
-    step = simulate(site(ethernet=f"{rate}Mb/s"), ("a0", "a1", "b0", "b1"), Sizes(2), model, run, costs=costs)
+    step = simulate(
+        site(ethernet=f"{rate}Mb/s"), ("a0", "a1", "b0", "b1"), Sizes(2), model, run, costs=costs
+    )
     found = {}
     for line in step.ranks:
         passes = found.setdefault(line.stage, {})
         for number, span in enumerate(line.spans):
             if span.kind in ("forward", "backward"):
                 before = line.spans[number - 1] if number else None
-                passes[span.kind[0], span.micro_batch] = span, bool(before and before.kind == "send")
+                passes[span.kind[0], span.micro_batch] = (
+                    span,
+                    bool(before and before.kind == "send"),
+                )
     return found

@@ -62,7 +62,9 @@ class Part:
     left_out: int = 0  # exhaustive tests that make nightly runs
     seed: str = ""  # which share of the exhaustive tests ran, or the value of HOLMES_TEST_FULL
     has_results: bool = True  # False: pytest ended before it wrote any
-    tried_again: tuple[str, ...] = ()  # node ids of tests that failed first, and ran again (--reruns)
+    tried_again: tuple[
+        str, ...
+    ] = ()  # node ids of tests that failed first, and ran again (--reruns)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,9 @@ def read_part(file: Path) -> Part:
         if test.name in tests:
             tried_again.append(test.name)
         tests[test.name] = test
-    left_out = [int(value) for name, value in properties if name == "left_out"]  # numbers of slow tests
+    left_out = [
+        int(value) for name, value in properties if name == "left_out"
+    ]  # numbers of slow tests
     seeds = [value for name, value in properties if name == "seed"]
     return Part(
         name=file.stem,
@@ -255,7 +259,9 @@ def summary(parts: Sequence[Part], rows: Sequence[tuple[str, ...]]) -> str:
         )
 
     lines += ["", "Skipped, other tests of all parts together:"]
-    reasons = _count_reasons(test for test in tests if not test.rows)  # tests without a mark row(NAME)
+    reasons = _count_reasons(
+        test for test in tests if not test.rows
+    )  # tests without a mark row(NAME)
     if reasons:
         lines += [f"  {reason}" for reason in reasons]
     else:

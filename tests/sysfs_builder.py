@@ -25,8 +25,14 @@ class Sysfs:
         self.root = Path(root)
         self.index = 1
         self.addresses = []
-        self.virtual("lo", type=772, mtu=65536, flags=0x9, operstate="unknown",
-                     addresses=["127.0.0.1/8", "::1/128"])
+        self.virtual(
+            "lo",
+            type=772,
+            mtu=65536,
+            flags=0x9,
+            operstate="unknown",
+            addresses=["127.0.0.1/8", "::1/128"],
+        )
 
     def write(self, path: str, text) -> None:
         file = self.root / path
@@ -37,15 +43,26 @@ class Sysfs:
         """A relative link inside the tree, like the kernel's."""
         at = self.root / path
         at.parent.mkdir(parents=True, exist_ok=True)
-        at.symlink_to(os.path.relpath(os.path.realpath(self.root / target), os.path.realpath(at.parent)))
+        at.symlink_to(
+            os.path.relpath(os.path.realpath(self.root / target), os.path.realpath(at.parent))
+        )
 
-    def pci(self, address: str, driver: str, numa: int = 0, speed: str = "16.0 GT/s PCIe", width: int = 16,
-            physfn: str = "") -> str:
+    def pci(
+        self,
+        address: str,
+        driver: str,
+        numa: int = 0,
+        speed: str = "16.0 GT/s PCIe",
+        width: int = 16,
+        physfn: str = "",
+    ) -> str:
         """A PCI function; returns its path. `physfn`: path of the physical function of a virtual one."""
         path = f"devices/pci{address[:7]}/{address}"
-        self.write(f"{path}/uevent",
-                   f"DRIVER={driver}\nPCI_CLASS=20700\nPCI_ID=15B3:101B\nPCI_SLOT_NAME={address}\n"
-                                     "MODALIAS=pci:v000015B3d0000101Bsv000015B3sd00000008bc02sc07i00")
+        self.write(
+            f"{path}/uevent",
+            f"DRIVER={driver}\nPCI_CLASS=20700\nPCI_ID=15B3:101B\nPCI_SLOT_NAME={address}\n"
+            "MODALIAS=pci:v000015B3d0000101Bsv000015B3sd00000008bc02sc07i00",
+        )
         self.write(f"{path}/numa_node", numa)
         self.write(f"{path}/vendor", "0x15b3")
         self.write(f"{path}/current_link_speed", "Unknown" if physfn else speed)
@@ -60,9 +77,11 @@ class Sysfs:
 
     def usb(self, pci: str, driver: str) -> str:
         path = f"{pci}/usb1/1-14/1-14.1/1-14.1:2.0"
-        self.write(f"{path}/uevent",
-                   f"DEVTYPE=usb_interface\nDRIVER={driver}\nPRODUCT=46b/ffb0/100\nTYPE=0/0/0\n"
-                                     "INTERFACE=2/6/0")
+        self.write(
+            f"{path}/uevent",
+            f"DEVTYPE=usb_interface\nDRIVER={driver}\nPRODUCT=46b/ffb0/100\nTYPE=0/0/0\n"
+            "INTERFACE=2/6/0",
+        )
         (self.root / f"bus/usb/drivers/{driver}").mkdir(parents=True, exist_ok=True)
         self.link(f"{path}/driver", f"bus/usb/drivers/{driver}")
         return path
@@ -76,17 +95,40 @@ class Sysfs:
     def virtual(self, name: str, **more) -> str:
         return self._net(name, f"devices/virtual/net/{name}", **more)
 
-    def _net(self, name, path, type=1, speed=None, mtu=1500, flags=0x1003, operstate="up", carrier=1,
-             devtype="", dev_port=0, iflink=None, addresses=(), phys_port_name=None) -> str:
+    def _net(
+        self,
+        name,
+        path,
+        type=1,
+        speed=None,
+        mtu=1500,
+        flags=0x1003,
+        operstate="up",
+        carrier=1,
+        devtype="",
+        dev_port=0,
+        iflink=None,
+        addresses=(),
+        phys_port_name=None,
+    ) -> str:
         index, self.index = self.index, self.index + 1
         up = operstate in ("up", "unknown")
         values = {
-            "type": type, "mtu": mtu, "flags": hex(flags), "operstate": operstate, "ifindex": index,
-            "iflink": index if iflink is None else iflink, "dev_port": dev_port, "dev_id": hex(dev_port),
-            "uevent": (f"DEVTYPE={devtype}\n" if devtype else "") + f"INTERFACE={name}\nIFINDEX={index}",
-            "address": f"02:00:00:00:00:{index:02x}", "carrier": carrier if carrier is not None else "",
+            "type": type,
+            "mtu": mtu,
+            "flags": hex(flags),
+            "operstate": operstate,
+            "ifindex": index,
+            "iflink": index if iflink is None else iflink,
+            "dev_port": dev_port,
+            "dev_id": hex(dev_port),
+            "uevent": (f"DEVTYPE={devtype}\n" if devtype else "")
+            + f"INTERFACE={name}\nIFINDEX={index}",
+            "address": f"02:00:00:00:00:{index:02x}",
+            "carrier": carrier if carrier is not None else "",
             # the kernel answers EINVAL for a device that is down, or that has no ethtool speed
-            "speed": speed if speed is not None and up else "", "duplex": "full" if up else "",
+            "speed": speed if speed is not None and up else "",
+            "duplex": "full" if up else "",
         }
         if phys_port_name is not None:
             values["phys_port_name"] = phys_port_name
@@ -94,9 +136,18 @@ class Sysfs:
             self.write(f"{path}/{key}", value)
         self.write(f"{path}/statistics/tx_bytes", 123456789)
         self.link(f"class/net/{name}", path)
-        info = [{"family": "inet6" if ":" in a else "inet", "local": a.split("/")[0],
-                 "prefixlen": int(a.split("/")[1]), "scope": "global"} for a in addresses]
-        self.addresses.append({"ifindex": index, "ifname": name, "flags": ["UP"], "addr_info": info})
+        info = [
+            {
+                "family": "inet6" if ":" in a else "inet",
+                "local": a.split("/")[0],
+                "prefixlen": int(a.split("/")[1]),
+                "scope": "global",
+            }
+            for a in addresses
+        ]
+        self.addresses.append(
+            {"ifindex": index, "ifname": name, "flags": ["UP"], "addr_info": info}
+        )
         return path
 
     def enslave(self, master: str, *slaves: str) -> None:
@@ -127,13 +178,31 @@ class Sysfs:
         self.link(f"class/infiniband/{name}", path)
         return path
 
-    def port(self, hca: str, number: int, layer: str, rate: str, state="4: ACTIVE", phys="5: LinkUp", lid=0,
-             sm_lid=0, gids=(), table=16) -> None:
+    def port(
+        self,
+        hca: str,
+        number: int,
+        layer: str,
+        rate: str,
+        state="4: ACTIVE",
+        phys="5: LinkUp",
+        lid=0,
+        sm_lid=0,
+        gids=(),
+        table=16,
+    ) -> None:
         """`gids`: {index: (value, type text, net device)}; the table's other entries are empty."""
         at = f"class/infiniband/{hca}/ports/{number}"
-        for key, value in {"link_layer": layer, "rate": rate, "state": state, "phys_state": phys,
-                           "lid": hex(lid), "sm_lid": hex(sm_lid), "cap_mask": "0x2651e848",
-                           "counters/port_xmit_data": 1}.items():
+        for key, value in {
+            "link_layer": layer,
+            "rate": rate,
+            "state": state,
+            "phys_state": phys,
+            "lid": hex(lid),
+            "sm_lid": hex(sm_lid),
+            "cap_mask": "0x2651e848",
+            "counters/port_xmit_data": 1,
+        }.items():
             self.write(f"{at}/{key}", value)
         gids = dict(gids)
         for i in range(table):
@@ -142,18 +211,33 @@ class Sysfs:
             self.write(f"{at}/gid_attrs/types/{i}", kind)
             self.write(f"{at}/gid_attrs/ndevs/{i}", ndev)
 
-    def ib_port(self, hca, number=1, guid="0c42:a103:0065:5c6e", prefix=DEFAULT_PREFIX, rate="200 Gb/sec (4X "
-                                                                                             "HDR)",
-                **more) -> None:
-        self.port(hca, number, "InfiniBand", rate, gids={0: (f"{prefix}:{guid}", "IB/RoCE v1", "")}, table=8,
-                  **more)
+    def ib_port(
+        self,
+        hca,
+        number=1,
+        guid="0c42:a103:0065:5c6e",
+        prefix=DEFAULT_PREFIX,
+        rate="200 Gb/sec (4X HDR)",
+        **more,
+    ) -> None:
+        self.port(
+            hca,
+            number,
+            "InfiniBand",
+            rate,
+            gids={0: (f"{prefix}:{guid}", "IB/RoCE v1", "")},
+            table=8,
+            **more,
+        )
 
     def roce_port(self, hca, netdev, *ipv4, number=1, rate="100 Gb/sec (2X HDR)", **more) -> None:
         """The GID table that Linux fills: link-local v1 and v2 first, then a v1 and a v2 entry for each
         address."""
         values = [f"{DEFAULT_PREFIX}:0e42:a1ff:fe65:5c6e", *map(mapped, ipv4)]
         texts = ("IB/RoCE v1", "RoCE v2")
-        gids = {2 * i + t: (value, texts[t], netdev) for i, value in enumerate(values) for t in (0, 1)}
+        gids = {
+            2 * i + t: (value, texts[t], netdev) for i, value in enumerate(values) for t in (0, 1)
+        }
         self.port(hca, number, "Ethernet", rate, gids=gids, **more)
 
     def save_addresses(self) -> Path:
@@ -191,8 +275,16 @@ def copy_without_links(source: Path, target: Path) -> Path:
 
 # ---- scenes ----
 
-IB_PCI = ("0000:0c:00.0", "0000:12:00.0", "0000:4b:00.0", "0000:54:00.0",
-          "0000:8d:00.0", "0000:94:00.0", "0000:ba:00.0", "0000:cc:00.0")
+IB_PCI = (
+    "0000:0c:00.0",
+    "0000:12:00.0",
+    "0000:4b:00.0",
+    "0000:54:00.0",
+    "0000:8d:00.0",
+    "0000:94:00.0",
+    "0000:ba:00.0",
+    "0000:cc:00.0",
+)
 
 
 def dgx_a100(root) -> Path:
@@ -202,16 +294,27 @@ def dgx_a100(root) -> Path:
     for n, (hca, address) in enumerate(zip((0, 1, 2, 3, 6, 7, 8, 9), IB_PCI)):
         device = t.pci(address, "mlx5_core", numa=[3, 3, 1, 1, 7, 7, 5, 5][n])
         t.hca(f"mlx5_{hca}", device)
-        t.net(f"ibp{int(address[5:7], 16)}s0", device, type=32, speed=200000, mtu=4092,
-              addresses=[f"172.16.{n}.11/24"])
-        t.ib_port(f"mlx5_{hca}", guid=f"0c42:a103:0065:5c{n:02x}", lid=0x1c + n, sm_lid=1)
+        t.net(
+            f"ibp{int(address[5:7], 16)}s0",
+            device,
+            type=32,
+            speed=200000,
+            mtu=4092,
+            addresses=[f"172.16.{n}.11/24"],
+        )
+        t.ib_port(f"mlx5_{hca}", guid=f"0c42:a103:0065:5c{n:02x}", lid=0x1C + n, sm_lid=1)
     for port, hca in enumerate(("mlx5_4", "mlx5_5")):
         device = t.pci(f"0000:e1:00.{port}", "mlx5_core", numa=7)
         t.hca(hca, device)
-        t.net(f"enp225s0f{port}", device, speed=200000 if port == 0 else None,
-              operstate="up" if port == 0 else "down",
-              carrier=1 - port, phys_port_name=f"p{port}", addresses=["10.9.0.11/24", "fe80::1/64"]
-              if port == 0 else [])
+        t.net(
+            f"enp225s0f{port}",
+            device,
+            speed=200000 if port == 0 else None,
+            operstate="up" if port == 0 else "down",
+            carrier=1 - port,
+            phys_port_name=f"p{port}",
+            addresses=["10.9.0.11/24", "fe80::1/64"] if port == 0 else [],
+        )
         if port == 0:
             t.roce_port(hca, "enp225s0f0", "10.9.0.11", rate="200 Gb/sec (4X HDR)")
         else:
@@ -232,8 +335,14 @@ def roce_lag(root) -> Path:
     pf = [t.pci(f"0000:41:00.{i}", "mlx5_core", numa=2) for i in (0, 1)]
     for i in (0, 1):
         t.net(f"ens1f{i}np{i}", pf[i], speed=100000, flags=0x1803, mtu=9000, phys_port_name=f"p{i}")
-    t.bond("bond0", "ens1f0np0", "ens1f1np1", speed=200000, mtu=9000,
-           addresses=["10.10.0.21/16", "fd10::21/64"])
+    t.bond(
+        "bond0",
+        "ens1f0np0",
+        "ens1f1np1",
+        speed=200000,
+        mtu=9000,
+        addresses=["10.10.0.21/16", "fd10::21/64"],
+    )
     t.vlan("bond0.200", "bond0", speed=200000, mtu=9000, addresses=["10.20.0.21/24"])
     t.hca("mlx5_bond_0", pf[0])
     t.roce_port("mlx5_bond_0", "bond0", "10.10.0.21", rate="200 Gb/sec (4X HDR)", table=32)
@@ -246,12 +355,20 @@ def roce_lag(root) -> Path:
         vf = t.pci(f"0000:41:00.{i + 2}", "mlx5_core", numa=2, physfn=pf[0])
         t.hca(f"mlx5_{i + 2}", vf)
         netdev = f"ens1f0v{i}"
-        t.net(netdev, vf, speed=100000, addresses=["10.30.0.21/24"] if i == 0 else (),
-              operstate="up" if i == 0 else "down", carrier=1 if i == 0 else None)
+        t.net(
+            netdev,
+            vf,
+            speed=100000,
+            addresses=["10.30.0.21/24"] if i == 0 else (),
+            operstate="up" if i == 0 else "down",
+            carrier=1 if i == 0 else None,
+        )
         if i == 0:
             t.roce_port("mlx5_2", netdev, "10.30.0.21")
         else:
-            t.port("mlx5_3", 1, "Ethernet", "40 Gb/sec (4X QDR)", state="1: DOWN", phys="3: Disabled")
+            t.port(
+                "mlx5_3", 1, "Ethernet", "40 Gb/sec (4X QDR)", state="1: DOWN", phys="3: Disabled"
+            )
         t.net(f"ens1f0np0_{i}", pf[0], phys_port_name=f"pf0vf{i}", speed=100000)
     t.virtual("docker0", devtype="bridge", addresses=["172.17.0.1/16"])
     t.virtual("veth12ab", speed=10000, iflink=77)
@@ -282,12 +399,24 @@ def ports_down(root) -> Path:
     """InfiniBand ports in every state short of ACTIVE, no subnet manager, and an Ethernet port without a
     cable."""
     t = Sysfs(root)
-    for i, (state, phys) in enumerate((("1: DOWN", "2: Polling"), ("2: INIT", "5: LinkUp"),
-                                       ("3: ARMED", "5: LinkUp"), ("1: DOWN", "3: Disabled"))):
+    for i, (state, phys) in enumerate(
+        (
+            ("1: DOWN", "2: Polling"),
+            ("2: INIT", "5: LinkUp"),
+            ("3: ARMED", "5: LinkUp"),
+            ("1: DOWN", "3: Disabled"),
+        )
+    ):
         device = t.pci(f"0000:{i + 1:02x}:00.0", "mlx5_core", numa=-1)
         t.hca(f"mlx5_{i}", device)
-        t.ib_port(f"mlx5_{i}", state=state, phys=phys, lid=0 if i != 2 else 9, sm_lid=0,
-                  rate="10 Gb/sec (4X SDR)" if phys != "5: LinkUp" else "100 Gb/sec (4X EDR)")
+        t.ib_port(
+            f"mlx5_{i}",
+            state=state,
+            phys=phys,
+            lid=0 if i != 2 else 9,
+            sm_lid=0,
+            rate="10 Gb/sec (4X SDR)" if phys != "5: LinkUp" else "100 Gb/sec (4X EDR)",
+        )
         t.net(f"ib{i}", device, type=32, mtu=4092, operstate="down", carrier=0)
     t.net("eth0", t.pci("0000:06:00.0", "ixgbe"), operstate="down", carrier=0)
     t.net("eth1", t.pci("0000:06:00.1", "ixgbe"), operstate="down", carrier=None, flags=0x1002)
@@ -297,8 +426,12 @@ def ports_down(root) -> Path:
 def aws_ena(root) -> Path:
     """A cloud node with ENA Ethernet and an EFA device, which is no InfiniBand."""
     t = Sysfs(root)
-    t.net("ens5", t.pci("0000:00:05.0", "ena", numa=-1, speed="", width=""), mtu=9001,
-          addresses=["172.31.7.44/20", "fe80::4a:b/64"])
+    t.net(
+        "ens5",
+        t.pci("0000:00:05.0", "ena", numa=-1, speed="", width=""),
+        mtu=9001,
+        addresses=["172.31.7.44/20", "fe80::4a:b/64"],
+    )
     efa = t.pci("0000:00:06.0", "efa", numa=0)
     t.hca("rdmap0s6", efa, node_type="0: <unknown>")
     t.port("rdmap0s6", 1, "Unspecified", "100 Gb/sec (4X EDR)")

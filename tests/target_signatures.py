@@ -63,7 +63,9 @@ def find_definition(patch: Patch) -> ast.FunctionDef | None:
     if source is None:
         return None
     node: Any = _parsed(source)  # the syntax tree of the module
-    for name in patch.qualname.split("."):  # of a method such as "Engine.step": the class, then the function
+    for name in patch.qualname.split(
+        "."
+    ):  # of a method such as "Engine.step": the class, then the function
         definitions = []
         for statement in _statements(node.body):  # also those inside `if` and `try`
             if isinstance(statement, (ast.ClassDef, ast.FunctionDef)) and statement.name == name:
@@ -106,7 +108,10 @@ def signature_of_definition(arguments: ast.arguments) -> inspect.Signature:
     by_position = [*arguments.posonlyargs, *arguments.args]
     # `arguments.defaults` belong to the last of these parameters. The others are required.
     count_required = len(by_position) - len(arguments.defaults)
-    defaults = [*[None] * count_required, *arguments.defaults]  # syntax trees; None for a required one
+    defaults = [
+        *[None] * count_required,
+        *arguments.defaults,
+    ]  # syntax trees; None for a required one
     for number, (argument, default) in enumerate(zip(by_position, defaults, strict=True)):
         kind = Parameter.POSITIONAL_OR_KEYWORD
         if number < len(arguments.posonlyargs):

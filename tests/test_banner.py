@@ -29,20 +29,30 @@ def no_patches(monkeypatch):
 
 def said(site=TURN, sizes=None, options=Options(), **more):
     plan = build_plan(site, sizes, options=options, **more)
-    return banner.describe(Session(options, Process(0, 4, 0, 1, "", 0, "test"), site, plan, 0, maker=maker))
+    return banner.describe(
+        Session(options, Process(0, 4, 0, 1, "", 0, "test"), site, plan, 0, maker=maker)
+    )
 
 
 def test_without_sizes():
-    text = ("2 clusters: a (2 nodes, ib) -> b (2 nodes, roce); world size 4, ranks renumbered; patched: "
-            "nothing")
+    text = (
+        "2 clusters: a (2 nodes, ib) -> b (2 nodes, roce); world size 4, ranks renumbered; patched: "
+        "nothing"
+    )
     assert said() == text
     assert "order kept" in said(SITE)
 
 
 def test_a_pipeline_over_two_clusters():
     text = said(sizes=Sizes(2))
-    assert "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce" in text
-    assert "pipeline, world groups on ethernet; reductions planned for a nominal model; patched" in text
+    assert (
+        "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce"
+        in text
+    )
+    assert (
+        "pipeline, world groups on ethernet; reductions planned for a nominal model; patched"
+        in text
+    )
     assert "2 data groups straddle" not in text and "with gloo" not in text
 
 
@@ -53,25 +63,29 @@ def test_a_model_that_was_told_and_what_straddles():
 
 
 def test_layers_and_gloos_own_networks():
-    nodes = [replace(node, ports=(Port(node.ports[0].fabric, "", "", ("hca",)), node.ports[-1]))
-             for node in SITE.nodes]
+    nodes = [
+        replace(node, ports=(Port(node.ports[0].fabric, "", "", ("hca",)), node.ports[-1]))
+        for node in SITE.nodes
+    ]
     text = said(Site(tuple(nodes), SITE.fabrics), Sizes(2), stage_layers=(5, 1))
     assert "explicit stages of 5+1 layers" in text and "as the framework" not in text
     assert (
         "data groups on ib and roce, pipeline, world groups on ethernet; with gloo data, pipeline, world "
-        "groups on"
-        in text
+        "groups on" in text
     )
 
 
 @pytest.mark.parametrize("on", [True, False])
 def test_what_an_edge_does(monkeypatch, on):
     """Only where a framework's edges are patched; more micro-batches with what they cost."""
-    monkeypatch.setattr(banner, "registry",
-                        lambda: SimpleNamespace(summary=lambda: (["megatron-edges"] * on, {})))
+    monkeypatch.setattr(
+        banner, "registry", lambda: SimpleNamespace(summary=lambda: (["megatron-edges"] * on, {}))
+    )
     assert ("; pipeline sends do not block; " in said(sizes=Sizes(2))) == on
     assert "do not block" not in said(sizes=Sizes(2), options=Options(inflight="off"))
     model = replace(load_model(examples() / "models" / "gpt_7.5b.toml"), global_batch=64)
     text = said(sizes=Sizes(2), options=Options(inflight="3"), model=model)
-    assert ("pipeline sends do not block, 5+1 micro-batches in flight hide the edges, " in text) == on
+    assert (
+        "pipeline sends do not block, 5+1 micro-batches in flight hide the edges, " in text
+    ) == on
     assert ("GB more on the fullest stage" in text) == on

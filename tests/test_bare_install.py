@@ -23,7 +23,9 @@ print(len([name for name in sys.modules if name.startswith("holmes_ext.")]))
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
     """holmes_ext alone, without holmes_lab."""
-    return venvs.make(tmp_path_factory.mktemp("bare") / "venv", venvs.built().wheel, dependencies=True)
+    return venvs.make(
+        tmp_path_factory.mktemp("bare") / "venv", venvs.built().wheel, dependencies=True
+    )
 
 
 def test_there_is_no_torch(python, tmp_path):
@@ -43,12 +45,26 @@ def test_rooms_that_need_no_torch_import(python, tmp_path):
         (["discover", "--sysfs", "dgx"], "mlx5_0:1"),
         (["discover", "--sysfs", "dgx", "--json"], '"nics"'),
         (["plan", "--cluster", "two_clusters_4.toml", "--sizes", "pipeline=2"], "predicted step"),
-        (["plan", "--cluster", "two_clusters_4.toml", "--sizes", "pipeline=2", "--json"], '"transports"'),
+        (
+            ["plan", "--cluster", "two_clusters_4.toml", "--sizes", "pipeline=2", "--json"],
+            '"transports"',
+        ),
         (["doctor", "--sysfs", "dgx"], "0 problems"),
         (["doctor", "--sysfs", "dgx", "--json"], '"findings"'),
-        (["doctor", "--sysfs", "dgx", "--cluster", "two_clusters_4.toml", "--", "python", "no.py",
-          "--holmes"],
-         "fix:"),
+        (
+            [
+                "doctor",
+                "--sysfs",
+                "dgx",
+                "--cluster",
+                "two_clusters_4.toml",
+                "--",
+                "python",
+                "no.py",
+                "--holmes",
+            ],
+            "fix:",
+        ),
         (["patches"], "not installed here (and their features): torch 11, deepspeed "),
         (["patches", "--json", "--check"], "torch is not installed"),
         (["report", "telemetry"], "2 ranks"),
@@ -61,8 +77,9 @@ def test_commands_run(python, tmp_path, arguments, words):
     write(tmp_path / "telemetry")
     shutil.copy(CLUSTERS / "two_clusters_4.toml", tmp_path)
     result = venvs.run(python.parent / "holmes", *arguments, cwd=tmp_path, HOLMES_NODE="a0")
-    assert (result.returncode in (0, 1) and words in result.stdout
-            and "Traceback" not in result.stderr), result.stderr
+    assert (
+        result.returncode in (0, 1) and words in result.stdout and "Traceback" not in result.stderr
+    ), result.stderr
     if "--json" in arguments:
         json.loads(result.stdout)
 
@@ -70,7 +87,9 @@ def test_commands_run(python, tmp_path, arguments, words):
 @pytest.mark.parametrize("command", ["lab", "demo"])
 def test_commands_of_the_lab_say_what_to_install(python, tmp_path, command):
     result = venvs.run(python.parent / "holmes", command, cwd=tmp_path)
-    assert result.returncode == 2 and not result.stdout and result.stderr.count("\n") == 1, result.stderr
+    assert result.returncode == 2 and not result.stdout and result.stderr.count("\n") == 1, (
+        result.stderr
+    )
     assert result.stderr.startswith("holmes: ") and "pip install ./lab" in result.stderr
 
 
@@ -78,14 +97,23 @@ def test_the_demo_says_what_it_needs(tmp_path):
     built = venvs.built()
     python = venvs.make(tmp_path / "venv", built.wheel, built.lab_wheel, dependencies=True)
     result = venvs.run(python.parent / "holmes", "demo", cwd=tmp_path)
-    assert (result.returncode == 2 and result.stderr.startswith("holmes: demo needs torch")
-            and not result.stdout)
+    assert (
+        result.returncode == 2
+        and result.stderr.startswith("holmes: demo needs torch")
+        and not result.stdout
+    )
     assert result.stderr.count("\n") == 1 and "pip install torch" in result.stderr
 
 
 def test_nodes_that_cannot_meet_say_so_in_one_line(python, tmp_path):
     dgx_a100(tmp_path / "dgx")
-    rank = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
     result = venvs.run(python.parent / "holmes", "doctor", "--sysfs", "dgx", cwd=tmp_path, **rank)
     assert result.returncode == 2 and result.stderr.startswith("holmes: torch is not installed")
     assert result.stderr.count("\n") == 1

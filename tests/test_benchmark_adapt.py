@@ -24,7 +24,9 @@ def hour():
 def test_an_hour_is_an_hour_and_the_same_each_time():
     for pipeline in (True, False):
         every = [adapt_hours.drawn(random.Random(7), pipeline) for _ in range(2)]
-        assert every[0] == every[1] and sum(part.seconds for part in every[0]) == pytest.approx(3600)
+        assert every[0] == every[1] and sum(part.seconds for part in every[0]) == pytest.approx(
+            3600
+        )
 
 
 def test_sums_follow_a_network_that_becomes_bad_goes_away_and_becomes_good(hour):

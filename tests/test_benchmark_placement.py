@@ -38,7 +38,9 @@ def test_no_placement_is_below_the_bound(seed, placement, monkeypatch):
     monkeypatch.setattr(placement, "STAGES", 3)
     matrix = random_matrix(placement, random.Random(seed))
     line = [index for index, count in enumerate(matrix.units) for _ in range(count)]
-    every = {tuple(tuple(sorted(order[at : at + 2])) for at in (0, 2, 4)) for order in permutations(line)}
+    every = {
+        tuple(tuple(sorted(order[at : at + 2])) for at in (0, 2, 4)) for order in permutations(line)
+    }
     least = min(map(matrix.cost, every))
     assert 0 < matrix.least() <= least * (1 + 1e-9)
 
@@ -49,5 +51,7 @@ def test_the_matrix_is_the_one_of_the_file(placement):
     assert matrix.units == (8,) * 8
     names = list(site.clusters)
     oregon, tokyo = names.index("oregon"), names.index("tokyo")
-    assert (matrix.delay_s[oregon][tokyo], matrix.rate[oregon][tokyo]) == pytest.approx((0.096, 0.523))
+    assert (matrix.delay_s[oregon][tokyo], matrix.rate[oregon][tokyo]) == pytest.approx(
+        (0.096, 0.523)
+    )
     assert (matrix.delay_s[tokyo][tokyo], matrix.rate[tokyo][tokyo]) == pytest.approx((0.005, 2.0))

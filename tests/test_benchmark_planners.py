@@ -64,7 +64,10 @@ def test_the_scenes_are_what_the_issue_asks_for(scenes):
     assert Counter(scene.run for scene in scenes.values()) == {"lab": 12, "simulation": 12}
     for run in ("lab", "simulation"):
         own = [scene for scene in scenes.values() if scene.run == run]
-        assert len({scene.model.name for scene in own}) == 3 and len({scene.batch for scene in own}) == 2
+        assert (
+            len({scene.model.name for scene in own}) == 3
+            and len({scene.batch for scene in own}) == 2
+        )
         assert {len(scene.site.clusters) for scene in own} <= set(range(2, 6))
         assert any(scene.site.wan for scene in own) and not all(scene.site.wan for scene in own)
         assert any(len(scene.gpu_kinds) > 1 for scene in own)
@@ -74,13 +77,24 @@ def test_the_scenes_are_what_the_issue_asks_for(scenes):
 def test_a_plan_of_the_grid_stays_as_it_is(planners, scenes):
     first, second = stage(planners, 4, "b", "b"), stage(planners, 2, "a", "a")
     grid = gridded(scenes["2+2"], planned(first, second, micro_batch=3, predicted_s=1.5))
-    assert (grid.nodes, grid.split, grid.micro_batch,
-            grid.changed) == (("b0", "b1", "a0", "a1"), (4, 2), 3, ())
-    assert (grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data, grid.predicted_s) == (2, 1, 2, 1.5)
+    assert (grid.nodes, grid.split, grid.micro_batch, grid.changed) == (
+        ("b0", "b1", "a0", "a1"),
+        (4, 2),
+        3,
+        (),
+    )
+    assert (grid.sizes.pipeline, grid.sizes.tensor, grid.sizes.data, grid.predicted_s) == (
+        2,
+        1,
+        2,
+        1.5,
+    )
 
 
 def test_sizes_that_differ_by_stage_become_the_nearest_of_the_grid_and_say_so(planners, scenes):
-    plan = planned(stage(planners, 2, "a"), stage(planners, 2, "a"), stage(planners, 4, "b", "b", "b", "b"))
+    plan = planned(
+        stage(planners, 2, "a"), stage(planners, 2, "a"), stage(planners, 4, "b", "b", "b", "b")
+    )
     grid = gridded(scenes["2+4"], plan)
     assert (grid.sizes.pipeline, grid.sizes.data, grid.split) == (3, 2, (2, 2, 4))
     assert grid.nodes == ("a0", "a1", "b0", "b1", "b2", "b3")
@@ -89,7 +103,9 @@ def test_sizes_that_differ_by_stage_become_the_nearest_of_the_grid_and_say_so(pl
 
 def test_nodes_stay_whole(planners, scenes):
     half = stage(planners, 18, *["ib"] * 12, *["roce"] * 20)
-    grid = gridded(scenes["32+32"], planned(half, stage(planners, 18, *["roce"] * 12, *["ib"] * 20)))
+    grid = gridded(
+        scenes["32+32"], planned(half, stage(planners, 18, *["roce"] * 12, *["ib"] * 20))
+    )
     assert sorted(grid.nodes) == sorted(node.name for node in scenes["32+32"].site.nodes)
     assert "nodes stay whole" in " ".join(grid.changed)
 
@@ -100,12 +116,16 @@ def test_gpus_that_are_left_out_are_said(planners, scenes):
 
 
 def test_a_stage_with_the_embedding_alone_gets_a_block(planners, scenes):
-    grid = gridded(scenes["2+2"],
-                   planned(*(stage(planners, blocks, one) for blocks, one in zip((0, 2, 4, 0), "aabb"))))
+    grid = gridded(
+        scenes["2+2"],
+        planned(*(stage(planners, blocks, one) for blocks, one in zip((0, 2, 4, 0), "aabb"))),
+    )
     assert min(grid.split) == 1 and sum(grid.split) == 6
 
 
-@pytest.mark.parametrize("replicas, what", [(("a", "a", "a"), None), (("z",), "'z'"), (("a",) * 9, "9 GPUs")])
+@pytest.mark.parametrize(
+    "replicas, what", [(("a", "a", "a"), None), (("z",), "'z'"), (("a",) * 9, "9 GPUs")]
+)
 def test_a_plan_that_the_scene_cannot_hold_is_refused(planners, scenes, replicas, what):
     plan = planned(stage(planners, 6, *replicas), micro_batch=1 if what else 7)
     with pytest.raises(HolmesError, match=what):
@@ -114,38 +134,60 @@ def test_a_plan_that_the_scene_cannot_hold_is_refused(planners, scenes, replicas
 
 def test_stages_of_sailors_planners_are_read(scenes):
     text = {
-        "pipeline_list": [{"layers_per_stage": [[0, 1, 2, 3], [4, 5, 6, 7]], "dp": [1, 1], "num_stages": 2,
-                           "tmp_per_stage": [[[[["A100-40", 1, "us-west1-b"]], 1],
-                                              [[["A100-40", 1, "us-west1-b"]], 1]],
-                                             [[[["A100-40", 1, "us-central1-a"]], 1]]]}],
-        "mbs": 2, "iter_time": 4.25,
+        "pipeline_list": [
+            {
+                "layers_per_stage": [[0, 1, 2, 3], [4, 5, 6, 7]],
+                "dp": [1, 1],
+                "num_stages": 2,
+                "tmp_per_stage": [
+                    [[[["A100-40", 1, "us-west1-b"]], 1], [[["A100-40", 1, "us-west1-b"]], 1]],
+                    [[[["A100-40", 1, "us-central1-a"]], 1]],
+                ],
+            }
+        ],
+        "mbs": 2,
+        "iter_time": 4.25,
     }
-    plan, = read(view(scenes, "2+2", "SAILOR"), "SAILOR", text)
+    (plan,) = read(view(scenes, "2+2", "SAILOR"), "SAILOR", text)
     assert [one.blocks for one in plan.stages] == [3, 3]
     assert [one.replicas for one in plan.stages] == [(("b",), ("b",)), (("a",),)]
     assert (plan.micro_batch, plan.predicted_s) == (2, 4.25)
 
 
 def test_milliseconds_of_metis_are_seconds(scenes):
-    one = {"layers_per_stage": [list(range(8))], "tmp_per_stage": [[[[["A100-40", 1, "us-central1-a"]], 1]]],
-           "dp": [1]}
-    plan, = read(view(scenes, "2+2", "Metis"), "Metis",
-                 {"pipeline_list": [one], "mbs": 1, "iter_time": 1500.0})
+    one = {
+        "layers_per_stage": [list(range(8))],
+        "tmp_per_stage": [[[[["A100-40", 1, "us-central1-a"]], 1]]],
+        "dp": [1],
+    }
+    (plan,) = read(
+        view(scenes, "2+2", "Metis"),
+        "Metis",
+        {"pipeline_list": [one], "mbs": 1, "iter_time": 1500.0},
+    )
     assert plan.predicted_s == pytest.approx(1.5)
 
 
 def test_pipelines_of_flashflex_become_replicas(scenes):
     gpus = [["A100-40", 1, "us-central1-a"], ["V100-16", 1, "us-central1-a"]]
-    one = {"layers_per_stage": [[0, 1, 2, 3, 4], [5, 6, 7]], "dp": [1, 1],
-           "tmp_per_stage": [[[[gpus[0]], 1]], [[[gpus[1]], 1]]]}
-    plan, = read(view(scenes, "2+2", "FlashFlex"), "FlashFlex", {"pipeline_list": [one, one], "mbs": 1})
+    one = {
+        "layers_per_stage": [[0, 1, 2, 3, 4], [5, 6, 7]],
+        "dp": [1, 1],
+        "tmp_per_stage": [[[[gpus[0]], 1]], [[[gpus[1]], 1]]],
+    }
+    (plan,) = read(
+        view(scenes, "2+2", "FlashFlex"), "FlashFlex", {"pipeline_list": [one, one], "mbs": 1}
+    )
     stages = [(own.blocks, own.replicas) for own in plan.stages]
     assert stages == [(4, (("a",), ("a",))), (2, (("b",), ("b",)))]
 
 
 def test_three_sizes_of_varuna_are_stages_in_the_launchers_order(scenes):
-    plan, = read(view(scenes, "2+2", "Varuna"), "Varuna", {"P": 2, "D": 2, "T": 1, "mbs": 4,
-                                                             "estimated_throughput": 0.5})
+    (plan,) = read(
+        view(scenes, "2+2", "Varuna"),
+        "Varuna",
+        {"P": 2, "D": 2, "T": 1, "mbs": 4, "estimated_throughput": 0.5},
+    )
     assert [own.blocks for own in plan.stages] == [3, 3] and plan.predicted_s == 2.0
     assert [own.gpus for own in plan.stages] == [("a", "a"), ("b", "b")]
 
@@ -171,7 +213,7 @@ def test_a_planner_sees_the_pairs_of_clusters(scenes):
     assert zones.link(a, c) == (50e6 / 8, 0.020) and zones.link(a, b)[0] == 200e6 / 8
     assert zones.link(a, a)[0] == 1e9 / 8
     flat = view(scenes, "2+2+2 links", "Varuna")
-    key, = flat.groups
+    (key,) = flat.groups
     assert flat.link(key, key) == (50e6 / 8, 0.020)  # the slowest
 
 
@@ -199,7 +241,9 @@ def test_our_plan_is_judged_at_what_it_predicts_and_no_dice_beat_it(planners, sc
     grid, seconds, gap = planners.judge.holmes_plan(scene, 20.0)
     ours = planners.judge.judged(scene, grid)
     assert ours.step_s == pytest.approx(grid.predicted_s) and ours.fits and gap >= 0
-    others = [planners.judge.judged(scene, one).step_s for one in planners.judge.random_plans(scene, 12)]
+    others = [
+        planners.judge.judged(scene, one).step_s for one in planners.judge.random_plans(scene, 12)
+    ]
     assert ours.step_s <= min(others) * (1 + 1e-9)
     assert max(others) > ours.step_s * 1.05, "the judge tells plans apart"
 
@@ -208,7 +252,9 @@ def test_what_a_careful_person_types_fits_the_memory(planners, scenes):
     scene = scenes["64+32"]
     grid = planners.judge.typed(scene)
     assert planners.judge.judged(scene, grid).fits
-    assert grid.sizes.tensor * grid.sizes.pipeline > 1, "18 * 10^9 parameters are too many for one GPU"
+    assert grid.sizes.tensor * grid.sizes.pipeline > 1, (
+        "18 * 10^9 parameters are too many for one GPU"
+    )
 
 
 def test_what_the_file_has_is_not_run_again(planners, scenes, tmp_path, monkeypatch):
@@ -218,8 +264,9 @@ def test_what_the_file_has_is_not_run_again(planners, scenes, tmp_path, monkeypa
     planners.ask(table, scenes["2+2"], "SAILOR", args)
     again = planners.Table(path)
     assert all(again.has("2+2", name, 20.0) for name in ("typed", "SAILOR"))
-    assert again.has("2+2", "typed", 30.0) and not again.has("2+2", "SAILOR", 30.0), ("no plan, and now more "
-                                                                                      "time")
+    assert again.has("2+2", "typed", 30.0) and not again.has("2+2", "SAILOR", 30.0), (
+        "no plan, and now more time"
+    )
     assert not again.has("2+2", "holmes plan", 20.0)
     assert "git clone" in again.notes["2+2"]["SAILOR"]["no plan"]
     planners.regrets(again, ["2+2"])
@@ -236,11 +283,18 @@ def test_what_the_file_has_is_not_run_again(planners, scenes, tmp_path, monkeypa
     assert again.value("2+2", "typed", planners.STEP) is None
 
 
-def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(planners, scenes, monkeypatch, tmp_path):
+def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(
+    planners, scenes, monkeypatch, tmp_path
+):
     """Two planners with one plan, one whose plan does not start: what a run has is not run again."""
     ran, file = [], tmp_path / "rows.json"
-    note = {"nodes": ["a0", "a1", "b0", "b1"], "sizes": [2, 1, 2], "split": [3, 3],
-            "micro_batch": 1, "limit": 1.0}
+    note = {
+        "nodes": ["a0", "a1", "b0", "b1"],
+        "sizes": [2, 1, 2],
+        "split": [3, 3],
+        "micro_batch": 1,
+        "limit": 1.0,
+    }
 
     def run(scene, grid):
         ran.append((scene.name, grid.split))
@@ -251,7 +305,11 @@ def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(planners, scenes, 
     monkeypatch.setattr(planners.lab, "run", run)
     table = planners.Table(file)
     for name in ("2+2", "2+2 20 ms"):
-        table.notes[name] = {"AMP": note | {"split": [5, 1]}, "typed": dict(note), "holmes plan": dict(note)}
+        table.notes[name] = {
+            "AMP": note | {"split": [5, 1]},
+            "typed": dict(note),
+            "holmes plan": dict(note),
+        }
         for planner, step in (("AMP", 3.0), ("typed", 2.5), ("holmes plan", 2.5)):
             table.add(name, planner, planners.STEP, [step], "s")
     table.save()
@@ -265,7 +323,9 @@ def test_a_run_in_the_lab_is_shared_kept_and_begins_with_ours(planners, scenes, 
     assert "no room" in table.notes["2+2"]["AMP"]["lab"]
 
 
-def test_a_planner_that_is_late_is_cut_and_asked_with_more_time(planners, scenes, monkeypatch, tmp_path):
+def test_a_planner_that_is_late_is_cut_and_asked_with_more_time(
+    planners, scenes, monkeypatch, tmp_path
+):
     def late(scene, planner, args):
         raise HolmesError(f"no plan within {args.limit:g} CPU s")
 

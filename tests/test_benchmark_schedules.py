@@ -20,7 +20,9 @@ def schedules(monkeypatch):
 def test_a_listed_schedule_is_between_1f1b_and_the_bound(schedules, name):
     rows = {row.metric: row for row in schedules.measure(name)}
     for memory in ("each stage's", "the fullest"):
-        with_nccl, ratio = (rows[f"{what}, memory of {memory}"] for what in ("ratio, NCCL", "ratio"))
+        with_nccl, ratio = (
+            rows[f"{what}, memory of {memory}"] for what in ("ratio, NCCL", "ratio")
+        )
         least = rows[f"ratio that no schedule beats, memory of {memory}"].value
         assert 1.04 < with_nccl.value <= ratio.value <= least
         asked = (name, memory) == schedules.ASKED

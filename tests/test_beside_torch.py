@@ -22,7 +22,9 @@ def write_wheel(folder: Path, name: str, version: str, *requirements: str) -> Pa
     with zipfile.ZipFile(wheel, "w") as file:
         info = f"{name}-{version}.dist-info"
         file.writestr(f"{info}/METADATA", metadata)
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\n"
+        )
         file.writestr(f"{info}/RECORD", "")
     return wheel
 
@@ -41,8 +43,12 @@ class Environment:
         # could not be imported afterwards, in any test of this process (_distutils_hack).
         pip_folder = Path(distribution("pip").locate_file("pip"))
         (site_packages / "pip").symlink_to(pip_folder)
-        self.environ = {**venvs.clean_environ(), "PIP_CONFIG_FILE": "/dev/null", "PIP_NO_INDEX": "1",
-                        "PIP_FIND_LINKS": str(self.wheels)}  # fmt: skip
+        self.environ = {
+            **venvs.clean_environ(),
+            "PIP_CONFIG_FILE": "/dev/null",
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.wheels),
+        }
         self.run("-m", "pip", "install", "-q", "torch==2.15.0")
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -79,7 +85,7 @@ def test_a_constraint_of_pip_s_configuration_does_not_replace_torch(environment,
     write_wheel(environment.wheels, "framework", "1.0", "torch>=2.0")
     result = environment.install("framework")
     assert result.returncode == 1
-    line, = result.stderr.splitlines()
+    (line,) = result.stderr.splitlines()
     assert line.startswith("make: pip cannot install framework and keep torch 2.15.0: ")
     assert "torch<=2.14.1" in line
     assert environment.installed("torch") == "2.15.0"
@@ -89,7 +95,7 @@ def test_a_package_that_needs_another_torch_is_named(environment):
     write_wheel(environment.wheels, "framework", "1.0", "torch<2.15")
     result = environment.install("framework")
     assert result.returncode == 1
-    line, = result.stderr.splitlines()
+    (line,) = result.stderr.splitlines()
     assert "framework 1.0 depends on torch<2.15" in line
     assert environment.installed("torch") == "2.15.0"
 
@@ -97,7 +103,7 @@ def test_a_package_that_needs_another_torch_is_named(environment):
 def test_a_package_that_does_not_exist_is_named(environment):
     result = environment.install("no-such-package")
     assert result.returncode == 1
-    line, = result.stderr.splitlines()
+    (line,) = result.stderr.splitlines()
     assert "no-such-package" in line and "torch 2.15.0" in line
 
 

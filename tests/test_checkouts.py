@@ -86,11 +86,15 @@ def test_a_folder_without_the_script_is_not_overwritten(source, capsys):
     assert list(folder.iterdir()) == []
 
 
-def test_each_nccl_is_cloned_into_the_folder_in_which_holmes_ext_looks_for_it(tmp_path, monkeypatch):
+def test_each_nccl_is_cloned_into_the_folder_in_which_holmes_ext_looks_for_it(
+    tmp_path, monkeypatch
+):
     """The variable HOLMES_NCCL_SOURCE names a checkout of any version, so it moves only the first folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("HOLMES_NCCL_SOURCE", raising=False)
-    nccl, nccl_of_new_torch = [source for source in checkouts.PINNED if source.url.endswith("/nccl")]
+    nccl, nccl_of_new_torch = [
+        source for source in checkouts.PINNED if source.url.endswith("/nccl")
+    ]
     assert nccl.folder() == tmp_path / "holmes_ext" / "nccl"
     assert nccl_of_new_torch.folder() == tmp_path / "holmes_ext" / "nccl-2.30.7"
     monkeypatch.setenv("HOLMES_NCCL_SOURCE", str(tmp_path / "mine"))

@@ -14,7 +14,19 @@ import subprocess
 import pytest
 from test_docs import ROOT
 
-TOOLS = ("bash", "cat", "chmod", "dirname", "grep", "mkdir", "rm", "sleep", "tail", "timeout", "touch")
+TOOLS = (
+    "bash",
+    "cat",
+    "chmod",
+    "dirname",
+    "grep",
+    "mkdir",
+    "rm",
+    "sleep",
+    "tail",
+    "timeout",
+    "touch",
+)
 THERE = ("git", "g++", "python3", "tc", "ip", "unshare")
 LAUNCHERS = ("slurmctld", "slurmd", "munged", "mpirun", "pdsh", "ssh", "sshd")
 WHY = "; E: Unable to locate package"
@@ -25,7 +37,8 @@ END = ("make unit", "make summary")
 FAILS = "echo 'E: Unable to locate package' >&2; exit 100"
 NO_TORCH = (
     ".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make unit), as pip brought no CUDA build of"
-            " torch: ERROR: no matching distribution")
+    " torch: ERROR: no matching distribution"
+)
 
 
 def program(path, text):
@@ -69,21 +82,29 @@ def run(tmp_path):
         # install.
         program(programs / "apt-get", f'echo "$1" >> asked; [ "$1" = update ] && exit 0; {apt}')
         program(programs / "make", f'echo "make $1"; {make}')
-        result = subprocess.run([script], env={"PATH": str(programs)}, capture_output=True, text=True,
-                                timeout=60)
+        result = subprocess.run(
+            [script], env={"PATH": str(programs)}, capture_output=True, text=True, timeout=60
+        )
         assert result.returncode == status, result.stderr
         return result.stdout.splitlines()
 
     return run_script
 
 
-@pytest.mark.parametrize("apt, there, said, asked", [
-    ("exit 0", LAUNCHERS, [], 1),
-    (FAILS, LAUNCHERS, [BROWSER], 1),
-    (FAILS, [name for name in LAUNCHERS if name not in ("slurmctld", "slurmd", "munged")], [SLURM, BROWSER],
-     2),
-    (f'[[ "$*" != *slurm* ]] || {{ {FAILS}; }}', [LAUNCHERS[1], *LAUNCHERS[3:]], [SLURM], 2),
-])
+@pytest.mark.parametrize(
+    "apt, there, said, asked",
+    [
+        ("exit 0", LAUNCHERS, [], 1),
+        (FAILS, LAUNCHERS, [BROWSER], 1),
+        (
+            FAILS,
+            [name for name in LAUNCHERS if name not in ("slurmctld", "slurmd", "munged")],
+            [SLURM, BROWSER],
+            2,
+        ),
+        (f'[[ "$*" != *slurm* ]] || {{ {FAILS}; }}', [LAUNCHERS[1], *LAUNCHERS[3:]], [SLURM], 2),
+    ],
+)
 def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
     bring_torch(tmp_path)
     assert run(apt, there) == [*INSTALL, *said, "make test", "make gpu", *END]
@@ -91,7 +112,9 @@ def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
 
 
 def test_a_torch_that_pip_cannot_bring_is_told(run):
-    lines = run(make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }')
+    lines = run(
+        make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }'
+    )
     assert lines == [*INSTALL, "make test", NO_TORCH, *END]
 
 

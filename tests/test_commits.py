@@ -102,8 +102,9 @@ def test_an_example_commit_applies_and_works(name, tree):
     git_apply(tree, patch)
     try:
         environ = {**os.environ, "PYTHONPATH": f"{tree}:{ROOT / 'tests'}"}
-        done = subprocess.run([sys.executable, "-c", script], cwd=tree, env=environ, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", script], cwd=tree, env=environ, capture_output=True, text=True
+        )
     finally:
         git_apply(tree, patch, "-R")
     assert done.returncode == 0, done.stderr

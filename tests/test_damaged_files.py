@@ -42,14 +42,21 @@ def use_ds_config(path):
 
 def check_document():
     node = NodeReport("a0", "boot/1", "eth0", (IB, ROCE, ETHERNET), 1)
-    return json.dumps(NodeCheck(node, {"torch": "2.13.0"}, {"NCCL_IB_HCA": "mlx5_0"}, ()).to_dict(),
-                      indent=1).encode()
+    return json.dumps(
+        NodeCheck(node, {"torch": "2.13.0"}, {"NCCL_IB_HCA": "mlx5_0"}, ()).to_dict(), indent=1
+    ).encode()
 
 
-DS_CONFIG = {"train_batch_size": 8, "pipeline": {"stages": 2, "partition": "best"},
-             "zero_optimization": {"stage": 1, "overlap_comm": True}}
+DS_CONFIG = {
+    "train_batch_size": 8,
+    "pipeline": {"stages": 2, "partition": "best"},
+    "zero_optimization": {"stage": 1, "overlap_comm": True},
+}
 FILES = {
-    "cluster.toml": (lambda: (ROOT / "examples/clusters/two_clusters_4.toml").read_bytes(), use_spec),
+    "cluster.toml": (
+        lambda: (ROOT / "examples/clusters/two_clusters_4.toml").read_bytes(),
+        use_spec,
+    ),
     "plan.json": (lambda: PLAN.to_json().encode(), lambda path: check_plan(load_plan(path), SITE)),
     "model.toml": (lambda: (ROOT / "examples/models/gpt_7.5b.toml").read_bytes(), load_model),
     "check.json": (check_document, load_check),
@@ -72,8 +79,12 @@ def test_a_damaged_file_is_read_or_refused_in_one_line(tmp_path, name):
         except HolmesError as error:
             refused += 1
             assert str(path) in str(error) and "\n" not in str(error) and len(str(error)) < 1500, (
-                data, str(error))
-    assert name == "ds_config.json" or refused > ROUNDS / 4  # what is no JSON is DeepSpeed's to refuse
+                data,
+                str(error),
+            )
+    assert (
+        name == "ds_config.json" or refused > ROUNDS / 4
+    )  # what is no JSON is DeepSpeed's to refuse
 
 
 def test_damaged_sysfs_trees(tmp_path, exhaustive):

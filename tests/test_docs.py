@@ -15,7 +15,10 @@ _SPEC = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / 
 generate = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(generate)
 FOLDERS = ("docs", "benchmarks", "examples", "integration_tests")
-PAGES = [ROOT / "README.md", *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md")))]
+PAGES = [
+    ROOT / "README.md",
+    *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
+]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FILE = r"(?:holmes_ext|patches|tests|integration_tests|benchmarks|examples|docs)/[\w./-]*\w"
 PLACE = re.compile(rf"(?<![\w./-])((?:\.\./)*{FILE})")
@@ -60,36 +63,53 @@ def test_what_is_generated_is_what_the_code_and_the_results_say(page):
     """Flags, variables, features, commands, keys, metrics, the public list, README's figures, what commands
     print."""
     text = page.read_text()
-    way_out = (".venv/bin/python docs/generate.py writes it; a change of docs/public.md belongs into "
-               "CHANGELOG.md, too")
+    way_out = (
+        ".venv/bin/python docs/generate.py writes it; a change of docs/public.md belongs into "
+        "CHANGELOG.md, too"
+    )
     assert generate.renewed(text) == text, way_out
 
 
 def test_certificates_name_the_worst_error_that_was_measured():
-    assert generate.MODEL_ERROR.read_text() == generate.tables.model_error_file(), (".venv/bin/python "
-                                                                                    "docs/generate.py")
+    assert generate.MODEL_ERROR.read_text() == generate.tables.model_error_file(), (
+        ".venv/bin/python docs/generate.py"
+    )
     _, worst = generate.tables.worst_error()
-    assert f"{worst:.1%}" in str(Certificate(2.0, 1.0)) and f"{worst:.1%}" in str(Certificate(1.0, 1.0))
+    assert f"{worst:.1%}" in str(Certificate(2.0, 1.0)) and f"{worst:.1%}" in str(
+        Certificate(1.0, 1.0)
+    )
     assert generate.tables.model_error() in (ROOT / "README.md").read_text().replace("\n", " ")
 
 
 def test_every_flag_and_every_command_is_listed():
     flags, commands = ((ROOT / "docs" / name).read_text() for name in ("flags.md", "commands.md"))
-    assert not [name for name in (*map(flag, names()), *map(variable, names())) if f"| `{name}`" not in flags]
+    assert not [
+        name
+        for name in (*map(flag, names()), *map(variable, names()))
+        if f"| `{name}`" not in flags
+    ]
     assert not [name for name in all_commands() if f"\n## holmes {name}" not in commands]
 
 
 def test_every_block_is_on_a_page_and_every_page_in_the_site():
     texts = "".join(page.read_text() for page in generate.pages())
-    assert not [name for name in generate.BLOCKS if not re.search(f"<!-- generated: {name}[ >]", texts)]
-    listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]))
+    assert not [
+        name for name in generate.BLOCKS if not re.search(f"<!-- generated: {name}[ >]", texts)
+    ]
+    listed = set(
+        re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2])
+    )
     docs = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert listed == docs | {"index.md", "results.md"}
 
 
 #: Words that a newcomer does not know -> where they are explained.
-TERMS = {"straddle": r"straddl\w+", "closed-form": r"closed form\w*", "two-levels": r"two[ -]levels?",
-         "certificate": r"certificate"}  # fmt: skip
+TERMS = {
+    "straddle": r"straddl\w+",
+    "closed-form": r"closed form\w*",
+    "two-levels": r"two[ -]levels?",
+    "certificate": r"certificate",
+}
 #: Pages whose certificates are those of TLS.
 ABOUT_TLS = {"joined.md", "joined_network.md"}
 

@@ -120,8 +120,10 @@ def test_into_a_dataclass():
         ({"inner": {}}, "f: key 'inner.name' is missing"),
         ({"inner": {"name": ""}}, "f: key 'inner': key 'name' must not be empty"),
         ({"inner": {"name": "a", "size": []}}, "'inner.size' is not known; did you mean 'sizes'"),
-        ({"inner": {"name": "a", "sizes": ["1"]}},
-         "'inner.sizes': .* is not a list, each item a whole number"),
+        (
+            {"inner": {"name": "a", "sizes": ["1"]}},
+            "'inner.sizes': .* is not a list, each item a whole number",
+        ),
         ({"many": [{"name": "b"}, {}]}, r"'many\[1\].name' is missing"),
         ({"texts": {"x": 1}}, "'texts.x': 1 is not a text"),
         ({"index": "1"}, "'index': '1' is not a whole number"),
@@ -135,7 +137,10 @@ def test_into_refuses(change, message):
 
 def test_version():
     Table({"version": 1}, "f").version(1)
-    for values, message in (({"version": 2}, "is 2; this holmes_ext reads version 1"), ({}, "is missing")):
+    for values, message in (
+        ({"version": 2}, "is 2; this holmes_ext reads version 1"),
+        ({}, "is missing"),
+    ):
         with pytest.raises(HolmesError, match=f"f: key 'version' {message}"):
             Table(values, "f").version(1)
     for version, message in ((2, "reads version 3; write it again$"), (4, "reads version 3$")):
@@ -200,13 +205,19 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     write_whole(path, "one")
     path.chmod(0o640)
     write_whole(link, "two")
-    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == ("two", 0o640, True)
+    assert (path.read_text(), path.stat().st_mode & 0o777, link.is_symlink()) == (
+        "two",
+        0o640,
+        True,
+    )
 
     def fail(_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(HolmesError, match=f"^{path}: the plan cannot be written .No space left on device."):
+    with pytest.raises(
+        HolmesError, match=f"^{path}: the plan cannot be written .No space left on device."
+    ):
         save(path, "three", "the plan")
     assert path.read_text() == "two" and sorted(tmp_path.iterdir()) == [link, path]
 

@@ -13,7 +13,9 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "deepspeed_pipeline"
 
 def load(name):
     """A module of the example under a name of its own: `data` and `options` are nobody's packages."""
-    spec = importlib.util.spec_from_file_location(f"deepspeed_pipeline_{name}", EXAMPLE / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        f"deepspeed_pipeline_{name}", EXAMPLE / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
@@ -21,7 +23,9 @@ def load(name):
 
 
 data, options = load("data"), load("options")
-TEXT = torch.arange(241, dtype=torch.uint8)  # windows of 8: 30 of them, each byte says where it lies
+TEXT = torch.arange(
+    241, dtype=torch.uint8
+)  # windows of 8: 30 of them, each byte says where it lies
 
 
 def batches(micro_batches=2, data_ranks=2, data_rank=0, rows=3, seed=1, text=TEXT):
@@ -30,14 +34,20 @@ def batches(micro_batches=2, data_ranks=2, data_rank=0, rows=3, seed=1, text=TEX
 
 def global_batch(step, micro_batches, data_ranks, **kwargs):
     """The samples of a step over all ranks in the order of their numbers."""
-    ranks = [list(batches(micro_batches, data_ranks, rank, **kwargs).step(step))
-             for rank in range(data_ranks)]
-    return torch.cat([ranks[rank][micro][0] for micro in range(micro_batches) for rank in range(data_ranks)])
+    ranks = [
+        list(batches(micro_batches, data_ranks, rank, **kwargs).step(step))
+        for rank in range(data_ranks)
+    ]
+    return torch.cat(
+        [ranks[rank][micro][0] for micro in range(micro_batches) for rank in range(data_ranks)]
+    )
 
 
 def test_labels_are_the_next_bytes():
     for tokens, labels in batches().step(0):
-        assert tokens.shape == labels.shape == (3, 8) and tokens.dtype == labels.dtype == torch.int64
+        assert (
+            tokens.shape == labels.shape == (3, 8) and tokens.dtype == labels.dtype == torch.int64
+        )
         assert torch.equal(labels, tokens + 1)
 
 
@@ -61,7 +71,9 @@ def test_a_step_is_a_function_of_the_seed_alone():
 
 def test_a_text_that_is_too_short_is_named():
     assert batches(text=TEXT[:9]).windows == 1
-    with pytest.raises(ValueError, match="8 bytes and the byte after it do not fit in the text's 8 bytes"):
+    with pytest.raises(
+        ValueError, match="8 bytes and the byte after it do not fit in the text's 8 bytes"
+    ):
         batches(text=TEXT[:8])
 
 
@@ -70,19 +82,30 @@ def test_the_text_is_english_and_long():
     assert len(text) > 300_000 and text.count(b" the ") > 1000
 
 
-@pytest.mark.parametrize("world, argv, message", [
-    ("4", "--stages 3", "a world size of 4 processes is not divisible by --stages 3"),
-    ("4", "--stages 4 --layers 2", "--layers 2 are too few for --stages 4"),
-    ("1", "--hidden 100 --heads 3", "--hidden 100 is not divisible by --heads 3"),
-    ("1", "--steps 0", "argument --steps: 0 is below 1"),
-    ("1", "--lr nan", "argument --lr: nan is below 0"),
-    ("1", "--layers x", "argument --layers: invalid int value: 'x'"),
-    ("1", "--partition-method speed", "--partition-method speed is none of uniform, parameters, type:REGEX"),
-    ("1", "--partition-method type:(", "--partition-method type:(: missing )"),
-    ("1", "--save-every 2", "--save-every 2 needs --save DIR"),
-    ("1", "--deepspeed_config /nowhere.json", "--deepspeed_config /nowhere.json: [Errno 2] No such file"),
-    ("1", "--zero 2", "argument --zero: invalid choice: 2"),
-])
+@pytest.mark.parametrize(
+    "world, argv, message",
+    [
+        ("4", "--stages 3", "a world size of 4 processes is not divisible by --stages 3"),
+        ("4", "--stages 4 --layers 2", "--layers 2 are too few for --stages 4"),
+        ("1", "--hidden 100 --heads 3", "--hidden 100 is not divisible by --heads 3"),
+        ("1", "--steps 0", "argument --steps: 0 is below 1"),
+        ("1", "--lr nan", "argument --lr: nan is below 0"),
+        ("1", "--layers x", "argument --layers: invalid int value: 'x'"),
+        (
+            "1",
+            "--partition-method speed",
+            "--partition-method speed is none of uniform, parameters, type:REGEX",
+        ),
+        ("1", "--partition-method type:(", "--partition-method type:(: missing )"),
+        ("1", "--save-every 2", "--save-every 2 needs --save DIR"),
+        (
+            "1",
+            "--deepspeed_config /nowhere.json",
+            "--deepspeed_config /nowhere.json: [Errno 2] No such file",
+        ),
+        ("1", "--zero 2", "argument --zero: invalid choice: 2"),
+    ],
+)
 def test_bad_usage_is_one_line_and_status_2(monkeypatch, capsys, world, argv, message):
     monkeypatch.setenv("WORLD_SIZE", world)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
@@ -107,4 +130,7 @@ def test_the_deepspeed_config_file_wins(monkeypatch, tmp_path):
     changed, _ = options.parse_args(["--deepspeed_config", str(file)])
     config = options.deepspeed_config(changed)
     assert config["gradient_clipping"] == 0.5 and config["train_batch_size"] == 8
-    assert "gradient_accumulation_steps" not in config and "train_micro_batch_size_per_gpu" not in config
+    assert (
+        "gradient_accumulation_steps" not in config
+        and "train_micro_batch_size_per_gpu" not in config
+    )

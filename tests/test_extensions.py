@@ -60,7 +60,9 @@ def test_options_commands_and_patches_are_added(installed):
 
 
 def test_a_check_of_an_option_refuses_values(installed):
-    option = Option("third", "a number", check=lambda value: "" if value.isdecimal() else "is not a number")
+    option = Option(
+        "third", "a number", check=lambda value: "" if value.isdecimal() else "is not a number"
+    )
     installed(EntryPoint("third", lambda: Extension("third", options=(option,))))
     assert options_from(third="7").value("third") == "7"
     with pytest.raises(HolmesError, match="--holmes-third: 'x' is not a number"):
@@ -71,27 +73,38 @@ def broken():
     raise RuntimeError("two\nlines")
 
 
-@pytest.mark.parametrize("load, reason", [(broken, "RuntimeError: two lines"), (lambda: 7, "TypeError")])
+@pytest.mark.parametrize(
+    "load, reason", [(broken, "RuntimeError: two lines"), (lambda: 7, "TypeError")]
+)
 def test_a_broken_extension_is_left_out_with_one_line(installed, load, reason, capsys):
     installed(EntryPoint("third", load))
     (problem,) = extensions.problems()
-    assert problem.startswith("extension third is left out: ") and reason in problem and "\n" not in problem
+    assert (
+        problem.startswith("extension third is left out: ")
+        and reason in problem
+        and "\n" not in problem
+    )
     assert main(["plan", "--cluster", CLUSTER, "--pipeline", "2"]) == 0
     assert capsys.readouterr().err == f"holmes: {problem}\n"
 
 
 def test_a_broken_contribution_is_left_out_with_one_line(installed):
-    extension = Extension("third", contributions={"doctor_checks": {"third": "no_such_module:check"}})
+    extension = Extension(
+        "third", contributions={"doctor_checks": {"third": "no_such_module:check"}}
+    )
     installed(EntryPoint("third", lambda: extension))
     assert extensions.objects("doctor_checks") == {}
     (problem,) = extensions.problems()
     assert "no_such_module:check" in problem and "ModuleNotFoundError" in problem
 
 
-@pytest.mark.parametrize("fields, clash", [
-    ({"options": (Option("join", "x"),)}, "flag --holmes-join: join and third"),
-    ({"commands": {"join": "x"}}, "command 'join': join and third"),
-])
+@pytest.mark.parametrize(
+    "fields, clash",
+    [
+        ({"options": (Option("join", "x"),)}, "flag --holmes-join: join and third"),
+        ({"commands": {"join": "x"}}, "command 'join': join and third"),
+    ],
+)
 def test_two_with_one_flag_or_command_are_an_error(installed, fields, clash, capsys):
     installed(EntryPoint("third", lambda: Extension("third", **fields)))
     assert main(["plan", "--cluster", CLUSTER]) == 2
@@ -143,7 +156,9 @@ def test_the_built_in_ones_work_without_metadata(tmp_path):
     (tmp_path / "holmes_ext").symlink_to(venvs.ROOT / "holmes_ext")
     code = "from holmes_ext import extensions; print([one.name for one in extensions.found().extensions])"
     environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run([sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True)
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], env=environ, capture_output=True, text=True
+    )
     assert result.stdout.strip() == "['planner', 'adapt', 'join']", result.stderr
 
 
@@ -152,13 +167,29 @@ def example(tmp_path):
     """Environment with examples/extension installed."""
     target = tmp_path / "packages"
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation",
-         "--target", target, shutil.copytree(EXAMPLE, tmp_path / "source")], check=True)
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-q",
+            "--no-deps",
+            "--no-build-isolation",
+            "--target",
+            target,
+            shutil.copytree(EXAMPLE, tmp_path / "source"),
+        ],
+        check=True,
+    )
     return {**os.environ, "PYTHONPATH": str(target)}
 
 
 def run(environ, *argv, code=""):
-    command = [sys.executable, "-c", code] if code else [sys.executable, "-m", "holmes_ext.cli.main", *argv]
+    command = (
+        [sys.executable, "-c", code]
+        if code
+        else [sys.executable, "-m", "holmes_ext.cli.main", *argv]
+    )
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
@@ -170,8 +201,12 @@ def test_the_example_adds_a_command_a_flag_and_a_nic_kind(example, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('trains')")
     flags = ["--holmes", "--holmes-omnipath-note", "hello"]
-    job = subprocess.run([sys.executable, "-m", "holmes_ext", script, *flags], env=example,
-                         capture_output=True, text=True)
+    job = subprocess.run(
+        [sys.executable, "-m", "holmes_ext", script, *flags],
+        env=example,
+        capture_output=True,
+        text=True,
+    )
     assert job.returncode == 0 and "trains" in job.stdout, job.stderr
     assert "omnipath: hello" in job.stdout + job.stderr
 
@@ -179,6 +214,8 @@ def test_the_example_adds_a_command_a_flag_and_a_nic_kind(example, tmp_path):
     hca = sorted((Path(tree) / "class/infiniband").iterdir())[0]
     uevent = hca / "device" / "uevent"
     uevent.write_text(uevent.read_text().replace("DRIVER=mlx5_core", "DRIVER=hfi1"))
-    code = (f"from holmes_ext.cluster.sysfs.node import read_nics\n"
-            f"print(sorted({{nic.kind for nic in read_nics({str(tree)!r})}}))")
+    code = (
+        f"from holmes_ext.cluster.sysfs.node import read_nics\n"
+        f"print(sorted({{nic.kind for nic in read_nics({str(tree)!r})}}))"
+    )
     assert run(example, code=code).stdout.strip() == "['ethernet', 'ib', 'opa', 'roce']"

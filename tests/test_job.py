@@ -16,7 +16,7 @@ from holmes_ext import _pth
 WORKER = {"RANK": "1", "WORLD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "0", "SLURM_STEP_ID": "0"}
 
-RECORDING_SWITCH = '''
+RECORDING_SWITCH = """
 import json, os, sys
 def activate(argv):
     with open(os.environ["RECORD"], "a") as record:
@@ -25,48 +25,69 @@ def activate(argv):
         print("holmes: bad", file=sys.stderr)
         raise SystemExit(2)
     argv[:] = [a for a in argv if not a.startswith("--holmes")]
-'''
+"""
 SHOW = "import sys, json; print(json.dumps([__name__, sys.argv, sys.path[0], __file__]))"
 
 
-@pytest.mark.parametrize("kind, program, arguments, environ, expected", [
-    # a script, by flag
-    ("file", "train.py", ["--holmes"], {}, "activate"),
-    ("file", "train.py", ["--lr", "1", "--holmes-plan=p.json"], WORKER, "activate"),
-    # by rank: the .pth line was reached through HOLMES=1
-    ("file", "train.py", ["--holmespun"], WORKER, "activate"),
-    ("file", "train.py", ["--holmespun"], {"SLURM_PROCID": "0"}, "leave"),
-    ("module", "pkg.train", ["--holmes"], {}, "activate"),
-    ("command", "print()", ["--holmes"], {}, "activate"),
-    # by the environment
-    ("file", "train.py", [], {"HOLMES": "1"}, "activate"),
-    ("module", "pkg.train", [], {"HOLMES": "1", **WORKER}, "activate"),
-    ("command", "print()", [], {"HOLMES": "1", **WORKER}, "leave"),
-    ("stdin", "", [], {"HOLMES": "1"}, "leave"),
-    # launchers keep their flags, also when a scheduler started them
-    ("file", "/env/bin/torchrun", ["train.py", "--holmes"], SRUN, "leave"),
-    ("module", "torch.distributed.run", ["train.py", "--holmes"], {"OMPI_COMM_WORLD_RANK": "0"}, "leave"),
-    ("module", "deepspeed.launcher.launch", ["train.py", "--holmes"], {}, "leave"),
-    ("file", "/env/lib/torch/distributed/run.py", ["train.py", "--holmes"], SRUN, "leave"),
-    ("file", "/env/bin/holmes", ["lab", "run", "--", "python", "train.py", "--holmes"], WORKER, "leave"),
-    ("module", "holmes_ext", ["train.py", "--holmes"], WORKER, "leave"),
-    ("module", "pytest", ["-k", "--holmes"], {}, "leave"),
-    # an installed command that nobody knows: with a rank it is the training program, without one a launcher
-    ("file", "/env/bin/litgpt", ["finetune", "--holmes"], WORKER, "activate"),
-    ("file", "/env/bin/submit", ["train.py", "--holmes"], {}, "leave"),
-    # Slurm: the batch script's own helpers are no workers, srun's tasks are
-    ("file", "prepare.py", [], {"HOLMES": "1", "SLURM_PROCID": "0"}, "leave"),
-    ("file", "train.py", [], {"HOLMES": "1", **SRUN}, "activate"),
-    # helpers of multiprocessing
-    ("command", "from multiprocessing.spawn import spawn_main; spawn_main()", ["--multiprocessing-fork"],
-     {"HOLMES": "1", **WORKER}, "leave"),
-    # off
-    ("file", "train.py", ["--holmes"], {"HOLMES": "0", **WORKER}, "strip"),
-    ("file", "train.py", ["--holmes"], {"HOLMES_DISABLE": "x, all", **WORKER}, "strip"),
-    ("file", "train.py", ["--holmes"], {"HOLMES_DISABLE": "x", **WORKER}, "activate"),
-    ("file", "train.py", [], {"HOLMES_DISABLE": "all", "HOLMES": "1", **WORKER}, "leave"),
-    ("file", "/env/bin/torchrun", ["train.py", "--holmes"], {"HOLMES": "0"}, "leave"),
-])
+@pytest.mark.parametrize(
+    "kind, program, arguments, environ, expected",
+    [
+        # a script, by flag
+        ("file", "train.py", ["--holmes"], {}, "activate"),
+        ("file", "train.py", ["--lr", "1", "--holmes-plan=p.json"], WORKER, "activate"),
+        # by rank: the .pth line was reached through HOLMES=1
+        ("file", "train.py", ["--holmespun"], WORKER, "activate"),
+        ("file", "train.py", ["--holmespun"], {"SLURM_PROCID": "0"}, "leave"),
+        ("module", "pkg.train", ["--holmes"], {}, "activate"),
+        ("command", "print()", ["--holmes"], {}, "activate"),
+        # by the environment
+        ("file", "train.py", [], {"HOLMES": "1"}, "activate"),
+        ("module", "pkg.train", [], {"HOLMES": "1", **WORKER}, "activate"),
+        ("command", "print()", [], {"HOLMES": "1", **WORKER}, "leave"),
+        ("stdin", "", [], {"HOLMES": "1"}, "leave"),
+        # launchers keep their flags, also when a scheduler started them
+        ("file", "/env/bin/torchrun", ["train.py", "--holmes"], SRUN, "leave"),
+        (
+            "module",
+            "torch.distributed.run",
+            ["train.py", "--holmes"],
+            {"OMPI_COMM_WORLD_RANK": "0"},
+            "leave",
+        ),
+        ("module", "deepspeed.launcher.launch", ["train.py", "--holmes"], {}, "leave"),
+        ("file", "/env/lib/torch/distributed/run.py", ["train.py", "--holmes"], SRUN, "leave"),
+        (
+            "file",
+            "/env/bin/holmes",
+            ["lab", "run", "--", "python", "train.py", "--holmes"],
+            WORKER,
+            "leave",
+        ),
+        ("module", "holmes_ext", ["train.py", "--holmes"], WORKER, "leave"),
+        ("module", "pytest", ["-k", "--holmes"], {}, "leave"),
+        # an installed command that nobody knows: with a rank it is the training
+        # program, without one a launcher
+        ("file", "/env/bin/litgpt", ["finetune", "--holmes"], WORKER, "activate"),
+        ("file", "/env/bin/submit", ["train.py", "--holmes"], {}, "leave"),
+        # Slurm: the batch script's own helpers are no workers, srun's tasks are
+        ("file", "prepare.py", [], {"HOLMES": "1", "SLURM_PROCID": "0"}, "leave"),
+        ("file", "train.py", [], {"HOLMES": "1", **SRUN}, "activate"),
+        # helpers of multiprocessing
+        (
+            "command",
+            "from multiprocessing.spawn import spawn_main; spawn_main()",
+            ["--multiprocessing-fork"],
+            {"HOLMES": "1", **WORKER},
+            "leave",
+        ),
+        # off
+        ("file", "train.py", ["--holmes"], {"HOLMES": "0", **WORKER}, "strip"),
+        ("file", "train.py", ["--holmes"], {"HOLMES_DISABLE": "x, all", **WORKER}, "strip"),
+        ("file", "train.py", ["--holmes"], {"HOLMES_DISABLE": "x", **WORKER}, "activate"),
+        ("file", "train.py", [], {"HOLMES_DISABLE": "all", "HOLMES": "1", **WORKER}, "leave"),
+        ("file", "/env/bin/torchrun", ["train.py", "--holmes"], {"HOLMES": "0"}, "leave"),
+    ],
+)
 def test_decide(kind, program, arguments, environ, expected):
     assert _pth.decide(kind, program, arguments, environ, child=False) == expected
     assert _pth.decide(kind, program, arguments, environ, child=True) == "leave"
@@ -112,11 +133,16 @@ class Scene:
     def run(self, *arguments, expect=0, **environ):
         """The activations of `python ARGUMENTS`, and its output read as JSON (None when there is none)."""
         self.record.unlink(missing_ok=True)
-        result = venvs.run(self.python, *arguments, cwd=self.folder, RECORD=str(self.record), **environ)
+        result = venvs.run(
+            self.python, *arguments, cwd=self.folder, RECORD=str(self.record), **environ
+        )
         assert result.returncode == expect, result.stdout + result.stderr
         self.stderr = result.stderr
-        records = [json.loads(line)
-                   for line in self.record.read_text().splitlines()] if self.record.exists() else []
+        records = (
+            [json.loads(line) for line in self.record.read_text().splitlines()]
+            if self.record.exists()
+            else []
+        )
         return records, json.loads(result.stdout) if result.stdout.strip() else None
 
 
@@ -131,9 +157,19 @@ def scene(tmp_path, python):
 
 def test_nothing_is_imported_without_the_flag(scene):
     result = venvs.run(scene.python, "-X", "importtime", "-c", "pass", cwd=scene.folder)
-    assert "site" in result.stderr and "holmes" not in result.stderr and "torch" not in result.stderr
-    result = venvs.run(scene.python, "-X", "importtime", "-c", "pass", "--holmes", cwd=scene.folder,
-                       RECORD=str(scene.record))
+    assert (
+        "site" in result.stderr and "holmes" not in result.stderr and "torch" not in result.stderr
+    )
+    result = venvs.run(
+        scene.python,
+        "-X",
+        "importtime",
+        "-c",
+        "pass",
+        "--holmes",
+        cwd=scene.folder,
+        RECORD=str(scene.record),
+    )
     assert "holmes_ext._pth" in result.stderr
 
 
@@ -149,20 +185,24 @@ def test_flag_on_a_script(scene, environ):
 def test_flag_on_a_module_and_on_code(scene):
     records, (name, argv, _, file) = scene.run("-m", "pkg.train", "--holmes", "x")
     assert len(records) == 1 and name == "__main__" and argv == [file, "x"]
-    records, argv = scene.run("-c", "import sys, json; print(json.dumps(sys.argv))", "--holmes", "x")
+    records, argv = scene.run(
+        "-c", "import sys, json; print(json.dumps(sys.argv))", "--holmes", "x"
+    )
     assert len(records) == 1 and argv == ["-c", "x"]
 
 
 def test_environment_and_off(scene):
     assert len(scene.run("jobs/train.py", HOLMES="1", **WORKER)[0]) == 1
     assert scene.run("jobs/train.py", HOLMES="yes", **WORKER)[0] == []
-    records, (_, argv, _, _) = scene.run("jobs/train.py", "--holmes", "--holmes-plan", "p", "x", HOLMES="0",
-                                         **WORKER)
+    records, (_, argv, _, _) = scene.run(
+        "jobs/train.py", "--holmes", "--holmes-plan", "p", "x", HOLMES="0", **WORKER
+    )
     assert records == [] and argv == ["jobs/train.py", "x"]
 
 
-@pytest.mark.parametrize("how",
-                         [["jobs/train.py"], ["-m", "pkg.train"], ["-m", "holmes_ext", "jobs/train.py"]])
+@pytest.mark.parametrize(
+    "how", [["jobs/train.py"], ["-m", "pkg.train"], ["-m", "holmes_ext", "jobs/train.py"]]
+)
 def test_bad_input_ends_with_status_2_before_the_script(scene, how):
     records, output = scene.run(*how, "--holmes", "--holmes-bad", expect=2)
     assert len(records) == 1 and output is None and scene.stderr == "holmes: bad\n"
@@ -170,11 +210,13 @@ def test_bad_input_ends_with_status_2_before_the_script(scene, how):
 
 @pytest.mark.parametrize("as_module", [False, True])
 def test_a_launcher_is_left_alone_and_its_workers_are_activated(scene, as_module):
-    launcher = ("import os, subprocess, sys\n"
-                "workers = [subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.DEVNULL,\n"
-                "    env={**os.environ, 'RANK': str(r), 'WORLD_SIZE': '2'}) for r in range(2)]\n"
-                "assert '--holmes' in sys.argv and all(w.wait() == 0 for w in workers)\n"
-                "print([w.pid for w in workers])")
+    launcher = (
+        "import os, subprocess, sys\n"
+        "workers = [subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.DEVNULL,\n"
+        "    env={**os.environ, 'RANK': str(r), 'WORLD_SIZE': '2'}) for r in range(2)]\n"
+        "assert '--holmes' in sys.argv and all(w.wait() == 0 for w in workers)\n"
+        "print([w.pid for w in workers])"
+    )
     if as_module:
         for package in ("torch", "torch/distributed"):
             scene.write(f"{package}/__init__.py", "")
@@ -182,14 +224,17 @@ def test_a_launcher_is_left_alone_and_its_workers_are_activated(scene, as_module
         how = ["-m", "torch.distributed.run"]
     else:
         how = [scene.write("torchrun", launcher)]
-    for arguments, argv0 in [(["jobs/train.py"], "jobs/train.py"), (["-m", "pkg.train"], "-m"),
-                             (["-m", "holmes_ext", "jobs/train.py"], "jobs/train.py")]:
+    for arguments, argv0 in [
+        (["jobs/train.py"], "jobs/train.py"),
+        (["-m", "pkg.train"], "-m"),
+        (["-m", "holmes_ext", "jobs/train.py"], "jobs/train.py"),
+    ]:
         records, pids = scene.run(*how, *arguments, "--holmes", **SRUN)
         assert sorted(record["pid"] for record in records) == sorted(pids)
         assert {record["argv"][0] for record in records} == {argv0}
 
 
-CHILDREN = '''
+CHILDREN = """
 import multiprocessing, os, subprocess, sys
 def work(x): return sys.argv
 if __name__ == "__main__":
@@ -199,7 +244,7 @@ if __name__ == "__main__":
     shell = ["sh", "-c", f"{sys.executable} -m holmes_ext jobs/train.py; true"]
     subprocess.run(shell, check=True, stdout=subprocess.DEVNULL)
     print(os.getpid())
-'''
+"""
 
 
 @pytest.mark.parametrize("how", [[], ["-m", "holmes_ext"]])
@@ -211,8 +256,11 @@ def test_children_of_a_worker_are_left_alone(scene, how, environ):
 
 
 def test_a_worker_that_executes_itself_again_is_activated_again(scene):
-    script = scene.write("again.py", "import os, sys\nif 'again' in sys.argv: print(os.getpid())\n"
-                         "else: os.execv(sys.executable, [sys.executable, __file__, 'again'])")
+    script = scene.write(
+        "again.py",
+        "import os, sys\nif 'again' in sys.argv: print(os.getpid())\n"
+        "else: os.execv(sys.executable, [sys.executable, __file__, 'again'])",
+    )
     records, pid = scene.run(script, HOLMES="1", **WORKER)
     assert [record["pid"] for record in records] == [pid, pid]
 
@@ -221,8 +269,10 @@ def test_a_worker_that_executes_itself_again_is_activated_again(scene):
 def test_python_m_holmes_ext_runs_a_script_as_if_alone(scene, without_pth):
     how, environ = ["-m", "holmes_ext"], dict(WORKER)
     if without_pth:
-        how, environ["PYTHONPATH"] = ["-S",
-                                      *how], str(next(scene.python.parent.parent.glob("lib/*/site-packages")))
+        how, environ["PYTHONPATH"] = (
+            ["-S", *how],
+            str(next(scene.python.parent.parent.glob("lib/*/site-packages"))),
+        )
     alone = scene.run("jobs/train.py", "--lr", "1")[1]
     for flags in [], ["--holmes"]:
         records, shown = scene.run(*how, *flags, "jobs/train.py", "--lr", "1", *flags, **environ)
@@ -242,9 +292,14 @@ def test_python_m_holmes_ext_passes_flags_and_exit_status_on(scene):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [([], "no program to run"), (["gone.py"], "gone.py: no such script"), (["-m"], "no program"),
-                          (["--lr", "1"], "--lr is not a flag of holmes"),
-                          (["-m", "torch.distributed.run", "x.py"], "starts workers itself")])
+    [
+        ([], "no program to run"),
+        (["gone.py"], "gone.py: no such script"),
+        (["-m"], "no program"),
+        (["--lr", "1"], "--lr is not a flag of holmes"),
+        (["-m", "torch.distributed.run", "x.py"], "starts workers itself"),
+    ],
+)
 def test_python_m_holmes_ext_bad_usage(scene, arguments, message):
     assert scene.run("-m", "holmes_ext", *arguments, expect=2) == ([], None)
     assert message in scene.stderr and scene.stderr.count("\n") == 1

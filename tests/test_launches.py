@@ -16,7 +16,9 @@ def log(*entries):
         else:
             group, ranks, operation, *more = entry
             options = more[0] if more else {}
-            made.append(Launch(len(made) + 1, group, ranks, operation, options.pop("bytes", 4), **options))
+            made.append(
+                Launch(len(made) + 1, group, ranks, operation, options.pop("bytes", 4), **options)
+            )
     return made
 
 
@@ -36,7 +38,9 @@ def test_what_is_the_same_everywhere_is_right():
     assert faults({rank: log(SUM, asynchronous(OTHER), SUM, 2) for rank in (0, 1)}) == []
 
 
-@pytest.mark.parametrize("other", [("g", (0, 1), "broadcast"), ("g", (0, 1), "all_reduce", {"bytes": 8})])
+@pytest.mark.parametrize(
+    "other", [("g", (0, 1), "broadcast"), ("g", (0, 1), "all_reduce", {"bytes": 8})]
+)
 def test_another_operation_or_size(other):
     (line,) = faults({0: log(SUM, SUM), 1: log(SUM, other)})
     assert "operation 1" in line
@@ -49,21 +53,29 @@ def test_fewer_operations():
 def test_two_communicators_in_unlike_order():
     (line,) = faults({0: log(SUM, OTHER), 1: log(OTHER, SUM)})
     assert line.startswith("a circle of waits")
-    assert faults({0: log(asynchronous(SUM), OTHER, 1), 1: log(asynchronous(OTHER), SUM, 1)},
-                  bound=True) == []
+    assert (
+        faults(
+            {0: log(asynchronous(SUM), OTHER, 1), 1: log(asynchronous(OTHER), SUM, 1)}, bound=True
+        )
+        == []
+    )
 
 
 def test_making_a_communicator_holds_the_host_up():
     """Asynchronous or not: rank 0 makes g first, rank 1 h."""
-    logs = {0: log(asynchronous(SUM), asynchronous(OTHER), 1, 2),
-            1: log(asynchronous(OTHER), asynchronous(SUM), 1, 2)}
+    logs = {
+        0: log(asynchronous(SUM), asynchronous(OTHER), 1, 2),
+        1: log(asynchronous(OTHER), asynchronous(SUM), 1, 2),
+    }
     (line,) = faults(logs)
     assert "circle" in line and faults(logs, bound=True) == []
 
 
 def test_three_ranks_in_a_ring():
-    ring = {rank: log((f"{rank}", pair, "all_reduce"), (f"{(rank + 1) % 3}", other, "all_reduce"))
-            for rank, pair, other in ((0, (0, 2), (0, 1)), (1, (0, 1), (1, 2)), (2, (1, 2), (0, 2)))}
+    ring = {
+        rank: log((f"{rank}", pair, "all_reduce"), (f"{(rank + 1) % 3}", other, "all_reduce"))
+        for rank, pair, other in ((0, (0, 2), (0, 1)), (1, (0, 1), (1, 2)), (2, (1, 2), (0, 2)))
+    }
     assert any("circle" in line for line in faults(ring))
 
 
@@ -73,8 +85,10 @@ def test_both_send_first():
     turns = {0: both[0], 1: log(message("receive", 0), message("send", 0))}
     assert faults(turns) == []
     once = {"batch": 1, "stays": False}
-    batch = {rank: log(message("send", 1 - rank, **once), message("receive", 1 - rank, **once), 1)
-             for rank in (0, 1)}
+    batch = {
+        rank: log(message("send", 1 - rank, **once), message("receive", 1 - rank, **once), 1)
+        for rank in (0, 1)
+    }
     assert faults(batch) == []
 
 
@@ -101,8 +115,10 @@ def of_a_job(rank):
         work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
         dist.broadcast(torch.ones(2), 0)
         work.wait()
-        ops = [dist.P2POp(dist.isend, torch.ones(3), 1 - rank),
-               dist.P2POp(dist.irecv, torch.ones(3), 1 - rank)]
+        ops = [
+            dist.P2POp(dist.isend, torch.ones(3), 1 - rank),
+            dist.P2POp(dist.irecv, torch.ones(3), 1 - rank),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         dist.reduce_scatter_tensor(torch.ones(2), torch.ones(4))
@@ -113,8 +129,17 @@ def of_a_job(rank):
 def test_what_a_job_launches_is_recorded():
     logs = dict(enumerate(run_ranks(of_a_job, 2)))
     first, second, wait, send, receive, *_, last = logs[0]
-    assert (first.operation, first.bytes, first.stays, first.ranks) == ("all_reduce", 16, False, (0, 1))
+    assert (first.operation, first.bytes, first.stays, first.ranks) == (
+        "all_reduce",
+        16,
+        False,
+        (0, 1),
+    )
     assert (second.operation, second.stays, wait) == ("broadcast", True, Wait(1))
-    assert (send.operation, send.peer, receive.batch) == ("send", 1, send.batch) and send.batch == send.number
+    assert (send.operation, send.peer, receive.batch) == (
+        "send",
+        1,
+        send.batch,
+    ) and send.batch == send.number
     assert (last.operation, last.bytes) == ("reduce_scatter", 8)
     assert faults(logs) == [] and faults(logs, bound=True) == []

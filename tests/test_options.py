@@ -6,9 +6,9 @@ from holmes_ext.options import Options, from_environment, options_from, parse_fl
 
 
 def test_flags_are_read_and_removed():
-    options, rest = parse_flags(["--lr", "1", "--holmes", "--holmes-cluster", "c.toml",
-                                 "--holmes-plan=p.json", "x"],
-                                {})
+    options, rest = parse_flags(
+        ["--lr", "1", "--holmes", "--holmes-cluster", "c.toml", "--holmes-plan=p.json", "x"], {}
+    )
     assert (options.cluster, options.plan) == ("c.toml", "p.json")
     assert rest == ["--lr", "1", "x"]
     assert options.given == {"cluster", "plan"}
@@ -21,7 +21,11 @@ def test_flag_wins_over_environment():
 
 
 def test_after_a_lone_dash_dash_arguments_are_the_scripts():
-    assert parse_flags(["--holmes", "--", "--holmes-plan", "x"], {})[1] == ["--", "--holmes-plan", "x"]
+    assert parse_flags(["--holmes", "--", "--holmes-plan", "x"], {})[1] == [
+        "--",
+        "--holmes-plan",
+        "x",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -40,8 +44,10 @@ def test_after_a_lone_dash_dash_arguments_are_the_scripts():
         (["--holmes-overlap", "yes"], "not one of auto, on, off"),
         (["--holmes-bucket", "0"], "not a number of megabytes"),
         (["--holmes-bucket", "25MB"], "not a number of megabytes"),
-        (["--holmes-partition", "best"],
-         "'best' is not one of uniform, speed, balanced, nor layers of each stage"),
+        (
+            ["--holmes-partition", "best"],
+            "'best' is not one of uniform, speed, balanced, nor layers of each stage",
+        ),
         (["--holmes-partition", "3,0"], "'3,0' is not one of"),
     ],
 )
@@ -53,8 +59,9 @@ def test_bad_flags_are_named(argv, message):
 
 
 def test_enable_options():
-    assert options_from(plan="p", timeout=5) == Options(plan="p", timeout="5",
-                                                        given=frozenset({"plan", "timeout"}))
+    assert options_from(plan="p", timeout=5) == Options(
+        plan="p", timeout="5", given=frozenset({"plan", "timeout"})
+    )
     with pytest.raises(HolmesError, match="did you mean 'cluster'"):
         options_from(clusters="x")
 

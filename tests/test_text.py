@@ -23,33 +23,70 @@ BLOCK = re.compile(r"^```\w*\n.*?^```$|(?:^    +\S[^\n]*\n)+", re.MULTILINE | re
 KEPT = {
     ("README.md", "run          step, s"): "what make demo prints: five minutes in the lab",
     ("README.md", "Step times are emulated"): "the same",
-    ("docs/joined.md", "somewhere that all reach"): "commands, each behind the place where it is typed",
+    (
+        "docs/joined.md",
+        "somewhere that all reach",
+    ): "commands, each behind the place where it is typed",
     ("docs/joined_network.md", "--holmes-join-ports"): "flags, each with what it means",
     ("docs/joined_network.md", "--holmes-join-certificate"): "the same, and commands",
-    ("docs/joined.md", "--holmes-outer                round, s"): "the end of what the command above it "
-                                                                  "prints",
+    (
+        "docs/joined.md",
+        "--holmes-outer                round, s",
+    ): "the end of what the command above it prints",
     ("docs/joined.md", "job   from, s"): "what holmes demo --joined prints: 2.5 minutes in the lab",
-    ("docs/trouble.md",
-     "node  fast NICs"): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",
+    (
+        "docs/trouble.md",
+        "node  fast NICs",
+    ): "holmes doctor over four nodes: tests/doctor/test_side_by_side.py",
     ("docs/trouble.md", "Collective sequence number"): "what torchfrtrace prints: "
-                                                       "integration_tests/gpu/test_lost.py runs it",
-    ("docs/clusters.md", "version = 2"): "a cluster.toml: tests/cluster/test_spec.py reads one with these "
-                                         "keys",
+    "integration_tests/gpu/test_lost.py runs it",
+    (
+        "docs/clusters.md",
+        "version = 2",
+    ): "a cluster.toml: tests/cluster/test_spec.py reads one with these keys",
     ("docs/clusters.md", "[[between]]"): "the same",
-    ("docs/schedulers/slurm.md", "PARTITION AVAIL"): "what sinfo prints in a lab of slurm_8_ib_6_roce.toml",
+    (
+        "docs/schedulers/slurm.md",
+        "PARTITION AVAIL",
+    ): "what sinfo prints in a lab of slurm_8_ib_6_roce.toml",
     ("docs/schedulers/slurm.md", "holmes discover: cluster.toml"): "the command's: "
-                                                                   "tests/cli/test_discover_from.py",
+    "tests/cli/test_discover_from.py",
     ("docs/schedulers/mpi.md", "ib01 slots=8"): "a hostfile",
-    ("docs/frameworks/megatron_lm.md", "from holmes_ext import initialize_model_parallel"):
-        "a program: integration_tests/rows/megatron_core_call.py calls the function",
+    (
+        "docs/frameworks/megatron_lm.md",
+        "from holmes_ext import initialize_model_parallel",
+    ): "a program: integration_tests/rows/megatron_core_call.py calls the function",
     ("docs/how.md", "cluster  ->  plan"): "a picture",
-    ("docs/how.md", "holmes_ext/cluster     what there is"): "folders: tests/test_docs.py looks for each",
+    (
+        "docs/how.md",
+        "holmes_ext/cluster     what there is",
+    ): "folders: tests/test_docs.py looks for each",
     ("docs/numbers.md", '{"machine": ...'): "a form: benchmarks/harness.py writes it",
 }
 #: Programs of others in commands, whose own options nobody here knows.
-OTHERS = {"git", "cd", "pip", "curl", "srun", "torchrun", "deepspeed", "accelerate", "mpirun", "export", ".",
-          "bash", "hostname", "apt-get", "grep", "sed", "sinfo", "sbatch", "kubectl", "docker",
-          "torchfrtrace"}
+OTHERS = {
+    "git",
+    "cd",
+    "pip",
+    "curl",
+    "srun",
+    "torchrun",
+    "deepspeed",
+    "accelerate",
+    "mpirun",
+    "export",
+    ".",
+    "bash",
+    "hostname",
+    "apt-get",
+    "grep",
+    "sed",
+    "sinfo",
+    "sbatch",
+    "kubectl",
+    "docker",
+    "torchfrtrace",
+}
 
 
 def blocks(text: str) -> list[list[str]]:
@@ -69,9 +106,13 @@ def messages() -> set[tuple[str, str]]:
     found = set()
     for path in [*(ROOT / "holmes_ext").rglob("*.py"), *(ROOT / "patches").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_bytes())):
-            parts = node.values if isinstance(node,
-                                              ast.JoinedStr) else [node] if isinstance(
-                                                  node, ast.Constant) else []
+            parts = (
+                node.values
+                if isinstance(node, ast.JoinedStr)
+                else [node]
+                if isinstance(node, ast.Constant)
+                else []
+            )
             texts = [str(part.value) if isinstance(part, ast.Constant) else "" for part in parts]
             if sum(map(len, texts)) >= 12:
                 found.add((max(texts, key=len), "".join(re.escape(text) or ".*" for text in texts)))
@@ -91,8 +132,12 @@ def said(line: str) -> bool:
 @cache
 def options(command: str) -> set[str]:
     """Of a `holmes` command with all its actions."""
-    return {word for parser in generate._parsers(parser_of(command)) for one in parser._actions
-            for word in one.option_strings}
+    return {
+        word
+        for parser in generate._parsers(parser_of(command))
+        for one in parser._actions
+        for word in one.option_strings
+    }
 
 
 def wrong(line: str) -> str:
@@ -104,7 +149,9 @@ def wrong(line: str) -> str:
     while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
         words.pop(0)
     head = words[0] if words else ""
-    own, theirs = (words[: words.index("--")], words[words.index("--"):]) if "--" in words else (words, [])
+    own, theirs = (
+        (words[: words.index("--")], words[words.index("--") :]) if "--" in words else (words, [])
+    )
     flags = {word.partition("=")[0] for word in words if word.startswith("--")}
     for name in flags & {word for word in flags if word.startswith("--holmes")} - {"--holmes"}:
         if name not in map(flag, names()):
@@ -112,7 +159,9 @@ def wrong(line: str) -> str:
     if head == "holmes":
         if len(words) > 1 and words[1] not in commands():
             return f"no command {words[1]}"
-        missing = {word.partition("=")[0] for word in own if word.startswith("--")} - options(words[1])
+        missing = {word.partition("=")[0] for word in own if word.startswith("--")} - options(
+            words[1]
+        )
         return f"no option {missing}" if missing and not theirs == words else ""
     if head == "make":
         targets = (ROOT / "Makefile").read_text()
@@ -121,8 +170,12 @@ def wrong(line: str) -> str:
         script = next((word for word in words[1:] if word.endswith(".py")), "")
         if script.startswith("benchmarks/"):
             text = "".join((ROOT / each).read_text() for each in (script, "benchmarks/harness.py"))
-            return next((f"{script} has no {name}" for name in flags if f'"{name}"' not in text), "")
-        return "" if not script.startswith("examples/") or (ROOT / script).exists() else f"no {script}"
+            return next(
+                (f"{script} has no {name}" for name in flags if f'"{name}"' not in text), ""
+            )
+        return (
+            "" if not script.startswith("examples/") or (ROOT / script).exists() else f"no {script}"
+        )
     return "" if head in OTHERS else "not a command"
 
 
@@ -152,14 +205,24 @@ def test_every_block_is_made_or_checked(page):
 
 def test_what_is_kept_is_there():
     for name, begin in KEPT:
-        assert any(lines[0].startswith(begin) for lines in blocks((ROOT / name).read_text())), (name, begin)
+        assert any(lines[0].startswith(begin) for lines in blocks((ROOT / name).read_text())), (
+            name,
+            begin,
+        )
 
 
-@pytest.mark.parametrize("text", [
-    "    holmes plna --cluster c.toml\n", "    holmes plan --clutser c.toml\n", "    make demos\n",
-    "    step 3: loss 2.1\n", "    torchrun train.py --holmes-clutser c.toml\n",
-    "    python benchmarks/edges.py --scene x\n",
-    "    holmes: the moon is in the way of node b1 and will be for long\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "    holmes plna --cluster c.toml\n",
+        "    holmes plan --clutser c.toml\n",
+        "    make demos\n",
+        "    step 3: loss 2.1\n",
+        "    torchrun train.py --holmes-clutser c.toml\n",
+        "    python benchmarks/edges.py --scene x\n",
+        "    holmes: the moon is in the way of node b1 and will be for long\n",
+    ],
+)
 def test_a_new_block_that_nothing_checks_is_found(text):
     assert unknown(f"# A page\n\n{text}\nand more.\n")
 

@@ -9,7 +9,9 @@ def test_nearest():
 
 def test_did_you_mean():
     assert did_you_mean("clustr", ("cluster", "plan")) == "did you mean 'cluster'?"
-    assert did_you_mean("clustr", ("cluster",), lambda name: f"--{name}") == "did you mean --cluster?"
+    assert (
+        did_you_mean("clustr", ("cluster",), lambda name: f"--{name}") == "did you mean --cluster?"
+    )
     assert did_you_mean("xyz", iter(("cluster", "plan"))) == "known: cluster, plan"
     assert did_you_mean("xyz", ()) == "known: none"
 
@@ -22,7 +24,9 @@ def test_some_of():
 
 
 def test_why():
-    assert why(FileNotFoundError(2, "No such file or directory", "f")) == "No such file or directory"
+    assert (
+        why(FileNotFoundError(2, "No such file or directory", "f")) == "No such file or directory"
+    )
     assert why(ValueError("embedded null byte")) == "embedded null byte"
 
 

@@ -16,8 +16,17 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCES = ("holmes_ext", "patches", "examples", "setup.py", "pyproject.toml", "holmes_ext.pth", "README.md",
-           "LICENSE", "lab")
+SOURCES = (
+    "holmes_ext",
+    "patches",
+    "examples",
+    "setup.py",
+    "pyproject.toml",
+    "holmes_ext.pth",
+    "README.md",
+    "LICENSE",
+    "lab",
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,9 @@ def copy_sources(to: Path) -> Path:
     for name in SOURCES:
         source = ROOT / name
         if source.is_dir():
-            shutil.copytree(source, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+            shutil.copytree(
+                source, to / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+            )
         else:
             shutil.copy(source, to / name)
     return to
@@ -65,9 +76,11 @@ def build(sources: Path, out: Path, editable: bool = False) -> Path:
     out.mkdir(exist_ok=True)
     code = f"from setuptools import build_meta; build_meta.{hook}({str(out)!r})"
     command = [sys.executable, "-c", code]
-    result = subprocess.run(command, cwd=sources, capture_output=True, text=True, env=clean_environ())
+    result = subprocess.run(
+        command, cwd=sources, capture_output=True, text=True, env=clean_environ()
+    )
     assert result.returncode == 0, result.stdout + result.stderr
-    wheel, = out.glob("*.whl")
+    (wheel,) = out.glob("*.whl")
     return wheel
 
 
@@ -80,12 +93,24 @@ def make(path: Path, *wheels: Path, dependencies: bool = False) -> Path:
     venv.create(path, with_pip=False)
     python = path / "bin" / "python"
     if wheels:
-        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps",
-               "--no-index"]
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "--python",
+            str(python),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+        ]
         subprocess.run([*pip, *map(str, wheels)], check=True, env=clean_environ())
     (site_packages,) = path.glob("lib/*/site-packages")
     for name in bare_dependencies() if dependencies else ():
-        for entry in {str(file).split("/")[0] for file in metadata.files(name) or ()} - {"..", "__pycache__"}:
+        for entry in {str(file).split("/")[0] for file in metadata.files(name) or ()} - {
+            "..",
+            "__pycache__",
+        }:
             (site_packages / entry).symlink_to(metadata.distribution(name).locate_file(entry))
     return python
 
@@ -107,12 +132,25 @@ def bare_dependencies() -> set[str]:
 def clean_environ(**extra: str) -> dict[str, str]:
     """This process's environment without anything that would switch holmes on or change where modules come
     from."""
-    drop = ("HOLMES", "PYTHON", "SLURM_", "OMPI_", "PMI_", "RANK", "WORLD_SIZE", "LOCAL_",
-            "PIP_REQUIRE_VIRTUALENV")
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(drop)}, **extra}
+    drop = (
+        "HOLMES",
+        "PYTHON",
+        "SLURM_",
+        "OMPI_",
+        "PMI_",
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_",
+        "PIP_REQUIRE_VIRTUALENV",
+    )
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(drop)},
+        **extra,
+    }
 
 
 def run(python: Path, *arguments, cwd: Path, **environ: str) -> subprocess.CompletedProcess:
     command = [str(python), *map(str, arguments)]
-    return subprocess.run(command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True,
-                          timeout=300)
+    return subprocess.run(
+        command, cwd=cwd, env=clean_environ(**environ), capture_output=True, text=True, timeout=300
+    )

@@ -34,7 +34,10 @@ def ask(scene: Scene, repository: Path, python: str, limit: float) -> Answer:
         raise HolmesError(f"--dtfm {repository}: no {FOLDER}/scheduler.py there; {HOW}")
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
-        answer, request = root / "answer.json", put(root / "request.json", asked(scene) | {"limit": limit})
+        answer, request = (
+            root / "answer.json",
+            put(root / "request.json", asked(scene) | {"limit": limit}),
+        )
         command = [python, PROCESS, folder.resolve(), request, answer]
         run(command, limit, root, root / "log.txt")
         reply = json.loads(answer.read_text())
@@ -45,8 +48,11 @@ def asked(scene: Scene) -> dict:
     """Its module's globals: gigabytes of a stage's gradients on a GPU, and of all activations that a GPU
     sends in a step; milliseconds and Gb/s between every two GPUs."""
     model, world = scene.model, scene.site.world_size
-    fitting = [size for size in divisors(world)
-               if 1 < size <= min(model.layers, world // 2) and scene.batch % (world // size) == 0]
+    fitting = [
+        size
+        for size in divisors(world)
+        if 1 < size <= min(model.layers, world // 2) and scene.batch % (world // size) == 0
+    ]
     pipeline = min(fitting, key=lambda size: abs(size - STAGES))
     view, gpus = View.of(scene, "SAILOR"), clusters_of(scene)
     processes, link = scene.site.processes, {}
@@ -55,13 +61,20 @@ def asked(scene: Scene) -> dict:
             (a,), (b,) = view.groups[first], view.groups[second]
             link[a, b] = view.link(first, second)
     inside = (scene.gpu(gpus[0]).link_bps or 2400e9) / 8, 0.0
-    pairs = [[inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
-             for i, a in enumerate(gpus)]
-    sent = scene.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
+    pairs = [
+        [inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
+        for i, a in enumerate(gpus)
+    ]
+    sent = (
+        scene.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
+    )
     return {
-        "num_devices": world, "way": pipeline, "partition_size": world // pipeline,
+        "num_devices": world,
+        "way": pipeline,
+        "partition_size": world // pipeline,
         "send_gradient_size": model.parameters * model.gradient_width / pipeline / 2**30,
-        "send_activation_size": sent / 2**30, "delay_ms": [[1000 * pair[1] for pair in row] for row in pairs],
+        "send_activation_size": sent / 2**30,
+        "delay_ms": [[1000 * pair[1] for pair in row] for row in pairs],
         "rate_gbps": [[8 * pair[0] / 1e9 for pair in row] for row in pairs],
     }
 
@@ -74,5 +87,7 @@ def clusters_of(scene: Scene) -> list[str]:
 def read(scene: Scene, stages: list[list[int]]) -> PlannedJob:
     """stages: numbers of GPUs, those of neighbouring stages matched."""
     gpus, blocks = clusters_of(scene), uniform(scene.model.layers, len(stages))
-    placed = [Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)]
+    placed = [
+        Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)
+    ]
     return PlannedJob(tuple(placed), 1)

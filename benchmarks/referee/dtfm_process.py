@@ -21,10 +21,17 @@ def main():
     import numpy
     import scheduler
 
-    for name in ("num_devices", "way", "partition_size", "send_gradient_size", "send_activation_size"):
+    for name in (
+        "num_devices",
+        "way",
+        "partition_size",
+        "send_gradient_size",
+        "send_activation_size",
+    ):
         setattr(scheduler, name, request[name])
-    scheduler.peer_delay, scheduler.peer_bandwidth = map(numpy.array,
-                                                         (request["delay_ms"], request["rate_gbps"]))
+    scheduler.peer_delay, scheduler.peer_bandwidth = map(
+        numpy.array, (request["delay_ms"], request["rate_gbps"])
+    )
     random.seed(0)
     numpy.random.seed(0)
     devices = list(range(scheduler.num_devices))
@@ -42,8 +49,12 @@ def main():
     data = float(scheduler.compute_data_parallel_cost(groups))
     pipeline, path, match = scheduler.compute_pipeline_parallel_cost(groups)
     stages = scheduler.get_pipelines(groups, path, match).tolist()
-    answer = {"stages": stages, "cost": data + 2 * float(pipeline), "trials": trials,
-              "seconds": seconds + probe_s}
+    answer = {
+        "stages": stages,
+        "cost": data + 2 * float(pipeline),
+        "trials": trials,
+        "seconds": seconds + probe_s,
+    }
     Path(sys.argv[3]).write_text(json.dumps(answer))
 
 

@@ -47,33 +47,56 @@ def asked(scene: Scene, nodes: tuple[str, ...] = ()) -> SearchResult:
     """The scene's question to the search, of some of its nodes or of all."""
     spec = scene.spec.only(set(nodes)) if nodes else scene.spec
     engine = ENGINES[scene.framework]
-    tensor = {"tensor": (1,)} if scene.run == LAB else {}  # the lab's engine has stages and replicas
-    allowed = {**dict.fromkeys(("virtual", "context"), (1,)), "zero": (0,),
-               "recompute": (scene.model.recompute,)}
+    tensor = (
+        {"tensor": (1,)} if scene.run == LAB else {}
+    )  # the lab's engine has stages and replicas
+    allowed = {
+        **dict.fromkeys(("virtual", "context"), (1,)),
+        "zero": (0,),
+        "recompute": (scene.model.recompute,),
+    }
     limits = limited(Limits({**allowed, **tensor}), engine, scene.framework)
     rules = rules_of(engine, Options(), direct=scene.run == LAB, overlap=True)
     if engine.two_level_zero is not None:
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
-    return SearchResult(network, scene.model, scene.batch, limits, rules, engine,
-                        stock_overlap=engine.overlaps)
+    return SearchResult(
+        network, scene.model, scene.batch, limits, rules, engine, stock_overlap=engine.overlaps
+    )
 
 
 def candidate(scene: Scene, grid: Grid) -> tuple[SearchResult, Candidate]:
     """The plan as a candidate that was simulated."""
     result, sizes = asked(scene, grid.nodes), grid.sizes
     if sum(grid.split) != scene.model.layers or min(grid.split) < 1:
-        raise HolmesError(f"blocks {grid.split} of the stages are not the model's {scene.model.layers}")
+        raise HolmesError(
+            f"blocks {grid.split} of the stages are not the model's {scene.model.layers}"
+        )
     if scene.run == LAB and sizes.tensor > 1:
-        raise HolmesError(f"tensor size {sizes.tensor}: the lab's engine has stages and replicas only")
+        raise HolmesError(
+            f"tensor size {sizes.tensor}: the lab's engine has stages and replicas only"
+        )
     if scene.model.heads % sizes.tensor:
-        raise HolmesError(f"tensor size {sizes.tensor} does not divide the {scene.model.heads} heads")
+        raise HolmesError(
+            f"tensor size {sizes.tensor} does not divide the {scene.model.heads} heads"
+        )
     if scene.batch % (sizes.data * grid.micro_batch):
         raise HolmesError(
-            f"data {sizes.data} x micro-batch {grid.micro_batch} do not divide the batch {scene.batch}")
+            f"data {sizes.data} x micro-batch {grid.micro_batch} do not divide the batch {scene.batch}"
+        )
     count = scene.batch // (sizes.data * grid.micro_batch)
-    shape = Shape(sizes.pipeline, sizes.tensor, 1, 1, sizes.data, 1, grid.micro_batch, count,
-                  scene.model.recompute, 0)
+    shape = Shape(
+        sizes.pipeline,
+        sizes.tensor,
+        1,
+        1,
+        sizes.data,
+        1,
+        grid.micro_batch,
+        count,
+        scene.model.recompute,
+        0,
+    )
     placement = result.network.placement(grid.nodes, sizes)
     return result, timed(result, result.candidate(shape, placement, grid.split))
 
@@ -123,11 +146,18 @@ def typed(scene: Scene) -> Grid:
 
 def _sizes(scene: Scene) -> Iterator[Sizes]:
     """The fewest ranks of a model first, tensor before pipeline."""
-    world, tensors = scene.site.world_size, [1] if scene.run == LAB else divisors(scene.site.processes)
+    world, tensors = (
+        scene.site.world_size,
+        [1] if scene.run == LAB else divisors(scene.site.processes),
+    )
     pairs = [(pipeline, tensor) for tensor in tensors for pipeline in divisors(world // tensor)]
     for pipeline, tensor in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])):
         data = world // pipeline // tensor
-        if pipeline <= scene.model.layers and scene.batch % data == 0 and scene.model.heads % tensor == 0:
+        if (
+            pipeline <= scene.model.layers
+            and scene.batch % data == 0
+            and scene.model.heads % tensor == 0
+        ):
             yield Sizes(pipeline, tensor, data=data)
 
 
@@ -139,6 +169,8 @@ def random_plans(scene: Scene, count: int) -> list[Grid]:
         chosen = dice.choice(sizes)
         parts = [size for size in MICRO_BATCHES if scene.batch // chosen.data % size == 0]
         borders = sorted(dice.sample(range(1, scene.model.layers), chosen.pipeline - 1))
-        split = tuple(high - low for low, high in zip([0, *borders], [*borders, scene.model.layers]))
+        split = tuple(
+            high - low for low, high in zip([0, *borders], [*borders, scene.model.layers])
+        )
         grids.append(Grid(chosen, tuple(dice.sample(nodes, len(nodes))), split, dice.choice(parts)))
     return grids

@@ -46,10 +46,16 @@ def run(scene: Scene, grid: Grid) -> Run:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         result, simulated = candidate(scene, grid)
-        cluster, plan, config = folder / "cluster.toml", folder / "plan.json", folder / "ds_config.json"
+        cluster, plan, config = (
+            folder / "cluster.toml",
+            folder / "plan.json",
+            folder / "ds_config.json",
+        )
         cluster.write_text(scene.text)
         plan_of(result, simulated).save(str(plan))
-        launch = launches(simulated, scene.model, scene.batch, True, str(cluster), str(plan))["deepspeed"]
+        launch = launches(simulated, scene.model, scene.batch, True, str(cluster), str(plan))[
+            "deepspeed"
+        ]
         if launch.lacks:
             raise HolmesError(f"DeepSpeed cannot: {', '.join(launch.lacks)}")
         config.write_text(json.dumps(launch.config))
@@ -74,9 +80,12 @@ def _stock_losses(scene: Scene, data: int, micro_batch: int) -> list[float]:
     """Of stock DeepSpeed with the same samples on each data-parallel rank, as fast as this machine is: one
     stage, one cluster."""
     nodes = [node.name for node in scene.site.nodes][:data]
-    config = {"train_batch_size": scene.batch, "train_micro_batch_size_per_gpu": micro_batch,
-              "gradient_accumulation_steps": scene.batch // data // micro_batch,
-              "zero_optimization": {"stage": 0}}
+    config = {
+        "train_batch_size": scene.batch,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": scene.batch // data // micro_batch,
+        "zero_optimization": {"stage": 0},
+    }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(json.dumps(config))
         file.flush()
@@ -84,11 +93,30 @@ def _stock_losses(scene: Scene, data: int, micro_batch: int) -> list[float]:
         return _run(replace(variant, flags=("--deepspeed_config", file.name)), scene, 1).losses
 
 
-def _run(variant: Variant, scene: Scene, stages: int, accelerator: dict | None = None,
-         scale: float = 1.0) -> Series:
+def _run(
+    variant: Variant, scene: Scene, stages: int, accelerator: dict | None = None, scale: float = 1.0
+) -> Series:
     model = scene.model
-    size = ["--layers", model.layers, "--hidden", model.hidden, "--heads", model.heads, "--sequence",
-            model.sequence, "--stages", stages]
+    size = [
+        "--layers",
+        model.layers,
+        "--hidden",
+        model.hidden,
+        "--heads",
+        model.heads,
+        "--sequence",
+        model.sequence,
+        "--stages",
+        stages,
+    ]
     script = [str(examples() / "deepspeed_pipeline" / "train.py"), *map(str, size)]
-    return compare([variant], script, repetitions=1, steps=STEPS, skip=SKIP, accelerator=accelerator,
-                   timeout=TIMEOUT_S, scale=scale)[variant.name]
+    return compare(
+        [variant],
+        script,
+        repetitions=1,
+        steps=STEPS,
+        skip=SKIP,
+        accelerator=accelerator,
+        timeout=TIMEOUT_S,
+        scale=scale,
+    )[variant.name]

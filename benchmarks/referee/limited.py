@@ -30,8 +30,15 @@ def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
 
     with log.open("w") as out:
         try:
-            done = subprocess.run([*map(str, command)], stdout=out, stderr=out, cwd=root, preexec_fn=limits,
-                                  env={**os.environ, **THREADS}, timeout=IDLE * limit)
+            done = subprocess.run(
+                [*map(str, command)],
+                stdout=out,
+                stderr=out,
+                cwd=root,
+                preexec_fn=limits,
+                env={**os.environ, **THREADS},
+                timeout=IDLE * limit,
+            )
         except subprocess.TimeoutExpired:
             late = f"no plan within {limit:g} CPU s, and none after {IDLE} times as long"
             raise HolmesError(late) from None

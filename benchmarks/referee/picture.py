@@ -12,8 +12,13 @@ from harness import Row
 from holmes_ext.planner.html.pictures import pyplot, write
 
 
-def draw(rows: Sequence[Row], notes: Mapping[str, Mapping], metric: str, planners: Sequence[str],
-         path: Path) -> Path:
+def draw(
+    rows: Sequence[Row],
+    notes: Mapping[str, Mapping],
+    metric: str,
+    planners: Sequence[str],
+    path: Path,
+) -> Path:
     """notes: scene -> planner -> its plan or why it has none. Regret in percent, on a scale that is even up
     to 1."""
     plot = pyplot("--picture needs")
@@ -22,22 +27,31 @@ def draw(rows: Sequence[Row], notes: Mapping[str, Mapping], metric: str, planner
         name, _, what = row.metric.partition(": ")
         if what == metric and name in of and row.scene in notes:  # not a median over all
             of[name].append(100 * row.value)
-    shown = sorted((name for name in planners if of[name]), key=lambda name: -statistics.median(of[name]))
+    shown = sorted(
+        (name for name in planners if of[name]), key=lambda name: -statistics.median(of[name])
+    )
     figure, axes = plot.subplots(figsize=(9, 0.42 * len(shown) + 1.6), layout="constrained")
     for at, name in enumerate(shown):
         values = of[name]
         axes.plot(values, [at] * len(values), "o", alpha=0.5, color="tab:blue", markersize=6)
-        axes.plot([statistics.median(values)], [at], "|", color="black", markersize=16, markeredgewidth=2)
+        axes.plot(
+            [statistics.median(values)], [at], "|", color="black", markersize=16, markeredgewidth=2
+        )
     asked = {name: sum(name in scene_notes for scene_notes in notes.values()) for name in shown}
-    axes.set_yticks(range(len(shown)), [f"{name}  ({len(of[name])} of {asked[name]})" for name in shown])
+    axes.set_yticks(
+        range(len(shown)), [f"{name}  ({len(of[name])} of {asked[name]})" for name in shown]
+    )
     axes.set_xscale("symlog", linthresh=1.0)
     axes.set_xlim(left=-0.2)
     most = max(max(of[name]) for name in shown)
     ticks = [tick for tick in (0, 1, 3, 10, 30, 100, 300, 1000, 3000) if tick <= 2 * most]
     axes.set_xticks(ticks, [f"{tick} %" for tick in ticks])
-    axes.set_xlabel("regret: step longer than that of the best plan that any planner found (simulated)")
+    axes.set_xlabel(
+        "regret: step longer than that of the best plan that any planner found (simulated)"
+    )
     axes.set_title(
         "A dot a scene, the bar its median; (scenes with a plan that starts and fits, of those asked)",
-                   fontsize=10)
+        fontsize=10,
+    )
     axes.grid(axis="x", alpha=0.3)
     return write(figure, path, "name another file")

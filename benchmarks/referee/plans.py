@@ -51,7 +51,10 @@ class PlannedJob:
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> PlannedJob:
-        stages = [Stage(item["blocks"], tuple(map(tuple, item["replicas"]))) for item in document["stages"]]
+        stages = [
+            Stage(item["blocks"], tuple(map(tuple, item["replicas"])))
+            for item in document["stages"]
+        ]
         return cls(tuple(stages), document["micro_batch"], document["predicted_s"])
 
 
@@ -68,7 +71,9 @@ class Grid:
     changed: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        sizes = f"pipeline {self.sizes.pipeline} x tensor {self.sizes.tensor} x data {self.sizes.data}"
+        sizes = (
+            f"pipeline {self.sizes.pipeline} x tensor {self.sizes.tensor} x data {self.sizes.data}"
+        )
         return f"{sizes}, micro-batch {self.micro_batch}, blocks {'-'.join(map(str, self.split))}"
 
 
@@ -77,7 +82,9 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     changed: list[str] = []
     nodes = _whole_nodes(plan, site, changed)
     ranks, count = len(nodes) * site.processes, len(plan.stages)
-    tensors = Counter(size for stage in plan.stages for size in map(len, stage.replicas) for _ in range(size))
+    tensors = Counter(
+        size for stage in plan.stages for size in map(len, stage.replicas) for _ in range(size)
+    )
     tensor = max(tensors, key=lambda size: (tensors[size], -size))
     if len(tensors) > 1:
         changed.append(f"tensor sizes {_texts(sorted(tensors))} of stages became {tensor}")
@@ -87,13 +94,18 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
     data = {len(stage.replicas) for stage in plan.stages}
     if len(data) > 1:
         changed.append(f"data sizes {_texts(sorted(data))} of stages became one")
-    fitting = [size for size in divisors(ranks // tensor)
-               if size <= blocks and batch % (ranks // tensor // size * plan.micro_batch) == 0
-               and _even(site.processes, ranks // size)]
+    fitting = [
+        size
+        for size in divisors(ranks // tensor)
+        if size <= blocks
+        and batch % (ranks // tensor // size * plan.micro_batch) == 0
+        and _even(site.processes, ranks // size)
+    ]
     if not fitting:
         raise HolmesError(
             f"{ranks} ranks in tensor groups of {tensor} and micro-batches of {plan.micro_batch} do not"
-                          f" divide a batch of {batch}")
+            f" divide a batch of {batch}"
+        )
     pipeline = min(fitting, key=lambda size: (abs(size - count), size))
     if pipeline != count:
         changed.append(f"{count} stages became {pipeline}")
@@ -108,10 +120,14 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
 def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str, ...]:
     """As many nodes as the plan's GPUs fill, in their order: for each node's worth of GPUs, a node of the
     cluster that most of them are in, among the clusters that have a node left."""
-    free = {name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters}
+    free = {
+        name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters
+    }
     gpus = [cluster for stage in plan.stages for cluster in stage.gpus]
     if strangers := set(gpus) - set(free):
-        raise HolmesError(f"the plan names cluster {min(strangers)!r}; the scene has {', '.join(free)}")
+        raise HolmesError(
+            f"the plan names cluster {min(strangers)!r}; the scene has {', '.join(free)}"
+        )
     size, nodes, moved = site.processes, [], 0
     if len(gpus) < site.world_size:
         changed.append(f"{site.world_size - len(gpus)} of {site.world_size} GPUs are left out")
@@ -139,8 +155,12 @@ def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
     while sum(split) < blocks:
         split[max(range(len(split)), key=lambda at: exact[at] - split[at])] += 1
     while sum(split) > blocks:
-        split[min((at for at in range(len(split)) if split[at] > 1),
-                  key=lambda at: exact[at] - split[at])] -= 1
+        split[
+            min(
+                (at for at in range(len(split)) if split[at] > 1),
+                key=lambda at: exact[at] - split[at],
+            )
+        ] -= 1
     return tuple(split)
 
 

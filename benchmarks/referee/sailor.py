@@ -22,12 +22,14 @@ from referee.scenes import Scene
 
 PLANNERS = (*files.BY_ZONE, *files.KINDS, *files.FLAT)
 PROCESS = Path(__file__).with_name("sailor_process.py")
-HOW = ("git clone https://github.com/eth-easl/sailor, a Python with torch, pandas, pymetis, pyomo, pybind11, "
-       "and libjsoncpp-dev; then --sailor DIR --python PYTHON")
+HOW = (
+    "git clone https://github.com/eth-easl/sailor, a Python with torch, pandas, pymetis, pyomo, pybind11, "
+    "and libjsoncpp-dev; then --sailor DIR --python PYTHON"
+)
 #: Why a planner is in the table without plans.
 LACKS = {
     "Aceso": "its profile is one of each operator of each model, pickled from a run on a GPU; a scene has "
-             "none",
+    "none",
 }
 #: Those with C++ that is compiled once for all scenes (for all with GPUs of as much memory), in so many
 #: seconds.
@@ -57,8 +59,14 @@ def ask(scene: Scene, planner: str, sailor: Path, python: str, limit: float) -> 
         if planner in COMPILED:  # that is not its search
             try:
                 with log.open("w") as out:
-                    subprocess.run([*command, "build"], stdout=out, stderr=out, timeout=BUILD_S, cwd=root,
-                                   check=True)
+                    subprocess.run(
+                        [*command, "build"],
+                        stdout=out,
+                        stderr=out,
+                        timeout=BUILD_S,
+                        cwd=root,
+                        check=True,
+                    )
             except subprocess.CalledProcessError:
                 raise HolmesError(f"its C++ does not compile: {last_line(log)}") from None
         run(command, limit, root, log)
@@ -78,8 +86,9 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
     source, copy = sailor / "sailor", root / "sailor" / "sailor"
     if not (source / "Planner").is_dir():
         raise HolmesError(f"--sailor {sailor}: no sailor/Planner there; {HOW}")
-    unread = shutil.ignore_patterns("profiles", "validation", "aceso_validation*", "*.csv", "*.png", ".git",
-                                    "runtime")
+    unread = shutil.ignore_patterns(
+        "profiles", "validation", "aceso_validation*", "*.csv", "*.png", ".git", "runtime"
+    )
     for name in CODE:
         if (source / name).is_dir():
             shutil.copytree(source / name, copy / name, ignore=unread)
@@ -88,17 +97,26 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
             shutil.copy(source / name, copy / name)
     put(copy / "providers/multizone_bandwidths_het.json", files.network(view))
     put(copy / "providers/intra_node_bandwidths.json", files.inside(view))
-    put(copy / "providers/gcp/communication_cost.json",
-        {a: dict.fromkeys(files.ZONES, 0.0) for a in files.ZONES})
+    put(
+        copy / "providers/gcp/communication_cost.json",
+        {a: dict.fromkeys(files.ZONES, 0.0) for a in files.ZONES},
+    )
     put(copy / "Planner/llm_info.json", files.memory_info(view))
     put(root / "training.json", files.training(view))
     quotas = {gpu: dict.fromkeys(files.ZONES, view.scene.site.world_size) for gpu in view.gpus}
     put(root / "quotas.json", quotas)
     memory = {gpu: ceil(view.memory(gpu) / 2**30) for gpu in view.gpus}
     path = str(profile(view, planner, root / "profile"))
-    return {"planner": planner, "root": str(root), "profile": path + "/" * (planner == "SAILOR"),
-            "cluster": files.cluster(view, planner), "training": files.training(view), "zones": files.ZONES,
-            "memory_gib": memory, "cache": str(sailor / "referee_build")}
+    return {
+        "planner": planner,
+        "root": str(root),
+        "profile": path + "/" * (planner == "SAILOR"),
+        "cluster": files.cluster(view, planner),
+        "training": files.training(view),
+        "zones": files.ZONES,
+        "memory_gib": memory,
+        "cache": str(sailor / "referee_build"),
+    }
 
 
 def profile(view: files.View, planner: str, folder: Path) -> Path:
@@ -120,11 +138,16 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
         for tensor in view.tensors:
             if planner == "AMP":
                 gpu_folder.mkdir(parents=True, exist_ok=True)
-                np.save(gpu_folder / f"profile_{tensor}.npy",
-                        [row["forward"] for row in view.layers(gpu, tensor, 1)])
+                np.save(
+                    gpu_folder / f"profile_{tensor}.npy",
+                    [row["forward"] for row in view.layers(gpu, tensor, 1)],
+                )
             for size in files.MICRO_BATCHES if planner == "Metis" else ():
                 known = gpu if gpu in view.gpus else next(iter(view.gpus))
-                put(gpu_folder / f"mbs{size}_tmp{tensor}.json", files.metis(view, known, tensor, size))
+                put(
+                    gpu_folder / f"mbs{size}_tmp{tensor}.json",
+                    files.metis(view, known, tensor, size),
+                )
     return folder
 
 
@@ -153,9 +176,13 @@ def _even(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
     layers = view.scene.model.layers + 2
     borders = [round(at * layers / plan["P"]) for at in range(plan["P"] + 1)]
     key = next(iter(view.groups))
-    return tuple(Stage(_blocks(view, range(low, high)), tuple(
-        tuple(clusters.take(key) for _ in range(plan["T"])) for _ in range(plan["D"])))
-        for low, high in zip(borders, borders[1:]))
+    return tuple(
+        Stage(
+            _blocks(view, range(low, high)),
+            tuple(tuple(clusters.take(key) for _ in range(plan["T"])) for _ in range(plan["D"])),
+        )
+        for low, high in zip(borders, borders[1:])
+    )
 
 
 def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage, ...]:
@@ -168,8 +195,12 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
         for at, replicas in enumerate(pipeline["tmp_per_stage"]):
             for nodes, tensor in replicas:
                 keys = [(node[0], node[2]) for node in nodes]
-                gpu_keys = [keys[min(index * len(keys) // tensor, len(keys) - 1)] for index in range(tensor)]
-                stages[at * len(stages) // count].append(tuple(clusters.take(key) for key in gpu_keys))
+                gpu_keys = [
+                    keys[min(index * len(keys) // tensor, len(keys) - 1)] for index in range(tensor)
+                ]
+                stages[at * len(stages) // count].append(
+                    tuple(clusters.take(key) for key in gpu_keys)
+                )
     blocks = [_blocks(view, layers) for layers in first["layers_per_stage"]]
     return tuple(Stage(stage_blocks, tuple(stage)) for stage_blocks, stage in zip(blocks, stages))
 
@@ -185,9 +216,16 @@ class _Clusters:
     def __init__(self, view: files.View):
         self.view = view
         processes = view.scene.site.processes
-        self.left = {key: [node.cluster for name in names for node in view.scene.site.nodes
-                           if node.cluster == name
-                           for _ in range(processes)] for key, names in view.groups.items()}
+        self.left = {
+            key: [
+                node.cluster
+                for name in names
+                for node in view.scene.site.nodes
+                if node.cluster == name
+                for _ in range(processes)
+            ]
+            for key, names in view.groups.items()
+        }
 
     def take(self, key: tuple[str, str]) -> str:
         if not self.left.get(key):

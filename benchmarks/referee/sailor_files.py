@@ -31,8 +31,11 @@ MICRO_BATCHES = tuple(range(1, 9))
 #: Bytes of a GPU where the scene knows no limit.
 NO_LIMIT = 40 * 2**30
 MIB = 2**20
-FLAT, KINDS, BY_ZONE = ("Varuna", "Piper", "Galvatron", "Aceso"), ("AMP", "Metis", "FlashFlex"), (
-    "SAILOR", "DTFM", "Atlas")
+FLAT, KINDS, BY_ZONE = (
+    ("Varuna", "Piper", "Galvatron", "Aceso"),
+    ("AMP", "Metis", "FlashFlex"),
+    ("SAILOR", "DTFM", "Atlas"),
+)
 Json = dict[str, Any]
 
 
@@ -74,12 +77,18 @@ class View:
         hops = site.wan.hops(first, second) if first != second and fabric.name == ETHERNET else ()
         if not hops:
             return fabric.rate_bps, fabric.latency_s
-        return min(fabric.rate_bps, *(hop.rate_bps for hop in hops)), sum(hop.latency_s for hop in hops)
+        return min(fabric.rate_bps, *(hop.rate_bps for hop in hops)), sum(
+            hop.latency_s for hop in hops
+        )
 
     @property
     def tensors(self) -> list[int]:
         """Tensor sizes inside a node."""
-        return [size for size in divisors(self.scene.site.processes) if self.scene.model.heads % size == 0]
+        return [
+            size
+            for size in divisors(self.scene.site.processes)
+            if self.scene.model.heads % size == 0
+        ]
 
     def memory(self, gpu: str) -> float:
         return self.gpus[gpu].memory_bytes or NO_LIMIT
@@ -89,12 +98,20 @@ class View:
         tensor group included; bytes of parameters, of what is kept, of what is sent on."""
         spec, rows = self.gpus[gpu], []
         for layer in replace(self.scene.model, micro_batch=micro_batch).costs(tensor):
-            sums = layer.tensor_bytes * 16 * (tensor - 1) / tensor / spec.link_bps if spec.link_bps else 0.0
-            rows.append({
-                "forward": layer.forward_flops / spec.flops + sums / 2,
-                "backward": layer.backward_flops / spec.flops + sums / 2, "parameters": layer.parameters,
-                "kept": layer.kept_bytes, "sent": layer.activation_bytes,
-            })
+            sums = (
+                layer.tensor_bytes * 16 * (tensor - 1) / tensor / spec.link_bps
+                if spec.link_bps
+                else 0.0
+            )
+            rows.append(
+                {
+                    "forward": layer.forward_flops / spec.flops + sums / 2,
+                    "backward": layer.backward_flops / spec.flops + sums / 2,
+                    "parameters": layer.parameters,
+                    "kept": layer.kept_bytes,
+                    "sent": layer.activation_bytes,
+                }
+            )
         return rows
 
 
@@ -117,10 +134,14 @@ def network(view: View) -> Json:
     counts = [str(count) for count in sorted({*view.tensors, view.scene.site.processes})]
     table: Json = {}
     zones = {zone: (gpu, zone) for gpu, zone in reversed(view.groups)}
-    keys = [(gpu, zone) for zone in zones for gpu in view.gpus]  # its code looks for each kind in each zone
+    keys = [
+        (gpu, zone) for zone in zones for gpu in view.gpus
+    ]  # its code looks for each kind in each zone
     for source in keys:
         for target in keys:
-            sender, receiver = (key if key in view.groups else zones[key[1]] for key in (source, target))
+            sender, receiver = (
+                key if key in view.groups else zones[key[1]] for key in (source, target)
+            )
             rate, latency = view.link(sender, receiver)
             value = [polynomial(rate, latency, *sizes), rate]
             for out in counts:
@@ -145,12 +166,19 @@ def memory_info(view: View) -> Json:
     for tensor in view.tensors:
         layers = view.layers(next(iter(view.gpus)), tensor, 1)
         sent = [layers[0]["sent"], *(layer["sent"] for layer in layers)]
-        tables[str(tensor)] = {str(at): {
-            f"{what}_{unit}": int(size / (4 if unit == "floats" else 1))
-            for unit in ("floats", "bytes") for what, size in (
-                ("params", 4 * layer["parameters"]), ("act_output", layer["sent"]), ("act_input", sent[at]),
-                ("act_mem", max(layer["kept"], layer["sent"])))
-        } for at, layer in enumerate(layers)}
+        tables[str(tensor)] = {
+            str(at): {
+                f"{what}_{unit}": int(size / (4 if unit == "floats" else 1))
+                for unit in ("floats", "bytes")
+                for what, size in (
+                    ("params", 4 * layer["parameters"]),
+                    ("act_output", layer["sent"]),
+                    ("act_input", sent[at]),
+                    ("act_mem", max(layer["kept"], layer["sent"])),
+                )
+            }
+            for at, layer in enumerate(layers)
+        }
     return {MODEL: tables}
 
 
@@ -160,8 +188,10 @@ def seconds(view: View, gpu: str) -> Json:
     table: Json = {}
     for tensor in view.tensors:
         for size in MICRO_BATCHES:
-            rows = {str(at): [layer["forward"], layer["backward"], 0.0]
-                    for at, layer in enumerate(view.layers(gpu, tensor, size))}
+            rows = {
+                str(at): [layer["forward"], layer["backward"], 0.0]
+                for at, layer in enumerate(view.layers(gpu, tensor, size))
+            }
             table.setdefault(str(size), {})[str(tensor)] = rows
     return table
 
@@ -170,11 +200,20 @@ def varuna(view: View) -> Json:
     """Layer -> micro-batch -> what it takes; tensor size 1."""
     state = view.scene.model.state_bytes
     tables = {size: view.layers(GPUS[0], 1, size) for size in MICRO_BATCHES}
-    return {str(at): {str(size): {
-        "forward": layer["forward"], "backward": layer["backward"],
-        "params_bytes": int(4 * layer["parameters"]),
-        "mem_required": layer["parameters"] * state + layer["kept"], "output_activation": layer["sent"],
-    } for size, table in tables.items() for layer in [table[at]]} for at in range(len(tables[1]))}
+    return {
+        str(at): {
+            str(size): {
+                "forward": layer["forward"],
+                "backward": layer["backward"],
+                "params_bytes": int(4 * layer["parameters"]),
+                "mem_required": layer["parameters"] * state + layer["kept"],
+                "output_activation": layer["sent"],
+            }
+            for size, table in tables.items()
+            for layer in [table[at]]
+        }
+        for at in range(len(tables[1]))
+    }
 
 
 def piper(view: View) -> Json:
@@ -185,17 +224,33 @@ def piper(view: View) -> Json:
     tables = {size: view.layers(GPUS[0], size, 1) for size in view.tensors}
 
     def node(at: int) -> Json:
-        options = {str(tensor): [{
-            "id": "vanilla", "timePerSample": layer["forward"] + layer["backward"],
-            "parameterSize": 4 * layer["parameters"],
-            "memoryUsageA": layer["kept"], "memoryUsageB": layer["parameters"] * view.scene.model.state_bytes,
-            "syncTimeFw": {str(at - 1): 0} if at else {}, "syncTimeBw": {str(at + 1): 0} if at < last else {},
-        }] for tensor, table in tables.items() for layer in [table[at]]}
+        options = {
+            str(tensor): [
+                {
+                    "id": "vanilla",
+                    "timePerSample": layer["forward"] + layer["backward"],
+                    "parameterSize": 4 * layer["parameters"],
+                    "memoryUsageA": layer["kept"],
+                    "memoryUsageB": layer["parameters"] * view.scene.model.state_bytes,
+                    "syncTimeFw": {str(at - 1): 0} if at else {},
+                    "syncTimeBw": {str(at + 1): 0} if at < last else {},
+                }
+            ]
+            for tensor, table in tables.items()
+            for layer in [table[at]]
+        }
         return {"id": at, "name": names[at], "TMPCs": options}
 
-    edges = [{"sourceId": at, "destId": at + 1, "communicationCost": tables[1][at]["sent"]}
-             for at in range(last)]
-    limits = {"maxDevices": 1, "maxMemoryPerDevice": view.memory(GPUS[0]), "bandwidth": 1, "mbsInBatch": 1}
+    edges = [
+        {"sourceId": at, "destId": at + 1, "communicationCost": tables[1][at]["sent"]}
+        for at in range(last)
+    ]
+    limits = {
+        "maxDevices": 1,
+        "maxMemoryPerDevice": view.memory(GPUS[0]),
+        "bandwidth": 1,
+        "mbsInBatch": 1,
+    }
     return {"1": {**limits, "nodes": [node(at) for at in range(last + 1)], "edges": edges}}
 
 
@@ -203,15 +258,27 @@ def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
     """mbsM_tmpT.json: milliseconds and MiB."""
     rows, whole = view.layers(gpu, tensor, micro_batch), view.layers(gpu, 1, 1)
     times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
-    memory = [(layer["parameters"] * view.scene.model.state_bytes + layer["kept"]) / MIB for layer in rows]
+    memory = [
+        (layer["parameters"] * view.scene.model.state_bytes + layer["kept"]) / MIB for layer in rows
+    ]
     parameters = [4 * layer["parameters"] for layer in whole]
     return {
-        "model": {"model_name": MODEL, "num_layers": len(rows), "parameters": {
-            "total_parameters_bytes": sum(parameters), "parameters_per_layer_bytes": parameters,
-            "activation_parameters_bytes": [layer["sent"] for layer in whole]}},
-        "execution_time": {"total_time_ms": sum(times), "forward_backward_time_ms": sum(times),
-                           "batch_generator_time_ms": 0.0, "optimizer_time_ms": 0.0,
-                           "layer_compute_total_ms": times},
+        "model": {
+            "model_name": MODEL,
+            "num_layers": len(rows),
+            "parameters": {
+                "total_parameters_bytes": sum(parameters),
+                "parameters_per_layer_bytes": parameters,
+                "activation_parameters_bytes": [layer["sent"] for layer in whole],
+            },
+        },
+        "execution_time": {
+            "total_time_ms": sum(times),
+            "forward_backward_time_ms": sum(times),
+            "batch_generator_time_ms": 0.0,
+            "optimizer_time_ms": 0.0,
+            "layer_compute_total_ms": times,
+        },
         "execution_memory": {"layer_memory_total_mb": memory},
     }
 
@@ -231,35 +298,56 @@ def galvatron(view: View) -> dict[str, Json]:
     for size in range(2, world + 1):
         fast = (view.gpus[GPUS[0]].link_bps or 2400e9) / 8
         ring = (fast if size <= view.scene.site.processes else rate) / 2**30
-        hardware |= {f"allreduce_size_{size}_consec_1": ring, f"p2p_size_{size}": rate / 2**30,
-                     f"pp_size_{size}": rate / 2**30, f"allreduce_size_{size}_consec_0": rate / 2**30}
+        hardware |= {
+            f"allreduce_size_{size}_consec_1": ring,
+            f"p2p_size_{size}": rate / 2**30,
+            f"pp_size_{size}": rate / 2**30,
+            f"allreduce_size_{size}_consec_0": rate / 2**30,
+        }
     return {
-        "compute_profile.json": {"layertype_0": 1000 * block["forward"],
-                                 "layertype_other_0": 1000 * (first["forward"] + last["forward"])},
+        "compute_profile.json": {
+            "layertype_0": 1000 * block["forward"],
+            "layertype_other_0": 1000 * (first["forward"] + last["forward"]),
+        },
         "memory_profile.json": {
-            "layertype_0": {"parameter_size": 4 * block["parameters"] / MIB,
-                            "tp_activation_per_bsz_dict": kept},
-            "other_memory_pp_off": other(first, last), "other_memory_pp_on_first": other(first),
-            "other_memory_pp_on_last": other(last)},
+            "layertype_0": {
+                "parameter_size": 4 * block["parameters"] / MIB,
+                "tp_activation_per_bsz_dict": kept,
+            },
+            "other_memory_pp_off": other(first, last),
+            "other_memory_pp_on_first": other(first),
+            "other_memory_pp_on_last": other(last),
+        },
         "hw_prof.json": hardware,
     }
 
 
 def flashflex(view: View) -> Json:
     """machine_amounts.json: TFLOP/s (of 2^40), GiB, GiB/s inside a node."""
-    specs = {name: [gpu.flops / 2**40, view.memory(name) / 2**30, (gpu.link_bps or 2400e9) / 8 / 2**30]
-             for name, gpu in view.gpus.items()}
+    specs = {
+        name: [gpu.flops / 2**40, view.memory(name) / 2**30, (gpu.link_bps or 2400e9) / 8 / 2**30]
+        for name, gpu in view.gpus.items()
+    }
     return {"machine_specs": specs, "machine_amounts": {}}
 
 
 def training(view: View) -> Json:
     """training_config.json"""
     model = view.scene.model
-    return {"global_batch_size": view.scene.batch, "type": "gpt2", "hidden_size": model.hidden,
-            "sequence_length": model.sequence, "num_layers": model.layers, "vocab_size": model.vocabulary,
-            "model": MODEL, "optimizer": "Adam", "heads": model.heads,
-            "head_dim": model.hidden // model.heads,
-            "max_position_embeddings": model.sequence, "num_all_layers": model.layers + 2}
+    return {
+        "global_batch_size": view.scene.batch,
+        "type": "gpt2",
+        "hidden_size": model.hidden,
+        "sequence_length": model.sequence,
+        "num_layers": model.layers,
+        "vocab_size": model.vocabulary,
+        "model": MODEL,
+        "optimizer": "Adam",
+        "heads": model.heads,
+        "head_dim": model.hidden // model.heads,
+        "max_position_embeddings": model.sequence,
+        "num_all_layers": model.layers + 2,
+    }
 
 
 def cluster(view: View, planner: str) -> Json:
@@ -270,15 +358,24 @@ def cluster(view: View, planner: str) -> Json:
     if planner in FLAT:
         return {"gpu_type": gpu, "num_nodes": view.count(keys[0]), "zone": zone, **per_node}
     if planner in KINDS:
-        kinds = {key[0]: {"num_nodes": view.count(key), "gpus_per_node": processes,
-                          "mem_per_gpu": view.memory(key[0])}
-                 for key in keys}
+        kinds = {
+            key[0]: {
+                "num_nodes": view.count(key),
+                "gpus_per_node": processes,
+                "mem_per_gpu": view.memory(key[0]),
+            }
+            for key in keys
+        }
         return {**kinds, "zone": zone}
     counts: Json = {f"{key[0]}_{key[1]}": view.count(key) * processes for key in keys}
     if planner == "SAILOR":
         return {**counts, "max_cost": 0.0, "min_throughput": 0.0}
     if planner == "DTFM":
-        return {**counts, "gpu_types": list(view.gpus), "gpus_per_node": dict.fromkeys(view.gpus, processes)}
+        return {
+            **counts,
+            "gpu_types": list(view.gpus),
+            "gpus_per_node": dict.fromkeys(view.gpus, processes),
+        }
     # Atlas knows one kind of GPU
     alike = {name: count for name, count in counts.items() if name.startswith(gpu)}
     return {**alike, "gpus_per_node": processes, "gpu_type": gpu}

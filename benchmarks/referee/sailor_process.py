@@ -28,7 +28,10 @@ def main():
     root = Path(request["root"])
     os.environ["SAILOR_PATH"] = str(root)
     os.chdir(root)
-    sys.path[:1] = [str(root / "sailor"), str(root / "library")]  # this folder has modules of the same names
+    sys.path[:1] = [
+        str(root / "sailor"),
+        str(root / "library"),
+    ]  # this folder has modules of the same names
     if request["planner"] == "SAILOR":
         built(root, Path(request["cache"]), request["memory_gib"])
     if request["planner"] == "Galvatron":
@@ -38,8 +41,9 @@ def main():
     try:
         planner = made(request, root)
         begin = cpu_s()
-        plans = planner.get_sorted_plans(cluster_config=request["cluster"],
-                                         training_config=request["training"])
+        plans = planner.get_sorted_plans(
+            cluster_config=request["cluster"], training_config=request["training"]
+        )
         reply = {"plans": list(plans)[:PLANS], "count": len(plans), "seconds": cpu_s() - begin}
     except Exception as error:  # an unknown program's: told as its row's reason
         import traceback
@@ -121,13 +125,17 @@ def made(request, root):
 def compiled(root, cache):
     """Galvatron's dynamic program, as install_baselines.sh compiles it."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    source, library = (root / "sailor/sailor/Planner/baselines/Galvatron/csrc", cache
-                       / f"galvatron_dp_core{suffix}")
+    source, library = (
+        root / "sailor/sailor/Planner/baselines/Galvatron/csrc",
+        cache / f"galvatron_dp_core{suffix}",
+    )
     if not library.exists():
         import pybind11
 
         cache.mkdir(parents=True, exist_ok=True)
-        folders = [f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))]
+        folders = [
+            f"-I{folder}" for folder in (pybind11.get_include(), sysconfig.get_path("include"))
+        ]
         flags = ["-O3", "-shared", "-std=c++17", "-fPIC", *folders]
         subprocess.run(["g++", *flags, "dp_core.cpp", "-o", library], cwd=source, check=True)
     shutil.copy(library, source)
@@ -135,8 +143,10 @@ def compiled(root, cache):
 
 def built(root, cache, memory):
     """Its C++ library for this Python, whose table of GPUs' memories has the scene's."""
-    source, suffix = root / "sailor/sailor/Planner/sailor_planner/cpp_src", sysconfig.get_config_var(
-        "EXT_SUFFIX")
+    source, suffix = (
+        root / "sailor/sailor/Planner/sailor_planner/cpp_src",
+        sysconfig.get_config_var("EXT_SUFFIX"),
+    )
     key = "_".join(f"{gpu}_{size}" for gpu, size in sorted(memory.items()))
     library = cache / key / f"libplanner{suffix}"
     if not library.exists():
@@ -147,8 +157,11 @@ def built(root, cache, memory):
         for gpu, old in (("A100-40", 40), ("V100-16", 16)):
             text = text.replace(f'{{"{gpu}", {old}}}', f'{{"{gpu}", {memory.get(gpu, old)}}}')
         file.write_text(text)
-        includes = [pybind11.get_include(), sysconfig.get_path("include"),
-                    os.environ.get("CPLUS_INCLUDE_PATH", "")]
+        includes = [
+            pybind11.get_include(),
+            sysconfig.get_path("include"),
+            os.environ.get("CPLUS_INCLUDE_PATH", ""),
+        ]
         environment = {**os.environ, "CPLUS_INCLUDE_PATH": ":".join(filter(None, includes))}
         subprocess.run(["make", "libplanner.so"], cwd=source, env=environment, check=True)
         library.parent.mkdir(parents=True, exist_ok=True)

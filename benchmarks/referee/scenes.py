@@ -30,7 +30,9 @@ class Scene:
 
     def __post_init__(self) -> None:
         if self.run not in RUNS:
-            raise HolmesError(f"scene {self.name}: run is {self.run!r}, which is none of {', '.join(RUNS)}")
+            raise HolmesError(
+                f"scene {self.name}: run is {self.run!r}, which is none of {', '.join(RUNS)}"
+            )
 
     @cached_property
     def site(self) -> Site:
@@ -53,7 +55,10 @@ class Scene:
 
 def load_scenes() -> dict[str, Scene]:
     """By name, in the file's order; HolmesError names the file and the key."""
-    top, loaded = load_toml(FILE, "name a file of scenes such as benchmarks/referee/scenes.toml"), {}
+    top, loaded = (
+        load_toml(FILE, "name a file of scenes such as benchmarks/referee/scenes.toml"),
+        {},
+    )
     sites, scenes = top.table("site"), top.table("scene")
     models = top.table("model")
     for name in list(scenes.values):
@@ -63,11 +68,15 @@ def load_scenes() -> dict[str, Scene]:
         text = sites.take(site, str)
         spec = parse_spec(text, f"{FILE.name}, site {site}")
         model = _model(models.table(model_name).values, model_name, batch)
-        loaded[name] = Scene(name, text, spec, on_clusters(model, spec), batch, table.take("run", str))
+        loaded[name] = Scene(
+            name, text, spec, on_clusters(model, spec), batch, table.take("run", str)
+        )
         table.done()
     return loaded
 
 
 def _model(values: dict, name: str, batch: int) -> Model:
     plain = {key: value for key, value in values.items() if key not in ("training", "gpu")}
-    return Model(**plain, **values["training"], gpu=Gpu(**values["gpu"]), name=name, global_batch=batch)
+    return Model(
+        **plain, **values["training"], gpu=Gpu(**values["gpu"]), name=name, global_batch=batch
+    )

@@ -21,8 +21,14 @@ TICK_S = 0.01
 NEAR = 0.03
 #: Metrics of one planner on one scene are "PLANNER: one of these".
 STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
-    "step", "predicted by its own model", "seconds of search", "plans before it that do not fit or start",
-    "measured step in the lab", "greatest difference of a loss from stock's", "gap of its certificate")
+    "step",
+    "predicted by its own model",
+    "seconds of search",
+    "plans before it that do not fit or start",
+    "measured step in the lab",
+    "greatest difference of a loss from stock's",
+    "gap of its certificate",
+)
 REGRET, NONE = "regret to the best plan of all", "no plan"
 LATE = "no plan within"
 #: Planners that search as long as they are given time: what they found in less is asked again.
@@ -49,8 +55,11 @@ class Table:
 
     def forget(self, scene: str, planner: str) -> None:
         self.notes.get(scene, {}).pop(planner, None)
-        self.rows = [row for row in self.rows
-                     if row.scene != scene or not row.metric.startswith(f"{planner}: ")]
+        self.rows = [
+            row
+            for row in self.rows
+            if row.scene != scene or not row.metric.startswith(f"{planner}: ")
+        ]
 
     def late(self, scenes: Iterable[str], planner: str, limit: float) -> int:
         """How many of the scenes it found nothing for in so much time."""
@@ -65,8 +74,16 @@ class Table:
         row = self.row(scene, planner, metric)
         return row.value if row else None
 
-    def add(self, scene: str, planner: str, metric: str, values: list[float], unit: str,
-            emulated: bool = False, busy: float | None = None):
+    def add(
+        self,
+        scene: str,
+        planner: str,
+        metric: str,
+        values: list[float],
+        unit: str,
+        emulated: bool = False,
+        busy: float | None = None,
+    ):
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.scene, row.metric) != (scene, name)]
         self.rows.append(Row.median(scene, name, values, unit, emulated, busy=busy))
@@ -103,10 +120,16 @@ def over_scenes(table: Table, scenes: list[str]) -> list[Row]:
             if known := [value for value in values if value is not None]:
                 rows.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
         for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
-            pairs = [(table.value(scene, planner, predicted), table.value(scene, planner, actual))
-                     for scene in planned]
-            if errors := [prediction / step - 1 for prediction, step in pairs if prediction and step]:
-                row = Row.median("all", f"{planner}: {what}", errors, "fraction", actual == MEASURED)
+            pairs = [
+                (table.value(scene, planner, predicted), table.value(scene, planner, actual))
+                for scene in planned
+            ]
+            if errors := [
+                prediction / step - 1 for prediction, step in pairs if prediction and step
+            ]:
+                row = Row.median(
+                    "all", f"{planner}: {what}", errors, "fraction", actual == MEASURED
+                )
                 rows.append(row)
     return rows + targets(table, scenes)
 
@@ -134,9 +157,17 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
     for values, what, limits, emulated in (
         (regret, f"{OURS}: {REGRET}", ("<= 0", "<= 0.03"), False),
         (ours, f"{OURS}: error of its prediction against the lab", ("<= 0.03", "<= 0.1"), True),
-        (others, "plans of others: error of our prediction against the lab", ("<= 0.03", "<= 0.1"), True),
+        (
+            others,
+            "plans of others: error of our prediction against the lab",
+            ("<= 0.03", "<= 0.1"),
+            True,
+        ),
     ):
-        for label, summarize, limit in (("median", statistics.median, limits[0]), ("worst", max, limits[1])):
+        for label, summarize, limit in (
+            ("median", statistics.median, limits[0]),
+            ("worst", max, limits[1]),
+        ):
             if values:
                 figures = summarize(values), "fraction", (min(values), max(values)), emulated, limit
                 rows.append(Row.of("all", f"{what}, {label}", *figures))
@@ -160,12 +191,19 @@ def _searched_s(table: Table, scene: str, planner: str) -> float:
 def _beside_the_next(table: Table, scenes: list[str], field: set[str]) -> Row:
     """Seconds of search beside those of one planner: of those with a plan in most scenes the one with the
     least median regret."""
-    planned = {name: [scene for scene in scenes if table.value(scene, name, REGRET) is not None]
-               for name in sorted(field)}
-    regret = {name: statistics.median(table.value(scene, name, REGRET) for scene in found)
-              for name, found in planned.items() if 2 * len(found) > len(scenes)}
+    planned = {
+        name: [scene for scene in scenes if table.value(scene, name, REGRET) is not None]
+        for name in sorted(field)
+    }
+    regret = {
+        name: statistics.median(table.value(scene, name, REGRET) for scene in found)
+        for name, found in planned.items()
+        if 2 * len(found) > len(scenes)
+    }
     following = min(regret, key=regret.__getitem__)
-    ratios = [table.value(scene, OURS, SEARCH) / _searched_s(table, scene, following)
-              for scene in planned[following]]
+    ratios = [
+        table.value(scene, OURS, SEARCH) / _searched_s(table, scene, following)
+        for scene in planned[following]
+    ]
     what = f"{OURS}: seconds of search, times those of {following}, next by its median regret"
     return Row.median("all", what, ratios, "x", False, "<= 0.2")

@@ -55,7 +55,8 @@ class Batches:
         if self.windows < 1:
             raise ValueError(
                 f"a sequence of {self.sequence} bytes and the byte after it do not fit in the text's"
-                             f" {len(self.text)} bytes")
+                f" {len(self.text)} bytes"
+            )
         assert 0 <= self.data_rank < self.data_ranks
 
     @property
@@ -67,13 +68,17 @@ class Batches:
         """Tokens and labels (the same, one byte later) of a sample: int64 [sequence] each."""
         epoch, place = divmod(number, self.windows)
         start = int(epoch_order(self.seed, epoch, self.windows)[place]) * self.sequence
-        piece = self.text[start:start + self.sequence + 1].long()
+        piece = self.text[start : start + self.sequence + 1].long()
         return piece[:-1], piece[1:]
 
     def step(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """This rank's micro-batches of a step (counted from 0): tokens and labels, int64 [rows, sequence]
         each."""
         for micro_batch in range(self.micro_batches):
-            first = ((step * self.micro_batches + micro_batch) * self.data_ranks + self.data_rank) * self.rows
-            tokens, labels = zip(*(self.sample(number) for number in range(first, first + self.rows)))
+            first = (
+                (step * self.micro_batches + micro_batch) * self.data_ranks + self.data_rank
+            ) * self.rows
+            tokens, labels = zip(
+                *(self.sample(number) for number in range(first, first + self.rows))
+            )
             yield torch.stack(tokens), torch.stack(labels)

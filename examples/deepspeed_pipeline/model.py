@@ -36,7 +36,7 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.empty(sequence, hidden).normal_(std=INIT_STD))
 
     def forward(self, x):
-        return x + self.weight[:x.shape[1]]
+        return x + self.weight[: x.shape[1]]
 
 
 class Block(nn.Module):
@@ -54,19 +54,28 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(hidden)
         self.mlp_in = nn.Linear(hidden, 4 * hidden)
         self.mlp_out = nn.Linear(4 * hidden, hidden)
-        residual_std = INIT_STD / (2 * layers)**0.5
-        for linear, std in ((self.qkv, INIT_STD), (self.attention_out, residual_std), (self.mlp_in, INIT_STD),
-                            (self.mlp_out, residual_std)):
+        residual_std = INIT_STD / (2 * layers) ** 0.5
+        for linear, std in (
+            (self.qkv, INIT_STD),
+            (self.attention_out, residual_std),
+            (self.mlp_in, INIT_STD),
+            (self.mlp_out, residual_std),
+        ):
             nn.init.normal_(linear.weight, std=std)
             nn.init.zeros_(linear.bias)
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads,
-                                                        hidden // self.heads).permute(
-            2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(
-            batch, sequence, hidden)
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .view(batch, sequence, 3, self.heads, hidden // self.heads)
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, sequence, hidden)
+        )
         x = x + self.attention_out(attended)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -97,11 +106,19 @@ def layer_specs(layers: int, hidden: int, heads: int, sequence: int, tied: bool)
     """The model, layer by layer."""
     if tied:
         first = TiedLayerSpec("embedding", Embedding, hidden, tied_weight_attr="weight")
-        last = TiedLayerSpec("embedding", Embedding, hidden, tied_weight_attr="weight", forward_fn=tied_head)
+        last = TiedLayerSpec(
+            "embedding", Embedding, hidden, tied_weight_attr="weight", forward_fn=tied_head
+        )
     else:
         first, last = LayerSpec(Embedding, hidden), LayerSpec(Head, hidden)
     blocks = [LayerSpec(Block, hidden, heads, layers) for _ in range(layers)]
-    return [first, LayerSpec(Positions, sequence, hidden), *blocks, LayerSpec(nn.LayerNorm, hidden), last]
+    return [
+        first,
+        LayerSpec(Positions, sequence, hidden),
+        *blocks,
+        LayerSpec(nn.LayerNorm, hidden),
+        last,
+    ]
 
 
 def count_parameters(specs: list[LayerSpec]) -> int:

@@ -12,8 +12,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"usage: {self.prog} [options]: {message} (--help lists the options)", file=sys.stderr,
-                  flush=True)
+            print(
+                f"usage: {self.prog} [options]: {message} (--help lists the options)",
+                file=sys.stderr,
+                flush=True,
+            )
         sys.exit(2)
 
 
@@ -31,37 +34,68 @@ def at_least(minimum, kind=int):
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                    description="Train a byte-level GPT with DeepSpeed's pipeline engine on "
-                                "pydoc_data.topics.")
+    parser = Parser(
+        prog="train.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a byte-level GPT with DeepSpeed's pipeline engine on pydoc_data.topics.",
+    )
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=100, help="optimizer steps, those of a loaded checkpoint "
-                                                       "included")
-    add("--stages", type=at_least(1), default=1, help="pipeline stages; the other ranks are data-parallel")
+    add(
+        "--steps",
+        type=at_least(1),
+        default=100,
+        help="optimizer steps, those of a loaded checkpoint included",
+    )
+    add(
+        "--stages",
+        type=at_least(1),
+        default=1,
+        help="pipeline stages; the other ranks are data-parallel",
+    )
     add("--layers", type=at_least(1), default=4, help="transformer blocks")
     add("--hidden", type=at_least(1), default=128, help="width of a token's vector")
     add("--heads", type=at_least(1), default=4, help="attention heads")
     add("--sequence", type=at_least(1), default=128, help="bytes in a sample")
     add("--micro-batch", type=at_least(1), default=4, help="samples in a micro-batch of one rank")
-    add("--micro-batches", type=at_least(1), default=4,
-        help="micro-batches in a step (gradient accumulation)")
+    add(
+        "--micro-batches",
+        type=at_least(1),
+        default=4,
+        help="micro-batches in a step (gradient accumulation)",
+    )
     add("--lr", type=at_least(0, float), default=1e-3, help="learning rate of AdamW")
     add("--seed", type=at_least(0), default=1, help="of the initial weights and of the data order")
     add("--tied", action="store_true", help="the head shares the embedding's weight")
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--zero", type=int, choices=(0, 1), default=0, help="ZeRO stage")
-    add("--partition-method", default="type:Block",
-        help="PipelineModule's: uniform, parameters or type:REGEX of layer classes")
-    add("--activation-checkpoint", type=at_least(0), default=0, metavar="N",
-        help="recompute activations in groups of N layers; 0: keep them")
+    add(
+        "--partition-method",
+        default="type:Block",
+        help="PipelineModule's: uniform, parameters or type:REGEX of layer classes",
+    )
+    add(
+        "--activation-checkpoint",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="recompute activations in groups of N layers; 0: keep them",
+    )
     add("--save", metavar="DIR", help="write a checkpoint there at the end")
     add("--save-every", type=at_least(0), default=0, metavar="N", help="and every N steps")
     add("--load", metavar="DIR", help="resume from the latest checkpoint there")
-    add("--log-file", "--log", metavar="FILE", dest="log",
+    add(
+        "--log-file",
+        "--log",
+        metavar="FILE",
+        dest="log",
         # torchrun takes --log for an abbreviation of its own --log-dir
-        help="a JSON line for each step: step, loss, seconds, tokens_per_second")
-    add("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; its keys replace those that this script "
-                                                   "sets")
+        help="a JSON line for each step: step, loss, seconds, tokens_per_second",
+    )
+    add(
+        "--deepspeed_config",
+        metavar="FILE",
+        help="DeepSpeed JSON; its keys replace those that this script sets",
+    )
     # from the deepspeed launcher; LOCAL_RANK says the same
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
@@ -73,14 +107,20 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
     if world % args.stages:
-        parser.error(f"a world size of {world} processes is not divisible by --stages {args.stages}")
+        parser.error(
+            f"a world size of {world} processes is not divisible by --stages {args.stages}"
+        )
     if args.layers < args.stages:
         parser.error(f"--layers {args.layers} are too few for --stages {args.stages}")
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
-    if args.partition_method not in ("uniform",
-                                     "parameters") and not args.partition_method.startswith("type:"):
-        parser.error(f"--partition-method {args.partition_method} is none of uniform, parameters, type:REGEX")
+    if args.partition_method not in (
+        "uniform",
+        "parameters",
+    ) and not args.partition_method.startswith("type:"):
+        parser.error(
+            f"--partition-method {args.partition_method} is none of uniform, parameters, type:REGEX"
+        )
     try:
         re.compile(args.partition_method)
     except re.error as error:
@@ -106,18 +146,29 @@ def deepspeed_config(args) -> dict:
         "gradient_accumulation_steps": args.micro_batches,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.0, "torch_adam": True}},
+            "params": {
+                "lr": args.lr,
+                "betas": [0.9, 0.95],
+                "weight_decay": 0.0,
+                "torch_adam": True,
+            },
+        },
         "gradient_clipping": 0.0,
-        "steps_per_print": 10**9,  # the progress bar shows the loss (None is for DeepSpeed 0.16 and newer)
+        "steps_per_print": 10
+        ** 9,  # the progress bar shows the loss (None is for DeepSpeed 0.16 and newer)
     }
     if args.zero:  # the default buckets are 5e8 elements, allocated whatever the model's size
-        config["zero_optimization"] = {"stage": 1, "reduce_bucket_size": 5_000_000,
-                                       "allgather_bucket_size": 5_000_000}
+        config["zero_optimization"] = {
+            "stage": 1,
+            "reduce_bucket_size": 5_000_000,
+            "allgather_bucket_size": 5_000_000,
+        }
     if args.dtype == "bf16":
         config["bf16"] = {"enabled": True}
         if args.zero:  # without ZeRO, DeepSpeed accepts no other accumulation type than the model's
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if {"train_batch_size", "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps"} & set(args.overrides):
+    if {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & set(
+        args.overrides
+    ):
         del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
     return config | args.overrides

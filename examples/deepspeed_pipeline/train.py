@@ -31,8 +31,14 @@ def prepare_environment():
     import torch
 
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",
+        )
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     if os.environ.get("DS_ACCELERATOR") == "cpu":
@@ -72,8 +78,10 @@ def build_engine(args, parser: Parser):
     kind, _, pattern = args.partition_method.partition(":")
     names = sorted({spec.typename.__name__ for spec in specs})
     if kind == "type" and not any(re.search(pattern, name, re.IGNORECASE) for name in names):
-        parser.error(f"--partition-method {args.partition_method} matches none of the layer classes "
-                     f"{', '.join(names)}")
+        parser.error(
+            f"--partition-method {args.partition_method} matches none of the layer classes "
+            f"{', '.join(names)}"
+        )
 
     # DeepSpeed prints every layer and its memory; and it broadcasts tied weights, which autograd must not
     # record.
@@ -94,18 +102,33 @@ def build_engine(args, parser: Parser):
                 activation_checkpoint_func=deepspeed.checkpointing.non_reentrant_checkpoint,
             )
         if any(start == stop for start, stop in zip(model.parts, model.parts[1:])):
-            parser.error(f"--partition-method {args.partition_method} leaves one of the {args.stages} stages "
-                         f"empty: borders {model.parts}")
-        engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()),
-                                          config=deepspeed_config(args))
+            parser.error(
+                f"--partition-method {args.partition_method} leaves one of the {args.stages} stages "
+                f"empty: borders {model.parts}"
+            )
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=list(model.parameters()), config=deepspeed_config(args)
+        )
     return engine, count_parameters(specs)
 
 
 def identity(args, engine) -> dict:
     """What a checkpoint and the job that resumes it must have in common."""
-    names = ("layers", "hidden", "heads", "sequence", "tied", "stages", "partition_method", "dtype", "zero",
-             "seed")
-    return {name: getattr(args, name) for name in names} | {"global_batch": engine.train_batch_size()}
+    names = (
+        "layers",
+        "hidden",
+        "heads",
+        "sequence",
+        "tied",
+        "stages",
+        "partition_method",
+        "dtype",
+        "zero",
+        "seed",
+    )
+    return {name: getattr(args, name) for name in names} | {
+        "global_batch": engine.train_batch_size()
+    }
 
 
 def resume(args, engine, parser: Parser):
@@ -113,24 +136,30 @@ def resume(args, engine, parser: Parser):
     import torch
 
     latest = Path(args.load) / "latest"
-    file = latest.parent / (latest.read_text().strip() if latest.is_file() else "") / "identity.json"
+    file = (
+        latest.parent / (latest.read_text().strip() if latest.is_file() else "") / "identity.json"
+    )
     if not file.is_file():
         parser.error(
             f"--load {args.load}: no checkpoint of this script there (no latest, or no identity.json in the"
-                     " folder that it names)")
+            " folder that it names)"
+        )
     saved, now = json.loads(file.read_text()), identity(args, engine)
     for name in now:
         if saved.get(name) != now[name]:
             parser.error(
                 f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} "
-                f"{now[name]}")
+                f"{now[name]}"
+            )
     with torch.no_grad():
         engine.load_checkpoint(args.load)
     for group in engine.optimizer.param_groups:
         group["lr"] = args.lr
     if engine.global_steps >= args.steps:
-        parser.error(f"--load {args.load}: the checkpoint has {engine.global_steps} steps,"
-                     f" --steps {args.steps} leaves nothing to do")
+        parser.error(
+            f"--load {args.load}: the checkpoint has {engine.global_steps} steps,"
+            f" --steps {args.steps} leaves nothing to do"
+        )
 
 
 def save(args, engine, rank: int):
@@ -156,9 +185,15 @@ def train(args, parser: Parser):
     rank, grid = comm.get_rank(), engine.grid
     text = load_text()
     try:
-        batches = Batches(text, args.sequence, engine.train_micro_batch_size_per_gpu(),
-                          engine.gradient_accumulation_steps(),
-                          grid.get_data_parallel_world_size(), grid.get_data_parallel_rank(), args.seed)
+        batches = Batches(
+            text,
+            args.sequence,
+            engine.train_micro_batch_size_per_gpu(),
+            engine.gradient_accumulation_steps(),
+            grid.get_data_parallel_world_size(),
+            grid.get_data_parallel_rank(),
+            args.seed,
+        )
     except ValueError as error:
         parser.error(f"--sequence {args.sequence}: {error}")
     if args.load:
@@ -168,14 +203,23 @@ def train(args, parser: Parser):
     if rank == 0:
         borders = engine.module.parts
         stages = "+".join(str(stop - start) for start, stop in zip(borders, borders[1:]))
-        print(f"{comm.get_world_size()} processes: pipeline {args.stages} x data {batches.data_ranks}, "
-              f"stages of {stages} layers; {parameters / 1e6:.2f} M parameters, {args.dtype}, ZeRO "
-              f"{args.zero}; {tokens:,} tokens a step of the text's {len(text):,}; "
-              f"ready after {time.time() - STARTED:.1f} s", flush=True)
+        print(
+            f"{comm.get_world_size()} processes: pipeline {args.stages} x data {batches.data_ranks}, "
+            f"stages of {stages} layers; {parameters / 1e6:.2f} M parameters, {args.dtype}, ZeRO "
+            f"{args.zero}; {tokens:,} tokens a step of the text's {len(text):,}; "
+            f"ready after {time.time() - STARTED:.1f} s",
+            flush=True,
+        )
     log = open(args.log, "a" if args.load else "w") if args.log and rank == 0 else None
     losses, seconds = [], []
-    with tqdm(total=args.steps, initial=engine.global_steps, unit="step", disable=rank != 0,
-              dynamic_ncols=True, mininterval=0.1 if sys.stderr.isatty() else 10) as bar:
+    with tqdm(
+        total=args.steps,
+        initial=engine.global_steps,
+        unit="step",
+        disable=rank != 0,
+        dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else 10,
+    ) as bar:
         while engine.global_steps < args.steps:
             begin = time.perf_counter()
             # of the global batch, on every rank
@@ -185,16 +229,31 @@ def train(args, parser: Parser):
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             bar.update()
             if log:
-                print(json.dumps({"step": engine.global_steps, "loss": loss, "seconds": seconds[-1],
-                                  "tokens_per_second": tokens / seconds[-1]}), file=log, flush=True)
+                print(
+                    json.dumps(
+                        {
+                            "step": engine.global_steps,
+                            "loss": loss,
+                            "seconds": seconds[-1],
+                            "tokens_per_second": tokens / seconds[-1],
+                        }
+                    ),
+                    file=log,
+                    flush=True,
+                )
             if args.save and (
-                engine.global_steps == args.steps or args.save_every
-                and engine.global_steps % args.save_every == 0):
+                engine.global_steps == args.steps
+                or args.save_every
+                and engine.global_steps % args.save_every == 0
+            ):
                 save(args, engine, rank)
     if rank == 0:
         median = statistics.median(seconds)
-        print(f"{len(losses)} steps: loss {losses[0]:.4f} -> {losses[-1]:.4f}, median step {median:.4f} s,"
-              f" {tokens / median:,.0f} tokens/s", flush=True)
+        print(
+            f"{len(losses)} steps: loss {losses[0]:.4f} -> {losses[-1]:.4f}, median step {median:.4f} s,"
+            f" {tokens / median:,.0f} tokens/s",
+            flush=True,
+        )
     # a gloo thread that still holds a tensor when the interpreter ends aborts the process, now and then
     comm.barrier()
     comm.destroy_process_group()

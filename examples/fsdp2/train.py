@@ -37,9 +37,14 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads,
-                                                        -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .view(batch, sequence, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        )
         x = x + self.attention_out(attended)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -65,13 +70,16 @@ def samples(text: torch.Tensor, args: argparse.Namespace, number: int, device: t
     run."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     starts = torch.randint(len(text) - args.sequence - 1, (args.micro_batch,), generator=generator)
-    rows = torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
+    rows = (
+        torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
+    )
     return rows[:, :-1], rows[:, 1:]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--steps", type=int, default=50)
     add("--layers", type=int, default=4)
@@ -79,29 +87,45 @@ def arguments() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--sequence", type=int, default=128)
     add("--micro-batch", type=int, default=4, help="samples in a micro-batch of one rank")
-    add("--micro-batches", type=int, default=1, help="micro-batches in a step (gradient accumulation)")
-    add("--replicas", type=int, default=1,
-        help="copies of the sharded model; above 1: a 2-D mesh (replicas, ranks of a replica)")
+    add(
+        "--micro-batches",
+        type=int,
+        default=1,
+        help="micro-batches in a step (gradient accumulation)",
+    )
+    add(
+        "--replicas",
+        type=int,
+        default=1,
+        help="copies of the sharded model; above 1: a 2-D mesh (replicas, ranks of a replica)",
+    )
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
     add("--log-file", help="write a JSON line for each step into this file")
     add("--save", metavar="FOLDER", help="save a checkpoint into this folder")
-    add("--save-after", type=int, metavar="STEP", help="save it after this step (default: the last)")
+    add(
+        "--save-after", type=int, metavar="STEP", help="save it after this step (default: the last)"
+    )
     add("--load", metavar="FOLDER", help="resume from the checkpoint in this folder")
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device(kind)
+    kind = (
+        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    )
+    device = (
+        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device(kind)
+    )
     if kind != "cpu":
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
-                            dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
+    )
     torch.manual_seed(args.seed)  # the same initial weights everywhere
     model = GPT(args.layers, args.hidden, args.heads, args.sequence).to(device)
     names = ("replicate", "shard")
@@ -115,7 +139,9 @@ def main() -> None:
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optimizer": moments, "step": 0}
         dcp.load(state, checkpoint_id=args.load)
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
         first = state["step"]
 
     log = open(args.log_file, "w") if args.log_file and rank == 0 else None
@@ -124,8 +150,12 @@ def main() -> None:
         total = torch.zeros((), device=device)
         for part in range(args.micro_batches):
             model.set_requires_gradient_sync(part == args.micro_batches - 1)
-            inputs, labels = samples(text, args, (step * args.micro_batches + part) * ranks + rank, device)
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / args.micro_batches
+            inputs, labels = samples(
+                text, args, (step * args.micro_batches + part) * ranks + rank, device
+            )
+            loss = (
+                F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / args.micro_batches
+            )
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

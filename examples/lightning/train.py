@@ -52,8 +52,11 @@ class Log(lightning.Callback):
         self.step = trainer.global_step
         now, self.began = self.began, time.perf_counter()
         if trainer.global_rank == 0:
-            line = {"step": self.step, "loss": trainer.callback_metrics["loss"].item(),
-                    "seconds": self.began - now}
+            line = {
+                "step": self.step,
+                "loss": trainer.callback_metrics["loss"].item(),
+                "seconds": self.began - now,
+            }
             with open(self.path, "a") as file:
                 print(json.dumps(line), file=file)
 
@@ -65,13 +68,24 @@ def main():
     if args.save_steps:
         callbacks.append(ModelCheckpoint(args.output, "last", every_n_train_steps=args.save_steps))
     trainer = lightning.Trainer(
-        accelerator="auto" if torch.accelerator.is_available() else "cpu", strategy="ddp", devices=int(
-            os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["WORLD_SIZE"]) // int(
-            os.environ["LOCAL_WORLD_SIZE"]), max_steps=args.steps, accumulate_grad_batches=args.micro_batches,
-        gradient_clip_val=1.0, callbacks=callbacks, logger=False, enable_checkpointing=bool(args.save_steps),
-        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1)
+        accelerator="auto" if torch.accelerator.is_available() else "cpu",
+        strategy="ddp",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_steps=args.steps,
+        accumulate_grad_batches=args.micro_batches,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=bool(args.save_steps),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+    )
     loader = DataLoader(example.Text(args.sequence), batch_size=args.micro_batch, shuffle=True)
-    trainer.fit(GPT(args), loader, ckpt_path=str(Path(args.output, "last.ckpt")) if args.resume else None)
+    trainer.fit(
+        GPT(args), loader, ckpt_path=str(Path(args.output, "last.ckpt")) if args.resume else None
+    )
 
 
 if __name__ == "__main__":

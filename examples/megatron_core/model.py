@@ -74,12 +74,19 @@ def build_chunk(config: TransformerConfig, args, vp_stage: int | None) -> GPTMod
     """The part of the model that this rank holds (of its chunk `vp_stage` under the interleaved schedule),
     initialized.
     """
-    make = (gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec if HAVE_TE
-            else gpt_layer_specs.get_gpt_layer_local_spec)
+    make = (
+        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+        if HAVE_TE
+        else gpt_layer_specs.get_gpt_layer_local_spec
+    )
     spec = make(num_experts=args.experts or None, moe_grouped_gemm=False)
     # From 0.13 on the chunk is named; before, megatron-core asks which one is being built.
     parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
-    chunk = {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
+    chunk = (
+        {"vp_stage": vp_stage}
+        if "vp_stage" in inspect.signature(GPTModel.__init__).parameters
+        else {}
+    )
     where = {"ignore_virtual": False, **chunk}
     model = GPTModel(
         config,
@@ -102,7 +109,9 @@ def initialize(model: GPTModel, seed: int, layers: int) -> None:
     for tensor in nested_values(model.sharded_state_dict()):
         if not isinstance(tensor, ShardedTensor):
             continue
-        axes = tensor.prepend_axis_num  # layers of one kind are slices of one tensor in the checkpoint
+        axes = (
+            tensor.prepend_axis_num
+        )  # layers of one kind are slices of one tensor in the checkpoint
         shape, offset = tensor.global_shape[axes:], tensor.global_offset[axes:]
         name = f"{seed} {tensor.key} {tensor.global_offset[:axes]}"
         if re.search(r"norm[^.]*[._]weight$", tensor.key):
@@ -111,10 +120,14 @@ def initialize(model: GPTModel, seed: int, layers: int) -> None:
             values = torch.zeros(shape)
         else:
             generator = torch.Generator().manual_seed(
-                int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big"))
+                int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
+            )
             residual = re.search(r"(linear_proj|linear_fc2)\.weight$", tensor.key)
             values = torch.randn(shape, generator=generator) * (
-                INIT_STD / (2 * layers) ** 0.5 if residual else INIT_STD)
-        part = tuple(slice(start, start + size)
-                     for start, size in zip(offset, tensor.data.shape[-len(shape):]))
+                INIT_STD / (2 * layers) ** 0.5 if residual else INIT_STD
+            )
+        part = tuple(
+            slice(start, start + size)
+            for start, size in zip(offset, tensor.data.shape[-len(shape) :])
+        )
         tensor.data.copy_(values[part].view_as(tensor.data))

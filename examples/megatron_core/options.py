@@ -10,8 +10,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            print(f"usage: {self.prog} [options]: {message} (--help lists the options)", file=sys.stderr,
-                  flush=True)
+            print(
+                f"usage: {self.prog} [options]: {message} (--help lists the options)",
+                file=sys.stderr,
+                flush=True,
+            )
         sys.exit(2)
 
 
@@ -29,55 +32,120 @@ def at_least(minimum, kind=int):
 
 
 def build_parser() -> Parser:
-    parser = Parser(prog="train.py", formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-                    description="Train a byte-level GPT with megatron-core on the text of pydoc_data.topics.")
+    parser = Parser(
+        prog="train.py",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Train a byte-level GPT with megatron-core on the text of pydoc_data.topics.",
+    )
     add = parser.add_argument
-    add("--steps", type=at_least(1), default=100, help="optimizer steps, those of a loaded checkpoint "
-                                                       "included")
+    add(
+        "--steps",
+        type=at_least(1),
+        default=100,
+        help="optimizer steps, those of a loaded checkpoint included",
+    )
     add("--tensor", type=at_least(1), default=1, help="tensor-parallel size")
     add("--pipeline", type=at_least(1), default=1, help="pipeline stages")
-    add("--virtual-pipeline", type=at_least(1), default=1, metavar="N",
-        help="model chunks on each stage (interleaved schedule)")
-    add("--context", type=at_least(1), default=1, help="context-parallel size (needs Transformer Engine)")
-    add("--experts", type=at_least(0), default=0,
-        help="experts in each layer, of which a token goes to two (0: an ordinary MLP)")
-    add("--expert", type=at_least(1), default=1,
-        help="expert-parallel size, in which the experts are split over data-parallel ranks")
+    add(
+        "--virtual-pipeline",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="model chunks on each stage (interleaved schedule)",
+    )
+    add(
+        "--context",
+        type=at_least(1),
+        default=1,
+        help="context-parallel size (needs Transformer Engine)",
+    )
+    add(
+        "--experts",
+        type=at_least(0),
+        default=0,
+        help="experts in each layer, of which a token goes to two (0: an ordinary MLP)",
+    )
+    add(
+        "--expert",
+        type=at_least(1),
+        default=1,
+        help="expert-parallel size, in which the experts are split over data-parallel ranks",
+    )
     add("--layers", type=at_least(1), default=4, help="transformer layers")
     add("--hidden", type=at_least(1), default=128, help="width of a token's vector")
     add("--heads", type=at_least(1), default=4, help="attention heads")
     add("--sequence", type=at_least(1), default=128, help="bytes in a sample")
-    add("--micro-batch", type=at_least(1), default=4, help="samples in a micro-batch of one data-parallel "
-                                                           "rank")
+    add(
+        "--micro-batch",
+        type=at_least(1),
+        default=4,
+        help="samples in a micro-batch of one data-parallel rank",
+    )
     add("--micro-batches", type=at_least(1), default=4, help="micro-batches in a step")
-    add("--layout", help="layers of each stage in megatron-core's notation, as in 'Ettt|tL' (default: equal "
-                         "stages)")
-    add("--recompute", choices=("selective", "uniform", "block"),
-        help="recompute attention, or whole layers in units or one by one (default: keep all activations)")
-    add("--recompute-layers", type=at_least(1), default=1, metavar="N",
-        help="of a unit (uniform), or of each stage (block)")
-    add("--distributed-optimizer", action="store_true", help="optimizer state split over the data-parallel "
-                                                             "ranks")
+    add(
+        "--layout",
+        help="layers of each stage in megatron-core's notation, as in 'Ettt|tL' (default: equal "
+        "stages)",
+    )
+    add(
+        "--recompute",
+        choices=("selective", "uniform", "block"),
+        help="recompute attention, or whole layers in units or one by one (default: keep all activations)",
+    )
+    add(
+        "--recompute-layers",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="of a unit (uniform), or of each stage (block)",
+    )
+    add(
+        "--distributed-optimizer",
+        action="store_true",
+        help="optimizer state split over the data-parallel ranks",
+    )
     add("--instances", type=at_least(1), default=1, help="distributed-optimizer instances")
-    add("--overlap", action="store_true",
-        help="gradients (and, with the distributed optimizer, weights) travel during computation")
-    add("--bucket-size", type=at_least(1), metavar="N",
-        help="elements reduced at once under --overlap (default: megatron-core's)")
+    add(
+        "--overlap",
+        action="store_true",
+        help="gradients (and, with the distributed optimizer, weights) travel during computation",
+    )
+    add(
+        "--bucket-size",
+        type=at_least(1),
+        metavar="N",
+        help="elements reduced at once under --overlap (default: megatron-core's)",
+    )
     add("--tied", action="store_true", help="the head shares the embedding's weight")
-    add("--order", default="tp-cp-ep-dp-pp", help="order of the parallel dimensions in the ranks, innermost "
-                                                  "first")
+    add(
+        "--order",
+        default="tp-cp-ep-dp-pp",
+        help="order of the parallel dimensions in the ranks, innermost first",
+    )
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--lr", type=at_least(0, float), default=1e-3, help="learning rate of AdamW")
-    add("--clip", type=at_least(0, float), default=1.0,
-        help="gradient norm above which gradients are scaled down; 0: never")
+    add(
+        "--clip",
+        type=at_least(0, float),
+        default=1.0,
+        help="gradient norm above which gradients are scaled down; 0: never",
+    )
     add("--seed", type=at_least(0), default=1, help="of the initial weights and of the data order")
     add("--save", metavar="DIR", help="write a checkpoint there at the end")
     add("--save-every", type=at_least(0), default=0, metavar="N", help="and every N steps")
-    add("--load", metavar="DIR", help="resume from the latest checkpoint there, whatever split it was "
-                                      "written under")
-    add("--log-file", "--log", metavar="FILE", dest="log",
+    add(
+        "--load",
+        metavar="DIR",
+        help="resume from the latest checkpoint there, whatever split it was written under",
+    )
+    add(
+        "--log-file",
+        "--log",
+        metavar="FILE",
+        dest="log",
         # torchrun takes --log for an abbreviation of its own --log-dir
-        help="a JSON line for each step: step, loss, grad_norm, seconds, tokens_per_second")
+        help="a JSON line for each step: step, loss, grad_norm, seconds, tokens_per_second",
+    )
     return parser
 
 
@@ -90,23 +158,31 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
     if world % model:
         parser.error(
             f"a world size of {world} processes is not divisible by --tensor x --pipeline x --context = "
-            f"{model}")
+            f"{model}"
+        )
     if args.hidden % args.heads or args.heads % args.tensor:
         parser.error(
             f"--hidden {args.hidden} must be divisible by --heads {args.heads}, and those by --tensor "
-            f"{args.tensor}")
+            f"{args.tensor}"
+        )
     stages = args.pipeline * args.virtual_pipeline
     if args.virtual_pipeline > 1 and args.pipeline == 1:
         parser.error(f"--virtual-pipeline {args.virtual_pipeline} needs --pipeline 2 or more")
     if args.virtual_pipeline > 1 and args.micro_batches % args.pipeline:
-        parser.error(f"--virtual-pipeline needs --micro-batches {args.micro_batches} to be divisible by"
-                     f" --pipeline {args.pipeline}")
+        parser.error(
+            f"--virtual-pipeline needs --micro-batches {args.micro_batches} to be divisible by"
+            f" --pipeline {args.pipeline}"
+        )
     if args.layout is None and args.layers % stages:
         parser.error(f"--layers {args.layers} are not divisible by {stages} stages; give --layout")
     of_a_stage = world // args.tensor // args.pipeline
-    if args.expert > 1 and (args.experts < 2 or args.experts % args.expert or of_a_stage % args.expert):
-        parser.error(f"--expert {args.expert} must divide --experts {args.experts} and"
-                     f" the {of_a_stage} ranks of a stage")
+    if args.expert > 1 and (
+        args.experts < 2 or args.experts % args.expert or of_a_stage % args.expert
+    ):
+        parser.error(
+            f"--expert {args.expert} must divide --experts {args.experts} and"
+            f" the {of_a_stage} ranks of a stage"
+        )
     if args.instances > 1 and not args.distributed_optimizer:
         parser.error("--instances needs --distributed-optimizer")
     if args.save_every and not args.save:

@@ -29,12 +29,20 @@ SHIM = Path(__file__).resolve().parent / "on_cpu" / "megatron_cpu_shim.py"
 def prepare():
     """What must be before megatron is imported; checkpoint writers that megatron spawns come here too."""
     warnings.filterwarnings(
-        "ignore", message=".*(Apex|Transformer "
-        "Engine|torch_dist|autocast|_all_gather_base|reduce_scatter_base)")
+        "ignore",
+        message=".*(Apex|Transformer "
+        "Engine|torch_dist|autocast|_all_gather_base|reduce_scatter_base)",
+    )
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "RANK" not in os.environ:
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
-                          MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+        os.environ.update(
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            LOCAL_WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT="0",
+        )
     import torch
 
     # megatron-core is written for CUDA; this lets it run on a CPU, to try things out
@@ -82,7 +90,9 @@ def build(args):
     both obey."""
     config = transformer_config(args)
     chunks = config.virtual_pipeline_model_parallel_size
-    modules = [build_chunk(config, args, stage).cuda() for stage in (range(chunks) if chunks else [None])]
+    modules = [
+        build_chunk(config, args, stage).cuda() for stage in (range(chunks) if chunks else [None])
+    ]
     if args.dtype == "bf16":
         from megatron.core.transformer.module import Float16Module
 
@@ -96,8 +106,10 @@ def build(args):
         use_distributed_optimizer=args.distributed_optimizer,
         num_distributed_optimizer_instances=args.instances,
     )
-    models = [DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
-              for index, module in enumerate(modules)]
+    models = [
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -108,15 +120,20 @@ def build(args):
             bf16=args.dtype == "bf16",
             params_dtype=config.params_dtype,
             use_distributed_optimizer=args.distributed_optimizer,
-            **({"overlap_param_gather": True} if gathers and hasattr(OptimizerConfig, "overlap_param_gather")
-               else {}),
+            **(
+                {"overlap_param_gather": True}
+                if gathers and hasattr(OptimizerConfig, "overlap_param_gather")
+                else {}
+            ),
         ),
         models,
     )
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap:
-        config.no_sync_func = [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+        config.no_sync_func = (
+            [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
+        )
     return config, models, optimizer
 
 
@@ -130,7 +147,10 @@ def loss_of(labels, losses):
 def context_parallel_part(tensor):
     """This rank's chunks of [batch, sequence]: one of the front and its mirror image, so that all attend to
     as much."""
-    rank, size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+    rank, size = (
+        parallel_state.get_context_parallel_rank(),
+        parallel_state.get_context_parallel_world_size(),
+    )
     chunks = tensor.chunk(2 * size, dim=1)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
 
@@ -139,7 +159,9 @@ def forward_step(batches, model):
     """One micro-batch through this rank's part of the model, as megatron-core's schedules ask for it."""
     tokens, labels = (tensor.cuda() for tensor in next(batches))
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    mask = torch.ones(1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device).triu(1)
+    mask = torch.ones(
+        1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device
+    ).triu(1)
     batch = {"tokens": tokens, "labels": labels, "positions": positions}
     if parallel_state.get_context_parallel_world_size() > 1:
         batch = {name: context_parallel_part(tensor) for name, tensor in batch.items()}
@@ -167,11 +189,14 @@ def train_step(args, batches, step, config, models, optimizer) -> tuple[float, f
     loss = torch.zeros(1, device=torch.cuda.current_device())
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         loss += torch.stack([report["loss"] for report in reports]).mean()
-        torch.distributed.all_reduce(loss,
-                                     group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        torch.distributed.all_reduce(
+            loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
+        )
         loss /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
     last = parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast(loss, last, group=parallel_state.get_pipeline_model_parallel_group())
+    torch.distributed.broadcast(
+        loss, last, group=parallel_state.get_pipeline_model_parallel_group()
+    )
     return loss.item(), float(norm or 0.0)
 
 
@@ -181,19 +206,34 @@ def state(models, optimizer, step: int, loading: bool) -> dict:
     # megatron-core 0.13 and newer
     newer = "metadata" in inspect.signature(inner.sharded_state_dict).parameters
     more = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if newer else {}
-    parts = {f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(models)}
+    parts = {
+        f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(models)
+    }
     whole = parts["model0"] if len(models) == 1 else parts
-    return {**parts, "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, **more),
-            "step": step}
+    return {
+        **parts,
+        "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, **more),
+        "step": step,
+    }
 
 
 def identity(args) -> dict:
     """What a checkpoint and the job that resumes it must have in common."""
     data = int(os.environ["WORLD_SIZE"]) // (args.tensor * args.pipeline * args.context)
-    names = ("layers", "hidden", "heads", "experts", "sequence", "tied", "dtype", "distributed_optimizer",
-             "seed")
+    names = (
+        "layers",
+        "hidden",
+        "heads",
+        "experts",
+        "sequence",
+        "tied",
+        "dtype",
+        "distributed_optimizer",
+        "seed",
+    )
     return {name: getattr(args, name) for name in names} | {
-        "global_batch": args.micro_batch * args.micro_batches * data}
+        "global_batch": args.micro_batch * args.micro_batches * data
+    }
 
 
 def save(args, models, optimizer, step: int):
@@ -220,13 +260,16 @@ def resume(args, models, optimizer, parser: Parser) -> int:
     for name, value in identity(args).items():
         if saved.get(name) != value:
             parser.error(
-                f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {value}")
+                f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {value}"
+            )
     if saved["step"] >= args.steps:
         parser.error(
             f"--load {args.load}: the checkpoint has {saved['step']} steps, --steps {args.steps} leaves "
-            f"nothing to do")
+            f"nothing to do"
+        )
     loaded = dist_checkpointing.load(
-        state(models, optimizer, 0, loading=True), str(Path(args.load) / f"step{saved['step']}"))
+        state(models, optimizer, 0, loading=True), str(Path(args.load) / f"step{saved['step']}")
+    )
     for index, model in enumerate(models):
         model.module.load_state_dict(loaded[f"model{index}"])
     optimizer.load_state_dict(loaded["optimizer"])
@@ -242,11 +285,13 @@ def describe(args, models, batches) -> str:
     torch.distributed.all_reduce(layers, group=parallel_state.get_pipeline_model_parallel_group())
     parameters = sum(param.numel() for model in models for param in model.parameters())
     tokens = batches.data_ranks * args.micro_batches * args.micro_batch * args.sequence
-    return (f"{os.environ['WORLD_SIZE']} processes: tensor {args.tensor} x pipeline {args.pipeline} x"
-            f" data {batches.data_ranks}, stages of {'+'.join(map(str, layers.tolist()))} layers;"
-            f" {parameters / 1e6:.2f} M parameters on rank 0, {args.dtype}; "
-            f"{tokens:,} tokens a step of the text's {len(batches.text):,}; ready after "
-            f"{time.time() - STARTED:.1f} s")
+    return (
+        f"{os.environ['WORLD_SIZE']} processes: tensor {args.tensor} x pipeline {args.pipeline} x"
+        f" data {batches.data_ranks}, stages of {'+'.join(map(str, layers.tolist()))} layers;"
+        f" {parameters / 1e6:.2f} M parameters on rank 0, {args.dtype}; "
+        f"{tokens:,} tokens a step of the text's {len(batches.text):,}; ready after "
+        f"{time.time() - STARTED:.1f} s"
+    )
 
 
 def train(args, parser: Parser) -> list[dict]:
@@ -258,10 +303,15 @@ def train(args, parser: Parser) -> list[dict]:
     config, models, optimizer = build(args)
     rank = torch.distributed.get_rank()
     try:
-        batches = Batches(load_text(), args.sequence, args.micro_batch, args.micro_batches,
-                          parallel_state.get_data_parallel_world_size(),
-                          parallel_state.get_data_parallel_rank(),
-                          args.seed)
+        batches = Batches(
+            load_text(),
+            args.sequence,
+            args.micro_batch,
+            args.micro_batches,
+            parallel_state.get_data_parallel_world_size(),
+            parallel_state.get_data_parallel_rank(),
+            args.seed,
+        )
     except ValueError as error:
         parser.error(f"--sequence {args.sequence}: {error}")
     first = resume(args, models, optimizer, parser) if args.load else 0
@@ -272,28 +322,49 @@ def train(args, parser: Parser) -> list[dict]:
     entries = []
     with contextlib.ExitStack() as stack:
         bar = stack.enter_context(
-            tqdm(total=args.steps, initial=first, unit="step", disable=rank != 0, dynamic_ncols=True,
-                                       mininterval=0.1 if sys.stderr.isatty() else 10))
-        log = stack.enter_context(open(args.log,
-                                       "a" if args.load else "w")) if args.log and rank == 0 else None
+            tqdm(
+                total=args.steps,
+                initial=first,
+                unit="step",
+                disable=rank != 0,
+                dynamic_ncols=True,
+                mininterval=0.1 if sys.stderr.isatty() else 10,
+            )
+        )
+        log = (
+            stack.enter_context(open(args.log, "a" if args.load else "w"))
+            if args.log and rank == 0
+            else None
+        )
         for step in range(first, args.steps):
             begin = time.perf_counter()
             loss, norm = train_step(args, batches, step, config, models, optimizer)
             seconds = time.perf_counter() - begin
-            entries.append({"step": step + 1, "loss": loss, "grad_norm": norm, "seconds": seconds,
-                            "tokens_per_second": tokens / seconds})
+            entries.append(
+                {
+                    "step": step + 1,
+                    "loss": loss,
+                    "grad_norm": norm,
+                    "seconds": seconds,
+                    "tokens_per_second": tokens / seconds,
+                }
+            )
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             bar.update()
             if log:
                 print(json.dumps(entries[-1]), file=log, flush=True)
-            if args.save and (step + 1 == args.steps or args.save_every
-                              and (step + 1) % args.save_every == 0):
+            if args.save and (
+                step + 1 == args.steps or args.save_every and (step + 1) % args.save_every == 0
+            ):
                 save(args, models, optimizer, step + 1)
     if rank == 0:
         median = statistics.median(entry["seconds"] for entry in entries)
         first, last = entries[0]["loss"], entries[-1]["loss"]
-        print(f"{len(entries)} steps: loss {first:.4f} -> {last:.4f}, median step {median:.4f} s, "
-              f"{tokens / median:,.0f} tokens/s", flush=True)
+        print(
+            f"{len(entries)} steps: loss {first:.4f} -> {last:.4f}, median step {median:.4f} s, "
+            f"{tokens / median:,.0f} tokens/s",
+            flush=True,
+        )
     return entries
 
 

@@ -34,10 +34,16 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads,
-                                                        -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(
-            batch, sequence, hidden)
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .view(batch, sequence, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(batch, sequence, hidden)
+        )
         x = x + self.attention_out(attended)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -65,13 +71,16 @@ def micro_batch(text: torch.Tensor, args: argparse.Namespace, number: int, devic
     run."""
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     starts = torch.randint(len(text) - args.sequence - 1, (args.micro_batch,), generator=generator)
-    rows = torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
+    rows = (
+        torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
+    )
     return rows[:, :-1], rows[:, 1:]
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--steps", type=int, default=50)
     add("--layers", type=int, default=4)
@@ -79,13 +88,24 @@ def parse_args() -> argparse.Namespace:
     add("--heads", type=int, default=4)
     add("--sequence", type=int, default=128)
     add("--micro-batch", type=int, default=4, help="samples in a micro-batch of one rank")
-    add("--micro-batches", type=int, default=2, help="micro-batches in a step (gradient accumulation)")
+    add(
+        "--micro-batches",
+        type=int,
+        default=2,
+        help="micro-batches in a step (gradient accumulation)",
+    )
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--bucket-mb", type=float,
-        help="megabytes in a bucket of gradients (default: chosen for the fabric, or 25 MiB)")
-    add("--no-overlap", action="store_true", help="reduce after the backward pass, to see what overlapping "
-                                                  "gains")
+    add(
+        "--bucket-mb",
+        type=float,
+        help="megabytes in a bucket of gradients (default: chosen for the fabric, or 25 MiB)",
+    )
+    add(
+        "--no-overlap",
+        action="store_true",
+        help="reduce after the backward pass, to see what overlapping gains",
+    )
     add("--log-file", help="a JSON line for each step")
     return parser.parse_args()
 
@@ -93,16 +113,19 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     gpu = torch.accelerator.is_available()
-    device = torch.device(
-        torch.accelerator.current_accelerator().type,
-        int(os.environ["LOCAL_RANK"])) if gpu else torch.device("cpu")
+    device = (
+        torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
+        if gpu
+        else torch.device("cpu")
+    )
     if gpu:
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group()
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
-    text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
-                            dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
+    )
     torch.manual_seed(args.seed)  # the same initial weights everywhere
     model = GPT(args.layers, args.hidden, args.heads, args.sequence).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -115,9 +138,12 @@ def main() -> None:
         begin = time.perf_counter()
         total = torch.zeros((), device=device)
         for part in range(args.micro_batches):
-            inputs, labels = micro_batch(text, args, (step * args.micro_batches + part) * ranks + rank,
-                                         device)
-            loss = F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / args.micro_batches
+            inputs, labels = micro_batch(
+                text, args, (step * args.micro_batches + part) * ranks + rank, device
+            )
+            loss = (
+                F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / args.micro_batches
+            )
             if part == args.micro_batches - 1 and not args.no_overlap:
                 reducer.arm()  # the last backward of the step: send gradients as they become final
             loss.backward()
@@ -129,11 +155,18 @@ def main() -> None:
         dist.all_reduce(total)
         seconds.append(time.perf_counter() - begin)
         if rank == 0 and (step % 10 == 0 or step == args.steps - 1):
-            print(f"step {step + 1}: loss {total / ranks:.4f}, {seconds[-1]:.3f} s, of which "
-                  f"{times.exposed_s:.3f} s waiting for {times.bytes / 1e6:.1f} MB of gradients", flush=True)
+            print(
+                f"step {step + 1}: loss {total / ranks:.4f}, {seconds[-1]:.3f} s, of which "
+                f"{times.exposed_s:.3f} s waiting for {times.bytes / 1e6:.1f} MB of gradients",
+                flush=True,
+            )
         if log:
-            line = {"step": step + 1, "loss": (total / ranks).item(), "seconds": seconds[-1],
-                    "exposed_s": times.exposed_s}
+            line = {
+                "step": step + 1,
+                "loss": (total / ranks).item(),
+                "seconds": seconds[-1],
+                "exposed_s": times.exposed_s,
+            }
             print(json.dumps({**line, "reduction_s": times.seconds}), file=log, flush=True)
     if rank == 0:
         print(f"median step {statistics.median(seconds):.4f} s", flush=True)

@@ -44,9 +44,14 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads,
-                                                        -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        q, k, v = (
+            self.qkv(self.attention_norm(x))
+            .view(batch, sequence, 3, self.heads, -1)
+            .permute(2, 0, 3, 1, 4)
+        )
+        attended = (
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        )
         x = x + self.attention_out(attended)
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
@@ -77,16 +82,20 @@ def stage_module(index: int, stages: int, args: argparse.Namespace) -> nn.Module
     return nn.Sequential(*parts)
 
 
-def make_stage(index: int, stages: int, args: argparse.Namespace, device: torch.device,
-               mesh) -> PipelineStage:
+def make_stage(
+    index: int, stages: int, args: argparse.Namespace, device: torch.device, mesh
+) -> PipelineStage:
     module = stage_module(index, stages, args).to(device)
     data = mesh["dp"]
     if data.size() > 1 and args.data_parallel == "fsdp":
         module = fully_shard(module, mesh=data)
     elif data.size() > 1:
         alone = args.data_parallel == "alone"
-        group = dist.new_group([dist.get_rank()],
-                               use_local_synchronization=True) if alone else data.get_group()
+        group = (
+            dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            if alone
+            else data.get_group()
+        )
         module = DistributedDataParallel(module, process_group=group)
     # Messages' shapes are given: torch 2.13 otherwise runs the stage once to see them, in which
     # DistributedDataParallel prepares for a backward that does not come, and ends with an internal error in
@@ -94,8 +103,10 @@ def make_stage(index: int, stages: int, args: argparse.Namespace, device: torch.
     tokens = torch.empty(args.micro_batch, args.sequence, dtype=torch.int64, device=device)
     hidden = torch.empty(*tokens.shape, args.hidden, device=device, requires_grad=True)
     logits = torch.empty(*tokens.shape, 256, device=device, requires_grad=True)
-    given = {"input_args": hidden if index else tokens, "output_args": hidden if index < stages - 1
-             else logits}
+    given = {
+        "input_args": hidden if index else tokens,
+        "output_args": hidden if index < stages - 1 else logits,
+    }
     return PipelineStage(module, index, stages, device, group=mesh["pp"].get_group(), **given)
 
 
@@ -105,7 +116,9 @@ def batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: tor
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     samples = args.micro_batch * args.micro_batches
     starts = torch.randint(len(text) - args.sequence - 1, (samples,), generator=generator)
-    rows = torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
+    rows = (
+        torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
+    )
     # of a stride that torch up to 2.12 expects of a stage's inputs
     return rows[:, :-1].contiguous(), rows[:, 1:]
 
@@ -115,17 +128,31 @@ def cross_entropy(logits, labels):
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--pipeline", type=int, default=2, help="ranks of a pipeline; pipelines are data-parallel replicas")
+    add(
+        "--pipeline",
+        type=int,
+        default=2,
+        help="ranks of a pipeline; pipelines are data-parallel replicas",
+    )
     add("--schedule", choices=SCHEDULES, default="1F1B")
     add("--chunks", type=int, default=1, help="stages of each rank (1 with GPipe and 1F1B)")
-    add("--data-parallel", choices=("ddp", "fsdp", "alone"), default="ddp",
+    add(
+        "--data-parallel",
+        choices=("ddp", "fsdp", "alone"),
+        default="ddp",
         help="alone: each rank is a DistributedDataParallel group by itself, so gradients are not reduced "
-             "between replicas")
-    add("--mesh", default="pp,dp", choices=("pp,dp", "dp,pp"),
-        help="dimensions of the device mesh, outermost first")
+        "between replicas",
+    )
+    add(
+        "--mesh",
+        default="pp,dp",
+        choices=("pp,dp", "dp,pp"),
+        help="dimensions of the device mesh, outermost first",
+    )
     add("--steps", type=int, default=50)
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=128)
@@ -137,16 +164,25 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=1)
     add("--log-file", help="write a JSON line for each step into this file")
     add("--save", metavar="FOLDER", help="save a checkpoint into this folder")
-    add("--save-after", type=int, metavar="STEP", help="save it after this step (default: the last)")
-    add("--load", metavar="FOLDER",
-        help="resume from the checkpoint in this folder, with as many stages and the same --data-parallel")
+    add(
+        "--save-after", type=int, metavar="STEP", help="save it after this step (default: the last)"
+    )
+    add(
+        "--load",
+        metavar="FOLDER",
+        help="resume from the checkpoint in this folder, with as many stages and the same --data-parallel",
+    )
     return parser.parse_args()
 
 
 def main() -> None:
     args = arguments()
-    kind = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    device = torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device(kind)
+    kind = (
+        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    )
+    device = (
+        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device(kind)
+    )
     if kind != "cpu":
         torch.accelerator.set_device_index(device.index)
     dist.init_process_group()
@@ -159,8 +195,12 @@ def main() -> None:
     schedule_class = get_schedule_class(args.schedule)
     single = issubclass(schedule_class, PipelineScheduleSingle)
     count = args.pipeline * args.chunks
-    stages = [make_stage(index, count, args, device, mesh) for index in range(place, count, args.pipeline)]
-    schedule = schedule_class(stages[0] if single else stages, args.micro_batches, loss_fn=cross_entropy)
+    stages = [
+        make_stage(index, count, args, device, mesh) for index in range(place, count, args.pipeline)
+    ]
+    schedule = schedule_class(
+        stages[0] if single else stages, args.micro_batches, loss_fn=cross_entropy
+    )
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr)
     # a checkpoint has the stages' weights under the stages' numbers
@@ -172,12 +212,18 @@ def main() -> None:
         weights, moments = get_state_dict(numbered, optimizer, options=by_name)
         state = {"model": weights, "optimizer": moments, "step": 0}
         dcp.load(state, checkpoint_id=args.load)
-        set_state_dict(numbered, optimizer, model_state_dict=state["model"],
-                       optim_state_dict=state["optimizer"], options=by_name)
+        set_state_dict(
+            numbered,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=by_name,
+        )
         first = state["step"]
 
-    text = torch.frombuffer(bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"),
-                            dtype=torch.uint8)
+    text = torch.frombuffer(
+        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
+    )
     log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
     # torch 2.9 and older have no such argument, and always return the last stage's outputs
     known = inspect.signature(schedule.step).parameters
@@ -189,14 +235,21 @@ def main() -> None:
         schedule.step(*([inputs] if stages[0].is_first else []), **given, **no_outputs)
         optimizer.step()
         optimizer.zero_grad()
-        total = torch.stack(losses).mean().detach() / replicas if losses else torch.zeros((), device=device)
+        total = (
+            torch.stack(losses).mean().detach() / replicas
+            if losses
+            else torch.zeros((), device=device)
+        )
         dist.all_reduce(total)
         seconds = time.perf_counter() - begin
         if dist.get_rank() == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step + 1}: loss {total:.4f}, {seconds:.3f} s", flush=True)
         if log:
-            print(json.dumps({"step": step + 1, "loss": total.item(), "seconds": seconds}), file=log,
-                  flush=True)
+            print(
+                json.dumps({"step": step + 1, "loss": total.item(), "seconds": seconds}),
+                file=log,
+                flush=True,
+            )
         if args.save and step + 1 == (args.save_after or args.steps):
             weights, moments = get_state_dict(numbered, optimizer, options=by_name)
             state = {"model": weights, "optimizer": moments, "step": step + 1}

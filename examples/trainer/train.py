@@ -14,7 +14,14 @@ from pydoc_data.topics import topics
 
 import torch
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 
 class Text(Dataset):
@@ -22,8 +29,9 @@ class Text(Dataset):
 
     def __init__(self, sequence: int):
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-        self.windows = torch.frombuffer(bytearray(text),
-                                        dtype=torch.uint8)[: len(text) // sequence * sequence]
+        self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[
+            : len(text) // sequence * sequence
+        ]
         self.windows = self.windows.view(-1, sequence).long()
 
     def __len__(self):
@@ -45,20 +53,34 @@ class Log(TrainerCallback):
     def on_log(self, args, state, control, logs, **kwargs):
         before, self.began = self.began, time.perf_counter()
         if state.is_world_process_zero and "loss" in logs:
-            line = {"step": state.global_step, "loss": float(logs["loss"]), "seconds": self.began - before}
+            line = {
+                "step": state.global_step,
+                "loss": float(logs["loss"]),
+                "seconds": self.began - before,
+            }
             print(json.dumps(line), file=self.file, flush=True)
 
 
 def make_model(args):
     config = GPT2Config(
-        vocab_size=256, n_positions=args.sequence, n_embd=args.hidden, n_layer=args.layers, n_head=args.heads,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0)
+        vocab_size=256,
+        n_positions=args.sequence,
+        n_embd=args.hidden,
+        n_layer=args.layers,
+        n_head=args.heads,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
     return GPT2LMHeadModel(config)
 
 
 def arguments():
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--steps", type=int, default=50)
     add("--layers", type=int, default=4)
@@ -66,7 +88,12 @@ def arguments():
     add("--heads", type=int, default=4)
     add("--sequence", type=int, default=128)
     add("--micro-batch", type=int, default=4, help="samples in a micro-batch of one rank")
-    add("--micro-batches", type=int, default=1, help="micro-batches in a step (gradient accumulation)")
+    add(
+        "--micro-batches",
+        type=int,
+        default=1,
+        help="micro-batches in a step (gradient accumulation)",
+    )
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
     add("--log-file", help="a JSON line for each step")
@@ -80,14 +107,26 @@ def main():
     args = arguments()
     set_seed(args.seed)  # the same initial weights everywhere
     training = TrainingArguments(
-        output_dir=args.output, max_steps=args.steps, per_device_train_batch_size=args.micro_batch,
-        gradient_accumulation_steps=args.micro_batches, learning_rate=args.lr, max_grad_norm=1.0,
-        seed=args.seed, logging_steps=1, save_strategy="steps" if args.save_steps else "no",
+        output_dir=args.output,
+        max_steps=args.steps,
+        per_device_train_batch_size=args.micro_batch,
+        gradient_accumulation_steps=args.micro_batches,
+        learning_rate=args.lr,
+        max_grad_norm=1.0,
+        seed=args.seed,
+        logging_steps=1,
+        save_strategy="steps" if args.save_steps else "no",
         save_steps=args.save_steps or 500,
-        use_cpu=not torch.accelerator.is_available(), report_to=[], disable_tqdm=True,
-        dataloader_pin_memory=False, logging_nan_inf_filter=False)
+        use_cpu=not torch.accelerator.is_available(),
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        logging_nan_inf_filter=False,
+    )
     callbacks = [Log(args.log_file)] if args.log_file else []
-    trainer = Trainer(make_model(args), training, train_dataset=Text(args.sequence), callbacks=callbacks)
+    trainer = Trainer(
+        make_model(args), training, train_dataset=Text(args.sequence), callbacks=callbacks
+    )
     trainer.train(resume_from_checkpoint=args.resume)
 
 

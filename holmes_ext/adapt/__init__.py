@@ -17,7 +17,9 @@ def is_active(options: Options) -> bool:
 
 def applies_to(current: Session) -> bool:
     """Return whether the plan of this job has something that can change between two steps."""
-    has_clusters = len(current.plan.clusters) > 1  # inside one cluster, gradients are summed in one way
+    has_clusters = (
+        len(current.plan.clusters) > 1
+    )  # inside one cluster, gradients are summed in one way
     sums_can_change = has_clusters and current.engine.can("two-level", current.options.off)
     return current.store is not None and (wants_in_flight(current) or sums_can_change)
 

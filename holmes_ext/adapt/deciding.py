@@ -55,8 +55,14 @@ CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "re
 class Deciding:
     """Of a job of complete `sizes`. tell: prints a line; put: keeps a document in the telemetry's file."""
 
-    def __init__(self, current: Session, sizes: Sizes, network_api: str, tell: Callable[[str], None],
-                 put: Callable[[dict[str, Any]], None]):
+    def __init__(
+        self,
+        current: Session,
+        sizes: Sizes,
+        network_api: str,
+        tell: Callable[[str], None],
+        put: Callable[[dict[str, Any]], None],
+    ):
         self.current, self.sizes, self.network_api = current, sizes, network_api
         self.tell, self.put = tell, put
         known = network_api, current.options, current.engine
@@ -93,8 +99,11 @@ class Deciding:
                 self._tell_ended(self.sums.trials)
                 if sums is not None:
                     self._taken = partial(self.sums.taken, sums, plan, summed)
-        if change is None and self._restart is not None and not (self.evaluator.trials.running
-                                                                 or self.sums.trials.running):
+        if (
+            change is None
+            and self._restart is not None
+            and not (self.evaluator.trials.running or self.sums.trials.running)
+        ):
             change, self._taken = self._restart, self._restarts
         if change is None:
             return none
@@ -102,7 +111,9 @@ class Deciding:
             self._tell_change(change)
             return none
         at = step + max(LEAD, 1 + ceil(LEAD_S / step_s))
-        kind = next(name for name, change_class in CHANGES.items() if isinstance(change, change_class))
+        kind = next(
+            name for name, change_class in CHANGES.items() if isinstance(change, change_class)
+        )
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
@@ -127,21 +138,38 @@ class Deciding:
         if learned is not None:
             loads, edges = learned.loads, self._decided_edges(learned)
             held = learned.traffic_of(self.network_api).in_flight or tuple(range(len(loads), 0, -1))
-            ends = list(walked_ends([load.forward_s for load in loads], [load.backward_s for load in loads],
-                                    edges, learned.workload.micro_batches, held))
+            ends = list(
+                walked_ends(
+                    [load.forward_s for load in loads],
+                    [load.backward_s for load in loads],
+                    edges,
+                    learned.workload.micro_batches,
+                    held,
+                )
+            )
         summed = []
         for stage, end_s in enumerate(ends):
-            windows = [report["sums"] for report in reports if report["stage"] == stage]  # SumWindow.report()
+            windows = [
+                report["sums"] for report in reports if report["stage"] == stage
+            ]  # SumWindow.report()
             reductions = {json.dumps(window["way"]) for window in windows}
             if len(reductions) != 1:  # a rank's window began before the others changed
                 return []
             names = {name for window in windows for name in window["busy"]}
-            busy = {name: min(window["busy"][name] for window in windows if name in window["busy"])
-                    for name in names}
-            summed.append(Summed(
-                Table(windows[0]["way"], "report").into(ReductionSpec),
-                max(window["bytes"] for window in windows), min(window["seconds"] for window in windows),
-                min(window["exposed"] for window in windows), busy, end_s - min(ends)))
+            busy = {
+                name: min(window["busy"][name] for window in windows if name in window["busy"])
+                for name in names
+            }
+            summed.append(
+                Summed(
+                    Table(windows[0]["way"], "report").into(ReductionSpec),
+                    max(window["bytes"] for window in windows),
+                    min(window["seconds"] for window in windows),
+                    min(window["exposed"] for window in windows),
+                    busy,
+                    end_s - min(ends),
+                )
+            )
         return summed
 
     def _decided_edges(self, learned: Plan) -> tuple[float, ...]:
@@ -160,8 +188,10 @@ class Deciding:
     def _keep(self, profile: Profile, learned: Plan) -> None:
         """The model as measured, for `holmes report --write-model`; where nobody waited for an edge, the
         networks' price stands for it."""
-        stages = [replace(stage, edge_s=edge)
-                  for stage, edge in zip(profile.stages, (*self._decided_edges(learned), 0.0))]
+        stages = [
+            replace(stage, edge_s=edge)
+            for stage, edge in zip(profile.stages, (*self._decided_edges(learned), 0.0))
+        ]
         whole = replace(profile, stages=tuple(stages))
         self.put({"model": json.loads(whole.to_json()), "edges": sorted(self._edges)})
 
@@ -183,11 +213,16 @@ class Deciding:
     def _look_at_restart(self, profile: Profile) -> None:
         """What only a restart can change: layers of each stage. All ranks are asked for it where the options
         say so, else it is told."""
-        plan, layers = self.current.plan_for(self.sizes), [len(stage.blocks) for stage in profile.stages]
+        plan, layers = (
+            self.current.plan_for(self.sizes),
+            [len(stage.blocks) for stage in profile.stages],
+        )
         network = Network(site_of(plan, self.network_api))
         rules = rules_of(self.current.engine, self.current.options, self.network_api == SOCKETS)
         prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
-        costs = costs_of(prices, network.placement(plan.nodes, self.sizes), None, profile, overlap=False)
+        costs = costs_of(
+            prices, network.placement(plan.nodes, self.sizes), None, profile, overlap=False
+        )
         self._restart, options = None, self.current.options
         better = better_split(costs, layers, profile.step_s)
         if better is None or self._will_restart:
@@ -198,7 +233,9 @@ class Deciding:
             if not why:
                 self._restart = better
                 return
-        self._tell_once(better.text, better.brings + (f" (--holmes-restart auto: {why})" if why else ""))
+        self._tell_once(
+            better.text, better.brings + (f" (--holmes-restart auto: {why})" if why else "")
+        )
 
     def _tell_once(self, what: str, brings: str) -> None:
         if what not in self._told:
@@ -217,5 +254,7 @@ def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:
     for stage in range(len(profile.stages)):
         rooms = [Room(*report["memory"]) for report in reports if report["stage"] == stage]
         known = all(room.limit_bytes for room in rooms)
-        tightest.append(min(rooms, key=lambda room: room.limit_bytes - room.fixed_bytes) if known else Room())
+        tightest.append(
+            min(rooms, key=lambda room: room.limit_bytes - room.fixed_bytes) if known else Room()
+        )
     return tightest

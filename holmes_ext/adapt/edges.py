@@ -22,8 +22,14 @@ Came = Mapping[int, tuple[float, float, bool]]
 
 def edge_of(forward: tuple[Sent, Came], backward: tuple[Sent, Came]) -> float | None:
     """Seconds of a message, mean of both directions; None where none of one of them was waited for."""
-    raw = [[came - sent[index] for index, (_, came, waited) in received.items() if waited and index in sent]
-           for sent, received in (forward, backward)]
+    raw = [
+        [
+            came - sent[index]
+            for index, (_, came, waited) in received.items()
+            if waited and index in sent
+        ]
+        for sent, received in (forward, backward)
+    ]
     if not all(raw):
         return None
     ahead = (min(raw[0]) - min(raw[1])) / 2  # the clock of the activations' receiver
@@ -64,7 +70,11 @@ def edges_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     return edge_s
 
 
-def _of_step(sent: list[Any], came: list[Any], sent_back: list[Any], came_back: list[Any]) -> float | None:
-    directions = [(dict(ours), {index: (*times,) for index, *times in theirs})
-                  for ours, theirs in ((sent, came), (sent_back, came_back))]
+def _of_step(
+    sent: list[Any], came: list[Any], sent_back: list[Any], came_back: list[Any]
+) -> float | None:
+    directions = [
+        (dict(ours), {index: (*times,) for index, *times in theirs})
+        for ours, theirs in ((sent, came), (sent_back, came_back))
+    ]
     return edge_of(*directions)

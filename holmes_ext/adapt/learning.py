@@ -45,11 +45,18 @@ class Learning:
     """Of one rank. network_api: of the pipeline's groups; of the data-parallel ones where there is no
     pipeline; tell: prints a line, on rank 0; put: keeps a document in the telemetry's file."""
 
-    def __init__(self, current: Session, sizes: Sizes, network_api: str, stage: Stage,
-                 recorder: telemetry.Recorder,
-                 open_store: Callable[[], Any], tell: Callable[[str], None],
-                 put: Callable[[dict[str, Any]], None],
-                 start: int = 1):
+    def __init__(
+        self,
+        current: Session,
+        sizes: Sizes,
+        network_api: str,
+        stage: Stage,
+        recorder: telemetry.Recorder,
+        open_store: Callable[[], Any],
+        tell: Callable[[str], None],
+        put: Callable[[dict[str, Any]], None],
+        start: int = 1,
+    ):
         self.current, self.sizes = current, sizes
         self.network_api, self.stage = network_api, stage
         self.recorder = recorder
@@ -59,7 +66,9 @@ class Learning:
         self._open_store = open_store
         self._steps: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._vote: Vote | None = None
-        self._restart_after: int | None = None  # of checkpoints, where all ranks wait for the next one
+        self._restart_after: int | None = (
+            None  # of checkpoints, where all ranks wait for the next one
+        )
         self._thread = threading.Thread(target=self._serve, name="holmes adapt", daemon=True)
         self._thread.start()
 
@@ -74,20 +83,33 @@ class Learning:
             self._restart_after = restart.checkpoints()
             if self.current.rank == 0:
                 leave_layers(self.current.store, change.partition, self.sizes)
-                self.tell(f"the job starts again after its next checkpoint: {change.text} {change.brings}")
+                self.tell(
+                    f"the job starts again after its next checkpoint: {change.text} {change.brings}"
+                )
         elif change is not None:
             sums = isinstance(change, SumChange)
             plan = self.current.plan_for(self.sizes)
             held = list(plan.traffic_of(self.network_api).in_flight)
             self.current.adopt(self.sizes, change.adapted(plan, self.network_api), sums)
             if self.current.rank == 0:
-                after = {"before": held, "in_flight": held, "sums": change.text} if sums else {
-                    "before": change.before, "in_flight": change.in_flight}
+                after = (
+                    {"before": held, "in_flight": held, "sums": change.text}
+                    if sums
+                    else {"before": change.before, "in_flight": change.in_flight}
+                )
                 taken = {name: getattr(change, name) for name in ("now_s", "then_s", "back")}
                 self.put({"plan": {"step": self.recorder.step, **after, **taken}})
 
-    def on_step(self, step: int, begin: float, end: float, tokens: int, done: Any, spans: Any,
-                reduction: Any) -> None:
+    def on_step(
+        self,
+        step: int,
+        begin: float,
+        end: float,
+        tokens: int,
+        done: Any,
+        spans: Any,
+        reduction: Any,
+    ) -> None:
         """A Recorder's."""
         self._steps.put((self.boundary.step, begin, end, done, spans, reduction))
 
@@ -133,7 +155,9 @@ class Learning:
         except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
             from torch.distributed import DistError
 
-            if not self.stopped.is_set() and not isinstance(error, DistError):  # the store goes with the job
+            if not self.stopped.is_set() and not isinstance(
+                error, DistError
+            ):  # the store goes with the job
                 said = f"rank {self.current.rank}: the plan stays as it is from here on"
                 tell_user(f"--holmes-adapt: {said} ({type(error).__name__}: {error})")
 
@@ -157,13 +181,15 @@ class Learning:
         current = self.current
         if isinstance(change, SumChange) and not fits(change, self.recorder):
             return False
-        if isinstance(change, Restart) and restart.why_not(current.process, current.options, current.engine,
-                                                           os.environ):
+        if isinstance(change, Restart) and restart.why_not(
+            current.process, current.options, current.engine, os.environ
+        ):
             return False
         return self.boundary.agree(number, proposal["at"], change)
 
 
 # --------------------------------------------------------------------------- of this process
+
 
 class _Running:
     """learning: what goes on; key: for which sizes and micro-batches; starts: how often that changed;
@@ -175,8 +201,13 @@ class _Running:
     starts = 0
 
 
-def begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: str,
-               describe: Callable[[], Stage]) -> None:
+def begin_step(
+    current: Session,
+    sizes: Sizes,
+    micro_batches: int,
+    network_api: str,
+    describe: Callable[[], Stage],
+) -> None:
     """A training step of a pipeline of complete `sizes` begins, the same on all ranks; the first one, and the
     first with other sizes or micro-batches, starts the learning where the options ask for it. describe: what
     its engine tells."""
@@ -184,8 +215,13 @@ def begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: 
         _begin_step(current, sizes, micro_batches, network_api, describe)
 
 
-def _begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api: str,
-                describe: Callable[[], Stage]) -> None:
+def _begin_step(
+    current: Session,
+    sizes: Sizes,
+    micro_batches: int,
+    network_api: str,
+    describe: Callable[[], Stage],
+) -> None:
     recorder = telemetry.recorder
     if recorder is None:
         return
@@ -199,9 +235,15 @@ def _begin_step(current: Session, sizes: Sizes, micro_batches: int, network_api:
             return
         recorder.on_gpu(network_api == VERBS)
         _Running.learning = Learning(
-            current, sizes, network_api, describe(), recorder,
-            lambda: connect(current.process, STORE_S), tell_user,
-            recorder.on_round or (lambda document: None), _Running.starts,
+            current,
+            sizes,
+            network_api,
+            describe(),
+            recorder,
+            lambda: connect(current.process, STORE_S),
+            tell_user,
+            recorder.on_round or (lambda document: None),
+            _Running.starts,
         )
     assert _Running.learning is not None
     if _Running.starts <= MOST_STARTS:
@@ -219,7 +261,9 @@ def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reduc
     if _Running.reducer is None or _Running.reducer() is None:
         _Running.reducer = weakref.ref(reducer)
     if _Running.reducer() is reducer:
-        _begin_step(current, sizes, 1, network_api, lambda: Stage("torch", 0, 1, 1, {}, {current.rank: 0}))
+        _begin_step(
+            current, sizes, 1, network_api, lambda: Stage("torch", 0, 1, 1, {}, {current.rank: 0})
+        )
 
 
 def on_stop(reason: str) -> None:

@@ -65,16 +65,20 @@ class Change:
 
     @property
     def text(self) -> str:
-        now, before = ("+".join(map(str, counts)) if counts else "the engine's own" for counts in
-                       (self.in_flight, self.before))
+        now, before = (
+            "+".join(map(str, counts)) if counts else "the engine's own"
+            for counts in (self.in_flight, self.before)
+        )
         return f"{now} micro-batches in flight (were {before})"
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it."""
         known = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         pairs = zip(known, self.forward_s, self.backward_s)
-        loads = tuple(replace(load, forward_s=forward, backward_s=backward)
-                      for load, forward, backward in pairs)
+        loads = tuple(
+            replace(load, forward_s=forward, backward_s=backward)
+            for load, forward, backward in pairs
+        )
         traffic = tuple(replace(decided, in_flight=self.in_flight) for decided in plan.traffic)
         return replace(plan, loads=loads, traffic=traffic)
 
@@ -109,16 +113,21 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
         StageLoad(
             sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0],
             sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1],
-            room.fixed_bytes, room.kept_bytes, room.limit_bytes, stage.edge_s,
+            room.fixed_bytes,
+            room.kept_bytes,
+            room.limit_bytes,
+            stage.edge_s,
         )
         for stage, room in zip(profile.stages, known)
-    )  # fmt: skip
+    )
     return replace(plan, loads=loads, workload=profile.workload(), basis=MEASURED)
 
 
 def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> float:
     """Seconds from a step's begin to its last backward, by the loads of `plan`."""
-    return max(walked_ends(*passes_s(plan.loads), edges, plan.workload.micro_batches, tuple(in_flight)))
+    return max(
+        walked_ends(*passes_s(plan.loads), edges, plan.workload.micro_batches, tuple(in_flight))
+    )
 
 
 def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
@@ -128,8 +137,10 @@ def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> 
         return in_flight
     least = pipeline_s(plan, edges, in_flight)
     while True:
-        deeper = (max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
-                  for count, load in zip(in_flight[:-1], plan.loads))
+        deeper = (
+            max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
+            for count, load in zip(in_flight[:-1], plan.loads)
+        )
         more = (*deeper, in_flight[-1])
         then = pipeline_s(plan, edges, more)
         if then >= least * (1 - WORTH_MORE):
@@ -192,7 +203,10 @@ class Trials:
 
     def refused(self, key: Any, figures: tuple[float, ...]) -> bool:
         """Whether it was taken back, and what it was decided on has not changed."""
-        return any(trial.change.key == key and not differ(trial.figures, figures) for trial in self._refused)
+        return any(
+            trial.change.key == key and not differ(trial.figures, figures)
+            for trial in self._refused
+        )
 
 
 class PipelineEvaluator:
@@ -222,13 +236,17 @@ class PipelineEvaluator:
         if back is None and self.options.inflight == "auto":
             in_flight = quickest(plan, edges, in_flight)
         sizes = plan.sizes
-        if not in_flight and now and sizes is not None:  # the engine's own schedule would do as well
+        if (
+            not in_flight and now and sizes is not None
+        ):  # the engine's own schedule would do as well
             of_1f1b = range(sizes.pipeline, 0, -1)
             in_flight = tuple(min(count, plan.workload.micro_batches) for count in of_1f1b)
         if in_flight == now:
             return None
         then_s = step_s + pipeline_s(plan, edges, in_flight) - pipeline_s(plan, edges, now)
-        if back is None and (then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)):
+        if back is None and (
+            then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)
+        ):
             return None
         return Change(now, in_flight, step_s, then_s, *passes_s(plan.loads), back=back is not None)
 

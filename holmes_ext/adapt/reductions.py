@@ -69,8 +69,10 @@ class SumChange:
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
         """`plan` as a job goes on with it: what was measured has decided, not the nominal model."""
-        traffic = tuple(replace(known, reductions=self.after) if network_api in known.network_apis else known
-                        for known in plan.traffic)
+        traffic = tuple(
+            replace(known, reductions=self.after) if network_api in known.network_apis else known
+            for known in plan.traffic
+        )
         return replace(plan, traffic=traffic, basis=MEASURED)
 
     @property
@@ -78,8 +80,10 @@ class SumChange:
         pairs = zip(self.after, self.before)
         stage = next(stage for stage, (now, before) in enumerate(pairs) if now != before)
         of = f" of stage {stage}" if len(self.after) > 1 else ""
-        return (f"gradients{of} {reduction_text(self.after[stage], self.size)} (were "
-                f"{reduction_text(self.before[stage], self.size)})")
+        return (
+            f"gradients{of} {reduction_text(self.after[stage], self.size)} (were "
+            f"{reduction_text(self.before[stage], self.size)})"
+        )
 
 
 def in_two_levels(reduction: ReductionSpec, size: float) -> bool:
@@ -94,18 +98,24 @@ def reduction_text(reduction: ReductionSpec, size: float) -> str:
     return f"in two levels{route}, in chunks of {format_bytes(reduction.chunk_bytes)}"
 
 
-def measured_networks(plan: Plan, network_api: str, options: Options, engine: EngineTraits,
-                      summed: Sequence[Summed]) -> Plan:
+def measured_networks(
+    plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
+) -> Plan:
     """`plan` with each network that the stages' sums were on as fast as they found it."""
     slower: dict[str, float] = {}
     decided = _by_size(plan, network_api, options, engine, summed)
     for stage, stage_sums in enumerate(summed):
         for name, price in _networks(decided[stage_sums.size], stage, stage_sums):
-            busy, predicted = stage_sums.busy.get(name, 0.0) - price.latency_s, stage_sums.size * price.byte_s
+            busy, predicted = (
+                stage_sums.busy.get(name, 0.0) - price.latency_s,
+                stage_sums.size * price.byte_s,
+            )
             if busy > 0 and predicted > 0:
                 slower[name] = max(slower.get(name, 0.0), busy / predicted)
-    fabrics = tuple(replace(fabric, rate_bps=max(1, round(fabric.rate_bps / slower.get(fabric.name, 1.0))))
-                    for fabric in plan.fabrics)
+    fabrics = tuple(
+        replace(fabric, rate_bps=max(1, round(fabric.rate_bps / slower.get(fabric.name, 1.0))))
+        for fabric in plan.fabrics
+    )
     return replace(plan, fabrics=fabrics, wan=plan.wan.scaled(1 / slower.get(ETHERNET, 1.0)))
 
 
@@ -130,12 +140,18 @@ def _ring(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
     return replace(once, latency_s=once.latency_s * max(1, ceil(size / reduction.bucket_bytes)))
 
 
-def _by_size(plan: Plan, network_api: str, options: Options, engine: EngineTraits,
-             summed: Sequence[Summed]) -> dict[float, Decisions]:
+def _by_size(
+    plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
+) -> dict[float, Decisions]:
     """The start's decisions for each number of bytes that a stage sums; stages of one size share them."""
-    plans = {size: replace(plan, workload=replace(plan.workload, gradient_bytes=size), basis=MEASURED)
-             for size in {stage_sums.size for stage_sums in summed}}
-    return {size: decisions(sized_plan, network_api, options, engine) for size, sized_plan in plans.items()}
+    plans = {
+        size: replace(plan, workload=replace(plan.workload, gradient_bytes=size), basis=MEASURED)
+        for size in {stage_sums.size for stage_sums in summed}
+    }
+    return {
+        size: decisions(sized_plan, network_api, options, engine)
+        for size, sized_plan in plans.items()
+    }
 
 
 class SumEvaluator:
@@ -148,24 +164,42 @@ class SumEvaluator:
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
         """What to change now, in a job whose steps take step_s with `plan`."""
         learned = measured_networks(plan, *self.known, summed)
-        figures, current = _figures(learned, summed), tuple(stage_sums.reduction for stage_sums in summed)
+        figures, current = (
+            _figures(learned, summed),
+            tuple(stage_sums.reduction for stage_sums in summed),
+        )
         size = max(stage_sums.size for stage_sums in summed)
         if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:
             return SumChange(current, back.before, size, step_s, back.now_s, back=True)
-        decided, before = (_by_size(known_plan, *self.known, summed) for known_plan in (learned, plan))
-        choices = [self._best(decided[stage_sums.size], before[stage_sums.size], stage, stage_sums)
-                   for stage, stage_sums in enumerate(summed)]
+        decided, before = (
+            _by_size(known_plan, *self.known, summed) for known_plan in (learned, plan)
+        )
+        choices = [
+            self._best(decided[stage_sums.size], before[stage_sums.size], stage, stage_sums)
+            for stage, stage_sums in enumerate(summed)
+        ]
         after = tuple(reduction for reduction, _ in choices)
         if after == current:
             return None
-        ends = [stage_sums.end_s + max(0.0, stage_sums.exposed_s - stage_sums.seconds + seconds)
-                for stage_sums, (reduction, seconds) in zip(summed, choices)]
-        then_s = step_s + max(ends) - max(stage_sums.end_s + stage_sums.exposed_s for stage_sums in summed)
+        ends = [
+            stage_sums.end_s + max(0.0, stage_sums.exposed_s - stage_sums.seconds + seconds)
+            for stage_sums, (reduction, seconds) in zip(summed, choices)
+        ]
+        then_s = (
+            step_s
+            + max(ends)
+            - max(stage_sums.end_s + stage_sums.exposed_s for stage_sums in summed)
+        )
         change = SumChange(current, after, size, step_s, then_s)
-        return None if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures) else change
+        return (
+            None
+            if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures)
+            else change
+        )
 
-    def _best(self, decided: Decisions, before: Decisions, stage: int,
-              stage_sums: Summed) -> tuple[ReductionSpec, float]:
+    def _best(
+        self, decided: Decisions, before: Decisions, stage: int, stage_sums: Summed
+    ) -> tuple[ReductionSpec, float]:
         """How the rules of the start let a stage sum, and the predicted seconds. The current way, and its
         measured seconds, where the new one is no faster, or sums in two levels over other networks inside
         clusters than the current plan's, for which the groups were built. decided: of the learned plan;
@@ -174,7 +208,9 @@ class SumEvaluator:
         reduction = replace(decided.reduction(stage, current.overlap), compress=current.compress)
         groups = decided.prices.sums(decided.placement, stage)
         if in_two_levels(reduction, size):
-            if list(map(_inside, groups)) != list(map(_inside, before.prices.sums(before.placement, stage))):
+            if list(map(_inside, groups)) != list(
+                map(_inside, before.prices.sums(before.placement, stage))
+            ):
                 return current, current_s
             seconds = max(group.both.seconds(size) for group in groups if group.both is not None)
         else:

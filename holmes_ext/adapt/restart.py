@@ -1,10 +1,10 @@
 """A restart by the launcher with what only a restart can change, layers of each stage: --holmes-restart auto.
 
-    training   all ranks have voted for it (adapt): rank 0 leaves the layers in the job's store
-    saved()    a checkpoint is whole, on this rank; the step that begins next is not trained any more
-    leave()    there every rank waits for the others (one may still write which checkpoint is the last), and
-               ends with STATUS
-    start      torchrun's agents keep the store over their restarts: the job starts with those layers
+training   all ranks have voted for it (adapt): rank 0 leaves the layers in the job's store
+saved()    a checkpoint is whole, on this rank; the step that begins next is not trained any more
+leave()    there every rank waits for the others (one may still write which checkpoint is the last), and
+           ends with STATUS
+start      torchrun's agents keep the store over their restarts: the job starts with those layers
 """
 
 from __future__ import annotations
@@ -37,17 +37,22 @@ def checkpoints() -> int:
     return _Saved.checkpoints
 
 
-def why_not(process: Process, options: Options, engine: EngineTraits, environ: Mapping[str, str]) -> str:
+def why_not(
+    process: Process, options: Options, engine: EngineTraits, environ: Mapping[str, str]
+) -> str:
     """Why the launcher will not start this rank again with other layers; "" where it will."""
-    count, most = (environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    count, most = (
+        environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
     given = [f"--holmes-{name} is given" for name in ("plan", "partition") if name in options.given]
     reasons = {
         "".join(given[:1]): bool(given),
         f"checkpoints of {engine.name} do not load with other layers on a stage": not engine.resplits,
-        "no launcher here would start the job again with it, as torchrun --max-restarts N does":
-            process.launcher != "torchrun" or not process.agent_store or not int(most),
+        "no launcher here would start the job again with it, as torchrun --max-restarts N does": (
+            process.launcher != "torchrun" or not process.agent_store or not int(most)
+        ),
         f"torchrun has done its {most} restarts": int(count) >= int(most),
-    }  # fmt: skip
+    }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 

@@ -27,11 +27,17 @@ class SumWindow:
 
     def __init__(self, current: Session, recorder: Recorder):
         self.current, self.recorder = current, recorder
-        self._steps: list[tuple[float, float, dict[str, float]]] = []  # (seconds, exposed, by network)
+        self._steps: list[
+            tuple[float, float, dict[str, float]]
+        ] = []  # (seconds, exposed, by network)
         self._done: DoneReduction | None = None
 
-    def step(self, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
-             reduction: dict[str, Any] | None) -> None:
+    def step(
+        self,
+        done: Sequence[Op],
+        spans: Sequence[tuple[str, float, float]],
+        reduction: dict[str, Any] | None,
+    ) -> None:
         """Add a step.
 
         Args:
@@ -39,12 +45,18 @@ class SumWindow:
             spans: What the step consisted of: (kind, begin, end in seconds).
             reduction: What the gradient reducer measured of the step; None where there is no reducer.
         """
-        follow = [(ranks, record) for ranks, record in self.current.reductions.items() if record.follows]
+        follow = [
+            (ranks, record) for ranks, record in self.current.reductions.items() if record.follows
+        ]
         launched = [end for kind, _, end in spans if kind == LAST_BUCKET]
         if not follow or (reduction is None and not launched):
             return
         ranks, self._done = max(follow, key=lambda pair: pair[1].bytes)
-        flat = [op for op in done if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"]
+        flat = [
+            op
+            for op in done
+            if op.peer is None and op.group.ranks == ranks and op.name == "all_reduce"
+        ]
         least = SMALL * max((op.payload for op in flat), default=0)
         ops = [op for op in flat if op.payload >= least]
         parts = (op for op in done if "two-level" in op.group.description)
@@ -66,9 +78,13 @@ class SumWindow:
             return None
         seconds, exposed, busy = zip(*self._steps)
         return {
-            "way": asdict(self._done.planned), "bytes": self._done.bytes,
-            "seconds": statistics.median(seconds), "exposed": statistics.median(exposed),
-            "busy": {name: statistics.median(step.get(name, 0.0) for step in busy) for name in busy[-1]},
+            "way": asdict(self._done.planned),
+            "bytes": self._done.bytes,
+            "seconds": statistics.median(seconds),
+            "exposed": statistics.median(exposed),
+            "busy": {
+                name: statistics.median(step.get(name, 0.0) for step in busy) for name in busy[-1]
+            },
         }
 
 
@@ -85,10 +101,13 @@ def fits(change: SumChange, recorder: Recorder) -> bool:
     pairs = zip(change.before, change.after)
     more: float = BUCKETS_IN_FLIGHT * max(
         after.bucket_bytes + after.chunk_bytes - before.bucket_bytes - before.chunk_bytes
-        for before, after in pairs)
+        for before, after in pairs
+    )
     device = recorder.device_index
     free, _ = torch.cuda.mem_get_info(device)
-    room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(device)
+    room = MARGIN * (torch.cuda.memory_reserved(device) + free) - torch.cuda.max_memory_allocated(
+        device
+    )
     if more <= 0 or more > room:
         return more <= 0
     try:

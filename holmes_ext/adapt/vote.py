@@ -88,17 +88,31 @@ class Vote:
     """One rank's part, of rank `rank` of `world`. store: a client of its own, for a thread; stopped: the job
     ends."""
 
-    def __init__(self, store: Any, prefix: str, rank: int, world: int, stopped: threading.Event,
-                 patience_s: float = PATIENCE_S):
+    def __init__(
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        world: int,
+        stopped: threading.Event,
+        patience_s: float = PATIENCE_S,
+    ):
         self.store, self.prefix, self.rank, self.world = store, prefix, rank, world
         self.stopped, self.patience_s = stopped, patience_s
 
-    def round(self, number: int, figures: Any, propose: Callable[[list[Any]], dict[str, Any]],
-              agree: Callable[[int, dict[str, Any]], bool]) -> tuple[dict[str, Any], str]:
+    def round(
+        self,
+        number: int,
+        figures: Any,
+        propose: Callable[[list[Any]], dict[str, Any]],
+        agree: Callable[[int, dict[str, Any]], bool],
+    ) -> tuple[dict[str, Any], str]:
         """(proposal, verdict) of one round; "" where nothing was proposed. propose(figures of the ranks that
         answered): rank 0's, {"at": step or 0, ...}; agree: whether this rank can. Stopped when the job
         ends."""
-        put_in(self.store, self._key(number, "figures"), json.dumps(figures).encode(), 1, self.world)
+        put_in(
+            self.store, self._key(number, "figures"), json.dumps(figures).encode(), 1, self.world
+        )
         if self.rank == 0:
             key = self._key(number, "figures")
             self._await(f"{key}/all", time.monotonic() + self.patience_s)
@@ -136,7 +150,9 @@ class Vote:
 
     def _tidy(self, number: int) -> None:
         """Rank 0's: what nobody reads again leaves the store."""
-        keys = [f"{self._key(number - 1, 'figures')}/{part}" for part in ("entries", "count", "all")]
+        keys = [
+            f"{self._key(number - 1, 'figures')}/{part}" for part in ("entries", "count", "all")
+        ]
         keys.append(self._key(number - 1, "votes"))
         keys += [self._key(number - _KEPT_ROUNDS, what) for what in ("proposal", "verdict")]
         for key in keys if number else ():

@@ -28,7 +28,9 @@ Message = list[Any]
 def waited_s(sums: Sequence[Op], spans: Sequence[tuple[str, float, float]]) -> float:
     """Seconds that the program stood still for sums of gradients; on a GPU, where a stream of its own
     launches them, in spans of the compute stream."""
-    return sum(op.waited for op in sums) + sum(end - begin for kind, begin, end in spans if kind == "reduce")
+    return sum(op.waited for op in sums) + sum(
+        end - begin for kind, begin, end in spans if kind == "reduce"
+    )
 
 
 @dataclass
@@ -41,12 +43,22 @@ class Window:
     in_flight: int = 0
     passes: dict[str, list[float]] = field(default_factory=dict)  # seconds of each
     totals: dict[str, list[float]] = field(default_factory=dict)  # of each step
-    messages: dict[str, list[list[Message]]] = field(default_factory=dict)  # by "GROUP from>to", of each step
-    reduced: list[tuple[float, float]] = field(default_factory=list)  # (bytes, seconds) of each step
+    messages: dict[str, list[list[Message]]] = field(
+        default_factory=dict
+    )  # by "GROUP from>to", of each step
+    reduced: list[tuple[float, float]] = field(
+        default_factory=list
+    )  # (bytes, seconds) of each step
     activation_bytes: float = 0.0
 
-    def step(self, begin: float, end: float, done: Sequence[Op], spans: Sequence[tuple[str, float, float]],
-             reduction: dict[str, Any] | None) -> None:
+    def step(
+        self,
+        begin: float,
+        end: float,
+        done: Sequence[Op],
+        spans: Sequence[tuple[str, float, float]],
+        reduction: dict[str, Any] | None,
+    ) -> None:
         """A step that took from `begin` to `end`."""
         sums = dict.fromkeys((*_SPANS, "send", "receive", "reduce", "tied"), 0.0)
         for kind, start, stop in spans:
@@ -58,7 +70,10 @@ class Window:
             if op.peer is not None:
                 sums["send" if op.name == "send" else "receive"] += op.waited
         sums["reduce"] = waited_s(reduces, spans)
-        size, seconds = sum(op.payload for op in reduces), union_s([(op.start, op.end) for op in reduces])
+        size, seconds = (
+            sum(op.payload for op in reduces),
+            union_s([(op.start, op.end) for op in reduces]),
+        )
         if reduction and "seconds" in reduction:  # the reducer's own figures know of its threads
             size, seconds = reduction["bytes"], reduction["seconds"]
             sums["reduce"] = reduction["exposed"]
@@ -73,7 +88,11 @@ class Window:
         by_direction: dict[str, list[Op]] = {}
         for op in done:
             if op.peer in self.stage.neighbours:
-                ends = (self.recorder.rank, op.peer) if op.name == "send" else (op.peer, self.recorder.rank)
+                ends = (
+                    (self.recorder.rank, op.peer)
+                    if op.name == "send"
+                    else (op.peer, self.recorder.rank)
+                )
                 by_direction.setdefault(f"{op.group.name} {ends[0]}>{ends[1]}", []).append(op)
         for direction, ops in by_direction.items():
             ops.sort(key=lambda op: op.number)
@@ -85,8 +104,10 @@ class Window:
                 messages = [[index, part[0].start] for index, part in enumerate(parts)]
             else:
                 self.activation_bytes = sum(op.payload for op in parts[0])
-                messages = [[index, part[0].start, part[-1].end, sum(op.waited for op in part) > WAITED_S]
-                            for index, part in enumerate(parts)]
+                messages = [
+                    [index, part[0].start, part[-1].end, sum(op.waited for op in part) > WAITED_S]
+                    for index, part in enumerate(parts)
+                ]
             self.messages.setdefault(direction, []).append(messages)
 
     def _memory(self) -> list[float]:
@@ -99,7 +120,9 @@ class Window:
         device, kept = self.recorder.device_index, max(0, self.recorder.kept_bytes)
         free, _ = torch.cuda.mem_get_info(device)
         peak = torch.cuda.max_memory_allocated(device)
-        held = min(self.in_flight or len(self.stage.stages) - self.stage.stage, self.stage.micro_batches)
+        held = min(
+            self.in_flight or len(self.stage.stages) - self.stage.stage, self.stage.micro_batches
+        )
         room = MARGIN * (torch.cuda.memory_reserved(device) + free)
         return [float(max(0, peak - held * kept)), float(kept), room]
 
@@ -108,19 +131,28 @@ class Window:
         tells what blocks they pass."""
         stage, blocks = self.stage, self.stage.blocks
         common: dict[str, Any] = {
-            "rank": self.recorder.rank, "stage": stage.stage,
+            "rank": self.recorder.rank,
+            "stage": stage.stage,
             "totals": {kind: statistics.median(values) for kind, values in self.totals.items()},
         }
         if not (blocks and self.passes.get("forward") and self.passes.get("backward")):
             return common
         size, seconds = max(self.reduced, default=(0.0, 0.0))
         return {
-            **common, "framework": stage.framework, "tensor": stage.tensor,
+            **common,
+            "framework": stage.framework,
+            "tensor": stage.tensor,
             "micro_batches": stage.micro_batches,
-            "activation_bytes": self.activation_bytes, "steps": len(self.totals["step"]),
+            "activation_bytes": self.activation_bytes,
+            "steps": len(self.totals["step"]),
             "gradient_bytes": [[label, size] for label, size in stage.gradient_bytes.items()],
-            **{kind: [[block, statistics.median(self.passes[kind]) / len(blocks)] for block in blocks]
-               for kind in ("forward", "backward")},
+            **{
+                kind: [
+                    [block, statistics.median(self.passes[kind]) / len(blocks)] for block in blocks
+                ]
+                for kind in ("forward", "backward")
+            },
             "reduction": [seconds / size if size else 0.0, 0.0],
-            "messages": self.messages, "memory": self._memory(),
-        }  # fmt: skip
+            "messages": self.messages,
+            "memory": self._memory(),
+        }

@@ -27,7 +27,13 @@ from holmes_ext.cluster.addresses import (
     read_limits,
 )
 from holmes_ext.cluster.nccl import nccl_of_node
-from holmes_ext.cluster.node_report import NodeReport, lab_remark, node_identity, node_name, sysfs_root
+from holmes_ext.cluster.node_report import (
+    NodeReport,
+    lab_remark,
+    node_identity,
+    node_name,
+    sysfs_root,
+)
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.doctor import frameworks, nccl, variables
@@ -59,28 +65,63 @@ Exit status: 0 nothing wrong (notes do not count), 1 a problem was found, 2 bad 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "doctor", help="check this machine, its environment and a command, without starting a job",
+        "doctor",
+        help="check this machine, its environment and a command, without starting a job",
         description="Checks whether anything on this machine, in its environment or in a command would stop "
-                    "a job over several clusters. Nothing is started.",
-        epilog=_EPILOG)
-    parser.add_argument("--cluster", metavar="FILE", help="cluster.toml: check nodes and command against it")
-    parser.add_argument("--nodes", metavar="FILE", nargs="+", default=[],
-                        help="what `holmes doctor --json` printed on other nodes: compare them")
-    parser.add_argument("--sysfs", metavar="DIR", default=sysfs_root(os.environ),
-                        help="root of a /sys tree (default: this machine's)")
-    parser.add_argument("--check", action="store_true",
-                        help="import the frameworks and check the real functions, not their source")
-    parser.add_argument("--slurm", metavar="OPTIONS", nargs="?", const="",
-                        help="on every node of the Slurm allocation, by srun, with --preflight; without an "
-                             "allocation OPTIONS are srun's: --slurm='--nodes 4 --partition gpu'")
-    parser.add_argument("--preflight", action="store_true",
-                        help="under a launcher: try the links between the nodes, as at a job's start")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S",
-                        help="under a launcher: seconds to wait for the other nodes (default: 60)")
-    parser.add_argument("--json", action="store_true",
-                        help="print JSON: of one node alone what --nodes takes")
-    parser.add_argument("words", metavar="-- COMMAND", nargs=argparse.REMAINDER, default=[],
-                        help="a training command to check")
+        "a job over several clusters. Nothing is started.",
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--cluster", metavar="FILE", help="cluster.toml: check nodes and command against it"
+    )
+    parser.add_argument(
+        "--nodes",
+        metavar="FILE",
+        nargs="+",
+        default=[],
+        help="what `holmes doctor --json` printed on other nodes: compare them",
+    )
+    parser.add_argument(
+        "--sysfs",
+        metavar="DIR",
+        default=sysfs_root(os.environ),
+        help="root of a /sys tree (default: this machine's)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="import the frameworks and check the real functions, not their source",
+    )
+    parser.add_argument(
+        "--slurm",
+        metavar="OPTIONS",
+        nargs="?",
+        const="",
+        help="on every node of the Slurm allocation, by srun, with --preflight; without an "
+        "allocation OPTIONS are srun's: --slurm='--nodes 4 --partition gpu'",
+    )
+    parser.add_argument(
+        "--preflight",
+        action="store_true",
+        help="under a launcher: try the links between the nodes, as at a job's start",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="under a launcher: seconds to wait for the other nodes (default: 60)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON: of one node alone what --nodes takes"
+    )
+    parser.add_argument(
+        "words",
+        metavar="-- COMMAND",
+        nargs=argparse.REMAINDER,
+        default=[],
+        help="a training command to check",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -88,33 +129,44 @@ def run(args: argparse.Namespace) -> int:
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
     if words and not args.words[0] == "--":
         raise HolmesError(
-            f"{words[0]!r} is not an option of holmes doctor; write the command to check after --")
+            f"{words[0]!r} is not an option of holmes doctor; write the command to check after --"
+        )
     spec = load_spec(args.cluster) if args.cluster else None
     if args.slurm is not None:
         return _over_allocation(args, words, spec)
     process = launcher.detect(os.environ)
     if args.preflight and process.world_size < 2:
         raise HolmesError(
-            "--preflight tries the links between nodes: start it on several by a launcher, or --slurm")
+            "--preflight tries the links between nodes: start it on several by a launcher, or --slurm"
+        )
     faults = False
     if process.world_size > 1:
-        documents = _gather(process, None if process.local_rank else check_node(args, words, spec),
-                            args.timeout)
+        documents = _gather(
+            process, None if process.local_rank else check_node(args, words, spec), args.timeout
+        )
         faults = args.preflight and _preflight(args, process)
         if process.rank:
             return 0
-        together = [NodeCheck.from_table(Table(document, "a node's report")) for document in documents]
+        together = [
+            NodeCheck.from_table(Table(document, "a node's report")) for document in documents
+        ]
         spec = spec and part_for(spec, together)  # a file may describe more than the job has
     else:
         together = [load_check(path) for path in args.nodes] or [check_node(args, words, spec)]
     for name, count in Counter(check.node.name for check in together).items():
         if count > 1:
-            raise HolmesError(f"two of the reports are from a node called {name!r}; give each node once"
-                              " (HOLMES_NODE renames one)")
+            raise HolmesError(
+                f"two of the reports are from a node called {name!r}; give each node once"
+                " (HOLMES_NODE renames one)"
+            )
     differences = compare(together, spec) if len(together) > 1 or spec else []
     if args.json:
         nodes = [check.to_dict() for check in together]
-        compared = {"version": 1, "nodes": nodes, "differences": [asdict(finding) for finding in differences]}
+        compared = {
+            "version": 1,
+            "nodes": nodes,
+            "differences": [asdict(finding) for finding in differences],
+        }
         print(json.dumps(nodes[0] if len(nodes) == 1 and not differences else compared, indent=2))
     else:
         _print(together, differences)
@@ -126,16 +178,24 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
     """This command on every node of the allocation; srun's exit status, which is the greatest of theirs."""
     if spec is not None:
         check_nodes(allocated(os.environ), spec)
-    program = [sys.executable, "-m", "holmes_ext.cli.main", "doctor", "--preflight",
-               f"--timeout={args.timeout:g}"]
+    program = [
+        sys.executable,
+        "-m",
+        "holmes_ext.cli.main",
+        "doctor",
+        "--preflight",
+        f"--timeout={args.timeout:g}",
+    ]
     program += [f"--cluster={os.path.abspath(args.cluster)}"] if args.cluster else []
     program += ["--check"] * args.check + ["--json"] * args.json + (["--", *words] if words else [])
     command = srun(os.environ, args.slurm, program)
     try:
         return subprocess.run(command, env=for_srun(os.environ)).returncode
     except FileNotFoundError:
-        raise HolmesError("--slurm: there is no `srun` on this machine; run it on a login node of the Slurm "
-                          "cluster (module load slurm?)") from None
+        raise HolmesError(
+            "--slurm: there is no `srun` on this machine; run it on a login node of the Slurm "
+            "cluster (module load slurm?)"
+        ) from None
 
 
 def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
@@ -167,12 +227,16 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
         findings += check_tcp(spec, node_name(os.environ), read_limits(), os.environ)
     # frameworks print when imported
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        findings += frameworks.check_patches(frameworks.fit_of(patch, args.check) for patch in all_patches())
+        findings += frameworks.check_patches(
+            frameworks.fit_of(patch, args.check) for patch in all_patches()
+        )
         findings += frameworks.check_replaced(all_patches()) if args.check else []
     findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
     findings += frameworks.check_compilers(environ) if live else []
     findings += check_command(words, spec, os.environ) if words else []
-    findings += [found for check in extensions.objects("doctor_checks").values() for found in check()]
+    findings += [
+        found for check in extensions.objects("doctor_checks").values() for found in check()
+    ]
     frameworks_found = installed_versions(patch.feature for patch in all_patches())
     versions = {"Python": platform.python_version(), "holmes_ext": __version__, **frameworks_found}
     node_nccl = nccl_of_node(environ, nics)
@@ -183,16 +247,20 @@ def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | 
     return NodeCheck(node, versions, variables.settings(os.environ), tuple(findings), tuple(lines))
 
 
-def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float) -> list[dict[str, Any]]:
+def _gather(
+    process: launcher.Process, check: NodeCheck | None, timeout_s: float
+) -> list[dict[str, Any]]:
     """The checks of all nodes, on rank 0, through a store of the launcher's addresses; [] elsewhere."""
     try:
         from holmes_ext.runtime.start.store import open_store  # which imports torch
 
         store = open_store(process, timeout_s)
     except ModuleNotFoundError:
-        raise HolmesError("torch is not installed, so the nodes cannot talk to each other; run `holmes "
-                          "doctor --json` on each without a launcher, and compare the files with "
-                          "--nodes") from None
+        raise HolmesError(
+            "torch is not installed, so the nodes cannot talk to each other; run `holmes "
+            "doctor --json` on each without a launcher, and compare the files with "
+            "--nodes"
+        ) from None
     store.set(f"doctor/{process.rank}", json.dumps(check and check.to_dict()))
     documents = []
     # the store lives in rank 0, which ends last
@@ -201,8 +269,10 @@ def _gather(process: launcher.Process, check: NodeCheck | None, timeout_s: float
             documents.append(json.loads(store.get(f"doctor/{rank}")))
         except RuntimeError:  # torch.distributed.DistError is one
             place = f"{process.master_addr}:{process.master_port}"
-            raise HolmesError(f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
-                              f"can it reach {place}?") from None
+            raise HolmesError(
+                f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
+                f"can it reach {place}?"
+            ) from None
     return [document for document in documents if document is not None]
 
 
@@ -216,7 +286,9 @@ def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> Non
             owners.setdefault(finding, []).append(check.node.name)
     for finding, names in sorted(owners.items(), key=lambda item: item[0].level != "problem"):
         head = Text(f"{finding.level}: ", "bold red" if finding.level == "problem" else "yellow")
-        head.append(f"{some_of(names, 6)}: " if len(together) > 1 or finding in differences else "", "bold")
+        head.append(
+            f"{some_of(names, 6)}: " if len(together) > 1 or finding in differences else "", "bold"
+        )
         screen.line(head.append(f"{finding.about}: {finding.what}", ""))
         screen.line(f"    why: {finding.why}\n    fix: {finding.mend}")
     if len(together) == 1 and together[0].nccl:
@@ -226,8 +298,9 @@ def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> Non
     if remark := lab_remark(os.environ):
         screen.line(f"note: {remark}")
     levels = Counter(finding.level for finding, names in owners.items() for _ in names)
-    counts = ", ".join(f"{levels[level]} {level}{'s' * (levels[level] != 1)}"
-                       for level in ("problem", "note"))
+    counts = ", ".join(
+        f"{levels[level]} {level}{'s' * (levels[level] != 1)}" for level in ("problem", "note")
+    )
     versions = ", ".join(f"{name} {version}" for name, version in together[0].versions.items())
     nodes = f"{len(together)} nodes" if len(together) > 1 else f"node {together[0].node.name}"
     screen.line(f"holmes doctor: {nodes} ({versions}): {counts}")
@@ -235,8 +308,12 @@ def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> Non
 
 #: What stands side by side.
 COLUMNS = (
-    Column("node"), Column("fast NICs"), Column("Ethernet", drop=1), Column("settings", drop=2),
-    Column("problems", right=True), Column("notes", right=True),
+    Column("node"),
+    Column("fast NICs"),
+    Column("Ethernet", drop=1),
+    Column("settings", drop=2),
+    Column("problems", right=True),
+    Column("notes", right=True),
 )
 
 
@@ -246,9 +323,14 @@ def _row(check: NodeCheck) -> list[str]:
     levels = [finding.level for finding in check.findings]
     return [
         check.node.name,
-        "\n".join(f"{nic.name} {nic.kind} {format_rate(nic.rate_bps) if nic.up else f'({nic.state_text})'}"
-                  for nic in nics if nic.fast and not nic.skipped) or "none",
+        "\n".join(
+            f"{nic.name} {nic.kind} {format_rate(nic.rate_bps) if nic.up else f'({nic.state_text})'}"
+            for nic in nics
+            if nic.fast and not nic.skipped
+        )
+        or "none",
         "\n".join(f"{nic.name} {nic.addresses[0]}" for nic in ethernet) or "none",
         "\n".join(f"{name}={value}" for name, value in check.settings.items()),
-        str(levels.count("problem")), str(levels.count("note")),
+        str(levels.count("problem")),
+        str(levels.count("note")),
     ]

@@ -13,11 +13,18 @@ from holmes_ext.samples import examples
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "examples", help="copy the documentation's scripts, cluster files and models to here",
+        "examples",
+        help="copy the documentation's scripts, cluster files and models to here",
         description="Copies the examples that the documentation's commands name, examples/clusters/... and "
-        "so on, into a new folder. They come with holmes_ext; a clone has them already.")
-    parser.add_argument("folder", nargs="?", default="examples", metavar="FOLDER",
-                        help="where to, which must not be there yet (default: examples)")
+        "so on, into a new folder. They come with holmes_ext; a clone has them already.",
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        default="examples",
+        metavar="FOLDER",
+        help="where to, which must not be there yet (default: examples)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,6 +34,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         shutil.copytree(examples(), folder, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:
-        raise HolmesError(f"holmes examples: {folder} cannot be written: {error.strerror or error}") from None
+        raise HolmesError(
+            f"holmes examples: {folder} cannot be written: {error.strerror or error}"
+        ) from None
     print(f"{folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return 0

@@ -118,17 +118,23 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
-        if not isinstance(end.__context__, BrokenPipeError):  # how rich ends when its reader has gone
+        if not isinstance(
+            end.__context__, BrokenPipeError
+        ):  # how rich ends when its reader has gone
             raise
         return 0
     except OSError as error:
         full = error.errno == errno.ENOSPC
         if not (full or isinstance(error, BrokenPipeError) and _reader_has_gone()):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or Python tries to print the rest when it ends
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), 1
+        )  # or Python tries to print the rest when it ends
         if full:
-            print(f"holmes: {error.filename or 'the output'} cannot be written: {error.strerror}",
-                  file=sys.stderr)
+            print(
+                f"holmes: {error.filename or 'the output'} cannot be written: {error.strerror}",
+                file=sys.stderr,
+            )
         return 2 if full else 0
 
 
@@ -148,7 +154,9 @@ def commands() -> dict[str, str]:
     added = extensions.commands()
     for name in _COMMANDS:
         if name in added:
-            raise HolmesError(f"an extension has the command {name!r} of holmes itself; uninstall it")
+            raise HolmesError(
+                f"an extension has the command {name!r} of holmes itself; uninstall it"
+            )
     every = {**_COMMANDS, **added}
     return dict(sorted(every.items(), key=lambda item: _rank(item[0])))
 
@@ -169,8 +177,10 @@ def _parse(argv):
         )
     if command is not None and command not in known:
         raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, known)}")
-    parser = _Parser(prog="holmes", description="One LLM training job over several GPU clusters whose NICs "
-                                                "differ.")
+    parser = _Parser(
+        prog="holmes",
+        description="One LLM training job over several GPU clusters whose NICs differ.",
+    )
     parser.add_argument("--version", action="version", version=f"holmes_ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in [command] if command else known:

@@ -47,42 +47,92 @@ Exit status: 0 good, 1 a group of the given sizes straddles networks, 2 bad inpu
 
 
 def add_parser(subparsers: Any) -> None:
-    what = "what a step takes today, with holmes, and with the best sizes; where each stage should run"
+    what = (
+        "what a step takes today, with holmes, and with the best sizes; where each stage should run"
+    )
     parser = subparsers.add_parser("plan", help=what, description=_ABOUT, epilog=_EPILOG)
     add = parser.add_argument
     add("--cluster", metavar="FILE", help="cluster.toml")
-    add("--nodelist", metavar="LIST", help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)")
-    add("--sizes", metavar="TEXT", help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data')
+    add(
+        "--nodelist",
+        metavar="LIST",
+        help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)",
+    )
+    add(
+        "--sizes",
+        metavar="TEXT",
+        help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data',
+    )
     for name in ("pipeline", "tensor", "context", "expert"):
         add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
     add("--order", metavar="O", help="axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
     add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
-    add("--for", dest="framework", choices=tuple(ENGINES),
-        help="plan for what this framework can do (default: the one whose flags the command line has)")
-    add("--output", metavar="FILE", help="write plan.json: of the sizes given, or the best plan found")
+    add(
+        "--for",
+        dest="framework",
+        choices=tuple(ENGINES),
+        help="plan for what this framework can do (default: the one whose flags the command line has)",
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        help="write plan.json: of the sizes given, or the best plan found",
+    )
     add("--json", action="store_true", help="print the plan as JSON instead of the table")
-    add("command", nargs="*", metavar="-- COMMAND",
-        help="a Megatron or DeepSpeed command line that names the model; its sizes are your layout")
+    add(
+        "command",
+        nargs="*",
+        metavar="-- COMMAND",
+        help="a Megatron or DeepSpeed command line that names the model; its sizes are your layout",
+    )
     add = parser.add_argument_group(
-        "what the model computes and sends (nominal values unless given)").add_argument
+        "what the model computes and sends (nominal values unless given)"
+    ).add_argument
     add("--workload", metavar="FILE", help="TOML with such keys (forward_seconds = 0.03, ...)")
     for field in fields(Workload):
         about = field.metadata
-        add(f"--{about['option']}", dest=field.name, type=_kind(field), metavar="N", help=about["help"])
+        add(
+            f"--{about['option']}",
+            dest=field.name,
+            type=_kind(field),
+            metavar="N",
+            help=about["help"],
+        )
     add = parser.add_argument_group("layers of each stage").add_argument
     add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
     add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
-    add("--partition", choices=METHODS, default="uniform",
+    add(
+        "--partition",
+        choices=METHODS,
+        default="uniform",
         help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
-             "(default: uniform)")
-    add("--alpha", type=float, default=1.0, metavar="X",
-        help="the paper's alpha, for --partition speed (default: 1)")
-    add("--overlap", choices=("on", "off"), default="on",
-        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)")
-    add("--inflight", choices=("auto", "off"), default="auto",
-        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off")
-    add("--passes", choices=("auto", "1f1b"), default="1f1b",
-        help="auto: backward passes in two, as under --holmes-passes auto")
+        "(default: uniform)",
+    )
+    add(
+        "--alpha",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="the paper's alpha, for --partition speed (default: 1)",
+    )
+    add(
+        "--overlap",
+        choices=("on", "off"),
+        default="on",
+        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)",
+    )
+    add(
+        "--inflight",
+        choices=("auto", "off"),
+        default="auto",
+        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off",
+    )
+    add(
+        "--passes",
+        choices=("auto", "1f1b"),
+        default="1f1b",
+        help="auto: backward passes in two, as under --holmes-passes auto",
+    )
     for part in command_parts("plan"):
         part.add_arguments(parser)
     parser.set_defaults(run=run)
@@ -107,7 +157,9 @@ def run(args: argparse.Namespace) -> int:
 def inputs(args: argparse.Namespace) -> tuple[SiteSpec, Training]:
     """Read cluster.toml, and what is to be trained."""
     if not args.cluster:
-        raise HolmesError("the following arguments are required: --cluster (see holmes plan --help)")
+        raise HolmesError(
+            "the following arguments are required: --cluster (see holmes plan --help)"
+        )
     spec = load_spec(args.cluster)
     if args.nodelist:
         spec = only(spec, args.nodelist, "--nodelist")
@@ -123,7 +175,8 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
     names = expand(listed, flag)
     if strangers := [name for name in names if not spec.known_as(name)]:
         raise HolmesError(
-            f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes")
+            f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes"
+        )
     return spec.only({spec.known_as(name) for name in names})
 
 
@@ -222,39 +275,64 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
     screen = Screen()
     if plan.sizes is None or step is None:
         clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
-        screen.line(f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})")
+        screen.line(
+            f"parallel sizes unknown: clusters as blocks, the fastest fabric first ({clusters})"
+        )
         screen.line(f"nodes: {folded(plan.nodes)}")
         return
-    columns = (Column("stage"), Column("nodes", wrap=12), Column("data-parallel over", wrap=10),
-               Column("to the next stage", wrap=10, drop=1), Column("reduction", right=True))  # fmt: skip
+    columns = (
+        Column("stage"),
+        Column("nodes", wrap=12),
+        Column("data-parallel over", wrap=10),
+        Column("to the next stage", wrap=10, drop=1),
+        Column("reduction", right=True),
+    )
     reductions = [f"{seconds:.3g} s" for seconds in step.reduction_s]
-    rows = [(str(stage), *row, reductions[stage])
-            for stage, row in enumerate(_stage_rows(site, plan, plan.sizes))]
+    rows = [
+        (str(stage), *row, reductions[stage])
+        for stage, row in enumerate(_stage_rows(site, plan, plan.sizes))
+    ]
     screen.table(columns, rows, _title(plan, plan.sizes))
     for straddle in plan.straddling:
         which = f"{straddle.kind} group{'s straddle' if straddle.groups > 1 else ' straddles'}"
         text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)}): on {straddle.fabric}"
-        costs = f"costs {straddle.seconds:.3g} s a step" if straddle.seconds else ("no slower than inside "
-                                                                                   "clusters")
+        costs = (
+            f"costs {straddle.seconds:.3g} s a step"
+            if straddle.seconds
+            else ("no slower than inside clusters")
+        )
         screen.line(f"{text}, {costs}", "yellow")
     if not plan.straddling:
-        screen.line("no data-, tensor-, context- or expert-parallel group leaves its fabric", "green")
+        screen.line(
+            "no data-, tensor-, context- or expert-parallel group leaves its fabric", "green"
+        )
     if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:
-        screen.line(f"{slices} tensor ranks each send a slice of what a stage sends on Ethernet, unless "
-                    f"sequence parallelism splits it already")
+        screen.line(
+            f"{slices} tensor ranks each send a slice of what a stage sends on Ethernet, unless "
+            f"sequence parallelism splits it already"
+        )
     ours, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
-    screen.line(f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)",
-                "bold")
+    screen.line(
+        f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)",
+        "bold",
+    )
     if plan.stage_layers:
-        screen.line(f"layers of the stages ({plan.partition}): {' '.join(map(str, plan.stage_layers))}")
+        screen.line(
+            f"layers of the stages ({plan.partition}): {' '.join(map(str, plan.stage_layers))}"
+        )
     if nominal:
         advice = "give --workload or --gradient-bytes and so on for yours"
         screen.line(f"for a nominal model (10^9 parameters in each rank); {advice}")
 
 
 def _title(plan: Plan, sizes: Sizes) -> str:
-    names = [f"{name} {getattr(sizes, name)}" for name in ("pipeline", "tensor", "context", "data", "expert")]
-    shown = [text for text in names if not text.endswith(" 1") or text.startswith(("pipeline", "data"))]
+    names = [
+        f"{name} {getattr(sizes, name)}"
+        for name in ("pipeline", "tensor", "context", "data", "expert")
+    ]
+    shown = [
+        text for text in names if not text.endswith(" 1") or text.startswith(("pipeline", "data"))
+    ]
     return f"{plan.world_size} ranks on {len(plan.nodes)} nodes: {' x '.join(shown)}"
 
 
@@ -271,5 +349,7 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
             edges[stage][LOCAL if shared is None else shared.name] = None
-    return [(" ".join(runs(names)), ", ".join(data[stage]), ", ".join(edges[stage]))
-            for stage, names in enumerate(nodes)]
+    return [
+        (" ".join(runs(names)), ", ".join(data[stage]), ", ".join(edges[stage]))
+        for stage, names in enumerate(nodes)
+    ]

@@ -32,13 +32,21 @@ Exit status: 0 measured, 2 bad usage, input or network.
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "probe", help="measure messages and rings on every fabric, into cluster.toml",
+        "probe",
+        help="measure messages and rings on every fabric, into cluster.toml",
         description="Measures how long messages and all-reduces take on every fabric, for `holmes plan`.",
-        epilog=_EPILOG)
-    parser.add_argument("--cluster", required=True, metavar="FILE",
-                        help="cluster.toml, which gets the curves")
-    parser.add_argument("--largest", type=float, default=16.0, metavar="MIB", help="largest message "
-                                                                                   "(default: 16 MiB)")
+        epilog=_EPILOG,
+    )
+    parser.add_argument(
+        "--cluster", required=True, metavar="FILE", help="cluster.toml, which gets the curves"
+    )
+    parser.add_argument(
+        "--largest",
+        type=float,
+        default=16.0,
+        metavar="MIB",
+        help="largest message (default: 16 MiB)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the tables, write nothing")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON")
 
@@ -50,14 +58,22 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError(f"--largest: {args.largest:g} MiB; it must be 0.004 to 1024")
     process = detect(os.environ)
     if process.world_size < 2:
-        raise HolmesError("holmes probe: one process has no link to measure; start it on two nodes or more"
-                          " (holmes probe --help says how)")
+        raise HolmesError(
+            "holmes probe: one process has no link to measure; start it on two nodes or more"
+            " (holmes probe --help says how)"
+        )
     links, pairs = _measure(args, process)
     if process.rank == 0:
         if args.json:
             between = [dataclasses.asdict(pair) for pair in pairs]
-            print(json.dumps({**{name: dataclasses.asdict(link) for name, link in links.items()},
-                              "measured": between}))
+            print(
+                json.dumps(
+                    {
+                        **{name: dataclasses.asdict(link) for name, link in links.items()},
+                        "measured": between,
+                    }
+                )
+            )
         else:
             print(render(links, pairs), end="")
         if not args.dry_run:
@@ -97,6 +113,8 @@ def _measure(
         where = f"rank {process.rank} ({session.require().node.name})"
         raise HolmesError(f"holmes probe: {where}: {reason:.200}; nothing was written") from None
     if not links and not pairs:
-        raise HolmesError("holmes probe: all processes are on one node, which has no link to measure;"
-                          " start one on every node")
+        raise HolmesError(
+            "holmes probe: all processes are on one node, which has no link to measure;"
+            " start one on every node"
+        )
     return links, () if flat else pairs

@@ -24,20 +24,50 @@ files. Exit status: 0, 1 when COMMAND failed, 2 on bad input or when nothing was
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "tune", help="measure a job for a few steps, and write the plan to start the real run with",
-        description=_ABOUT)
+        "tune",
+        help="measure a job for a few steps, and write the plan to start the real run with",
+        description=_ABOUT,
+    )
     add = parser.add_argument
-    add("--cluster", metavar="FILE", help="cluster.toml, unless COMMAND names one or the nodes' NICs tell")
-    add("--steps", type=int, default=5, metavar="N", help="steps to measure, after 2 of warm-up (default: 5)")
-    add("--profile", default="profile.json", metavar="FILE", help="what was measured (default: profile.json)")
+    add(
+        "--cluster",
+        metavar="FILE",
+        help="cluster.toml, unless COMMAND names one or the nodes' NICs tell",
+    )
+    add(
+        "--steps",
+        type=int,
+        default=5,
+        metavar="N",
+        help="steps to measure, after 2 of warm-up (default: 5)",
+    )
+    add(
+        "--profile",
+        default="profile.json",
+        metavar="FILE",
+        help="what was measured (default: profile.json)",
+    )
     add("--output", default="plan.json", metavar="FILE", help="the plan (default: plan.json)")
-    add("--partition", choices=stages.METHODS, default="balanced",
+    add(
+        "--partition",
+        choices=stages.METHODS,
+        default="balanced",
         help="layers of each stage: as the framework splits them, by the Holmes paper's formula, or for the "
-             "least predicted step (default: balanced)")
-    add("--alpha", type=float, default=1.0, metavar="X", help="the paper's alpha, for --partition speed "
-                                                              "(default: 1)")
-    add("--overlap", choices=("on", "off"), default="on",
-        help="the real run reduces gradients under the last backward (default: on)")
+        "least predicted step (default: balanced)",
+    )
+    add(
+        "--alpha",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="the paper's alpha, for --partition speed (default: 1)",
+    )
+    add(
+        "--overlap",
+        choices=("on", "off"),
+        default="on",
+        help="the real run reduces gradients under the last backward (default: on)",
+    )
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
 
 
@@ -45,8 +75,10 @@ def run(args: argparse.Namespace) -> int:
     """0: plan.json is there; 1: COMMAND failed; HolmesError: it measured nothing, or bad input."""
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise HolmesError("holmes tune: no command; write it after --, for example:"
-                          " holmes tune -- torchrun --nproc-per-node 8 train.py")
+        raise HolmesError(
+            "holmes tune: no command; write it after --, for example:"
+            " holmes tune -- torchrun --nproc-per-node 8 train.py"
+        )
     if shutil.which(command[0]) is None:
         raise HolmesError(f"holmes tune: {command[0]}: no such command")
     if not 0 < args.steps < 100_000:
@@ -58,24 +90,39 @@ def run(args: argparse.Namespace) -> int:
         env["HOLMES_CLUSTER"] = str(Path(args.cluster).absolute())
     status = subprocess.run(command, env=env).returncode
     if status:
-        print(f"holmes tune: {command[0]} ended with status {status}; nothing was planned", file=sys.stderr)
+        print(
+            f"holmes tune: {command[0]} ended with status {status}; nothing was planned",
+            file=sys.stderr,
+        )
         return 1
     if not profile.exists():
-        raise HolmesError(f"holmes tune: the command ended without writing {profile}: rank 0 ran on another "
-                          f"machine (use the plan there), or it trained fewer than {args.steps + 2} steps, "
-                          "or it used neither DeepSpeed's pipeline engine nor megatron-core's schedules")
+        raise HolmesError(
+            f"holmes tune: the command ended without writing {profile}: rank 0 ran on another "
+            f"machine (use the plan there), or it trained fewer than {args.steps + 2} steps, "
+            "or it used neither DeepSpeed's pipeline engine nor megatron-core's schedules"
+        )
     return make(args, profile)
 
 
 def make(args: argparse.Namespace, path: Path) -> int:
     profile = load_profile(path)
-    plan = build_plan(Site.from_dict(profile.site), profile.sizes, partition=args.partition, alpha=args.alpha,
-                      overlap=args.overlap == "on", profile=profile)
+    plan = build_plan(
+        Site.from_dict(profile.site),
+        profile.sizes,
+        partition=args.partition,
+        alpha=args.alpha,
+        overlap=args.overlap == "on",
+        profile=profile,
+    )
     plan.save(args.output)
     now = [len(stage.blocks) for stage in profile.stages]
     layers, measured = ("+".join(map(str, counts)) for counts in (plan.stage_layers or now, now))
-    print(f"holmes: {args.output}: layers {layers} ({plan.partition}), measured with {measured}; a step took"
-          f" {profile.step_s:.4g} s, predicted are {plan.predicted['step_seconds']:.4g} s")
-    print(f"holmes: start the real run with --holmes --holmes-plan {args.output}"
-          " (and the --holmes-cluster FILE of this one, if any)")
+    print(
+        f"holmes: {args.output}: layers {layers} ({plan.partition}), measured with {measured}; a step took"
+        f" {profile.step_s:.4g} s, predicted are {plan.predicted['step_seconds']:.4g} s"
+    )
+    print(
+        f"holmes: start the real run with --holmes --holmes-plan {args.output}"
+        " (and the --holmes-cluster FILE of this one, if any)"
+    )
     return 0

@@ -78,30 +78,41 @@ class Shortfall:
     @property
     def what(self) -> str:
         several = self.streams > 1
-        who = (f"{self.streams} sockets of {format_rate(self.stream_bps)} carry" if several
-               else "one stream carries")
+        who = (
+            f"{self.streams} sockets of {format_rate(self.stream_bps)} carry"
+            if several
+            else "one stream carries"
+        )
         link = f"{format_rate(self.rate_bps)} from {self.cluster} to {self.other}"
         wmem, rmem = format_bytes(self.limits.wmem), format_bytes(self.limits.rmem)
-        return (f"{who} {format_rate(self.carries_bps)} of the {link}: round trip "
-                f"{format_seconds(self.trip_s)}, tcp_wmem {wmem}, tcp_rmem {rmem}")
+        return (
+            f"{who} {format_rate(self.carries_bps)} of the {link}: round trip "
+            f"{format_seconds(self.trip_s)}, tcp_wmem {wmem}, tcp_rmem {rmem}"
+        )
 
     @property
     def mend(self) -> str:
         sockets = -(-self.rate_bps // self.stream_bps)
-        result = (f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
-                  f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"')
+        result = (
+            f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
+            f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"'
+        )
         if 1 < sockets <= MOST_SOCKETS:
             threads = -(-int(sockets) // 8)
             per_thread = -(-int(sockets) // threads)
-            result += (f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} "
-                       f"NCCL_NSOCKS_PERTHREAD={per_thread}")
+            result += (
+                f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} "
+                f"NCCL_NSOCKS_PERTHREAD={per_thread}"
+            )
         return result
 
 
 def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
     """Of the caller's network namespace. (BBR keeps its window while a stream is idle.)"""
-    wmem, rmem, (restart,), (control,) = (Path(root, f"tcp_{name}").read_text().split() for name in (
-        "wmem", "rmem", "slow_start_after_idle", "congestion_control"))
+    wmem, rmem, (restart,), (control,) = (
+        Path(root, f"tcp_{name}").read_text().split()
+        for name in ("wmem", "rmem", "slow_start_after_idle", "congestion_control")
+    )
     bbr = control.startswith("bbr")
     return TcpLimits(int(wmem[2]), int(rmem[2]), restart != "0" and not bbr, bbr)
 
@@ -113,8 +124,14 @@ def sockets(environ: Mapping[str, str]) -> int:
     return min(MOST_SOCKETS, threads * per_thread)
 
 
-def shortfalls(wan: Wan, ethernet_bps: float, clusters: Mapping[str, int], here: str, limits: TcpLimits,
-               streams: int = 1) -> Iterator[Shortfall]:
+def shortfalls(
+    wan: Wan,
+    ethernet_bps: float,
+    clusters: Mapping[str, int],
+    here: str,
+    limits: TcpLimits,
+    streams: int = 1,
+) -> Iterator[Shortfall]:
     """For a node of cluster `here`, to every other of `clusters` (name -> nodes), when all nodes send."""
     for other in clusters:
         hops = wan.hops(here, other)
@@ -157,14 +174,17 @@ def _all_addresses() -> Addresses:
     first = ctypes.POINTER(_IfAddrs)()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         raise HolmesError(
-            f"cannot list this node's IP addresses: getifaddrs: {os.strerror(ctypes.get_errno())}")
+            f"cannot list this node's IP addresses: getifaddrs: {os.strerror(ctypes.get_errno())}"
+        )
     by_device: dict[str, list[str]] = {}
     try:
         entry = first
         while entry:
             item = entry.contents
             addresses = by_device.setdefault(os.fsdecode(item.name), [])
-            family = struct.unpack("=H", ctypes.string_at(item.address, 2))[0] if item.address else -1
+            family = (
+                struct.unpack("=H", ctypes.string_at(item.address, 2))[0] if item.address else -1
+            )
             if family in _OFFSET:
                 packed = _bytes(item.address, family)
                 mask = _bytes(item.netmask, family) if item.netmask else b"\xff" * len(packed)
@@ -205,7 +225,9 @@ def captured_addresses(root: str | Path) -> Addresses | None:
             raise TypeError
         return {link["ifname"]: _captured(link["addr_info"]) for link in links if link != {}}
     except (ValueError, RecursionError) as error:
-        raise HolmesError(f"{path}: is no JSON of addresses: {error}; write it with `ip -j addr`") from None
+        raise HolmesError(
+            f"{path}: is no JSON of addresses: {error}; write it with `ip -j addr`"
+        ) from None
     except (KeyError, TypeError, AttributeError):
         wanted = "a list of objects with ifname and addr_info"
         raise HolmesError(f"{path}: is not what `ip -j addr` prints ({wanted})") from None
@@ -214,8 +236,9 @@ def captured_addresses(root: str | Path) -> Addresses | None:
 def _captured(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
     # {}: what ip filtered out
     known = [info for info in addr_info if info and info["family"] in ("inet", "inet6")]
-    return _without_link_local(ipaddress.ip_interface(f"{i['local']}/{i['prefixlen']}").with_prefixlen
-                               for i in known)
+    return _without_link_local(
+        ipaddress.ip_interface(f"{i['local']}/{i['prefixlen']}").with_prefixlen for i in known
+    )
 
 
 def egress_interface(host: str) -> str:
@@ -228,7 +251,9 @@ def egress_interface(host: str) -> str:
     """
     devices, problems = _all_addresses(), []
     try:
-        targets = [(info[0], info[4]) for info in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)]
+        targets = [
+            (info[0], info[4]) for info in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
+        ]
     except (OSError, UnicodeError) as error:
         raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
     for family, target in targets:
@@ -238,8 +263,10 @@ def egress_interface(host: str) -> str:
             problems.append(why(error))
             continue
         return names[0] if names else _any_interface(devices)
-    raise HolmesError(f"this node has no route to {host}: {problems[0]}; "
-                      "check MASTER_ADDR and this node's addresses (ip route get)")
+    raise HolmesError(
+        f"this node has no route to {host}: {problems[0]}; "
+        "check MASTER_ADDR and this node's addresses (ip route get)"
+    )
 
 
 def _local_address(family: int, target: Any) -> tuple[str, int]:
@@ -255,20 +282,31 @@ def _carriers(local: str, scope: int, devices: Addresses) -> list[str]:
     address = ipaddress.ip_address(local)
     if scope:
         return [socket.if_indextoname(scope)]
-    return [name for name, interfaces in devices.items()
-            if name != "lo" and any(ipaddress.ip_interface(a).ip == address for a in interfaces)]
+    return [
+        name
+        for name, interfaces in devices.items()
+        if name != "lo" and any(ipaddress.ip_interface(a).ip == address for a in interfaces)
+    ]
 
 
 def _any_interface(devices: Addresses) -> str:
     # Addresses reserved for documentation (RFC 5737, RFC 3849): only the default route leads there.
-    for family, target in ((socket.AF_INET, ("192.0.2.1", 9)), (socket.AF_INET6, ("2001:db8::1", 9))):
+    for family, target in (
+        (socket.AF_INET, ("192.0.2.1", 9)),
+        (socket.AF_INET6, ("2001:db8::1", 9)),
+    ):
         try:
             names = _carriers(*_local_address(family, target), devices)
         except OSError:
             continue
         if names:
             return names[0]
-    named = {name: interfaces for name, interfaces in devices.items() if name != "lo" and interfaces}
-    local = {name for name, interfaces in named.items()
-             if all(ipaddress.ip_interface(a).is_link_local for a in interfaces)}
+    named = {
+        name: interfaces for name, interfaces in devices.items() if name != "lo" and interfaces
+    }
+    local = {
+        name
+        for name, interfaces in named.items()
+        if all(ipaddress.ip_interface(a).is_link_local for a in interfaces)
+    }
     return next(iter([*(name for name in named if name not in local), *named]), "lo")

@@ -35,8 +35,15 @@ SHARED = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
 #: The lab's own plugin (lab/gpu): it is what answers to "IB" there.
 LAB_PLUGIN = "libnccl-net-holmes.so"
 #: Where a loader looks besides LD_LIBRARY_PATH and what /etc/ld.so.conf.d names.
-_FOLDERS = ("/lib64", "/usr/lib64", "/lib/x86_64-linux-gnu", "/usr/lib/x86_64-linux-gnu",
-            "/usr/lib/aarch64-linux-gnu", "/usr/local/lib", "/usr/lib")  # fmt: skip
+_FOLDERS = (
+    "/lib64",
+    "/usr/lib64",
+    "/lib/x86_64-linux-gnu",
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/local/lib",
+    "/usr/lib",
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +85,9 @@ def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
     return NcclOfNode(no_verbs(environ) if fast else "", forced, file, foreign_plugin)
 
 
-def file_settings(environ: Mapping[str, str], system: str = "/etc/nccl.conf") -> dict[str, tuple[str, str]]:
+def file_settings(
+    environ: Mapping[str, str], system: str = "/etc/nccl.conf"
+) -> dict[str, tuple[str, str]]:
     """variable -> (value, file) of what NCCL itself adds to the environment; what is set already stays."""
     result: dict[str, tuple[str, str]] = {}
     for file in (environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf", system):
@@ -93,8 +102,9 @@ def file_settings(environ: Mapping[str, str], system: str = "/etc/nccl.conf") ->
     return result
 
 
-def no_verbs(environ: Mapping[str, str], devices: str = "/dev/infiniband",
-             library: str = "libibverbs.so.1") -> str:
+def no_verbs(
+    environ: Mapping[str, str], devices: str = "/dev/infiniband", library: str = "libibverbs.so.1"
+) -> str:
     """See NcclOfNode. Of NICs in a captured tree (HOLMES_SYSFS) only the variable tells."""
     value, where = environ.get("NCCL_IB_DISABLE", ""), ""
     if not value:
@@ -105,7 +115,9 @@ def no_verbs(environ: Mapping[str, str], devices: str = "/dev/infiniband",
         return ""
     verbs = sorted(Path(devices).glob("uverbs*"))
     if not verbs:
-        return f"there is no {devices}/uverbs* (load ib_uverbs; give a container --device={devices})"
+        return (
+            f"there is no {devices}/uverbs* (load ib_uverbs; give a container --device={devices})"
+        )
     if not any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
         return f"{verbs[0]} cannot be opened by this user"
     try:
@@ -117,8 +129,9 @@ def no_verbs(environ: Mapping[str, str], devices: str = "/dev/infiniband",
 
 def net_plugin(environ: Mapping[str, str]) -> str:
     """Path of the first network plugin that NCCL would find, "" where none is."""
-    asked = environ.get("NCCL_NET_PLUGIN",
-                        file_settings(environ).get("NCCL_NET_PLUGIN", ("libnccl-net.so", ""))[0])
+    asked = environ.get(
+        "NCCL_NET_PLUGIN", file_settings(environ).get("NCCL_NET_PLUGIN", ("libnccl-net.so", ""))[0]
+    )
     for name in filter(None, asked.split(",")):
         if name.lower() == "none":
             return ""
@@ -133,8 +146,9 @@ def net_plugin(environ: Mapping[str, str]) -> str:
 def _library_folders(environ: Mapping[str, str]) -> Iterator[str]:
     yield from filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
     for file in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
-        yield from (line.strip() for line in file.read_text(errors="replace").splitlines()
-                    if line.startswith("/"))
+        yield from (
+            line.strip()
+            for line in file.read_text(errors="replace").splitlines()
+            if line.startswith("/")
+        )
     yield from _FOLDERS
-
-

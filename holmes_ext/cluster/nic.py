@@ -25,9 +25,8 @@ from holmes_ext.errors import HolmesError
 class NicKind:
     """Kind of NIC, such as InfiniBand."""
 
-    latency_s: (
-        float  # seconds that one message waits on the wire and in the stack, unless cluster.toml gives it
-    )
+    #: Seconds that one message waits on the wire and in the stack, unless cluster.toml gives it.
+    latency_s: float
     #: Words in the features and labels of schedulers that mean this kind. Slurm's sites often name speeds.
     words: tuple[str, ...]
     layer: str  # what /sys calls the link layer of its RDMA ports; "" without RDMA
@@ -44,13 +43,27 @@ class NicKind:
 #: The fastest first.
 KINDS: dict[str, NicKind] = {
     "ib": NicKind(
-        2e-6, ("ib", "infiniband", "qdr", "fdr", "edr", "hdr", "hdr100", "ndr", "ndr200", "xdr", "quantum"),
-        "InfiniBand", "#2a6f97",
+        2e-6,
+        (
+            "ib",
+            "infiniband",
+            "qdr",
+            "fdr",
+            "edr",
+            "hdr",
+            "hdr100",
+            "ndr",
+            "ndr200",
+            "xdr",
+            "quantum",
+        ),
+        "InfiniBand",
+        "#2a6f97",
     ),
     "roce": NicKind(4e-6, ("roce", "rocev2", "spectrum", "spectrumx"), "Ethernet", "#2a9d8f"),
     **extensions.objects("nic_kinds"),
     "ethernet": NicKind(30e-6, ("ethernet", "eth", "tcp"), "", "#d62728"),
-}  # fmt: skip
+}
 GID_TYPES = ("ib", "roce_v1", "roce_v2")
 DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unless it is configured
 #: A device's name: printable ASCII without space and slash, as the kernel's are.
@@ -68,7 +81,9 @@ def _is_address(text: str) -> bool:
         socket.inet_pton(version, address.partition("%")[0])
     except (OSError, ValueError):
         return False
-    return bool(slash) and length.isdecimal() and len(length) < 4 and int(length) <= _LENGTHS[version]
+    return (
+        bool(slash) and length.isdecimal() and len(length) < 4 and int(length) <= _LENGTHS[version]
+    )
 
 
 def _is_line(text: str) -> bool:
@@ -127,7 +142,9 @@ class Nic:
     port: Annotated[int, InRange(0, 255, "a port number")] = 0
     netdevs: _DeviceNames = ()  # net devices behind the port, the one to bind sockets on first
     state: Annotated[str, OneOf(("up", "down"))] = "down"  # "up": carries data now
-    state_text: _Line = ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
+    state_text: _Line = (
+        ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
+    )
     rate_bps: _Count = 0  # of the link in bits/s, 0 when unknown (always 0 where there is no link)
     # what its PCIe link can carry, bits/s (speed x lanes after line coding), 0 when unknown
     max_rate_bps: _Count = 0
@@ -145,7 +162,9 @@ class Nic:
     parent: _Line = ""
     members: _DeviceNames = ()  # of a bond (or a bridge): the net devices under it
     rdma: _Line = ""  # ethernet: the RoCE port that owns this net device ("mlx5_1:1")
-    skipped: _Line = ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
+    skipped: _Line = (
+        ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
+    )
 
     def __post_init__(self) -> None:
         what = f"NIC {self.device!a:.80}"
@@ -155,7 +174,8 @@ class Nic:
             raise HolmesError(f"{what}: key 'port' {wanted}, not {self.port}")
         if self.kind == "ethernet" and self.netdevs != (self.device,):
             raise HolmesError(
-                f"{what}: key 'netdevs' of an ethernet NIC must be its own device, not {self.netdevs!a}")
+                f"{what}: key 'netdevs' of an ethernet NIC must be its own device, not {self.netdevs!a}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """What is not as by default."""
@@ -195,7 +215,12 @@ class Nic:
 
         def order(gid: Gid) -> tuple[bool, int, bool, int]:
             address = gid.address
-            return address.is_link_local, address.version, gid.netdev not in ("", self.ifname), gid.index
+            return (
+                address.is_link_local,
+                address.version,
+                gid.netdev not in ("", self.ifname),
+                gid.index,
+            )
 
         best = min((gid for gid in self.gids if gid.type == "roce_v2"), key=order, default=None)
         return None if best is None else best.index

@@ -34,7 +34,9 @@ class NodeReport:
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], processes: int) -> NodeReport:
-        return replace(Table(document, f"node {document.get('name')}").into(cls), processes=processes)
+        return replace(
+            Table(document, f"node {document.get('name')}").into(cls), processes=processes
+        )
 
 
 def node_name(environ: Mapping[str, str]) -> str:
@@ -55,8 +57,11 @@ def lab_scale(environ: Mapping[str, str]) -> float:
 def lab_remark(environ: Mapping[str, str]) -> str:
     """A line for every command that shows NICs inside `holmes lab`; "" elsewhere."""
     scale = f"; they carry {lab_scale(environ):g} x the rates that they announce (--scale)"
-    return f"NICs are emulated (holmes lab){scale if lab_scale(environ) != 1 else ''}" \
-        if environ.get("HOLMES_LAB_NODE") else ""
+    return (
+        f"NICs are emulated (holmes lab){scale if lab_scale(environ) != 1 else ''}"
+        if environ.get("HOLMES_LAB_NODE")
+        else ""
+    )
 
 
 def node_identity() -> str:

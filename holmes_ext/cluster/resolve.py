@@ -44,8 +44,12 @@ def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
     return spec.only({report.name for report in _match_names(tuple(reports), spec)})
 
 
-def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback: bool = False,
-                 counted: bool = True) -> Site:
+def resolve_site(
+    reports: Iterable[NodeReport],
+    spec: SiteSpec | None,
+    fallback: bool = False,
+    counted: bool = True,
+) -> Site:
     """The Site of the nodes that reported, in their order, of which `spec` may know more; HolmesError names
     the node and what contradicts. fallback: a promised fast NIC that is down is marked, its node left on
     Ethernet; counted: each node must start as many processes as `spec` says."""
@@ -54,11 +58,14 @@ def resolve_site(reports: Iterable[NodeReport], spec: SiteSpec | None, fallback:
     for report in reports:
         if report.name in names:
             raise HolmesError(
-                f"two nodes call themselves {report.name!r}; give each its own HOLMES_NODE or host name")
+                f"two nodes call themselves {report.name!r}; give each its own HOLMES_NODE or host name"
+            )
         names.add(report.name)
     if spec is None:
         return _site_from_reports(reports)
-    nodes = tuple(_node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec))
+    nodes = tuple(
+        _node_by_spec(report, spec, fallback, counted) for report in _match_names(reports, spec)
+    )
     spec = spec.only({node.name for node in nodes})
     return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
 
@@ -68,11 +75,15 @@ def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tupl
     result = []
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
-            nics = [nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])]
+            nics = [
+                nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])
+            ]
             stated = sum(nic.rate_bps for nic in nics)
             if nics and all(nic.rate_bps for nic in nics) and stated < ENOUGH * port.rate_bps:
-                runs = (f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at "
-                        f"{format_rate(stated)}")
+                runs = (
+                    f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at "
+                    f"{format_rate(stated)}"
+                )
                 said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
                 result.append((node.name, f"{runs}, but {said}"))
     return result
@@ -83,10 +94,16 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
     result = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
-        if len(rates) > 1 and min(rates) <= port.rate_bps / ENOUGH and port.rate_bps * ENOUGH <= max(rates):
-            result.append(f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
-                          f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
-                          f"that of one of them")
+        if (
+            len(rates) > 1
+            and min(rates) <= port.rate_bps / ENOUGH
+            and port.rate_bps * ENOUGH <= max(rates)
+        ):
+            result.append(
+                f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
+                f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
+                f"that of one of them"
+            )
     return result
 
 
@@ -99,18 +116,28 @@ def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
             nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
             if port.no_verbs:
                 what = f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}"
-                nodes_of.setdefault(f"{what}; its groups there go over sockets", []).append(node.name)
+                nodes_of.setdefault(f"{what}; its groups there go over sockets", []).append(
+                    node.name
+                )
             elif len({nic.roce_v2_index for nic in nics}) > 1:
                 where = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in nics)
                 what = f"the RoCE v2 GIDs of its ports stand at different indices ({where})"
-                nodes_of.setdefault(f"{what}: NCCL finds them by itself from 2.21 on", []).append(node.name)
+                nodes_of.setdefault(f"{what}: NCCL finds them by itself from 2.21 on", []).append(
+                    node.name
+                )
             if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
-                what = (f"NCCL would load {report.nccl.plugin}, but \"IB\" is asked for on fabric "
-                        f"{fabric.name!r}")
-                advice = ("say net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), "
-                          "or \"auto\"")
+                what = (
+                    f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric '
+                    f"{fabric.name!r}"
+                )
+                advice = (
+                    'say net = "NAME" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), '
+                    'or "auto"'
+                )
                 nodes_of.setdefault(f"{what}; to use the plugin, {advice}", []).append(node.name)
-    return [f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in nodes_of.items()]
+    return [
+        f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in nodes_of.items()
+    ]
 
 
 def apart_by_subnet(site: Site) -> list[str]:
@@ -118,9 +145,11 @@ def apart_by_subnet(site: Site) -> list[str]:
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
     if site.source != REPORTS or len(roce) < 2:
         return []
-    return [f"RoCE NICs in different IP subnets count as separate fabrics ({some_of(roce)}), between which "
-            f"groups go over Ethernet; where RoCE is routed, say which nodes belong together with "
-            f"--holmes-cluster FILE"]
+    return [
+        f"RoCE NICs in different IP subnets count as separate fabrics ({some_of(roce)}), between which "
+        f"groups go over Ethernet; where RoCE is routed, say which nodes belong together with "
+        f"--holmes-cluster FILE"
+    ]
 
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
@@ -138,8 +167,10 @@ def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeR
 def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: bool) -> Node:
     cluster = spec.cluster_of(report.name)
     if counted and report.processes != cluster.processes:
-        raise HolmesError(f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, "
-                          f"but node {report.name!r} started {report.processes}")
+        raise HolmesError(
+            f"{spec.source}: key 'cluster.{cluster.name}.processes' is {cluster.processes}, "
+            f"but node {report.name!r} started {report.processes}"
+        )
     override = spec.overrides.get(report.name, NodeOverride())
     named = override.ethernet or spec.ethernet_interface
     ports = [_ethernet_port(report, spec.ethernet_rate_bps, named, spec.source)]
@@ -148,7 +179,9 @@ def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: b
     return Node(report.name, cluster.name, report.processes, tuple(ports))
 
 
-def _ethernet_port(report: NodeReport, rate_bps: int = 0, named: str = "", source: str = "") -> Port:
+def _ethernet_port(
+    report: NodeReport, rate_bps: int = 0, named: str = "", source: str = ""
+) -> Port:
     """By which the node reaches the master, or as cluster.toml names it; rate_bps 0: what it states."""
     name = named or report.ethernet
     nic = next((nic for nic in report.nics if name in (nic.device, *nic.netdevs)), None)
@@ -183,9 +216,11 @@ def _fast_port(
     states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in down)
     if not usable and not (kind and fallback):
         have = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
-        raise HolmesError(f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
-                          f"{cluster.kind} NIC that is up ({states or f'its NICs: {have}'}); fix it, or set "
-                          "the cluster's kind or include to what it has")
+        raise HolmesError(
+            f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
+            f"{cluster.kind} NIC that is up ({states or f'its NICs: {have}'}); fix it, or set "
+            "the cluster's kind or include to what it has"
+        )
     port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
     port = port if cluster.net else replace(port, no_verbs=report.nccl.no_verbs)
     if not down or usable and not include:
@@ -202,13 +237,21 @@ def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
     hcas = tuple(nic.name for nic in nics if nic.fast)
     indices = {nic.roce_v2_index for nic in nics} if nics[0].kind == "roce" else {None}
     index = indices.pop() if len(indices) == 1 else None
-    return Port(fabric, bound.ifname if bound else "", _address(bound) if bound else "", hcas, index,
-                rate_bps)
+    return Port(
+        fabric,
+        bound.ifname if bound else "",
+        _address(bound) if bound else "",
+        hcas,
+        index,
+        rate_bps,
+    )
 
 
 def _one_rdma_fabric(fast: Sequence[Port], nodes_on: Mapping[str, int]) -> list[Port]:
     """A node's fast ports, one of which NCCL uses: of those that it shares with other nodes the fastest."""
-    chosen = max(fast, key=lambda port: (nodes_on[port.fabric] > 1, port.rate_bps, nodes_on[port.fabric]))
+    chosen = max(
+        fast, key=lambda port: (nodes_on[port.fabric] > 1, port.rate_bps, nodes_on[port.fabric])
+    )
     why = f"NCCL takes any HCA of a node for any group, so one fabric of it is used, {chosen.fabric!r}"
     return [port if port is chosen else replace(port, no_verbs=why) for port in fast]
 
@@ -218,10 +261,13 @@ def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
     for report in reports:
         for nic in select(report.nics):
             if nic.fast and nic.usable:
-                by_fabric.setdefault(_fabric_key(report, nic), {}).setdefault(report.name, []).append(nic)
+                by_fabric.setdefault(_fabric_key(report, nic), {}).setdefault(
+                    report.name, []
+                ).append(nic)
     _ask_about_default_prefix(by_fabric.get(("ib", DEFAULT_SUBNET_PREFIX), {}))
-    _ask_about_routed_roce({subnet: set(members) for (kind, subnet), members in by_fabric.items()
-                            if kind == "roce"})
+    _ask_about_routed_roce(
+        {subnet: set(members) for (kind, subnet), members in by_fabric.items() if kind == "roce"}
+    )
     fabrics, ports = _merge_rails(by_fabric)
     nodes_on = Counter(port.fabric for fast_ports in ports.values() for port in fast_ports)
     nodes, rates = [], []
@@ -247,7 +293,8 @@ def _fabric_key(report: NodeReport, nic: Nic) -> tuple[str, str]:
     if not networks:
         raise HolmesError(
             f"node {report.name!r}: RoCE NIC {nic.name} has no IPv4 address with a subnet, so its fabric is "
-            f"unknown; give it one, or name the clusters with --holmes-cluster FILE")
+            f"unknown; give it one, or name the clusters with --holmes-cluster FILE"
+        )
     return nic.kind, str(networks[0])
 
 
@@ -260,9 +307,11 @@ def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
     for name, lid in [(name, nic.lid) for name, nics in members.items() for nic in nics if nic.lid]:
         if owner.setdefault(lid, name) != name:
             evidence = f"; nodes {owner[lid]!r} and {name!r} both have LID {lid}, so there are at least two"
-    raise HolmesError(f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the "
-                      f"default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
-                      f"two{evidence}; say which nodes belong together with --holmes-cluster FILE")
+    raise HolmesError(
+        f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the "
+        f"default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
+        f"two{evidence}; say which nodes belong together with --holmes-cluster FILE"
+    )
 
 
 def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
@@ -270,9 +319,11 @@ def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
     shared = {name for names in nodes_in.values() if len(names) > 1 for name in names}
     alone = {name: subnet for subnet, names in nodes_in.items() for name in names - shared}
     if len(alone) > 1:
-        raise HolmesError(f"the RoCE ports of nodes {some_of(alone, 4)} are each in an IP subnet of their "
-                          f"own ({some_of(alone.values(), 4)}), which does not tell routed RoCE, one fabric, "
-                          "from several; say which nodes belong together with --holmes-cluster FILE")
+        raise HolmesError(
+            f"the RoCE ports of nodes {some_of(alone, 4)} are each in an IP subnet of their "
+            f"own ({some_of(alone.values(), 4)}), which does not tell routed RoCE, one fabric, "
+            "from several; say which nodes belong together with --holmes-cluster FILE"
+        )
 
 
 def _merge_rails(by_fabric: _Members) -> tuple[list[Fabric], dict[str, list[Port]]]:

@@ -50,8 +50,11 @@ class Port:
     def name(self) -> str:
         """What users call it: "roce0 (mlx5_0:1)", "eth0"."""
         hcas = ", ".join(self.hcas)
-        return (f"{self.interface} ({hcas})" if self.interface and hcas else self.interface or hcas
-                or "its NIC")
+        return (
+            f"{self.interface} ({hcas})"
+            if self.interface and hcas
+            else self.interface or hcas or "its NIC"
+        )
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,10 @@ class Site:
     def __post_init__(self) -> None:
         counts = sorted({node.processes for node in self.nodes})
         if len(counts) > 1:
-            few, many = (next(n.name for n in self.nodes if n.processes == count)
-                         for count in (counts[0], counts[-1]))
+            few, many = (
+                next(n.name for n in self.nodes if n.processes == count)
+                for count in (counts[0], counts[-1])
+            )
             unequal = f"node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]}"
             raise HolmesError(f"{self.source}: {unequal}; start the same number on every node")
 
@@ -118,7 +123,9 @@ class Site:
         """The fastest fabric that all the nodes `names` are attached to (Ethernet at worst)."""
         nodes = [self.node_by_name[name] for name in dict.fromkeys(names)]
         shared = set(nodes[0].fabrics).intersection(*(node.fabrics for node in nodes[1:]))
-        return max((self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference)
+        return max(
+            (self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference
+        )
 
     def path(self, source: str, target: str) -> tuple[Hop, ...]:
         """What traffic from one node to another passes, in order, on their best fabric; () in one node. The
@@ -136,8 +143,13 @@ class Site:
     def digest(self) -> str:
         """sha256 (hex) of nodes, clusters, networks; not of the launcher's order, NICs and faults."""
         fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
-        nodes = sorted((node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes)
-        content = [nodes, sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics)]
+        nodes = sorted(
+            (node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes
+        )
+        content = [
+            nodes,
+            sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics),
+        ]
         content += [asdict(self.wan)] if self.wan else []
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -146,8 +158,10 @@ class Site:
         nodes = []
         for node in self.nodes:
             checked = [(port, faults.get((node.name, port.fabric))) for port in node.ports]
-            ports = tuple(replace(port, fault=fault, usable=False) if fault else port
-                          for port, fault in checked)
+            ports = tuple(
+                replace(port, fault=fault, usable=False) if fault else port
+                for port, fault in checked
+            )
             nodes.append(replace(node, ports=ports))
         return replace(self, nodes=tuple(nodes))
 
@@ -162,7 +176,9 @@ class Site:
 
 def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
     """Ethernet and every fabric that a cluster names; of shared ones the least rate and longest latency."""
-    fabrics = {ETHERNET: Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)}
+    fabrics = {
+        ETHERNET: Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)
+    }
     for cluster in spec.clusters:
         if cluster.fabric == ETHERNET:
             continue
@@ -179,6 +195,10 @@ def site_from_spec(spec: SiteSpec) -> Site:
     nodes = []
     for cluster in spec.clusters:
         ethernet = Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)
-        fast = () if cluster.fabric == ETHERNET else (Port(cluster.fabric, rate_bps=cluster.rate_bps),)
-        nodes += [Node(name, cluster.name, cluster.processes, (*fast, ethernet)) for name in cluster.nodes]
+        fast = (
+            () if cluster.fabric == ETHERNET else (Port(cluster.fabric, rate_bps=cluster.rate_bps),)
+        )
+        nodes += [
+            Node(name, cluster.name, cluster.processes, (*fast, ethernet)) for name in cluster.nodes
+        ]
     return Site(tuple(nodes), fabrics_of_spec(spec), spec.source, spec.wan)

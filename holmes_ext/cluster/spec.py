@@ -143,10 +143,16 @@ class SiteSpec:
     @property
     def digest(self) -> str:
         """sha256 (hex) of what the file says, but comments, its name and what was measured."""
-        content: list[object] = [self.ethernet_rate_bps, self.ethernet_latency_s, self.ethernet_interface]
+        content: list[object] = [
+            self.ethernet_rate_bps,
+            self.ethernet_latency_s,
+            self.ethernet_interface,
+        ]
         beside = ("accelerator", "uplink_bps", "net", "rails")
-        content += [{key: value for key, value in vars(c).items() if key not in beside}
-                    for c in self.clusters]
+        content += [
+            {key: value for key, value in vars(c).items() if key not in beside}
+            for c in self.clusters
+        ]
         content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
         content += [asdict(self.wan)] if self.wan else []
         return digest_of(content)
@@ -154,18 +160,24 @@ class SiteSpec:
     @property
     def notes(self) -> list[str]:
         """What is possible but looks unintended, a line each."""
-        wan_notes = notes(self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters})
+        wan_notes = notes(
+            self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters}
+        )
         return [f"{self.source}: {note}" for note in wan_notes]
 
     def only(self, nodes: Collection[str]) -> SiteSpec:
         """The same as far as these nodes go; a file may describe more than a job has."""
-        kept = [replace(cluster, nodes=tuple(node for node in cluster.nodes if node in nodes))
-                for cluster in self.clusters]
+        kept = [
+            replace(cluster, nodes=tuple(node for node in cluster.nodes if node in nodes))
+            for cluster in self.clusters
+        ]
         clusters = tuple(cluster for cluster in kept if cluster.nodes)
         names = {cluster.name for cluster in clusters}
         overrides = {host: override for host, override in self.overrides.items() if host in nodes}
         pairs = tuple(pair for pair in self.pairs if names.issuperset(pair.clusters))
-        return replace(self, clusters=clusters, overrides=overrides, wan=self.wan.only(names), pairs=pairs)
+        return replace(
+            self, clusters=clusters, overrides=overrides, wan=self.wan.only(names), pairs=pairs
+        )
 
     @cached_property
     def owner(self) -> dict[str, ClusterSpec]:
@@ -183,7 +195,9 @@ class SiteSpec:
     def cluster_of(self, node: str) -> ClusterSpec:
         """The cluster that holds `node`; HolmesError when none does."""
         if node not in self.owner:
-            raise HolmesError(f"{self.source}: node {node!r} is in no cluster; add it to a cluster's nodes")
+            raise HolmesError(
+                f"{self.source}: node {node!r} is in no cluster; add it to a cluster's nodes"
+            )
         return self.owner[node]
 
 
@@ -200,27 +214,36 @@ def load_spec(path: str | Path) -> SiteSpec:
 def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
     """`text` of a cluster.toml as a SiteSpec; see load_spec."""
     if not text.strip():
-        raise HolmesError(f"{source}: the file is empty; examples/clusters/ has samples to start from")
+        raise HolmesError(
+            f"{source}: the file is empty; examples/clusters/ has samples to start from"
+        )
     top = parse_toml(text, source)
     top.version(VERSION, _UPGRADE)
     name = top.take("name", str, Path(source).stem)
     ethernet = top.table("ethernet")
     clusters = [_cluster(table) for table in top.tables("cluster")]
     if not clusters:
-        raise HolmesError(f"{source}: key 'cluster' is missing; a site needs at least one [[cluster]]")
+        raise HolmesError(
+            f"{source}: key 'cluster' is missing; a site needs at least one [[cluster]]"
+        )
     node_table = top.table("node", default={})
     known = _check_clusters(clusters, source)
-    overrides = {host: _override(node_table.table(host), host, known, source)
-                 for host in list(node_table.values)}
-    links = parse_links(top.table("link", default={}),
-                        {"ethernet", *(cluster.fabric for cluster in clusters)})
+    overrides = {
+        host: _override(node_table.table(host), host, known, source)
+        for host in list(node_table.values)
+    }
+    links = parse_links(
+        top.table("link", default={}), {"ethernet", *(cluster.fabric for cluster in clusters)}
+    )
     rate, latency = ethernet.rate("rate"), latency_of(ethernet, KINDS["ethernet"].latency_s)
     uplinks = {cluster.name: cluster.uplink_bps for cluster in clusters}
     wan, pairs = parse_wan(top, uplinks, latency), parse_pairs(top, list(uplinks))
     top.done()
     interface = ethernet.take("interface", str, "")
     ethernet.done()
-    return SiteSpec(name, rate, latency, interface, tuple(clusters), overrides, source, links, wan, pairs)
+    return SiteSpec(
+        name, rate, latency, interface, tuple(clusters), overrides, source, links, wan, pairs
+    )
 
 
 def _nodes(table: Table, cluster: str) -> tuple[str, ...]:
@@ -256,25 +279,37 @@ def _cluster(table: Table) -> ClusterSpec:
         advice = f"name the {kind} fabric otherwise"
         raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
     cluster = table.into(
-        ClusterSpec, name=name, kind=kind, nodes=nodes, fabric=fabric,
+        ClusterSpec,
+        name=name,
+        kind=kind,
+        nodes=nodes,
+        fabric=fabric,
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
-        latency_s=latency_of(table, KINDS[kind].latency_s), uplink_bps=table.rate("uplink", required=False),
-        accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)))
+        latency_s=latency_of(table, KINDS[kind].latency_s),
+        uplink_bps=table.rate("uplink", required=False),
+        accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)),
+    )
     if kind == "ethernet" and "rails" in table.values:
-        raise HolmesError(f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it")
+        raise HolmesError(
+            f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
+        )
     if cluster.net and fabric == "ethernet":
         raise HolmesError(
-            f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it")
+            f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it"
+        )
     if "net" in table.values and not (cluster.net.isprintable() and 0 < len(cluster.net) <= 64):
         raise HolmesError(
-            f"{table.at('net')}: {cluster.net!r:.80} is not a network of NCCL's (\"AWS Libfabric\")")
+            f'{table.at("net")}: {cluster.net!r:.80} is not a network of NCCL\'s ("AWS Libfabric")'
+        )
     return cluster
 
 
 def _name(table: Table, key: str, *default: str) -> str:
     name: str = table.take(key, str, *default)
     if not _NAME.fullmatch(name):
-        raise HolmesError(f"{table.at(key)}: {name!r:.80} is not a name (letters, digits, '.', '_', '-')")
+        raise HolmesError(
+            f"{table.at(key)}: {name!r:.80} is not a name (letters, digits, '.', '_', '-')"
+        )
     return name
 
 
@@ -305,15 +340,23 @@ def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
         names.add(cluster.name)
         for node in cluster.nodes:
             if node in owner:
-                also = f"cluster {owner[node]!r}" if owner[node] != cluster.name else "the same list"
-                raise HolmesError(f"{here}.nodes': node {node!r} is already in {also}; a node is in one")
+                also = (
+                    f"cluster {owner[node]!r}" if owner[node] != cluster.name else "the same list"
+                )
+                raise HolmesError(
+                    f"{here}.nodes': node {node!r} is already in {also}; a node is in one"
+                )
             owner[node] = cluster.name
         first = kinds.setdefault(cluster.fabric, cluster)
         if first.kind != cluster.kind:
-            raise HolmesError(f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster "
-                              f"{first.name!r} and {cluster.kind} here; the two kinds cannot talk to each "
-                              "other")
+            raise HolmesError(
+                f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster "
+                f"{first.name!r} and {cluster.kind} here; the two kinds cannot talk to each "
+                "other"
+            )
         if first.net != cluster.net:
-            raise HolmesError(f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster "
-                              f"{first.name!r} and {cluster.net!r} here; one network carries it")
+            raise HolmesError(
+                f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster "
+                f"{first.name!r} and {cluster.net!r} here; one network carries it"
+            )
     return owner

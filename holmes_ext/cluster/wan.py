@@ -103,7 +103,9 @@ class Wan:
         if source in self.uplink_of:
             hops.append(Hop(("uplink", source), self.uplink_of[source]))
         if link := self.pair_of.get((source, target)):
-            hops.append(Hop(("between", source, target), link.rate_bps or float("inf"), link.latency_s))
+            hops.append(
+                Hop(("between", source, target), link.rate_bps or float("inf"), link.latency_s)
+            )
         if target in self.uplink_of:
             hops.append(Hop(("downlink", target), self.uplink_of[target]))
         return tuple(hops)
@@ -111,11 +113,15 @@ class Wan:
     def cost(self, pair: tuple[str, str]) -> tuple[float, float]:
         """From one cluster to another: seconds of a bit over the slowest hop, and of latency."""
         hops = self.hops(*pair)
-        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(hop.latency_s for hop in hops)
+        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(
+            hop.latency_s for hop in hops
+        )
 
     def only(self, clusters: Collection[str]) -> Wan:
-        return Wan(tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
-                   tuple(link for link in self.between if set(link.clusters).issubset(clusters)))
+        return Wan(
+            tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
+            tuple(link for link in self.between if set(link.clusters).issubset(clusters)),
+        )
 
     def measured(self, pairs: Sequence[Between]) -> Wan:
         """With these in place of the links between the same clusters; others come besides."""
@@ -125,10 +131,15 @@ class Wan:
 
     def scaled(self, factor: float, latency_factor: float = 1.0) -> Wan:
         """All rates times `factor`, all latencies times `latency_factor`."""
-        uplinks = tuple(replace(u, rate_bps=max(1, round(u.rate_bps * factor))) for u in self.uplinks)
+        uplinks = tuple(
+            replace(u, rate_bps=max(1, round(u.rate_bps * factor))) for u in self.uplinks
+        )
         between = tuple(
-            replace(link, rate_bps=link.rate_bps and max(1, round(link.rate_bps * factor)),
-                    latency_s=link.latency_s * latency_factor)
+            replace(
+                link,
+                rate_bps=link.rate_bps and max(1, round(link.rate_bps * factor)),
+                latency_s=link.latency_s * latency_factor,
+            )
             for link in self.between
         )
         return Wan(uplinks, between)
@@ -138,18 +149,24 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
     """The `[[between]]` tables of a cluster.toml; uplinks: cluster -> bits/s (0: none), of every cluster."""
     links: dict[frozenset[str], Between] = {}
     for table in top.tables("between"):
-        link = Between(cluster_pair(table, list(uplinks)), table.rate("rate", required=False),
-                       latency_of(table, ethernet_latency_s))
+        link = Between(
+            cluster_pair(table, list(uplinks)),
+            table.rate("rate", required=False),
+            latency_of(table, ethernet_latency_s),
+        )
         table.done()
         if links.setdefault(frozenset(link.clusters), link) is not link:
             raise HolmesError(
-                f"{table.at('clusters')}: the pair {_names(link.clusters)} is given twice; keep one")
+                f"{table.at('clusters')}: the pair {_names(link.clusters)} is given twice; keep one"
+            )
     pairs = list(combinations(uplinks, 2)) if links else []
     missing = [_names(pair) for pair in pairs if frozenset(pair) not in links]
     if missing:
         advice = "give every pair of clusters, or no [[between]] at all (a flat network)"
         raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {advice}")
-    return Wan(tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(links.values()))
+    return Wan(
+        tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(links.values())
+    )
 
 
 def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
@@ -158,11 +175,16 @@ def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
     for name in clusters:
         if name not in known:
             raise HolmesError(
-                f"{table.at('clusters')}: no cluster is called {name!r:.80}; {did_you_mean(name, known)}")
+                f"{table.at('clusters')}: no cluster is called {name!r:.80}; {did_you_mean(name, known)}"
+            )
     if len(clusters) != 2:
-        raise HolmesError(f"{table.at('clusters')}: {len(clusters)} names; a link joins two clusters")
+        raise HolmesError(
+            f"{table.at('clusters')}: {len(clusters)} names; a link joins two clusters"
+        )
     if clusters[0] == clusters[1]:
-        raise HolmesError(f"{table.at('clusters')}: a link of {clusters[0]!r} with itself; name two clusters")
+        raise HolmesError(
+            f"{table.at('clusters')}: a link of {clusters[0]!r} with itself; name two clusters"
+        )
     return clusters
 
 
@@ -171,7 +193,8 @@ def latency_of(table: Table, default: float) -> float:
     seconds = table.seconds("latency", default)
     if seconds > LONGEST_LATENCY_S:
         raise HolmesError(
-            f"{table.at('latency')}: {seconds:g} s one way; it must be at most {LONGEST_LATENCY_S:g} s")
+            f"{table.at('latency')}: {seconds:g} s one way; it must be at most {LONGEST_LATENCY_S:g} s"
+        )
     return seconds
 
 
@@ -185,8 +208,10 @@ def notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
     for link in wan.between:
         for name in link.clusters:
             if link.rate_bps > (uplink := wan.uplink_of.get(name, link.rate_bps)):
-                more = (f"{format_rate(link.rate_bps)}, more than the uplink of {name!r} "
-                        f"({format_rate(uplink)})")
+                more = (
+                    f"{format_rate(link.rate_bps)}, more than the uplink of {name!r} "
+                    f"({format_rate(uplink)})"
+                )
                 result.append(f"the link between {_names(link.clusters)} is {more}")
     return result
 
@@ -220,12 +245,14 @@ def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]
     for table in top.tables("measured"):
         names = cluster_pair(table, clusters)
         table.take("latency", str)
-        pair = MeasuredPair(names, table.rate("rate"), latency_of(table, 0.0),
-                            table.rate("stream", required=False))
+        pair = MeasuredPair(
+            names, table.rate("rate"), latency_of(table, 0.0), table.rate("stream", required=False)
+        )
         table.done()
         if pairs.setdefault(frozenset(names), pair) is not pair:
             raise HolmesError(
-                f"{table.at('clusters')}: the pair {' and '.join(names)} is given twice; probe again")
+                f"{table.at('clusters')}: the pair {' and '.join(names)} is given twice; probe again"
+            )
     return tuple(pairs.values())
 
 
@@ -246,7 +273,11 @@ def _points(table: Table, key: str) -> Points:
     points: list[tuple[float, float]] = []
     for index, row in enumerate(table.list(key, list, ())):
         item = f"{table.at(key)}: item {index}"
-        numbers = [value for value in row if isinstance(value, (int, float)) and not isinstance(value, bool)]
+        numbers = [
+            value
+            for value in row
+            if isinstance(value, (int, float)) and not isinstance(value, bool)
+        ]
         if len(row) != 2 or len(numbers) != 2 or not all(0 < number < 1e18 for number in numbers):
             raise HolmesError(f"{item} is {row!r:.60}, not [bytes, seconds], both above 0")
         if points and not (points[-1][0] < row[0] and points[-1][1] <= row[1]):
@@ -275,8 +306,9 @@ def render(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
     return "\n".join(parts) + "\n"
 
 
-def merge(text: str, links: Mapping[str, MeasuredLink], source: str,
-          pairs: Sequence[MeasuredPair] = ()) -> str:
+def merge(
+    text: str, links: Mapping[str, MeasuredLink], source: str, pairs: Sequence[MeasuredPair] = ()
+) -> str:
     """`text` of a cluster.toml with its [link] and [[measured]] tables replaced, the rest byte for byte;
     HolmesError when that cannot be done."""
     before = parse_toml(text, source).values
@@ -296,15 +328,20 @@ def merge(text: str, links: Mapping[str, MeasuredLink], source: str,
         before.pop(key, None)
     if not any(written) or after != before:
         advice = "put them in tables of their own at the end, or use --dry-run"
-        raise HolmesError(f"{source}: its [link] and [[measured]] tables cannot be replaced safely; {advice}")
+        raise HolmesError(
+            f"{source}: its [link] and [[measured]] tables cannot be replaced safely; {advice}"
+        )
     return merged
 
 
-def store(path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> None:
+def store(
+    path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
+) -> None:
     """Put what was measured into the cluster.toml `path`, which keeps its permissions."""
     merged = merge(read_text(path, "name a cluster.toml"), links, str(path), pairs)
     try:
         write_whole(path, merged)
     except OSError as error:
         raise HolmesError(
-            f"{path}: cannot be written ({why(error)}); use --dry-run to print the tables") from None
+            f"{path}: cannot be written ({why(error)}); use --dry-run to print the tables"
+        ) from None

@@ -20,8 +20,10 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
         raise HolmesError(f"--slurm {options!r:.80}: {error}") from None
     inside = "SLURM_JOB_ID" in environ
     if not inside and not words:
-        raise HolmesError("--slurm: this is no allocation; run it inside one (salloc, a batch script), or "
-                          "say what to ask for: --slurm='--nodes 4 --partition gpu'")
+        raise HolmesError(
+            "--slurm: this is no allocation; run it inside one (salloc, a batch script), or "
+            "say what to ask for: --slurm='--nodes 4 --partition gpu'"
+        )
     components = int(environ.get("SLURM_HET_SIZE", "1")) if inside else 1
     het_groups = [f"--het-group=0-{components - 1}"] if components > 1 else []
     return ["srun", *het_groups, *words, "--ntasks-per-node=1", "--kill-on-bad-exit=0", *program]
@@ -29,16 +31,29 @@ def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> li
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
     """Without the job's number of processes, for which srun ignores --ntasks-per-node."""
-    return {name: value for name, value in environ.items()
-            if not name.startswith(("SLURM_NTASKS", "SLURM_NPROCS"))}
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(("SLURM_NTASKS", "SLURM_NPROCS"))
+    }
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
     """The nodes of the allocation, of all its components; empty outside of one."""
-    names = ["SLURM_JOB_NODELIST", *(f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
-                                     for group in range(int(environ.get("SLURM_HET_SIZE", "0"))))]
-    return list(dict.fromkeys(node for name in names
-                              for node in expand(environ.get(name, ""), f"environment variable {name}")))
+    names = [
+        "SLURM_JOB_NODELIST",
+        *(
+            f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
+            for group in range(int(environ.get("SLURM_HET_SIZE", "0")))
+        ),
+    ]
+    return list(
+        dict.fromkeys(
+            node
+            for name in names
+            for node in expand(environ.get(name, ""), f"environment variable {name}")
+        )
+    )
 
 
 def check_nodes(nodes: Sequence[str], spec: SiteSpec) -> None:
@@ -46,4 +61,5 @@ def check_nodes(nodes: Sequence[str], spec: SiteSpec) -> None:
     if strangers := [node for node in nodes if not spec.known_as(node)]:
         way_out = f"add it to one, or: holmes discover --from slurm --output {spec.source}"
         raise HolmesError(
-            f"{spec.source}: no cluster has node {some_of(strangers, 4)} of the allocation; {way_out}")
+            f"{spec.source}: no cluster has node {some_of(strangers, 4)} of the allocation; {way_out}"
+        )

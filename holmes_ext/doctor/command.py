@@ -40,20 +40,31 @@ def split_command(words: Sequence[str]) -> Command:
     if "-m" in words:
         number = len(words) - list(words)[::-1].index("-m") + 1
         return Command(tuple(words[:number]), "", tuple(words[number:]))
-    raise HolmesError(f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
-                      "in the command; give the whole command")
+    raise HolmesError(
+        f"holmes doctor -- {' '.join(words)[:80]}: no training script (FILE.py, or -m MODULE) "
+        "in the command; give the whole command"
+    )
 
 
-def check_command(words: Sequence[str], spec: SiteSpec | None,
-                  environ: Mapping[str, str]) -> Iterator[Finding]:
+def check_command(
+    words: Sequence[str], spec: SiteSpec | None, environ: Mapping[str, str]
+) -> Iterator[Finding]:
     """Of a command line; `spec`: of --cluster, else the command's own --holmes-cluster counts."""
     command = split_command(words)
     if command.launcher and not shutil.which(command.launcher[0]):
-        yield problem(command.launcher[0], "there is no such program", "the command cannot start",
-                      "install it, or give its path")
+        yield problem(
+            command.launcher[0],
+            "there is no such program",
+            "the command cannot start",
+            "install it, or give its path",
+        )
     if command.script and not Path(command.script).is_file():
-        yield problem(command.script, "there is no such file", "the command cannot start",
-                      f"give the script's path from here ({os.getcwd()})")
+        yield problem(
+            command.script,
+            "there is no such file",
+            "the command cannot start",
+            f"give the script's path from here ({os.getcwd()})",
+        )
     elif command.script:
         yield from check_script(Path(command.script))
         yield from check_megatron_deepspeed(Path(command.script).resolve().parent)
@@ -63,29 +74,45 @@ def check_command(words: Sequence[str], spec: SiteSpec | None,
         flagged = any(word == PREFIX or word.startswith(f"{PREFIX}-") for word in command.arguments)
         wrapped = "holmes_ext" in command.launcher
         if not (flagged or wrapped or environ.get("HOLMES", "") not in ("", "0")):
-            yield problem("the command",
-                          f"{PREFIX} is not among the script's arguments and HOLMES is not set",
-                          "holmes does nothing in this job", f"add {PREFIX} after the script's name")
+            yield problem(
+                "the command",
+                f"{PREFIX} is not among the script's arguments and HOLMES is not set",
+                "holmes does nothing in this job",
+                f"add {PREFIX} after the script's name",
+            )
         about = "--holmes-cluster"
         spec = spec or (load_spec(options.cluster) if options.cluster else None)
         about = "the command"
         yield from _check_plan(command, options, rest, spec)
     except HolmesError as error:
-        yield problem(about, str(error), "the job ends at start-up with this line",
-                      "fix it as the line says")
+        yield problem(
+            about, str(error), "the job ends at start-up with this line", "fix it as the line says"
+        )
 
 
-def _check_plan(command: Command, options: Options, rest: list[str],
-                spec: SiteSpec | None) -> Iterator[Finding]:
-    sizes = parse_sizes(options.sizes,
-                        "--holmes-sizes") if options.sizes else sizes_from_arguments(rest)
+def _check_plan(
+    command: Command, options: Options, rest: list[str], spec: SiteSpec | None
+) -> Iterator[Finding]:
+    sizes = (
+        parse_sizes(options.sizes, "--holmes-sizes")
+        if options.sizes
+        else sizes_from_arguments(rest)
+    )
     config = ds_config.from_arguments(rest)
     if config is not None and not config.digest:
-        yield problem(config.path, "cannot be read as JSON", "DeepSpeed ends with an error",
-                      "give --deepspeed_config an existing JSON file")
+        yield problem(
+            config.path,
+            "cannot be read as JSON",
+            "DeepSpeed ends with an error",
+            "give --deepspeed_config an existing JSON file",
+        )
     if spec is None:
-        yield note("clusters", "no cluster.toml is known, so sizes are not checked against the clusters",
-                   "holmes works the clusters out at start-up", "give --cluster FILE")
+        yield note(
+            "clusters",
+            "no cluster.toml is known, so sizes are not checked against the clusters",
+            "holmes works the clusters out at start-up",
+            "give --cluster FILE",
+        )
         return
     site = site_from_spec(spec)
     plan = check_plan(load_plan(options.plan), site) if options.plan else build_plan(site, sizes)
@@ -94,10 +121,12 @@ def _check_plan(command: Command, options: Options, rest: list[str],
         for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, line, "the setting does nothing", "remove it")
     for straddle in plan.straddling:
-        yield note(f"{straddle.kind} groups",
-                   f"{straddle.groups} of them straddle clusters and go over {straddle.fabric}",
-                   "their traffic is as slow as that network",
-                   "look at `holmes plan` for sizes under which none does")
+        yield note(
+            f"{straddle.kind} groups",
+            f"{straddle.groups} of them straddle clusters and go over {straddle.fabric}",
+            "their traffic is as slow as that network",
+            "look at `holmes plan` for sizes under which none does",
+        )
     yield from _check_launcher(command, site)
 
 
@@ -109,13 +138,21 @@ def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Fi
             yield problem(word, f"did you mean {near}?", "holmes does not read it", "write it so")
     if said.model is not None and plan.sizes is not None:
         for line in refusals(said, plan.sizes, plan.world_size, partitioned):
-            yield problem("the command", line, "the framework ends with an error",
-                          "change it as the line says")
+            yield problem(
+                "the command",
+                line,
+                "the framework ends with an error",
+                "change it as the line says",
+            )
         try:
             shape_of(said.model, plan.sizes, said.zero, said.virtual)
         except HolmesError as error:
-            yield problem("the command", str(error), "the framework ends with an error",
-                          "change it as the line says")
+            yield problem(
+                "the command",
+                str(error),
+                "the framework ends with an error",
+                "change it as the line says",
+            )
 
 
 def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
@@ -126,14 +163,20 @@ def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
         options[name.replace("_", "-")] = value if equals else following
     nodes = options.get("--nnodes", "")
     if nodes.isdecimal() and int(nodes) != len(site.nodes):
-        yield problem("--nnodes", f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
-                      "the job waits for ranks that never come, or ends at start-up",
-                      "start it on all nodes of cluster.toml, or take nodes out of the file")
+        yield problem(
+            "--nnodes",
+            f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
+            "the job waits for ranks that never come, or ends at start-up",
+            "start it on all nodes of cluster.toml, or take nodes out of the file",
+        )
     named = (options.get(name, "") for name in ("--nproc-per-node", "--num-gpus"))
     processes = next((value for value in named if value.isdecimal()), "")
     wrong = [node for node in site.nodes if processes and node.processes != int(processes)]
     if wrong:
-        yield problem("--nproc-per-node",
-                      f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "
-                      f"cluster.toml",
-                      "the job ends at start-up", "make them agree (key 'processes')")
+        yield problem(
+            "--nproc-per-node",
+            f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "
+            f"cluster.toml",
+            "the job ends at start-up",
+            "make them agree (key 'processes')",
+        )

@@ -25,9 +25,13 @@ class Finding:
         for field in fields(self):
             value = getattr(self, field.name)
             if not value or "\n" in value or len(value) > 2000:
-                raise HolmesError(f"finding: key {field.name!r} must be one line of text, not {value!r:.80}")
+                raise HolmesError(
+                    f"finding: key {field.name!r} must be one line of text, not {value!r:.80}"
+                )
         if self.level not in LEVELS:
-            raise HolmesError(f"finding: key 'level' is {self.level!r:.80}, not one of {', '.join(LEVELS)}")
+            raise HolmesError(
+                f"finding: key 'level' is {self.level!r:.80}, not one of {', '.join(LEVELS)}"
+            )
 
 
 problem, note = partial(Finding, "problem"), partial(Finding, "note")

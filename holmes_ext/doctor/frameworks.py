@@ -30,8 +30,14 @@ PATCHING = {
 _IMPORTING = " while importing "
 #: Import lines of .pth files that touch no framework.
 _HARMLESS = (
-    "holmes_ext", "_distutils_hack", "_virtualenv", "__editable__", "coverage", "a1_coverage",
-    "pywin32_bootstrap", "zzz_",
+    "holmes_ext",
+    "_distutils_hack",
+    "_virtualenv",
+    "__editable__",
+    "coverage",
+    "a1_coverage",
+    "pywin32_bootstrap",
+    "zzz_",
 )
 #: What Megatron-DeepSpeed imports and uses.
 _MEGATRON_DEEPSPEED_NEEDS = ("regex", "pybind11", "six", "transformers")
@@ -77,16 +83,22 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     if check:
         return _fit_of_imported(patch, version)
 
-    reason = source_misfit(patch)  # reads the framework's source; None if the patch fits, or may fit
+    reason = source_misfit(
+        patch
+    )  # reads the framework's source; None if the patch fits, or may fit
     if reason:
         return Fit(patch, version, "off", reason)
     if is_version_known_by_import:
-        return Fit(patch, version, "unknown", "the version is known only when it is imported: use --check")
+        return Fit(
+            patch, version, "unknown", "the version is known only when it is imported: use --check"
+        )
     return Fit(patch, version, "fits", None)
 
 
 def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
-    return Fit(patch, version, "other version", f"for {patch.feature.requirement.name} {patch.only}")
+    return Fit(
+        patch, version, "other version", f"for {patch.feature.requirement.name} {patch.only}"
+    )
 
 
 def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
@@ -128,16 +140,23 @@ def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
             off.setdefault((which, reason), {})[feature.name] = feature
     for (which, reason), features in off.items():
         if not reason:
-            yield problem(which, next(iter(features)), "the script ends with it too, with or without holmes",
-                          "install versions that work together, and try `python -c 'import ...'`")
+            yield problem(
+                which,
+                next(iter(features)),
+                "the script ends with it too, with or without holmes",
+                "install versions that work together, and try `python -c 'import ...'`",
+            )
             continue
         feature, names = next(iter(features.values())), ", ".join(features)
         name, tried = feature.requirement.name, feature.tried
         have = f"{name} {tried[0]} to {tried[-1]}" if tried else "versions in the range"
-        yield problem(which, f"features that are off: {names}: {reason}",
-                      "holmes leaves them off; `--holmes-require` would stop the job",
-                      f"{have} have them: pip install '{feature.versions}'; or train without"
-                      f" (HOLMES_TRY={names.replace(' ', '')} tries another version, at your own risk)")
+        yield problem(
+            which,
+            f"features that are off: {names}: {reason}",
+            "holmes leaves them off; `--holmes-require` would stop the job",
+            f"{have} have them: pip install '{feature.versions}'; or train without"
+            f" (HOLMES_TRY={names.replace(' ', '')} tries another version, at your own risk)",
+        )
 
 
 def _is_vendored(patch: Patch) -> bool:
@@ -146,8 +165,11 @@ def _is_vendored(patch: Patch) -> bool:
         return False
     # megatron.core, whether or not it has the module
     spec = find_module(".".join(patch.module.split(".")[:2]))
-    return bool(spec and spec.origin and not {"site-packages",
-                                              "dist-packages"} & set(Path(spec.origin).parts))
+    return bool(
+        spec
+        and spec.origin
+        and not {"site-packages", "dist-packages"} & set(Path(spec.origin).parts)
+    )
 
 
 def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
@@ -157,14 +179,20 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-        yield note(f"{name} {version}", f"is installed; it {what}",
-                   "holmes's patches do not fit functions that it replaced first, and stay off",
-                   "import it before the frameworks are used, and look at `holmes patches --check` in that "
-                   "environment")
+        yield note(
+            f"{name} {version}",
+            f"is installed; it {what}",
+            "holmes's patches do not fit functions that it replaced first, and stay off",
+            "import it before the frameworks are used, and look at `holmes patches --check` in that "
+            "environment",
+        )
     for path, line in _start_up_code(site.getsitepackages() if folders is None else folders):
-        yield note(path, f"runs code at every start of Python: {line[:120]}",
-                   "it may import or patch a framework before holmes does",
-                   "look what it does; remove it if the job does not need it")
+        yield note(
+            path,
+            f"runs code at every start of Python: {line[:120]}",
+            "it may import or patch a framework before holmes does",
+            "look what it does; remove it if the job does not need it",
+        )
 
 
 def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -173,9 +201,12 @@ def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
     folder = environ.get("TORCH_EXTENSIONS_DIR")
     locks = Path(folder).glob("*/lock") if folder else Path(cache).glob("torch_extensions/*/*/lock")
     for lock in sorted(locks):
-        yield problem(str(lock), "torch is compiling an extension there, or was killed while doing so",
-                      f"every job that needs {lock.parent.name} waits silently until the file is gone",
-                      "remove it unless a job is compiling now")
+        yield problem(
+            str(lock),
+            "torch is compiling an extension there, or was killed while doing so",
+            f"every job that needs {lock.parent.name} waits silently until the file is gone",
+            "remove it unless a job is compiling now",
+        )
 
 
 def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -200,10 +231,13 @@ def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
         owner = (getattr(value, "__module__", None) or "").partition(".")[0]
         ours = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
         if owner not in ours and not hasattr(value, "__wrapped__"):
-            yield problem(patch.target, f"was replaced by {value.__module__}",
-                          "holmes's patch, written for the framework's own function, would wrap this one or "
-                          "not fit",
-                          f"start without {owner}, or switch the feature off with HOLMES_DISABLE")
+            yield problem(
+                patch.target,
+                f"was replaced by {value.__module__}",
+                "holmes's patch, written for the framework's own function, would wrap this one or "
+                "not fit",
+                f"start without {owner}, or switch the feature off with HOLMES_DISABLE",
+            )
 
 
 def check_script(path: Path) -> Iterator[Finding]:
@@ -211,35 +245,66 @@ def check_script(path: Path) -> Iterator[Finding]:
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
-        yield problem(str(path), f"cannot be read as Python: {error}", "the job would end at once",
-                      "give the training script's path")
+        yield problem(
+            str(path),
+            f"cannot be read as Python: {error}",
+            "the job would end at once",
+            "give the training script's path",
+        )
         return
-    names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    names |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module and not n.level}
+    names = {
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    }
+    names |= {
+        n.module
+        for n in ast.walk(tree)
+        if isinstance(n, ast.ImportFrom) and n.module and not n.level
+    }
     for name in sorted({name.partition(".")[0] for name in names} & set(PATCHING)):
-        yield note(str(path), f"imports {name}", f"it {PATCHING[name]}",
-                   "look at holmes's start line for features that are off")
+        yield note(
+            str(path),
+            f"imports {name}",
+            f"it {PATCHING[name]}",
+            "look at holmes's start line for features that are off",
+        )
 
 
 def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
     """What a Megatron-DeepSpeed checkout itself needs to start with the installed packages."""
-    if not all((folder / "megatron" / name).exists() for name in ("arguments.py", "model/gpt_model.py")):
+    if not all(
+        (folder / "megatron" / name).exists() for name in ("arguments.py", "model/gpt_model.py")
+    ):
         return
     for module in _MEGATRON_DEEPSPEED_NEEDS:
         if find_module(module) is None:
-            yield problem(str(folder), f"Megatron-DeepSpeed imports {module}, which is not installed",
-                          "it ends with ModuleNotFoundError, with or without holmes", f"pip install {module}")
+            yield problem(
+                str(folder),
+                f"Megatron-DeepSpeed imports {module}, which is not installed",
+                "it ends with ModuleNotFoundError, with or without holmes",
+                f"pip install {module}",
+            )
     for module, need in UNUSED.items():
         if find_module(module) is None:
-            yield note(str(folder), f"Megatron-DeepSpeed imports {module}, which is not installed",
-                       "without --holmes it ends with ModuleNotFoundError; holmes provides an empty stub, "
-                       "which a GPT never uses", need)
+            yield note(
+                str(folder),
+                f"Megatron-DeepSpeed imports {module}, which is not installed",
+                "without --holmes it ends with ModuleNotFoundError; holmes provides an empty stub, "
+                "which a GPT never uses",
+                need,
+            )
 
 
 def check_stock_versions() -> Iterator[Finding]:
     """Findings on versions of two packages that do not work together, and on a Python without the lock."""
     if lack := without_gil():
-        yield problem(f"Python {platform.python_version()}", lack, "holmes refuses to run a job on it",
-                      WITH_GIL)
+        yield problem(
+            f"Python {platform.python_version()}",
+            lack,
+            "holmes refuses to run a job on it",
+            WITH_GIL,
+        )
     for which, what, mend in conflicts():
         yield problem(which, what, "the two do not work together, with or without holmes", mend)

@@ -41,34 +41,58 @@ def installed_nccl() -> tuple[str, Version | None]:
 def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
     """Findings on NCCL's own files and plugins; NICs and variables have theirs elsewhere."""
     if nccl_of_node.forced_net:
-        yield problem(nccl_of_node.forced_in, f"sets NCCL_NET={nccl_of_node.forced_net}",
-                      "NCCL reads the file itself and gives this network to every group; holmes ends a job "
-                      "one of whose groups is planned over another", "take the line out of the file")
+        yield problem(
+            nccl_of_node.forced_in,
+            f"sets NCCL_NET={nccl_of_node.forced_net}",
+            "NCCL reads the file itself and gives this network to every group; holmes ends a job "
+            "one of whose groups is planned over another",
+            "take the line out of the file",
+        )
     for name, (value, file) in file_settings(environ).items():
         if name == SHARED and value != "0":
-            yield problem(file, f"sets {name}={value}",
-                          "NCCL refuses every group that is split off for a network of"
-                          " its own (ncclInvalidUsage)", "take the line out of the file")
+            yield problem(
+                file,
+                f"sets {name}={value}",
+                "NCCL refuses every group that is split off for a network of"
+                " its own (ncclInvalidUsage)",
+                "take the line out of the file",
+            )
         if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
-            yield note(file, f"sets {name}={value}", "holmes keeps your setting",
-                       "take the line out of the file unless it is meant so")
+            yield note(
+                file,
+                f"sets {name}={value}",
+                "holmes keeps your setting",
+                "take the line out of the file unless it is meant so",
+            )
     if nccl_of_node.plugin:
-        yield note(nccl_of_node.plugin, "NCCL would load this network plugin",
-                   "holmes asks for \"IB\" and \"Socket\" by name, which bypasses it",
-                   "to use it give its fabric a net = \"NAME\" in cluster.toml (NCCL_DEBUG=INFO tells: "
-                   "Using network NAME), or net = \"auto\"; a SHARP (CollNet) of the plugin is then used "
-                   "again, too")
+        yield note(
+            nccl_of_node.plugin,
+            "NCCL would load this network plugin",
+            'holmes asks for "IB" and "Socket" by name, which bypasses it',
+            'to use it give its fabric a net = "NAME" in cluster.toml (NCCL_DEBUG=INFO tells: '
+            'Using network NAME), or net = "auto"; a SHARP (CollNet) of the plugin is then used '
+            "again, too",
+        )
         version = installed_nccl()[1]
-        if version is not None and version in FORGETS_PLUGINS and environ.get(KEEP_PLUGIN, "0") == "0":
-            yield problem(nccl_of_node.plugin,
-                          f"NCCL {version} cannot load it again once its last communicator is closed",
-                          "a job that ends its groups and makes new ones fails: Failed to initialize any NET "
-                          "plugin",
-                          f"export {KEEP_PLUGIN}=1")
+        if (
+            version is not None
+            and version in FORGETS_PLUGINS
+            and environ.get(KEEP_PLUGIN, "0") == "0"
+        ):
+            yield problem(
+                nccl_of_node.plugin,
+                f"NCCL {version} cannot load it again once its last communicator is closed",
+                "a job that ends its groups and makes new ones fails: Failed to initialize any NET "
+                "plugin",
+                f"export {KEEP_PLUGIN}=1",
+            )
         if version is not None and version in FREES_TWICE:
-            yield note(nccl_of_node.plugin, f"NCCL {version} ends where it and \"IB\" find no device",
-                       "free(): double free, in a job without holmes or with net = \"auto\"",
-                       "export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL")
+            yield note(
+                nccl_of_node.plugin,
+                f'NCCL {version} ends where it and "IB" find no device',
+                'free(): double free, in a job without holmes or with net = "auto"',
+                "export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL",
+            )
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
@@ -90,8 +114,13 @@ def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, s
         lines.append(f"groups on {fabric.name} ({fabric.kind}): {who}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
-    roce = any(site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs for port in here.ports)
-    return [*lines, *_by_version(roce and not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines))]
+    roce = any(
+        site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs for port in here.ports
+    )
+    return [
+        *lines,
+        *_by_version(roce and not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)),
+    ]
 
 
 def _by_version(unset_index: bool) -> Iterator[str]:
@@ -103,17 +132,25 @@ def _by_version(unset_index: bool) -> Iterator[str]:
     if version < Version("2.17"):
         yield f"{name} {version} cannot be given a network by name: it chooses one for each group itself"
     elif not READ[0] <= version < READ[1]:
-        yield (f"{name} {version} is outside the versions that were checked (2.18 to 2.30): "
-               "networks are passed to it by name")
+        yield (
+            f"{name} {version} is outside the versions that were checked (2.18 to 2.30): "
+            "networks are passed to it by name"
+        )
     else:
-        yield (f"{name} {version} takes each group's network by name (case-insensitive), and fails a group "
-               "whose network it does not find")
+        yield (
+            f"{name} {version} takes each group's network by name (case-insensitive), and fails a group "
+            "whose network it does not find"
+        )
     if version >= Version("2.31.dev0"):
-        yield (f"{name} {version} has settings for each collective and TLS on sockets: holmes leaves "
-               "both to you")
+        yield (
+            f"{name} {version} has settings for each collective and TLS on sockets: holmes leaves "
+            "both to you"
+        )
     if unset_index and version < Version("2.21"):
-        yield (f"{name} {version} takes GID 0, RoCE v1, where NCCL_IB_GID_INDEX is unset (2.21 and newer "
-               "find the index)")
+        yield (
+            f"{name} {version} takes GID 0, RoCE v1, where NCCL_IB_GID_INDEX is unset (2.21 and newer "
+            "find the index)"
+        )
 
 
 def _site(node: NodeReport, spec: SiteSpec | None) -> Site:

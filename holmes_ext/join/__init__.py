@@ -39,7 +39,10 @@ EXTENSION = Extension(
             "FILE: PEM with this job's certificate, its chain and its key, of a site's CA (default: made at "
             "start, and bound to the token)",
         ),
-        Option("join_ca", "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA"),
+        Option(
+            "join_ca",
+            "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA",
+        ),
         Option(
             "join_ports",
             "PORT, FIRST-LAST, any (default) or none: where this job's ranks listen for other jobs; none: "

@@ -79,7 +79,9 @@ def parse_address(text: str) -> JoinAddress:
         return JoinAddress(job, *split_address(where, PORT))
     except ValueError:
         example = f"such as east@10.0.0.1:{PORT} or east@[fd00::1]:{PORT}"
-        raise HolmesError(f"--holmes-join: {text!r:.200} is not NAME@HOST:PORT, {example}") from None
+        raise HolmesError(
+            f"--holmes-join: {text!r:.200} is not NAME@HOST:PORT, {example}"
+        ) from None
 
 
 def incarnation_of(secret: str) -> str:
@@ -107,7 +109,9 @@ def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRang
         return PortRange(None)
     if ports in ("", "any"):
         if advertised:
-            raise HolmesError(f"--holmes-join-address {address}: a port there needs --holmes-join-ports")
+            raise HolmesError(
+                f"--holmes-join-address {address}: a port there needs --holmes-join-ports"
+            )
         return PortRange((0, 0), host)
     first, dash, last = ports.partition("-")
     begin = _port(first, "--holmes-join-ports")

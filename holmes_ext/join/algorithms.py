@@ -138,7 +138,9 @@ class DiLoCo:
     def _move(self, anchor: torch.Tensor, direction: torch.Tensor) -> None:
         anchor.sub_(direction, alpha=self.lr)
 
-    def mixed(self, local: torch.Tensor, sent: torch.Tensor | None, anchor: torch.Tensor) -> torch.Tensor:
+    def mixed(
+        self, local: torch.Tensor, sent: torch.Tensor | None, anchor: torch.Tensor
+    ) -> torch.Tensor:
         """A fragment's next local weights. sent: `local` when its pseudo-gradient was taken, for mix=keep, or
         None."""
         if self.mix == "keep":

@@ -33,45 +33,87 @@ _EPILOG = """\
 Encrypted between hosts (TLS 1.3). Ports, directions and firewalls: docs/joined_network.md.
 """
 COLUMNS = (
-    Column("job"), Column("state"), Column("ranks", right=True), Column("step", right=True),
-    Column("round", right=True), Column("counted", right=True), Column("missed", right=True),
-    Column("lag, s", right=True), Column("steps/s", right=True, drop=2), Column("sends", right=True, drop=3),
-    Column("drift", right=True, drop=4), Column("relayed, MB", right=True, drop=2),
+    Column("job"),
+    Column("state"),
+    Column("ranks", right=True),
+    Column("step", right=True),
+    Column("round", right=True),
+    Column("counted", right=True),
+    Column("missed", right=True),
+    Column("lag, s", right=True),
+    Column("steps/s", right=True, drop=2),
+    Column("sends", right=True, drop=3),
+    Column("drift", right=True, drop=4),
+    Column("relayed, MB", right=True, drop=2),
     Column("heard, s ago", right=True, drop=1),
-)  # fmt: skip
+)
 _ABOUT = "The coordinator of jobs that train one model together, each on a cluster of its own."
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "join", help="the coordinator of jobs that train one model together", description=_ABOUT,
-        epilog=_EPILOG)
+        "join",
+        help="the coordinator of jobs that train one model together",
+        description=_ABOUT,
+        epilog=_EPILOG,
+    )
     actions = parser.add_subparsers(metavar="ACTION", required=True, dest="action")
-    serve = actions.add_parser("serve", help="run the coordinator (it may be restarted)",
-                               description="Runs the coordinator of joined jobs, on a machine that all "
-                               "can reach. It may be restarted: jobs reconnect by themselves.")
-    serve.add_argument("--host", default="", help="address to listen on (default: all, IPv4 and IPv6)")
-    serve.add_argument("--port", type=int, default=PORT,
-                       help=f"port to listen on (default: {PORT}; 0: any free one, which is printed)")
-    serve.add_argument("--relay", metavar="GB", default="",
-                       help="relay so many gigabytes between ranks that cannot reach each other, then no "
-                       "more (0: none; default: no limit)")
-    status = actions.add_parser("status", help="who is in, which round, how fast, how late",
-                                description="Which jobs are in, at which round, how fast and how late. Exit "
-                                "status 1 when one is late or gone.")
+    serve = actions.add_parser(
+        "serve",
+        help="run the coordinator (it may be restarted)",
+        description="Runs the coordinator of joined jobs, on a machine that all "
+        "can reach. It may be restarted: jobs reconnect by themselves.",
+    )
+    serve.add_argument(
+        "--host", default="", help="address to listen on (default: all, IPv4 and IPv6)"
+    )
+    serve.add_argument(
+        "--port",
+        type=int,
+        default=PORT,
+        help=f"port to listen on (default: {PORT}; 0: any free one, which is printed)",
+    )
+    serve.add_argument(
+        "--relay",
+        metavar="GB",
+        default="",
+        help="relay so many gigabytes between ranks that cannot reach each other, then no "
+        "more (0: none; default: no limit)",
+    )
+    status = actions.add_parser(
+        "status",
+        help="who is in, which round, how fast, how late",
+        description="Which jobs are in, at which round, how fast and how late. Exit "
+        "status 1 when one is late or gone.",
+    )
     here = f"127.0.0.1:{PORT}"
-    status.add_argument("where", metavar="HOST:PORT", nargs="?", default=here,
-                        help=f"where `holmes join serve` runs (default: {here})")
+    status.add_argument(
+        "where",
+        metavar="HOST:PORT",
+        nargs="?",
+        default=here,
+        help=f"where `holmes join serve` runs (default: {here})",
+    )
     status.add_argument("--json", action="store_true", help="print JSON")
     for command in (serve, status):
-        command.add_argument("--plain", action="store_true",
-                             default=os.environ.get("HOLMES_JOIN_PLAIN") == "on",
-                             help="do not encrypt (HOLMES_JOIN_PLAIN=on): anyone on the path can read it")
-        command.add_argument("--certificate", metavar="FILE",
-                             default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
-                             help="PEM of a site's CA (HOLMES_JOIN_CERTIFICATE)")
-        command.add_argument("--ca", metavar="FILE", default=os.environ.get("HOLMES_JOIN_CA", ""),
-                             help="PEM of that CA (HOLMES_JOIN_CA)")
+        command.add_argument(
+            "--plain",
+            action="store_true",
+            default=os.environ.get("HOLMES_JOIN_PLAIN") == "on",
+            help="do not encrypt (HOLMES_JOIN_PLAIN=on): anyone on the path can read it",
+        )
+        command.add_argument(
+            "--certificate",
+            metavar="FILE",
+            default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
+            help="PEM of a site's CA (HOLMES_JOIN_CERTIFICATE)",
+        )
+        command.add_argument(
+            "--ca",
+            metavar="FILE",
+            default=os.environ.get("HOLMES_JOIN_CA", ""),
+            help="PEM of that CA (HOLMES_JOIN_CA)",
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -86,8 +128,14 @@ def _serve(args: argparse.Namespace) -> int:
     token, file = served_token(os.environ, args.port)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank behind NAT
-    server = CoordinatorServer(args.host, args.port, _credentials(token, args), _tell, relay,
-                               services=list(extensions.objects("join_services").values()))
+    server = CoordinatorServer(
+        args.host,
+        args.port,
+        _credentials(token, args),
+        _tell,
+        relay,
+        services=list(extensions.objects("join_services").values()),
+    )
     where = f"; the token is in {file}" if file is not None else ""
     print(f"holmes: jobs meet at port {server.port} of this host{where}", flush=True)
     if file is not None and sys.stdout.isatty():
@@ -109,7 +157,9 @@ def _relay_bytes(gigabytes: str) -> int | None:
     if not gigabytes:
         return None
     if not gigabytes.replace(".", "", 1).isdecimal() or len(gigabytes) > 12:
-        raise HolmesError(f"holmes join serve: --relay {gigabytes!r:.40} is not a number of gigabytes")
+        raise HolmesError(
+            f"holmes join serve: --relay {gigabytes!r:.40} is not a number of gigabytes"
+        )
     return round(float(gigabytes) * 1e9)
 
 
@@ -146,20 +196,32 @@ def _status(args: argparse.Namespace) -> int:
         print(json.dumps(status))
     else:
         screen = Screen()
-        screen.table(COLUMNS, [_row(job) for job in status["jobs"]], title=
-                     f"round {status['round']}; the coordinator is up for {status['up_s']:.0f} s")
+        screen.table(
+            COLUMNS,
+            [_row(job) for job in status["jobs"]],
+            title=f"round {status['round']}; the coordinator is up for {status['up_s']:.0f} s",
+        )
         for event in status["events"][-8:]:
             screen.line(printable(str(event), 1000))
     return 0 if all(job["state"] in ("in", "waiting") for job in status["jobs"]) else 1
 
 
 def _row(job: dict[str, Any]) -> list[str]:
-    rate, bits, drift, relayed = (job.get(key)
-                                  for key in ("steps_per_second", "bits_per_second", "drift", "relayed"))
+    rate, bits, drift, relayed = (
+        job.get(key) for key in ("steps_per_second", "bits_per_second", "drift", "relayed")
+    )
     return [
-        job["job"], job["state"], str(job["ranks"]), f"{job.get('step') or 0:.0f}",
+        job["job"],
+        job["state"],
+        str(job["ranks"]),
+        f"{job.get('step') or 0:.0f}",
         f"{job.get('round') or 0:.0f}",
-        str(job["rounds"]), str(job["missed"]), f"{job['lag_s']:.1f}", "" if rate is None else f"{rate:.2f}",
-        "" if bits is None else format_rate(bits), "" if drift is None else f"{drift:.2f}",
-        f"{relayed / 1e6:.0f}" if relayed else "", f"{job['heard_s']:.0f}",
-    ]  # fmt: skip
+        str(job["rounds"]),
+        str(job["missed"]),
+        f"{job['lag_s']:.1f}",
+        "" if rate is None else f"{rate:.2f}",
+        "" if bits is None else format_rate(bits),
+        "" if drift is None else f"{drift:.2f}",
+        f"{relayed / 1e6:.0f}" if relayed else "",
+        f"{job['heard_s']:.0f}",
+    ]

@@ -120,7 +120,9 @@ def _decoded(wire: torch.Tensor) -> torch.Tensor:
     magnitudes = wire[:, :_MAGNITUDE_BYTES].clone(memory_format=torch.contiguous_format)
     magnitudes = magnitudes.view(torch.bfloat16).float()
     packed = wire[:, _MAGNITUDE_BYTES:]
-    codes = torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2).view(len(wire), -1).long()
+    codes = (
+        torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2).view(len(wire), -1).long()
+    )
     return magnitudes.gather(1, codes & 1) * (1 - 2 * (codes >> 1))
 
 

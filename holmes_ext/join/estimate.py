@@ -53,8 +53,11 @@ class Setting:
 
 def apart(site: Site, cluster: str) -> Site:
     """One cluster's nodes alone."""
-    return replace(site, nodes=tuple(node for node in site.nodes if node.cluster == cluster),
-                   wan=type(site.wan)())
+    return replace(
+        site,
+        nodes=tuple(node for node in site.nodes if node.cluster == cluster),
+        wan=type(site.wan)(),
+    )
 
 
 def nodes_of(site: Site) -> Counter[str]:
@@ -75,11 +78,17 @@ def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
     """From a fragment's pseudo-gradient to its sum in all jobs, where nothing else is on the network."""
     bits = _bits(parameters, fragments, compress)
-    pairs = {(cluster, two): bits for cluster in site.clusters for two in site.clusters if cluster != two}
-    busiest = max((load / hop.rate_bps for hop, load in hop_loads(site.wan, pairs).items()), default=0.0)
+    pairs = {
+        (cluster, two): bits for cluster in site.clusters for two in site.clusters if cluster != two
+    }
+    busiest = max(
+        (load / hop.rate_bps for hop, load in hop_loads(site.wan, pairs).items()), default=0.0
+    )
     ethernet = site.fabric_by_name[ETHERNET]
     nics = (len(site.clusters) - 1) * bits / (min(nodes_of(site).values()) * ethernet.rate_bps)
-    latency = max((sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in pairs), default=0.0)
+    latency = max(
+        (sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in pairs), default=0.0
+    )
     return max(busiest, nics) + 2 * TRIPS * (latency or ethernet.latency_s)
 
 
@@ -90,24 +99,33 @@ def _bits(parameters: float, fragments: int, compress: str) -> float:
 class RoundPrices:
     """Rounds of these jobs, simulated; site: as measured."""
 
-    def __init__(self, site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16"):
+    def __init__(
+        self, site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16"
+    ):
         self.site, self.parameters, self.jobs, self.compress = site, parameters, jobs, compress
-        self.step_s, self.samples = max(job.step_s for job in jobs), sum(job.samples for job in jobs)
+        self.step_s, self.samples = (
+            max(job.step_s for job in jobs),
+            sum(job.samples for job in jobs),
+        )
         self._known: dict[tuple[int, int, int], Setting] = {}
 
     def of(self, every: int, fragments: int, delay: int) -> Setting:
         if (key := (every, fragments, delay)) not in self._known:
             period, bits = every // fragments, _bits(self.parameters, fragments, self.compress)
             round_times = simulate_round(self.site, self.jobs, bits, period - delay, delay)
-            exposed_s, slower_s = (seconds / period if seconds > _ROUNDING * self.step_s else 0.0
-                                   for seconds in (round_times.waited_s, round_times.longer_s))
+            exposed_s, slower_s = (
+                seconds / period if seconds > _ROUNDING * self.step_s else 0.0
+                for seconds in (round_times.waited_s, round_times.longer_s)
+            )
             rate = self.samples / (self.step_s + exposed_s + slower_s)
             self._known[key] = Setting(*key, round_times.round_s, exposed_s, slower_s, rate)
         return self._known[key]
 
     def hidden_with(self, fragments: int) -> Setting:
         """With the least delay, and the least `every`, at which nothing is exposed."""
-        alone = ceil(round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s)
+        alone = ceil(
+            round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s
+        )
         setting = _least(lambda delay: self.of(fragments * (delay + 1), fragments, delay), alone)
         assert setting is not None
         return setting
@@ -147,12 +165,21 @@ def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
     counts = sorted({*doubled, *((hidden.fragments,) if hidden else ())})
     periods = sorted({*doubled, DELAY + 1, rounds.hidden_with(count).delay + 1})
     series = {
-        f"fragments={count}, delay=every/{count}-1": [(count * period, count, period - 1)
-                                                      for period in periods],
-        f"fragments={count}, delay={DELAY}": [(count * period, count, DELAY) for period in periods
-                                              if period > DELAY],
-        f"fragments=every/{DELAY + 1}, delay={DELAY}": [(n * (DELAY + 1), n, DELAY) for n in counts],
+        f"fragments={count}, delay=every/{count}-1": [
+            (count * period, count, period - 1) for period in periods
+        ],
+        f"fragments={count}, delay={DELAY}": [
+            (count * period, count, DELAY) for period in periods if period > DELAY
+        ],
+        f"fragments=every/{DELAY + 1}, delay={DELAY}": [
+            (n * (DELAY + 1), n, DELAY) for n in counts
+        ],
     }
-    return {name: [rounds.of(every, fragments, delay) for every, fragments, delay in points
-                   if every <= longest and fragments <= MOST_FRAGMENTS]
-            for name, points in series.items()}
+    return {
+        name: [
+            rounds.of(every, fragments, delay)
+            for every, fragments, delay in points
+            if every <= longest and fragments <= MOST_FRAGMENTS
+        ]
+        for name, points in series.items()
+    }

@@ -42,7 +42,9 @@ _CONTROL = timedelta(days=1)
 def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
     """HolmesError where files of the options cannot be used."""
     plain = options.value("join_plain") == "on"
-    credentials = Credentials(token, plain, options.value("join_certificate"), options.value("join_ca"))
+    credentials = Credentials(
+        token, plain, options.value("join_certificate"), options.value("join_ca")
+    )
     return JoinPlace(
         address,
         credentials,
@@ -80,8 +82,13 @@ def join(
     job_ranks = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
     here: Weights = job_ranks.together(weights)
     whole = here.matrices if settings.outer_algorithm().of_matrices else []
-    row = {"position": here.position, "digest": here.digest, "total": here.total, "holdings": here.holdings,
-           "whole": [(matrix.start, matrix.stop) for matrix in whole]}  # fmt: skip
+    row = {
+        "position": here.position,
+        "digest": here.digest,
+        "total": here.total,
+        "holdings": here.holdings,
+        "whole": [(matrix.start, matrix.stop) for matrix in whole],
+    }
     everyone = job_ranks.from_all(row)
     maps = _maps(job, everyone, settings, job_ranks)
     replicas, group = _replicas(everyone, job_ranks.rank)
@@ -143,11 +150,14 @@ def _maps(
         if len({row["digest"] for row in there.values()}) > 1:
             job_ranks.refuse(
                 f"the ranks of job {job} at {position} hold weights of different names or shapes;"
-                             f" {PARALLEL}")  # fmt: skip
+                f" {PARALLEL}"
+            )
         holdings = {rank: [(a, b) for a, b in row["holdings"]] for rank, row in there.items()}
         one = next(iter(there.values()))
         total, whole = one["total"], [(start, stop) for start, stop in one["whole"]]
-        maps[position] = owners(total, fragment_cuts(total, settings.fragments, whole), holdings, whole)
+        maps[position] = owners(
+            total, fragment_cuts(total, settings.fragments, whole), holdings, whole
+        )
     return maps
 
 
@@ -170,7 +180,11 @@ def _gather_what_is_cut(
 
 
 def _refuse_odd_holdings(
-    job: str, here: Weights, everyone: list[dict[str, Any]], replicas: list[int], job_ranks: JobRanks
+    job: str,
+    here: Weights,
+    everyone: list[dict[str, Any]],
+    replicas: list[int],
+    job_ranks: JobRanks,
 ) -> None:
     if (rank := _shares_some(everyone)) is not None:
         some = f"rank {rank} of job {job} shares some of its weights, but not all, with others"
@@ -203,7 +217,9 @@ def _shares_some(everyone: list[dict[str, Any]]) -> int | None:
     return None
 
 
-def _replicas(everyone: list[dict[str, Any]], rank: int) -> tuple[list[int], dist.ProcessGroup | None]:
+def _replicas(
+    everyone: list[dict[str, Any]], rank: int
+) -> tuple[list[int], dist.ProcessGroup | None]:
     """The ranks that hold the same, and their group; all ranks make all groups, in one order."""
     sets: dict[str, list[int]] = {}
     for other, row in enumerate(everyone):

@@ -76,7 +76,9 @@ class OuterLoop:
         self._tokens = 0.0
         self._captured: dict[int, _Sent] = {}  # by fragment
         self._submitted: dict[int, _Sent] = {}
-        self._carried: dict[int, torch.Tensor] = {}  # pseudo-gradients of rounds that came to nothing
+        self._carried: dict[
+            int, torch.Tensor
+        ] = {}  # pseudo-gradients of rounds that came to nothing
         self._begun = time.monotonic()
 
     def after_step(self, tokens: float = 1.0) -> None:
@@ -93,11 +95,14 @@ class OuterLoop:
         if self.weights.moved():
             raise HolmesError(
                 f"step {self.steps}: the script or framework has reallocated the weights since the first"
-                              f" step; a joined job's weights must stay in place")  # fmt: skip
+                f" step; a joined job's weights must stay in place"
+            )
         self.number += 1
         index = (self.number - 1) % len(self.state.fragments)
         fragment = self.state.fragments[index]
-        gradient = fragment.anchor - self.weights.read(fragment.ranges, torch.empty_like(fragment.anchor))
+        gradient = fragment.anchor - self.weights.read(
+            fragment.ranges, torch.empty_like(fragment.anchor)
+        )
         if index in self._carried:
             gradient += self._carried.pop(index)
         parts = None
@@ -106,7 +111,9 @@ class OuterLoop:
                 Part(part.start, part.values.to("cpu", torch.float32, copy=True))
                 for part in self.weights.held(fragment.start, fragment.stop)
             ]
-        in_flight = InFlight(self.number, index, gradient, fragment.version, self._tokens, self.steps)
+        in_flight = InFlight(
+            self.number, index, gradient, fragment.version, self._tokens, self.steps
+        )
         in_flight.period = self._wanted_period()
         self._tokens = 0.0
         self._captured[index] = _Sent(in_flight, parts)
@@ -143,7 +150,9 @@ class OuterLoop:
             self.state.apply(self.state.fragments[fragment])
             # The steps of a job that is left out count for nothing.
             follow = (
-                left_out or outcome.members.get(self.rounds.job, 0) == 0 or not self.algorithm.keeps_progress
+                left_out
+                or outcome.members.get(self.rounds.job, 0) == 0
+                or not self.algorithm.keeps_progress
             )
             self._write(fragment, None if follow else sent.parts, follow)
         elif left_out:
@@ -155,7 +164,9 @@ class OuterLoop:
             for index in range(len(self.state.fragments)):
                 self._write(index, None)
         captured = self._captured.get(fragment)
-        if captured is not None and outcome.verdict != "taken":  # captured before the anchor was stepped
+        if (
+            captured is not None and outcome.verdict != "taken"
+        ):  # captured before the anchor was stepped
             captured.in_flight.base = self.state.fragments[fragment].version
         self._on_round(Record(in_flight.number, fragment, in_flight.step, exposed, outcome))
 
@@ -166,14 +177,18 @@ class OuterLoop:
         """Every wait of a round ends (round_runner.py); what its thread raised is raised here."""
         while not wait([in_flight.ended], _LOOK_S).done:
             if not self.rounds.running:
-                raise HolmesError("--holmes-join: the thread of the rounds has ended before its round")
+                raise HolmesError(
+                    "--holmes-join: the thread of the rounds has ended before its round"
+                )
         return in_flight.ended.result()
 
     def _write(self, index: int, sent: list[Part] | None, follow: bool = True) -> None:
         """The local weights of a fragment from its anchor; follow: whatever they were."""
         for local, anchor in self._gathered(index, self.state.fragments[index].anchor):
             if sent is not None or not follow:
-                before = None if sent is None else _cut(sent, local.start, local.stop).to(anchor.device)
+                before = (
+                    None if sent is None else _cut(sent, local.start, local.stop).to(anchor.device)
+                )
                 anchor = self.algorithm.mixed(local.values.float(), before, anchor)
             local.values.copy_(anchor)
         self._written()
@@ -225,7 +240,9 @@ class OuterLoop:
                     "base": in_flight.base,
                     "step": in_flight.step,
                     "outcome": asdict(outcome),
-                    "parts": None if sent.parts is None else [[p.start, p.values] for p in sent.parts],
+                    "parts": None
+                    if sent.parts is None
+                    else [[p.start, p.values] for p in sent.parts],
                 }
             )
         return submitted

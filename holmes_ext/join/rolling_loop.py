@@ -43,7 +43,9 @@ class RollingLoop(OuterLoop):
         """Of the next fragment whose last pseudo-gradient a round has had; -1 where there is none."""
         count = len(self.state.fragments)
         free = [
-            (self._next + k) % count for k in range(count) if (self._next + k) % count not in self._submitted
+            (self._next + k) % count
+            for k in range(count)
+            if (self._next + k) % count not in self._submitted
         ]
         if not free:
             return -1
@@ -70,7 +72,9 @@ class RollingLoop(OuterLoop):
         exposed = time.monotonic() - begin
         for sent, result in results:
             self._apply(sent, result)
-            self._on_round(Record(result.round, (result.fragments or [0])[0], self.steps, exposed, result))
+            self._on_round(
+                Record(result.round, (result.fragments or [0])[0], self.steps, exposed, result)
+            )
             exposed = 0.0
         super().new_period()
 

@@ -74,13 +74,17 @@ class OuterSettings:
             yield f"{given} is not above 0; write steps (every=32) or seconds (every=60s)"
         if self.every % self.fragments:
             down = self.every // self.fragments * self.fragments
-            yield (f"every={self.every} is not divisible by fragments={self.fragments}: each fragment is "
-                   f"exchanged once in that many steps; write every={down or self.fragments} or "
-                   f"every={down + self.fragments}")
+            yield (
+                f"every={self.every} is not divisible by fragments={self.fragments}: each fragment is "
+                f"exchanged once in that many steps; write every={down or self.fragments} or "
+                f"every={down + self.fragments}"
+            )
         algorithm = ALGORITHMS[self.algorithm]
         if self.every and algorithm.one_at_a_time and self.delay >= self.period:
-            yield (f"delay={self.delay} must be less than every / fragments = {self.period} steps: a "
-                   "fragment's sum is applied before the next one leaves")
+            yield (
+                f"delay={self.delay} must be less than every / fragments = {self.period} steps: a "
+                "fragment's sum is applied before the next one leaves"
+            )
         if self.mix != "keep":
             try:
                 fits = 0 <= float(self.mix) <= 1
@@ -88,7 +92,9 @@ class OuterSettings:
                 fits = False
             if not fits:
                 yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
-        if self.rounds == "async" and (self.seconds or self.mix != "keep" or not algorithm.keeps_progress):
+        if self.rounds == "async" and (
+            self.seconds or self.mix != "keep" or not algorithm.keeps_progress
+        ):
             yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
         k, slash, parts = self.part.partition("/")
         if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
@@ -137,7 +143,9 @@ def parse_outer(text: str) -> OuterSettings:
     every = given.get("every", OuterSettings.every)
     if isinstance(every, int) and every > 0:  # what was not given suits what was
         given.setdefault("fragments", next(count for count in (4, 3, 2, 1) if every % count == 0))
-        given.setdefault("delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1)))
+        given.setdefault(
+            "delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1))
+        )
     return OuterSettings(**given)
 
 
@@ -147,7 +155,9 @@ def _refuse_removed(text: str) -> None:
         name, _, value = map(str.strip, part.partition("="))
         if name == "topk" or (name, value) == ("compress", "topk"):
             choices = ", ".join(COMPRESSIONS)
-            raise HolmesError(f"--holmes-outer: compress=topk was removed; compress is one of {choices}")
+            raise HolmesError(
+                f"--holmes-outer: compress=topk was removed; compress is one of {choices}"
+            )
 
 
 def _read(name: str, value: str) -> Any:

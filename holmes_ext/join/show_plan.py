@@ -20,9 +20,14 @@ from holmes_ext.planner.search.changed import ethernet_s
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
 
-COLUMNS = (Column("--holmes-outer"), Column("round, s", right=True, drop=1), Column("exposed, s", right=True),
-           Column("slower, s", right=True, drop=2), Column("tokens/s", right=True),
-           Column("gain", right=True))
+COLUMNS = (
+    Column("--holmes-outer"),
+    Column("round, s", right=True, drop=1),
+    Column("exposed, s", right=True),
+    Column("slower, s", right=True, drop=2),
+    Column("tokens/s", right=True),
+    Column("gain", right=True),
+)
 #: Of `holmes join serve`.
 _PORT = 29600
 #: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
@@ -48,10 +53,16 @@ class Beside:
     def document(self) -> dict[str, Any]:
         keys = ("name", "tokens_per_second", "loss", "flags")
         choices = [dict(zip(keys, choice)) for choice in self.choices()]
-        rows = [{**asdict(setting), "tokens_per_second": setting.samples_per_s * self.tokens}
-                for setting in self.settings]
-        return {"jobs": [asdict(job) for job in self.rounds.jobs], "settings": rows,
-                "crossing": self.crossing, "choices": choices}  # fmt: skip
+        rows = [
+            {**asdict(setting), "tokens_per_second": setting.samples_per_s * self.tokens}
+            for setting in self.settings
+        ]
+        return {
+            "jobs": [asdict(job) for job in self.rounds.jobs],
+            "settings": rows,
+            "crossing": self.crossing,
+            "choices": choices,
+        }
 
     def line(self) -> str:
         """Of the least `every` at which nothing is exposed."""
@@ -66,8 +77,16 @@ class Beside:
         result = []
         for setting in self.settings:
             rate = setting.samples_per_s * self.tokens
-            result.append([str(setting), f"{setting.round_s:.3g}", f"{setting.exposed_s:.3g}",
-                           f"{setting.slower_s:.3g}", f"{rate:,.0f}", f"{rate / self.crossing:.2f}"])
+            result.append(
+                [
+                    str(setting),
+                    f"{setting.round_s:.3g}",
+                    f"{setting.exposed_s:.3g}",
+                    f"{setting.slower_s:.3g}",
+                    f"{rate:,.0f}",
+                    f"{rate / self.crossing:.2f}",
+                ]
+            )
         return result
 
     def choices(self) -> list[tuple[str, float, str, str]]:
@@ -90,8 +109,10 @@ class Beside:
         name, _, _, line = max(self.choices(), key=lambda choice: choice[1])
         if "--holmes-join" not in line:
             return [f"most tokens/s: {name}; add to the command:", f"  {line}"]
-        serve = ("`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
-                 "cluster's name")
+        serve = (
+            "`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
+            "cluster's name"
+        )
         return [_MUON, f"most tokens/s: {name}; {serve}:", f"  {line}"]
 
     def figure(self) -> Any:
@@ -99,7 +120,9 @@ class Beside:
 
     def jobs_line(self) -> str:
         jobs = self.rounds.jobs
-        return ", ".join(f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs)
+        return ", ".join(
+            f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs
+        )
 
     def show(self) -> None:
         screen = Screen()
@@ -108,7 +131,9 @@ class Beside:
         screen.table(COLUMNS, self.rows())
         screen.line(LEGEND, "dim")
         screen.line(self.line())
-        screen.table(CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in self.choices()])
+        screen.table(
+            CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in self.choices()]
+        )
         for line in self.advice():
             screen.line(line)
 
@@ -125,7 +150,11 @@ class Beside:
 
 def add_arguments(add: Callable[..., Any]) -> None:
     """Add the argument of `holmes plan`; `add` is an argument group's add_argument()."""
-    add("--joined", action="store_true", help="beside it: one job in each cluster, joined (docs/joined.md)")
+    add(
+        "--joined",
+        action="store_true",
+        help="beside it: one job in each cluster, joined (docs/joined.md)",
+    )
 
 
 def wanted(args: argparse.Namespace) -> bool:
@@ -136,7 +165,9 @@ def beside(result: SearchResult, seconds: float) -> Beside:
     """Of each cluster alone, in so many seconds each; HolmesError: one cluster, or the model fits none."""
     site, model = result.network.site, result.model
     if len(site.clusters) < 2:
-        raise HolmesError(f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}")
+        raise HolmesError(
+            f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}"
+        )
     jobs = []
     for name, samples in joined.shares(site, result.global_batch, model.micro_batch).items():
         try:

@@ -59,12 +59,16 @@ def simulate_round(
     for job, sender in enumerate(joined):
         capacities |= {(job, "out"): rate, (job, "in"): rate}
         nics = tuple(((job, direction), site.processes) for direction in ("out", "in"))
-        templates["own", job] = Transfer(1, bits=delay * sender.ethernet_s * rate / site.processes / _PIECES,
-                                         uses=nics)
+        templates["own", job] = Transfer(
+            1, bits=delay * sender.ethernet_s * rate / site.processes / _PIECES, uses=nics
+        )
         for other, receiver in enumerate(joined):
             if job != other:
                 streams = max(nodes[sender.cluster], nodes[receiver.cluster]) * site.processes
-                leaving, arriving = streams / nodes[sender.cluster], streams / nodes[receiver.cluster]
+                leaving, arriving = (
+                    streams / nodes[sender.cluster],
+                    streams / nodes[receiver.cluster],
+                )
                 ends = ((job, "out"), leaving), ((other, "in"), arriving)
                 hops = site.wan.hops(sender.cluster, receiver.cluster)
                 link = site.wan.pair_of.get((sender.cluster, receiver.cluster))
@@ -73,12 +77,17 @@ def simulate_round(
                 way_s = sum(hop.latency_s for hop in hops) or ethernet.latency_s
                 farthest_s = max(farthest_s, way_s)
                 uses = *((hop.key, streams) for hop in hops), *ends
-                templates["bits", job, other] = Transfer(  # the first bytes are answered before all may leave
-                    1, way_s, bits / streams, limit, uses, latency_s=way_s)
+                templates["bits", job, other] = (
+                    Transfer(  # the first bytes are answered before all may leave
+                        1, way_s, bits / streams, limit, uses, latency_s=way_s
+                    )
+                )
     templates |= dict.fromkeys(("go", "done"), Transfer(len(joined), latency_s=2 * farthest_s))
     transfers = Transfers(templates)
     training = [list(_training(number, job, alone, delay)) for number, job in enumerate(joined)]
-    Simulation([*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities).run()
+    Simulation(
+        [*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities
+    ).run()
 
     def at(event: str, job: int, number: int = _ROUNDS[-1]) -> float:
         return transfers[event, job, number].ended
@@ -110,7 +119,9 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
         yield ("wait", ("off", job, number), "idle", -1)
         yield from _all(("go", number))
         yield from (("post", (("bits", job, other), number)) for other in jobs if other != job)
-        yield from (("wait", (("bits", other, job), number), "reduce", -1) for other in jobs if other != job)
+        yield from (
+            ("wait", (("bits", other, job), number), "reduce", -1) for other in jobs if other != job
+        )
         yield from _all(("done", number))
         yield ("post", ("end", job, number))
 
@@ -118,4 +129,3 @@ def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
 def _all(tag: Hashable) -> tuple[Op, Op]:
     """To the coordinator, and its answer once all jobs have told."""
     return ("post", tag), ("wait", tag, "reduce", -1)
-

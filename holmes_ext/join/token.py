@@ -56,7 +56,8 @@ def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | Non
         except OSError as error:
             raise HolmesError(
                 f"{path}: the run's token cannot be kept there ({why(error)}); name another file with"
-                              " HOLMES_JOIN_TOKEN_FILE, or set HOLMES_JOIN_TOKEN") from None  # fmt: skip
+                " HOLMES_JOIN_TOKEN_FILE, or set HOLMES_JOIN_TOKEN"
+            ) from None
     return _read(path), path
 
 
@@ -76,7 +77,11 @@ def warning_of(token: str) -> str:
 def exposure_of(path: Path) -> str:
     """One line where others on this host can read the file; "" where they cannot."""
     mode = stat.S_IMODE(path.stat().st_mode)
-    return f"others on this host can read {path} (mode {mode:o}): chmod 600 {path}" if mode & 0o077 else ""
+    return (
+        f"others on this host can read {path} (mode {mode:o}): chmod 600 {path}"
+        if mode & 0o077
+        else ""
+    )
 
 
 def _read(path: Path, source: str = "") -> str:

@@ -71,11 +71,15 @@ class FrameworkAdapter:
 def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: bool) -> str | None:
     """Why a job cannot join whose stages (weights that are tied) or tensor-parallel ranks have copies."""
     if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
-        return ("weights are tied over pipeline stages, whose copies must be updated together; "
-                "give fragments=1")
+        return (
+            "weights are tied over pipeline stages, whose copies must be updated together; "
+            "give fragments=1"
+        )
     if sizes["pipeline"] * sizes["tensor"] > 1 and settings.rounds_by_blocks:
-        return ("copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
-                "give compress=bf16")
+        return (
+            "copies of a weight on several stages or tensor-parallel ranks would be rounded differently; "
+            "give compress=bf16"
+        )
     return None
 
 
@@ -103,8 +107,10 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     global _job
     if not options.value("join"):
         if options.value("outer"):
-            raise HolmesError("--holmes-outer says how joined jobs update each other; give --holmes-join "
-                              "NAME@HOST:PORT too")
+            raise HolmesError(
+                "--holmes-outer says how joined jobs update each other; give --holmes-join "
+                "NAME@HOST:PORT too"
+            )
         return []
     settings, address, token = (
         parse_outer(options.value("outer")),
@@ -118,8 +124,10 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
     often = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
     where = address_text(address.host, address.port)
     how = f"every {often} in {settings.fragments} fragments, each hidden behind {settings.delay} steps"
-    line = (f"job {address.job} joins others at {where}: {settings.algorithm}, {how}, {settings.compress}; "
-            f"{privacy}")
+    line = (
+        f"job {address.job} joins others at {where}: {settings.algorithm}, {how}, {settings.compress}; "
+        f"{privacy}"
+    )
     return [line, *filter(None, [warning_of(token)])]
 
 
@@ -128,7 +136,8 @@ def _privacy(options: Options, address: JoinAddress) -> str:
     if options.value("join_plain") == "on":
         return (
             "NOT encrypted (--holmes-join-plain): anyone on the path can read the weights; changes are "
-            "detected")
+            "detected"
+        )
     if bool(options.value("join_certificate")) != bool(options.value("join_ca")):
         raise HolmesError("--holmes-join-certificate and --holmes-join-ca: give both, or none")
     made_here = not options.value("join_certificate") and not is_loopback(address.host)
@@ -231,7 +240,14 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     place = place_of(job.address, job.token, job.options)
     agreed = {"framework": adapter.name, **adapter.agreed}
     loop = join(
-        place, job.settings, weights, agreed, adapter.device(), _report, adapter.written, lambda: _status(job)
+        place,
+        job.settings,
+        weights,
+        agreed,
+        adapter.device(),
+        _report,
+        adapter.written,
+        lambda: _status(job),
     )
     if job.saved is not None:
         loop.load_state_dict(*job.saved)
@@ -241,10 +257,17 @@ def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
     job.loop = loop
     if not job.shared:
         k, parts = job.settings.data_part
-        what = f"part={k}/{parts}: no sampler that is known was made" if parts > 1 else "no part=k/K is given"
+        what = (
+            f"part={k}/{parts}: no sampler that is known was made"
+            if parts > 1
+            else "no part=k/K is given"
+        )
         _say(loop, f"{what}; the script must make jobs read different data")
-    _say(loop, f"job {job.address.job} is in the run: {begun}; {loop.state.host_bytes / 1e6:.1f} MB of outer "
-               f"state on each host's rank 0")  # fmt: skip
+    _say(
+        loop,
+        f"job {job.address.job} is in the run: {begun}; {loop.state.host_bytes / 1e6:.1f} MB of outer "
+        f"state on each host's rank 0",
+    )
 
 
 def _status(job: _Job) -> dict[str, Any]:
@@ -253,8 +276,14 @@ def _status(job: _Job) -> dict[str, Any]:
     links = job.loop.rounds.links if job.loop is not None else None
     sent = 8 * links.sent / seconds if links is not None else 0.0
     steps = job.loop.steps - job.first_step if job.loop is not None else 0
-    status = {"steps_per_second": steps / seconds, "bits_per_second": sent, "drift": _last.get("drift")}
-    return {name: value for name, value in status.items() if value is not None and math.isfinite(value)}
+    status = {
+        "steps_per_second": steps / seconds,
+        "bits_per_second": sent,
+        "drift": _last.get("drift"),
+    }
+    return {
+        name: value for name, value in status.items() if value is not None and math.isfinite(value)
+    }
 
 
 _last: dict[str, Any] = {}
@@ -264,12 +293,22 @@ def _report(record: Record) -> None:
     """Of each round: telemetry's line, and one for the user where something is other than usual."""
     outcome = record.outcome
     _last["drift"] = outcome.drift if outcome.drift is not None else _last.get("drift")
-    telemetry.outer_round({
-        "round": record.number, "fragment": record.fragment, "step": record.step, "exposed": record.exposed_s,
-        "seconds": outcome.seconds, "bytes": outcome.bytes, "verdict": outcome.verdict, "why": outcome.why,
-        "jobs": sorted(outcome.members), "left_out": outcome.left_out, "norm": outcome.norm,
-        "drift": outcome.drift,
-    })  # fmt: skip
+    telemetry.outer_round(
+        {
+            "round": record.number,
+            "fragment": record.fragment,
+            "step": record.step,
+            "exposed": record.exposed_s,
+            "seconds": outcome.seconds,
+            "bytes": outcome.bytes,
+            "verdict": outcome.verdict,
+            "why": outcome.why,
+            "jobs": sorted(outcome.members),
+            "left_out": outcome.left_out,
+            "norm": outcome.norm,
+            "drift": outcome.drift,
+        }
+    )
     if _job is None or _job.loop is None:
         return
     for name, why in outcome.left_out.items():

@@ -65,7 +65,7 @@ def best_order(
 
     first, *others = names
     if len(names) <= ALL_ORDERS:
-        orders = (permutations(others) if closed else permutations(names))
+        orders = permutations(others) if closed else permutations(names)
         return min(((first, *rest) if closed else rest for rest in orders), key=total)
     order = [first]
     while remaining := [name for name in names if name not in order]:
@@ -82,12 +82,17 @@ def best_order(
 
 
 def _trees(
-    root: str, names: Sequence[str], ring: Sequence[str], cost: Callable[[Pair], tuple[float, float]]
+    root: str,
+    names: Sequence[str],
+    ring: Sequence[str],
+    cost: Callable[[Pair], tuple[float, float]],
 ) -> Iterator[CrossClusterAlgorithm]:
     """The spanning tree of the best links (Prim 1957), the star, and the ring's chain, with this root."""
     order, parents = [root], [""]
     while remaining := [name for name in names if name not in order]:
-        child, parent = min(((c, p) for c in remaining for p in order), key=lambda pair: (cost(pair), pair))
+        child, parent = min(
+            ((c, p) for c in remaining for p in order), key=lambda pair: (cost(pair), pair)
+        )
         order.append(child)
         parents.append(parent)
     yield CrossClusterAlgorithm("tree", tuple(order), tuple(parents))

@@ -24,7 +24,9 @@ LATENCY_SHARE = 0.1
 BUCKETS_IN_FLIGHT = 4
 
 
-def bucket_bytes(fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE) -> int:
+def bucket_bytes(
+    fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE
+) -> int:
     """Bytes for which latency is at most `share` of an all-reduce among `ranks` ranks: a ring takes 2 (n-1)
     steps of latency + B / (n rate) (Thakur et al. 2005, section 4.4), so B >= n rate latency (1 - share) /
     share. At least 1 MiB (or an eighth of total_bytes, if that is less), at most 256 MiB."""
@@ -40,7 +42,10 @@ def buffer_bytes(gradient_bytes: float) -> float:
 
 
 def cut(
-    sizes: Sequence[float], limit_bytes: float, keys: Sequence[Hashable] = (), exceed: bool = False,
+    sizes: Sequence[float],
+    limit_bytes: float,
+    keys: Sequence[Hashable] = (),
+    exceed: bool = False,
     first_bytes: float = 0,
 ) -> tuple[tuple[int, ...], ...]:
     """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket, the first
@@ -52,7 +57,10 @@ def cut(
     filled: dict[Hashable, float] = {}
     for place, size in enumerate(sizes):
         key = keys[place] if keys else None
-        filled_bytes, limit = filled.get(key, 0.0), limit_bytes if done else first_bytes or limit_bytes
+        filled_bytes, limit = (
+            filled.get(key, 0.0),
+            limit_bytes if done else first_bytes or limit_bytes,
+        )
         if key in open_ and (filled_bytes >= limit if exceed else filled_bytes + size > limit):
             done.append(tuple(open_.pop(key)))
             filled_bytes = 0.0

@@ -67,18 +67,28 @@ def build_plan(
     sizes = sizes.complete(site.world_size, site.processes) if sizes is not None else None
     if workload is None and model is not None and sizes is not None:
         workload, basis = model.workload(sizes), model.source
-    network, plan = Network(site, links), Plan(site.digest, tuple(node.name for node in site.nodes),
-                                               site.processes)
+    network, plan = (
+        Network(site, links),
+        Plan(site.digest, tuple(node.name for node in site.nodes), site.processes),
+    )
     if sizes is None:
-        plan = replace(plan, nodes=fastest_first(network), stage_layers=tuple(stage_layers),
-                       partition=partition)
+        plan = replace(
+            plan,
+            nodes=fastest_first(network),
+            stage_layers=tuple(stage_layers),
+            partition=partition,
+        )
         return derive_traffic(plan, site, options, links, workload, basis or NOMINAL, engine)
     rules = rules_of(engine, options)
     if workload is None:  # nobody knows what hides edges then, and what fits
         rules = replace(rules, hide_edges=False)
     prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
     placement = place(prices, sizes)
-    predicted, loads, split = _compared(prices, placement), tuple[StageLoad, ...](), tuple(stage_layers)
+    predicted, loads, split = (
+        _compared(prices, placement),
+        tuple[StageLoad, ...](),
+        tuple(stage_layers),
+    )
     if stage_layers:
         partition = "explicit"
     elif model is not None or profile is not None:
@@ -90,13 +100,19 @@ def build_plan(
         if profile is None and model is not None:
             by_stage = price(*_stock(prices, sizes), RankModel.of(model, sizes))
             times = _times(predict(by_stage, uniform(by_stage.blocks, by_stage.stages)))
-            predicted |= {key: value for name, value in times.items()
-                          if (key := f"stock_{name}") in predicted}
+            predicted |= {
+                key: value for name, value in times.items() if (key := f"stock_{name}") in predicted
+            }
         split = split if partition != "uniform" else ()
     plan = replace(
-        plan, nodes=placement.names, sizes=sizes, stage_layers=split, loads=loads, partition=partition,
+        plan,
+        nodes=placement.names,
+        sizes=sizes,
+        stage_layers=split,
+        loads=loads,
+        partition=partition,
         predicted=predicted,
-    )  # fmt: skip
+    )
     basis = basis or (NOMINAL if workload is None else "given")
     return derive_traffic(plan, site, options, links, workload, basis, engine)
 
@@ -108,7 +124,11 @@ def _compared(prices: Prices, placement: Placement) -> dict[str, float]:
     result = _times(estimate(costs, split))
     stock, order = _stock(prices, sizes)
     times = _times(estimate(Prices(stock, prices.job).costs(order), split))
-    result |= {f"stock_{name}": value for name, value in times.items() if name != "exposed_reduction_seconds"}
+    result |= {
+        f"stock_{name}": value
+        for name, value in times.items()
+        if name != "exposed_reduction_seconds"
+    }
     return result
 
 
@@ -120,40 +140,56 @@ def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:
 
 
 def costs_of(
-    prices: Prices, placement: Placement, model: Model | None, profile: Profile | None, overlap: bool
+    prices: Prices,
+    placement: Placement,
+    model: Model | None,
+    profile: Profile | None,
+    overlap: bool,
 ) -> StageCosts:
     """Of `model`, or as measured (one is given); the memory always comes from the model."""
     network, sizes, rules = prices.network, placement.sizes, replace(prices.rules, overlap=overlap)
     if model is not None and model.layers < sizes.pipeline:
         what = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
         raise HolmesError(f"{model.source}: {what}; every stage needs one")
-    memory = price(network, placement, RankModel.of(model, sizes), rules) if model is not None else None
+    memory = (
+        price(network, placement, RankModel.of(model, sizes), rules) if model is not None else None
+    )
     if profile is None:
         assert memory is not None
         return memory
-    costs = measured_costs(profile, [network.clusters(content) for content in placement.stages], overlap)
+    costs = measured_costs(
+        profile, [network.clusters(content) for content in placement.stages], overlap
+    )
     costs = costs if rules.hide_edges else replace(costs, hidden=None)
     if memory is None:
         return costs
     state, kept = (tuple(memory.by_layer(row)) for row in (memory.state_bytes, memory.kept_bytes))
     limits, working = memory.limit_bytes, memory.working_bytes
-    return replace(costs, state_bytes=state, kept_bytes=kept, limit_bytes=limits, working_bytes=working)
+    return replace(
+        costs, state_bytes=state, kept_bytes=kept, limit_bytes=limits, working_bytes=working
+    )
 
 
-def _check(partition: str, sizes: Sizes | None, model: Model | Profile | None,
-           stage_layers: Sequence[int]) -> None:
+def _check(
+    partition: str, sizes: Sizes | None, model: Model | Profile | None, stage_layers: Sequence[int]
+) -> None:
     """What a partition that is not the framework's needs."""
     if partition not in stages.METHODS:
         raise HolmesError(f"partition {partition!r} is not one of {', '.join(stages.METHODS)}")
-    what = f"layers {','.join(map(str, stage_layers))}" if stage_layers else f"partition {partition!r}"
+    what = (
+        f"layers {','.join(map(str, stage_layers))}" if stage_layers else f"partition {partition!r}"
+    )
     if sizes is None:
-        raise HolmesError(f"{what}: the number of stages is not known; give --holmes-sizes pipeline=N")
+        raise HolmesError(
+            f"{what}: the number of stages is not known; give --holmes-sizes pipeline=N"
+        )
     if stage_layers and (len(stage_layers) != sizes.pipeline or min(stage_layers) < 1):
         count = f"{len(stage_layers)} numbers for {sizes.pipeline} pipeline stages"
         raise HolmesError(f"{what}: {count}; give one for each stage, all 1 or more")
     if not stage_layers and model is None:
         raise HolmesError(
-            f"{what} needs to know the model: give --holmes-model FILE (examples/models has some)")
+            f"{what} needs to know the model: give --holmes-model FILE (examples/models has some)"
+        )
 
 
 def _times(outcome: Estimate) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """What follows from a Plan's order, sizes and networks: each group's network, how gradients are reduced.
 
-    derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
-                                 plan`, at a job's start, when a port fails
-    complete_plan(plan, sizes)   for other sizes, which a framework tells when it starts
-    spec_of_group(...)           for groups that are not planned: the same rules, with the plan's own rates
-    Decisions                    of the groups of one network API (verbs, sockets): how gradients are summed,
-                                 how stages send
+derive_traffic(plan, site)   the plan with the ports that there are: by `holmes
+                             plan`, at a job's start, when a port fails
+complete_plan(plan, sizes)   for other sizes, which a framework tells when it starts
+spec_of_group(...)           for groups that are not planned: the same rules, with the plan's own rates
+Decisions                    of the groups of one network API (verbs, sockets): how gradients are summed,
+                             how stages send
 """
 
 from __future__ import annotations
@@ -54,7 +54,9 @@ LARGE_BYTES = float(2**30)
 class Decisions:
     """site: the plan's networks as the network API reaches them."""
 
-    def __init__(self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits):
+    def __init__(
+        self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits
+    ):
         self.plan, self.network_api, self.options, self.engine = plan, network_api, options, engine
         sizes = plan.sizes or Sizes().complete(plan.world_size)
         self.network = Network(site)
@@ -76,7 +78,9 @@ class Decisions:
 
     def reductions(self) -> tuple[ReductionSpec, ...]:
         """Of every stage."""
-        return tuple(self.reduction(stage, overlap) for stage, overlap in enumerate(self._overlapped()))
+        return tuple(
+            self.reduction(stage, overlap) for stage, overlap in enumerate(self._overlapped())
+        )
 
     def _overlapped(self) -> Sequence[bool]:
         """By itself: where one reduction after a stage's last backward would end after the first stage's last
@@ -90,7 +94,9 @@ class Decisions:
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
         step = estimate(costs, (1,) * costs.stages)
         first = step.end_s[0] - step.exposed_s[0]
-        return [bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s)]
+        return [
+            bool(reduction) and end > first for end, reduction in zip(step.end_s, step.reduction_s)
+        ]
 
     def reduction(self, stage: int, overlap: bool) -> ReductionSpec:
         sums = self.prices.sums(self.placement, stage)
@@ -104,7 +110,9 @@ class Decisions:
         return self._reduction([prices.sums_of(family, 1)], overlap, total_bytes)
 
     def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
-        fabrics = [self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1]
+        fabrics = [
+            self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1
+        ]
         slowest = min(fabrics, key=lambda fabric: fabric.preference, default=None)
         size = INSIDE_BYTES
         if slowest is not None:
@@ -124,13 +132,18 @@ class Decisions:
         routes = {frozenset(levels.ranks): levels.route for levels in both}
         route, streams = next(iter(routes.values())), 1
         if self.network_api == SOCKETS:
-            streams = max(levels.streams(self.network, group.crossing) for levels, group in zip(both, sums))
+            streams = max(
+                levels.streams(self.network, group.crossing) for levels, group in zip(both, sums)
+            )
         other = self.network_api == SOCKETS and len(routes) == 1 and route.algorithm != "direct"
         return replace(
-            planned, clusters=tuple(names), two_level_from=max(size for size in least if size is not None),
-            chunk_bytes=int(min(levels.chunk_bytes for levels in both)), across=route if other else None,
+            planned,
+            clusters=tuple(names),
+            two_level_from=max(size for size in least if size is not None),
+            chunk_bytes=int(min(levels.chunk_bytes for levels in both)),
+            across=route if other else None,
             streams=streams,
-        )  # fmt: skip
+        )
 
     def tied(self) -> ReductionSpec | None:
         """Of a weight of the first and the last stage; None: every rank with its twin, as engines do."""
@@ -156,7 +169,9 @@ class Decisions:
         if sizes is None:
             return ()
         world = name_of(plan.fabric_of(range(plan.world_size), network_api))
-        whole = {ranks: pairs_with_group(plan, ranks, network_api) for ranks in groups(sizes, "pipeline")}
+        whole = {
+            ranks: pairs_with_group(plan, ranks, network_api) for ranks in groups(sizes, "pipeline")
+        }
         stages, slices = sizes.pipeline, self.prices.slices(self.placement)
         for stage in range(stages if stages > 2 else stages - 1):
             fabrics, pair_groups = [], []
@@ -164,7 +179,9 @@ class Decisions:
                 pair = tuple(sorted((ranks[stage], ranks[(stage + 1) % stages])))
                 fabrics.append(name_of(plan.fabric_of(pair, network_api)))
                 frameworks = {"pipeline": pair in pairs, "world": fabrics[-1] != world}
-                pair_groups.append("+".join(name for name, gets_one in frameworks.items() if gets_one))
+                pair_groups.append(
+                    "+".join(name for name, gets_one in frameworks.items() if gets_one)
+                )
             pair = (stage, (stage + 1) % stages)
             how = (slices, self.prices.rules.narrow) if ETHERNET in fabrics else (1, "off")
             result.append(Edge(pair, same(tuple(fabrics)), same(tuple(pair_groups)), *how))
@@ -175,8 +192,10 @@ class Decisions:
         end."""
         passes = self.passes()
         in_flight = () if passes else self.in_flight()
-        reductions = tuple(replace(reduction, overlap=reduction.overlap and not passes)
-                           for reduction in traffic.reductions)
+        reductions = tuple(
+            replace(reduction, overlap=reduction.overlap and not passes)
+            for reduction in traffic.reductions
+        )
         return replace(traffic, reductions=reductions, in_flight=in_flight, passes=passes)
 
     def passes(self) -> tuple[str, ...]:
@@ -219,8 +238,10 @@ class Decisions:
         measured = [load.edge_s for load in self.plan.loads] or [0.0] * (len(edges) + 1)
         pairs = list(zip(edges, measured))
         seconds = tuple(measured_s or edge.seconds(size) for edge, measured_s in pairs)
-        sent = tuple(max(0.0, measured_s - edge.latency_s) if measured_s else edge.byte_s * size
-                     for edge, measured_s in pairs)
+        sent = tuple(
+            max(0.0, measured_s - edge.latency_s) if measured_s else edge.byte_s * size
+            for edge, measured_s in pairs
+        )
         return seconds, sent
 
 
@@ -242,8 +263,13 @@ def more_bytes(plan: Plan) -> tuple[float, ...]:
 
 
 def derive_traffic(
-    plan: Plan, site: Site, options: Options = Options(), links: Links = Links(),
-    workload: Workload | None = None, basis: str = NOMINAL, engine: EngineTraits = EngineTraits(),
+    plan: Plan,
+    site: Site,
+    options: Options = Options(),
+    links: Links = Links(),
+    workload: Workload | None = None,
+    basis: str = NOMINAL,
+    engine: EngineTraits = EngineTraits(),
 ) -> Plan:
     """Return `plan` with the networks that the ports of `site` can carry, and the decisions that follow.
 
@@ -256,14 +282,25 @@ def derive_traffic(
     here = [site.node_by_name[name] for name in plan.nodes]
 
     def able(fabric: Fabric, network_api: str) -> tuple[str, ...]:
-        return tuple(n.name for n in here
-                     for p in n.ports if p.fabric == fabric.name and _carries(p, network_api))
+        return tuple(
+            n.name
+            for n in here
+            for p in n.ports
+            if p.fabric == fabric.name and _carries(p, network_api)
+        )
 
     rates = [known.get(fabric.name, fabric) for fabric in links.site(site).fabrics]
     nets = {fabric.name: fabric.net for fabric in site.fabrics}
     fabrics = tuple(
-        PlannedFabric(f.name, f.kind, f.rate_bps, f.latency_s, able(f, VERBS), able(f, SOCKETS),
-                      net=nets[f.name])
+        PlannedFabric(
+            f.name,
+            f.kind,
+            f.rate_bps,
+            f.latency_s,
+            able(f, VERBS),
+            able(f, SOCKETS),
+            net=nets[f.name],
+        )
         for f in sorted(rates, key=lambda f: f.preference, reverse=True)
     )
     names = dict.fromkeys(node.cluster for node in here)
@@ -272,10 +309,13 @@ def derive_traffic(
     resolved = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
     if not plan.fabrics:
         resolved = replace(resolved, workload=workload or Workload(), basis=basis)
-    if plan.sizes is not None and fabrics != plan.fabrics:  # what straddles, on the ports that are left
+    if (
+        plan.sizes is not None and fabrics != plan.fabrics
+    ):  # what straddles, on the ports that are left
         network = Network(site_of(resolved))
-        prices = Prices(network, RankModel.of_workload(resolved.workload, plan.sizes),
-                        rules_of(engine, options))
+        prices = Prices(
+            network, RankModel.of_workload(resolved.workload, plan.sizes), rules_of(engine, options)
+        )
         placement = network.placement(plan.nodes, plan.sizes)
         resolved = replace(resolved, straddling=straddles_of(prices, placement))
     return with_traffic(resolved, options, engine)
@@ -288,32 +328,41 @@ def _carries(port: Port, network_api: str) -> bool:
     return port.usable and (port.fabric == ETHERNET or not known or bool(needed))
 
 
-def decisions(plan: Plan, network_api: str, options: Options,
-              engine: EngineTraits = EngineTraits()) -> Decisions:
+def decisions(
+    plan: Plan, network_api: str, options: Options, engine: EngineTraits = EngineTraits()
+) -> Decisions:
     return Decisions(plan, network_api, site_of(plan, network_api), options, engine)
 
 
 def with_traffic(plan: Plan, options: Options, engine: EngineTraits = EngineTraits()) -> Plan:
     """The decisions for both network APIs, one entry where they are the same."""
-    verbs, sockets = (decisions(plan, network_api, options, engine).traffic() for network_api in NETWORK_APIS)
+    verbs, sockets = (
+        decisions(plan, network_api, options, engine).traffic() for network_api in NETWORK_APIS
+    )
     alike = verbs == replace(sockets, network_apis=verbs.network_apis)
-    return replace(plan, traffic=(replace(verbs, network_apis=NETWORK_APIS),) if alike else (verbs, sockets))
+    return replace(
+        plan, traffic=(replace(verbs, network_apis=NETWORK_APIS),) if alike else (verbs, sockets)
+    )
 
 
 def complete_plan(
-    plan: Plan, sizes: Sizes, options: Options, model: Model | None = None,
-    engine: EngineTraits = EngineTraits()
+    plan: Plan,
+    sizes: Sizes,
+    options: Options,
+    model: Model | None = None,
+    engine: EngineTraits = EngineTraits(),
 ) -> Plan:
     """What the plan decides for other sizes than its own; the order stays."""
     workload = workload_of(model, sizes) or plan.workload
     changed = replace(
         plan, sizes=sizes, workload=workload, loads=(), stage_layers=(), straddling=(), predicted={}
-    )  # fmt: skip
+    )
     return with_loads(with_traffic(changed, options, engine), options, model, engine)
 
 
-def with_loads(plan: Plan, options: Options, model: Model | None,
-               engine: EngineTraits = EngineTraits()) -> Plan:
+def with_loads(
+    plan: Plan, options: Options, model: Model | None, engine: EngineTraits = EngineTraits()
+) -> Plan:
     """`plan` with what its stages compute and hold of `model`, and the micro-batches in flight that follow;
     as it is where that is known, or the model is not, or the framework will refuse it."""
     sizes = plan.sizes
@@ -323,7 +372,9 @@ def with_loads(plan: Plan, options: Options, model: Model | None,
         return plan
     network = Network(site_of(plan))
     costs = Prices(network, RankModel.of(model, sizes)).costs(network.placement(plan.nodes, sizes))
-    whole = len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers  # else chunks
+    whole = (
+        len(plan.stage_layers) == costs.stages and sum(plan.stage_layers) == model.layers
+    )  # else chunks
     layers = plan.stage_layers if whole else uniform(model.layers, costs.stages)
     plan = replace(plan, loads=costs.loads(layers))
     traffic = [
@@ -353,7 +404,11 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
 
 
 def spec_of_group(
-    plan: Plan, ranks: Sequence[int], network_api: str, options: Options, total_bytes: float = inf,
+    plan: Plan,
+    ranks: Sequence[int],
+    network_api: str,
+    options: Options,
+    total_bytes: float = inf,
     engine: EngineTraits = EngineTraits(),
 ) -> ReductionSpec:
     """How the group of `ranks` sums total_bytes in a step: as its stage does. For itself where the plan has
@@ -363,7 +418,9 @@ def spec_of_group(
     nominal = plan.basis == NOMINAL and plan.sizes is not None
     if stage is not None and plan.wan and nominal and total_bytes < inf:
         known = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
-        return decisions(known, network_api, options, engine).reduction(stage, planned[stage].overlap)
+        return decisions(known, network_api, options, engine).reduction(
+            stage, planned[stage].overlap
+        )
     enough = total_bytes >= FEWEST * SMALLEST_BYTES
     if stage is not None and planned[stage].compress == options.compress and enough:
         return planned[stage]
@@ -379,8 +436,11 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
         members = groups(sizes, kind)
         if kind == "data" and instances > 1:
             size = len(members[0]) // instances
-            members = [group[start : start + size] for group in members
-                       for start in range(0, len(group), size)]
+            members = [
+                group[start : start + size]
+                for group in members
+                for start in range(0, len(group), size)
+            ]
         if count := sum(map(plan.straddles, members)):
             result[kind] = count
     return result

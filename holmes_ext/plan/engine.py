@@ -66,7 +66,9 @@ class EngineTraits:
 
     def __post_init__(self) -> None:
         if self.sends not in SENDS:
-            raise HolmesError(f"engine {self.name}: sends {self.sends!r} is none of {', '.join(SENDS)}")
+            raise HolmesError(
+                f"engine {self.name}: sends {self.sends!r} is none of {', '.join(SENDS)}"
+            )
         for ability in self.features:
             if ability not in ABILITIES:
                 known = ", ".join(ABILITIES)

@@ -1,10 +1,10 @@
 """Which experts tokens go to, as a router's log counts them; and the file with each expert's place.
 
-    {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     tokens of rank r that go to expert e
-    {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    tokens that go to expert
-                                                                       i and to expert j
-    {"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}      for each MoE layer of
-                                                                       its own (counted from 1)
+{"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     tokens of rank r that go to expert e
+{"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    tokens that go to expert
+                                                                   i and to expert j
+{"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}      for each MoE layer of
+                                                                   its own (counted from 1)
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from holmes_ext.errors import HolmesError
 RANK, EXPERT = "rank", "expert"
 #: Number of "all layers alike".
 EVERY = 0
-_ADVICE = 'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
+_ADVICE = (
+    'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
+)
 _MADE_BY = "`holmes plan --experts TRAFFIC --experts-output FILE` writes one"
 
 
@@ -37,10 +39,19 @@ class Counts:
         width = len(self.table[0]) if self.table else 0
         if not width or any(len(row) != width for row in self.table):
             raise HolmesError("its rows differ in length; each needs one number per expert")
-        bad = next(((i, j) for i, row in enumerate(self.table) for j, n in enumerate(row)
-                    if not (math.isfinite(n) and n >= 0)), None)  # fmt: skip
+        bad = next(
+            (
+                (i, j)
+                for i, row in enumerate(self.table)
+                for j, n in enumerate(row)
+                if not (math.isfinite(n) and n >= 0)
+            ),
+            None,
+        )
         if bad is not None:
-            raise HolmesError(f"row {bad[0]}, expert {bad[1]}: tokens must be 0 or more, and finite")
+            raise HolmesError(
+                f"row {bad[0]}, expert {bad[1]}: tokens must be 0 or more, and finite"
+            )
         if self.rows == EXPERT and len(self.table) != width:
             problem = f"it is not square: {len(self.table)} rows of {width} experts"
             raise HolmesError(f'{problem}; give "rows": "rank" where a row is a rank')
@@ -53,7 +64,8 @@ class Counts:
         """[ranks, experts]: rows of all expert-parallel groups added up by their place in the group."""
         if len(self.table) % ranks:
             raise HolmesError(
-                f"its {len(self.table)} rows are not a multiple of the {ranks} expert-parallel ranks")
+                f"its {len(self.table)} rows are not a multiple of the {ranks} expert-parallel ranks"
+            )
         return tuple(tuple(map(sum, zip(*self.table[rank::ranks]))) for rank in range(ranks))
 
 
@@ -84,14 +96,17 @@ def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
         if wrong is not None or not table.values:
             problem = f"{wrong!r} is not a layer number, 1 or more" if wrong else "names no layer"
             raise HolmesError(
-                f"{top.at('layers')}: {problem}; give {alone!r} for all layers, or layers by number")
+                f"{top.at('layers')}: {problem}; give {alone!r} for all layers, or layers by number"
+            )
         result = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
     top.done()
     return result
 
 
 def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:
-    if not all(isinstance(row, list) and all(type(n) in (int, float) for n in row) for row in table):
+    if not all(
+        isinstance(row, list) and all(type(n) in (int, float) for n in row) for row in table
+    ):
         raise HolmesError("is not a list of rows of numbers")
     return tuple(tuple(map(float, row)) for row in table)
 
@@ -107,7 +122,8 @@ class ExpertOrder:
         for number, order in self.layers.items():
             if sorted(order) != list(range(len(order))) or len(order) % self.ranks:
                 raise HolmesError(
-                    f"layer {number}: must list each expert once, as many on each of {self.ranks} ranks")
+                    f"layer {number}: must list each expert once, as many on each of {self.ranks} ranks"
+                )
 
     @property
     def digest(self) -> str:
@@ -120,7 +136,11 @@ class ExpertOrder:
     def save(self, path: str | Path) -> None:
         orders: dict[str, Any] = {str(number): order for number, order in self.layers.items()}
         content = {"order": orders[str(EVERY)]} if EVERY in self.layers else {"layers": orders}
-        save(path, json.dumps({"version": 1, "ranks": self.ranks, **content}) + "\n", "the experts' order")
+        save(
+            path,
+            json.dumps({"version": 1, "ranks": self.ranks, **content}) + "\n",
+            "the experts' order",
+        )
 
 
 def load_order(path: str | Path) -> ExpertOrder:
@@ -128,9 +148,13 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
-    orders: dict[int, Sequence[Any]] = {number: order for number, (_, order) in _layers(top, "order").items()}
+    orders: dict[int, Sequence[Any]] = {
+        number: order for number, (_, order) in _layers(top, "order").items()
+    }
     if ranks < 1 or not all(type(expert) is int for order in orders.values() for expert in order):
-        raise HolmesError(f"{top.source}: key 'ranks' must be 1 or more, experts whole numbers; {_MADE_BY}")
+        raise HolmesError(
+            f"{top.source}: key 'ranks' must be 1 or more, experts whole numbers; {_MADE_BY}"
+        )
     try:
         return ExpertOrder(ranks, {number: tuple(order) for number, order in orders.items()})
     except HolmesError as error:

@@ -39,7 +39,9 @@ class PlanRequest:
     """What one rank knows of the job before it has heard of the others."""
 
     options: Options
-    sizes: Sizes | None = None  # parallel sizes; None if neither an option nor the command line gives them
+    sizes: Sizes | None = (
+        None  # parallel sizes; None if neither an option nor the command line gives them
+    )
     model: Model | None = None  # None if neither an option nor the command line describes it
     overlap: bool = (
         False  # whether predictions assume that gradients are reduced during the last backward pass
@@ -47,7 +49,9 @@ class PlanRequest:
     engine: EngineTraits = EngineTraits()
     spec: SiteSpec | None = None  # of --holmes-cluster, set by read_files()
     plan: Plan | None = None  # of --holmes-plan, set by read_files()
-    digests: dict[str, str] = field(default_factory=dict)  # name for messages -> digest of each file
+    digests: dict[str, str] = field(
+        default_factory=dict
+    )  # name for messages -> digest of each file
     counted: bool = True  # whether nodes must start as many processes as cluster.toml says
 
     def read_files(self) -> None:
@@ -82,14 +86,20 @@ class PlanRequest:
         spec = part_of(self.spec, nodes) if self.spec is not None else None
         site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
-        sizes = self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
+        sizes = (
+            self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
+        )
         if self.plan is not None:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
             plan = derive_traffic(plan, site, options, links, engine=engine)
             return site, with_loads(plan, options, model, engine)
         if options.model or options.needs_model:
-            shape: dict[str, Any] = {"partition": options.partition, "model": model, "overlap": self.overlap}
+            shape: dict[str, Any] = {
+                "partition": options.partition,
+                "model": model,
+                "overlap": self.overlap,
+            }
         else:
             # a model from the command line is good for decisions; whether it fits is the program's to say
             workload = workload_of(model, sizes)
@@ -112,7 +122,9 @@ class PlanRequest:
         if not layers:
             return self.options, []
         self.options, self.sizes = replace(self.options, partition=layers), self.sizes or sizes
-        return self.options, [f"--holmes-restart auto: started again with --holmes-partition {layers}"]
+        return self.options, [
+            f"--holmes-restart auto: started again with --holmes-partition {layers}"
+        ]
 
     def _compare(self, plan: Plan, sizes: Sizes | None) -> None:
         """Raise HolmesError if the given plan is for other sizes or layers than the job's."""

@@ -58,7 +58,9 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     best = min(splits, key=lambda split: walked(costs, split))
     if walked(costs, best) == inf:
         raise HolmesError(_too_big(costs))
-    return improved(best, lambda split: walked(costs, split), _over_borders, WALKED_PASSES // walk_s)
+    return improved(
+        best, lambda split: walked(costs, split), _over_borders, WALKED_PASSES // walk_s
+    )
 
 
 def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
@@ -91,7 +93,10 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
         yield from full_to_empty(layer_s)
 
     tries = FORMULAS // len(starts)
-    moved = [improved(start, lambda split: in_closed_form(costs, split), pairs, tries) for start in starts]
+    moved = [
+        improved(start, lambda split: in_closed_form(costs, split), pairs, tries)
+        for start in starts
+    ]
     return list(dict.fromkeys((*starts, *moved)))
 
 
@@ -148,9 +153,14 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
         forward, backward, reduction, latency_s = rows
         count = costs.stages
         alike = replace(
-            costs, forward_s=(forward,) * count, backward_s=(backward,) * count, transfer_s=free,
-            reduction_s=(reduction,) * count, latency_s=(latency_s,) * count, tied_s=0.0,
-        )  # fmt: skip
+            costs,
+            forward_s=(forward,) * count,
+            backward_s=(backward,) * count,
+            transfer_s=free,
+            reduction_s=(reduction,) * count,
+            latency_s=(latency_s,) * count,
+            tied_s=0.0,
+        )
         step_s = estimate(alike, uniform(costs.blocks, costs.stages)).step_s
         known[rows] = 1 / max(step_s, 1e-30)
     return tuple(known[stage] for stage in stages)
@@ -164,7 +174,9 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
         if not 0 < value < inf:
             raise HolmesError(f"stage {stage}: a speed of {value}; it must be above 0, and finite")
     if not 0 < alpha < inf:
-        raise HolmesError(f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)")
+        raise HolmesError(
+            f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)"
+        )
     shares = [alpha * layers * value / sum(speed) for value in speed]
     blocks = [min(layers, max(1, floor(share + 1e-9))) for share in shares]
     while sum(blocks) < layers:
@@ -176,8 +188,10 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
 
 
 def improved(
-    split: Split, seconds_of: Callable[[Split], float],
-    pairs_of: Callable[[Split], Iterable[tuple[int, int]]], tries: int,
+    split: Split,
+    seconds_of: Callable[[Split], float],
+    pairs_of: Callable[[Split], Iterable[tuple[int, int]]],
+    tries: int,
 ) -> Split:
     """`split` after single blocks were moved wherever that takes something off, for so many tries.
     seconds_of: inf where a split does not fit; pairs_of: (giver, taker), the most promising first."""
@@ -212,7 +226,7 @@ def full_to_empty(work: Sequence[float]) -> Iterator[tuple[int, int]]:
     exposed)."""
     last = len(work) - 1
     stages = sorted(range(len(work)), key=work.__getitem__)
-    givers = dict.fromkeys((*stages[: -4 : -1], 0, last))
+    givers = dict.fromkeys((*stages[:-4:-1], 0, last))
     takers = dict.fromkeys((*stages[:4], 0, last // 2, last))
     return ((giver, taker) for giver in givers for taker in takers if giver != taker)
 

@@ -69,7 +69,9 @@ class PassOrder:
 
         def step(stage: int, word: str) -> OnePass:
             if word[:1] not in {*LETTERS, "g"} or not word[1:].isdecimal():
-                raise HolmesError(f"passes of stage {stage}: {word!r} is not a pass such as F0, B0, I0 or W0")
+                raise HolmesError(
+                    f"passes of stage {stage}: {word!r} is not a pass such as F0, B0, I0 or W0"
+                )
             return word[0], int(word[1:])
 
         orders = [[step(stage, word) for word in text.split()] for stage, text in enumerate(texts)]
@@ -105,7 +107,9 @@ class PassOrder:
             for letters in ("F", "BI", "BW"):
                 numbers = [number for letter, number in order if letter in letters]
                 if numbers != wanted:
-                    what = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}[letters]
+                    what = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}[
+                        letters
+                    ]
                     count = f"micro-batches 0 to {len(wanted) - 1}, each once, in order"
                     raise HolmesError(f"passes of stage {stage}: its {what} passes must be {count}")
             at = {step: place for place, step in enumerate(order)}
@@ -113,15 +117,21 @@ class PassOrder:
                 needed = {"F": None, "B": "F", "I": "F", "W": "I"}[letter]
                 if needed and at[letter, number] < at[needed, number]:
                     raise HolmesError(
-                        f"passes of stage {stage}: {letter}{number} comes before {needed}{number}")
+                        f"passes of stage {stage}: {letter}{number} comes before {needed}{number}"
+                    )
         for _ in self.in_order():
             pass
         for edge, leads in enumerate(self.leads):
             earliest, latest = self._sent[edge + 1], self._sent[edge]
-            if not (len(leads) == len(latest) and list(leads) == sorted(leads)
-                    and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))):
-                raise HolmesError(f"passes of stage {edge}: a gradient's receive (g) must follow the "
-                                  f"forwards that the next stage needs to send it, and precede its backward")
+            if not (
+                len(leads) == len(latest)
+                and list(leads) == sorted(leads)
+                and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))
+            ):
+                raise HolmesError(
+                    f"passes of stage {edge}: a gradient's receive (g) must follow the "
+                    f"forwards that the next stage needs to send it, and precede its backward"
+                )
 
     @cached_property
     def _sent(self) -> tuple[tuple[int, ...], ...]:
@@ -161,10 +171,13 @@ class PassOrder:
                     place[stage] += 1
                     yield stage, (letter, number)
             if sum(place) == progress:
-                stage = next(stage for stage, order in enumerate(self.stages) if place[stage] < len(order))
+                stage = next(
+                    stage for stage, order in enumerate(self.stages) if place[stage] < len(order)
+                )
                 letter, number = self.stages[stage][place[stage]]
                 raise HolmesError(
-                    f"passes of stage {stage}: {letter}{number} deadlocks with a neighbouring stage")
+                    f"passes of stage {stage}: {letter}{number} deadlocks with a neighbouring stage"
+                )
 
     @property
     def in_flight(self) -> tuple[int, ...]:
@@ -174,7 +187,10 @@ class PassOrder:
     def ends(self, times: Times) -> list[float]:
         """Seconds at which each stage has ended its last pass; sends take no stage's time."""
         ready = self._ready(times)
-        return [ready[stage, _key(order[-1][0]), order[-1][1]] for stage, order in enumerate(self.stages)]
+        return [
+            ready[stage, _key(order[-1][0]), order[-1][1]]
+            for stage, order in enumerate(self.stages)
+        ]
 
     def _ready(self, times: Times) -> Ends:
         """When each pass ends. Where messages have an order, one leaves once its sender knows that its
@@ -200,12 +216,19 @@ class PassOrder:
                 key = stage, _key(letter), number
                 begins[key] = ready[key] - times.of(letter, stage)
         for edge, (latest, earliest) in enumerate(zip(self._sent, self._sent[1:])):
-            activations, gradients = ([ready[sender, kind, number] + begins[receiver, kind, number]
-                                       for number in range(self.micro_batches)]
-                                      for sender, receiver, kind in ((edge, edge + 1, "F"),
-                                                                     (edge + 1, edge, "I")))
-            leads.append(tuple(min(max(bisect_left(activations, moment), low), high)
-                               for moment, low, high in zip(gradients, earliest, latest)))
+            activations, gradients = (
+                [
+                    ready[sender, kind, number] + begins[receiver, kind, number]
+                    for number in range(self.micro_batches)
+                ]
+                for sender, receiver, kind in ((edge, edge + 1, "F"), (edge + 1, edge, "I"))
+            )
+            leads.append(
+                tuple(
+                    min(max(bisect_left(activations, moment), low), high)
+                    for moment, low, high in zip(gradients, earliest, latest)
+                )
+            )
         return replace(self, leads=tuple(leads))
 
 
@@ -214,23 +237,37 @@ def _key(letter: str) -> str:
 
 
 def passes(
-    stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual: int = 1,
+    in_flight: int = 0,
     breadth_first: bool = False,
 ) -> list[Pass]:
     """Of one stage, in order. virtual: chunks; in_flight: micro-batches, if not 1F1B's stages - stage;
     breadth_first: as torch's ScheduleLoopedBFS (whose backward order differs, which changes no time)."""
     if breadth_first:
-        chunks = [(kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]]
-        return [(kind, micro_batch, chunk) for kind, chunk in chunks for micro_batch in range(micro_batches)]
+        chunks = [
+            (kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]
+        ]
+        return [
+            (kind, micro_batch, chunk)
+            for kind, chunk in chunks
+            for micro_batch in range(micro_batches)
+        ]
     if virtual == 1:
         total, ahead = micro_batches, min((in_flight or stages - stage) - 1, micro_batches)
     elif micro_batches % stages:
         raise HolmesError(
-            f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages")
+            f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages"
+        )
     else:
         total = micro_batches * virtual
-        ahead = min(total,
-                    (stages - stage - 1) * 2 + (virtual - 1) * stages) if micro_batches > stages else total
+        ahead = (
+            min(total, (stages - stage - 1) * 2 + (virtual - 1) * stages)
+            if micro_batches > stages
+            else total
+        )
 
     def unit(kind: str, index: int) -> Pass:
         if virtual == 1:

@@ -72,7 +72,9 @@ class Placement:
         ranks, size = sum(map(len, parts)) * processes, len(parts[0])
         blocks = ranks // (sizes.strides()["pp"] * sizes.pipeline)
         piece = size // blocks  # nodes of a component that follow each other
-        kinds = (kind for at in range(0, size, piece) for part in parts for kind in part[at : at + piece])
+        kinds = (
+            kind for at in range(0, size, piece) for part in parts for kind in part[at : at + piece]
+        )
         return cls.of(sizes, processes, kinds)
 
     @cached_property
@@ -151,7 +153,8 @@ class Placement:
         """The nodes of each component."""
         if self.tied == 1:
             return tuple(
-                tuple((kind, ranks // self.processes) for kind, ranks in content) for content in self.stages
+                tuple((kind, ranks // self.processes) for kind, ranks in content)
+                for content in self.stages
             )
         kinds = self.kinds()
         return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
@@ -161,7 +164,9 @@ class Placement:
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.tied)
-        kinds = [[kind for kind, count in self.parts[at] for _ in range(count)] for at in components]
+        kinds = [
+            [kind for kind, count in self.parts[at] for _ in range(count)] for at in components
+        ]
         return Placement.of_parts(sizes, self.processes, kinds)
 
 
@@ -226,8 +231,9 @@ class StageEdge:
         """The way back."""
         sender, receiver = self.kinds
         kinds = receiver, sender
-        return StageEdge(self.receiver, self.sender, kinds, self.reaching, self.leaving, self.count,
-                         self.local)
+        return StageEdge(
+            self.receiver, self.sender, kinds, self.reaching, self.leaving, self.count, self.local
+        )
 
 
 def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
@@ -238,7 +244,9 @@ def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
     for number, ((kind, count), nodes) in enumerate(alike.items()):
         together = max(1, placement.processes // count)
         parts.append(GroupPart(number, kind, nodes, count, together, together))
-    return GroupFamily(0, len(ranks), 1, tuple(parts), (), joined((kinds[slot], 1) for slot in here))
+    return GroupFamily(
+        0, len(ranks), 1, tuple(parts), (), joined((kinds[slot], 1) for slot in here)
+    )
 
 
 Key = TypeVar("Key", bound=Hashable)
@@ -268,14 +276,18 @@ class Fold:
         self._slots = {
             at: tuple(rank(at, stage) // processes for stage in self.stages) for at in self._weight
         }
-        self._kind_of_slot = {slot: self._kind(slot) for slots in self._slots.values() for slot in slots}
+        self._kind_of_slot = {
+            slot: self._kind(slot) for slots in self._slots.values() for slot in slots
+        }
         looks = {at: self._look(slots) for at, slots in self._slots.items()}
         self._group = {at: at // self._step["tp"] % sizes.tensor for at in self._weight}
         mixed: dict[int, Counter[Hashable]] = {}
         for at, look in looks.items():
             mixed.setdefault(self._group[at], Counter())[look] += self._weight[at]
         made_of = {group: frozenset(counts.items()) for group, counts in mixed.items()}
-        self.kind_of = numbered({at: (look, made_of[self._group[at]]) for at, look in looks.items()})
+        self.kind_of = numbered(
+            {at: (look, made_of[self._group[at]]) for at, look in looks.items()}
+        )
         self.count: Counter[int] = Counter()
         for at, kind in self.kind_of.items():
             self.count[kind] += self._weight[at] * self.times
@@ -285,7 +297,9 @@ class Fold:
         for at, slots in self._slots.items():
             for stage, slot in enumerate(slots):
                 self._on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
-        contents = {slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()}
+        contents = {
+            slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()
+        }
         self.node_of = numbered(contents)
         self._family: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
         self._apart: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
@@ -332,10 +346,15 @@ class Fold:
         """From `stage` to `other` of a kind of pipeline."""
         return self._edge(pipeline, stage, other, {pipeline})
 
-    def edges(self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]) -> list[StageEdge]:
+    def edges(
+        self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
+    ) -> list[StageEdge]:
         """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of node."""
         pipelines = range(len(self.kinds))
-        on = {kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other))) for kind in pipelines}
+        on = {
+            kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other)))
+            for kind in pipelines
+        }
         together = {name: {kind for kind in pipelines if on[kind] == name} for name in on.values()}
         return [self._edge(kind, stage, other, together[on[kind]]) for kind in pipelines]
 
@@ -352,7 +371,11 @@ class Fold:
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""
         if (stage, other) not in self._apart:
-            apart = ((at, slots[stage]) for at, slots in self._slots.items() if slots[stage] != slots[other])
+            apart = (
+                (at, slots[stage])
+                for at, slots in self._slots.items()
+                if slots[stage] != slots[other]
+            )
             self._apart[stage, other] = Counter((slot, self.kind_of[at]) for at, slot in apart)
         return self._apart[stage, other]
 
@@ -393,17 +416,27 @@ class Fold:
             count = len(names) if is_data else sum(self._weight[groups[name][0]] for name in names)
             nodes_of: Counter[GroupPart] = Counter()
             for slot, ranks in ranks_on.items():
-                node, groups_here = self.node_of[slot], groups_of * sum(name in on[slot] for name in names)
+                node, groups_here = (
+                    self.node_of[slot],
+                    groups_of * sum(name in on[slot] for name in names),
+                )
                 stages_there = {stage for _, stage in self._on[slot]}
                 crowd = groups_of * len(on[slot]) * len(stages_there)
                 crowd = self.data_groups[node] if is_data else crowd
-                part = GroupPart(node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_here, crowd)
+                part = GroupPart(
+                    node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_here, crowd
+                )
                 nodes_of[part] += like[slot] if is_data else 1
             parts = tuple(replace(part, nodes=nodes) for part, nodes in nodes_of.items())
-            turns = [at for at, before in zip(members, (None, *members))
-                     if before is None or slot_of[at] != slot_of[before]]
-            ring = joined((self._kind_of_slot[slot_of[at]], like[slot_of[at]] if is_data else 1)
-                          for at in turns)
+            turns = [
+                at
+                for at, before in zip(members, (None, *members))
+                if before is None or slot_of[at] != slot_of[before]
+            ]
+            ring = joined(
+                (self._kind_of_slot[slot_of[at]], like[slot_of[at]] if is_data else 1)
+                for at in turns
+            )
             ranks = sum(part.nodes * part.here for part in parts)
             pipelines = tuple(sorted({self.kind_of[at] for at in members}))
             yield GroupFamily(stage, ranks, groups_of * count, parts, pipelines, ring)
@@ -420,7 +453,11 @@ class Fold:
         for at in self._weight:
             members_of.setdefault(tuple(at // step % size for step, size in steps), []).append(at)
         skip_single = kind != "data" and (kind != "tensor" or self.times == 1)
-        return {key: members for key, members in members_of.items() if len(members) > 1 or not skip_single}
+        return {
+            key: members
+            for key, members in members_of.items()
+            if len(members) > 1 or not skip_single
+        }
 
 
 def _times(placement: Placement) -> int:
@@ -435,7 +472,9 @@ def _strides(placement: Placement) -> dict[str, int]:
     strides, outer = sizes.strides(), sizes.axes.index("pp")
     del strides["pp"]
     beyond = sizes.axes[outer:]
-    return {axis: step // sizes.pipeline if axis in beyond else step for axis, step in strides.items()}
+    return {
+        axis: step // sizes.pipeline if axis in beyond else step for axis, step in strides.items()
+    }
 
 
 def _unit(placement: Placement, step: Mapping[str, int]) -> int:
@@ -446,7 +485,9 @@ def _unit(placement: Placement, step: Mapping[str, int]) -> int:
         return stage_ranks
     if sizes.expert > 1:
         grid, strides = expert_grid(sizes)
-        unit = lcm(unit, strides["dp"] if strides["dp"] * grid["dp"] == stage_ranks else stage_ranks)
+        unit = lcm(
+            unit, strides["dp"] if strides["dp"] * grid["dp"] == stage_ranks else stage_ranks
+        )
     if stride % processes == 0:
         unit = lcm(unit, processes)
     elif stride < stage_ranks:

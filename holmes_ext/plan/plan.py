@@ -84,7 +84,9 @@ class Plan:
         if complete != self.sizes:
             raise HolmesError("key 'sizes' lacks the data size")
         if len(self.loads) not in (0, self.sizes.pipeline):
-            raise HolmesError(f"key 'loads' has {len(self.loads)} entries for {self.sizes.pipeline} stages")
+            raise HolmesError(
+                f"key 'loads' has {len(self.loads)} entries for {self.sizes.pipeline} stages"
+            )
         if len(self.stage_layers) % self.sizes.pipeline:
             entries, stages = len(self.stage_layers), self.sizes.pipeline
             raise HolmesError(f"key 'stage_layers' has {entries} entries for {stages} stages")
@@ -101,8 +103,10 @@ class Plan:
     def reach(self) -> dict[str, dict[str, frozenset[str]]]:
         """Carrier -> node -> names of the fabrics that it can use."""
         return {
-            network_api: {node: frozenset(f.name for f in self.fabrics if node in of[f.name])
-                          for node in self.nodes}
+            network_api: {
+                node: frozenset(f.name for f in self.fabrics if node in of[f.name])
+                for node in self.nodes
+            }
             for network_api in NETWORK_APIS
             for of in [{f.name: set(getattr(f, network_api)) for f in self.fabrics}]
         }
@@ -164,8 +168,10 @@ class Plan:
         return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
-        return {"version": VERSION,
-                **{name: value for name, value in asdict(self).items() if name != "source"}}
+        return {
+            "version": VERSION,
+            **{name: value for name, value in asdict(self).items() if name != "source"},
+        }
 
     def to_json(self) -> str:
         """All of it, for other ranks and for people."""
@@ -207,8 +213,13 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     """`plan` itself, after making sure that it was made for `site`; HolmesError names the difference."""
     here, planned = {node.name for node in site.nodes}, set(plan.nodes)
     if here != planned:
-        parts = [f"the plan has node {name!r}, which did not report" for name in sorted(planned - here)[:1]]
-        parts += [f"node {name!r} reported but is not in the plan" for name in sorted(here - planned)[:1]]
+        parts = [
+            f"the plan has node {name!r}, which did not report"
+            for name in sorted(planned - here)[:1]
+        ]
+        parts += [
+            f"node {name!r} reported but is not in the plan" for name in sorted(here - planned)[:1]
+        ]
         way_out = "make the plan for these nodes with `holmes plan`"
         raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(parts)}; {way_out}")
     if plan.processes != site.processes:
@@ -217,7 +228,9 @@ def check_plan(plan: Plan, site: Site) -> Plan:
             f"node (world size {plan.world_size} in the plan, {site.world_size} here)"
         )
     if plan.site_digest != site.digest:
-        made_for = f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"
+        made_for = (
+            f"made for other clusters or rates than {site.source}; make it again with `holmes plan`"
+        )
         raise HolmesError(f"{plan.source}: key 'site_digest': {made_for}")
     return plan
 
@@ -226,7 +239,9 @@ def name_of(fabric: Fabric | None) -> str:
     return LOCAL if fabric is None else fabric.name
 
 
-def pair_needs_group(plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str) -> bool:
+def pair_needs_group(
+    plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str
+) -> bool:
     """Whether two ranks that would send over `over` get a group: what they share is faster."""
     return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
 
@@ -237,5 +252,7 @@ def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list
     All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
     device is bound), and a rank whose pairs all have their own would never come to it.
     """
-    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})  # with chunks last and first, too
+    pairs = sorted(
+        {(min(pair), max(pair)) for pair in neighbours(ranks)}
+    )  # with chunks last and first, too
     return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []

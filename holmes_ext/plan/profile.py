@@ -27,7 +27,9 @@ _SAME_MODEL = 0.05
 
 
 _Amount = Annotated[float, InRange(0, 1e30)]  # seconds or bytes
-_Amounts = Annotated[tuple[float, ...], Each(InRange(0, 1e30), "a list of finite numbers, 0 or more")]
+_Amounts = Annotated[
+    tuple[float, ...], Each(InRange(0, 1e30), "a list of finite numbers, 0 or more")
+]
 #: Of the passes (forward, backward).
 _Pair = Annotated[_Amounts, Satisfies(lambda values: len(values) == 2, "two numbers")]
 
@@ -43,7 +45,8 @@ class StageTimes:
     backward_s: _Amounts
     before_s: _Pair  # of the layers before the model's first block: (forward, backward) of one micro-batch
     after_s: _Pair  # of the layers after the model's last block
-    reduction_s_per_byte: _Amount  # of an all-reduce of the stage's gradients, while nothing else runs
+    #: Of an all-reduce of the stage's gradients, while nothing else runs.
+    reduction_s_per_byte: _Amount
     reduction_latency_s: _Amount
     edge_s: _Amount  # of an activation to the next stage, while nothing else runs
     # Of one step, with the time that the rank waits for others:
@@ -67,7 +70,8 @@ class Profile:
     sizes: Sizes
     micro_batches: Annotated[int, InRange(1, 1e30)]
     steps: Annotated[int, InRange(1, 1e30)]
-    gradient_bytes: _Amounts  # of one rank: of the layers before the blocks, of every block, of those after
+    #: Of one rank: of the layers before the blocks, of every block, of those after.
+    gradient_bytes: _Amounts
     activation_bytes: _Amount
     step_s: _Amount
     stages: tuple[StageTimes, ...]
@@ -77,7 +81,8 @@ class Profile:
         check_fields(self, "the profile")
         if len(self.stages) != self.sizes.pipeline:
             raise HolmesError(
-                f"key 'stages' has {len(self.stages)} entries for pipeline {self.sizes.pipeline}")
+                f"key 'stages' has {len(self.stages)} entries for pipeline {self.sizes.pipeline}"
+            )
         blocks = [block for stage in self.stages for block in stage.blocks]
         if sorted(blocks) != list(range(self.blocks)):
             what = f"key 'stages': blocks {blocks} must be 0..{self.blocks - 1}, each once"
@@ -88,7 +93,8 @@ class Profile:
                 raise HolmesError(f"key 'stages[{index}]': {needed}")
             if not _busy(stage) > 0:
                 raise HolmesError(
-                    f"key 'stages[{index}]': its blocks took no time; the hooks saw none of them run")
+                    f"key 'stages[{index}]': its blocks took no time; the hooks saw none of them run"
+                )
 
     @property
     def blocks(self) -> int:
@@ -101,16 +107,31 @@ class Profile:
     @property
     def model_digest(self) -> str:
         """Of the model's shape: blocks, gradients, activation."""
-        return digest_of([[float(size) for size in self.gradient_bytes], float(self.activation_bytes)])[:16]
+        return digest_of(
+            [[float(size) for size in self.gradient_bytes], float(self.activation_bytes)]
+        )[:16]
 
     def workload(self) -> Workload:
         """One rank's work on the average stage: what placement compares orders with."""
-        count, none = len(self.stages), dict[str, Any](tensor_bytes=0.0, context_bytes=0.0, expert_bytes=0.0)
-        forward = sum(sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0] for stage in self.stages)
-        backward = sum(sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1] for stage in self.stages)
+        count, none = (
+            len(self.stages),
+            dict[str, Any](tensor_bytes=0.0, context_bytes=0.0, expert_bytes=0.0),
+        )
+        forward = sum(
+            sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0] for stage in self.stages
+        )
+        backward = sum(
+            sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1] for stage in self.stages
+        )
         gradients = sum(self.gradient_bytes) / count
-        return Workload(forward / count, backward / count, self.micro_batches, gradients,
-                        self.activation_bytes, **none)
+        return Workload(
+            forward / count,
+            backward / count,
+            self.micro_batches,
+            gradients,
+            self.activation_bytes,
+            **none,
+        )
 
     def to_json(self) -> str:
         content = {"version": VERSION, **asdict(self)}
@@ -130,7 +151,10 @@ def load_profile(path: str | Path) -> Profile:
     stored = {name: top.take(name, str) for name in ("digest", "model_digest", "site_digest")}
     try:
         profile = top.into(Profile, site=top.table("site").values, source=str(path))
-        same = profile.site_digest == stored["site_digest"] and profile.model_digest == stored["model_digest"]
+        same = (
+            profile.site_digest == stored["site_digest"]
+            and profile.model_digest == stored["model_digest"]
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         what = f"not a profile of this holmes_ext ({type(error).__name__}: {error})"
         raise HolmesError(f"{path}: {what}; measure it again") from None
@@ -141,13 +165,16 @@ def load_profile(path: str | Path) -> Profile:
     return profile
 
 
-def check_profile(profile: Profile, site: Site, sizes: Sizes | None = None,
-                  model: Model | None = None) -> None:
+def check_profile(
+    profile: Profile, site: Site, sizes: Sizes | None = None, model: Model | None = None
+) -> None:
     """HolmesError when the profile is of another cluster, other sizes or another model."""
     where, measured = profile.source, profile.sizes
     if profile.site_digest != site.digest:
         what = f"key 'site_digest': measured on other clusters or rates than {site.source}"
-        raise HolmesError(f"{where}: {what}; measure it again on these clusters with --holmes-profile N")
+        raise HolmesError(
+            f"{where}: {what}; measure it again on these clusters with --holmes-profile N"
+        )
     if sizes is not None and sizes.complete(site.world_size) != measured:
         what = f"key 'sizes': measured with pipeline {measured.pipeline}, tensor {measured.tensor}"
         raise HolmesError(f"{where}: {what}; measure it with the sizes asked for")
@@ -158,18 +185,27 @@ def check_profile(profile: Profile, site: Site, sizes: Sizes | None = None,
         raise HolmesError(f"{where}: the profile of another model: {counts}")
     expected = model.layers_of(measured)[1].parameters * model.gradient_width
     if abs(profile.gradient_bytes[1] - expected) > _SAME_MODEL * expected:
-        sizes_said = f"{profile.gradient_bytes[1]:.4g} bytes, those of {model.source} {expected:.4g}"
-        raise HolmesError(f"{where}: the profile of another model: a layer's gradients are {sizes_said}")
+        sizes_said = (
+            f"{profile.gradient_bytes[1]:.4g} bytes, those of {model.source} {expected:.4g}"
+        )
+        raise HolmesError(
+            f"{where}: the profile of another model: a layer's gradients are {sizes_said}"
+        )
 
 
-def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap: bool = False) -> StageCosts:
+def measured_costs(
+    profile: Profile, clusters: Sequence[Sequence[str]], overlap: bool = False
+) -> StageCosts:
     """On stages that lie on `clusters` (names for each); HolmesError: the profile has no such stage.
     latency_s holds the optimizer too: both come once a step, after the reduction."""
     measured = [_measured_on(profile, names, stage) for stage, names in enumerate(clusters)]
     first, last = profile.stages[0], profile.stages[-1]
 
     def row(times: StageTimes, direction: int) -> tuple[float, ...]:
-        ends = first.before_s[direction] * _ratio(first, times), last.after_s[direction] * _ratio(last, times)
+        ends = (
+            first.before_s[direction] * _ratio(first, times),
+            last.after_s[direction] * _ratio(last, times),
+        )
         return (ends[0], *_blocks(profile, times, direction), ends[1])
 
     # Who comes last to the embeddings' all-reduce, or to the optimizer's norm, does not wait in it: so the
@@ -179,20 +215,26 @@ def measured_costs(profile: Profile, clusters: Sequence[Sequence[str]], overlap:
     return StageCosts(
         forward_s=tuple(row(times, 0) for times in measured),
         backward_s=tuple(row(times, 1) for times in measured),
-        reduction_s=tuple(tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
-                          for times in measured),
+        reduction_s=tuple(
+            tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
+            for times in measured
+        ),
         transfer_s=tuple((edge,) * len(profile.gradient_bytes) for edge in edges),
         micro_batches=profile.micro_batches,
         latency_s=tuple(times.reduction_latency_s + optimizer for times in measured),
-        tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0, overlap=overlap,
-        places=tuple(", ".join(names) for names in clusters), hidden=tuple(edges[:-1]),
+        tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0,
+        overlap=overlap,
+        places=tuple(", ".join(names) for names in clusters),
+        hidden=tuple(edges[:-1]),
     )
 
 
 def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTimes:
     """The stage of the profile on the same clusters: the one in the same place where there is one."""
     order = [*profile.stages[stage : stage + 1], *profile.stages]
-    result = next((stage_times for stage_times in order if set(stage_times.clusters) == set(names)), None)
+    result = next(
+        (stage_times for stage_times in order if set(stage_times.clusters) == set(names)), None
+    )
     if result is None:
         measured = "; ".join(", ".join(stage_times.clusters) for stage_times in profile.stages)
         what = f"no stage was measured on cluster {', '.join(names)} (stages ran on {measured})"
@@ -204,7 +246,9 @@ def _edge(profile: Profile, source: Sequence[str], target: Sequence[str]) -> flo
     """Seconds of an activation between stages on these clusters; of the slowest edge if none was measured."""
     pairs = list(zip(profile.stages, profile.stages[1:]))
     wanted = {frozenset(source), frozenset(target)}
-    matching = [a.edge_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted]
+    matching = [
+        a.edge_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted
+    ]
     return max(matching or [a.edge_s for a, _ in pairs], default=0.0)
 
 

@@ -33,8 +33,11 @@ class Shape:
     def model(self, model: Model) -> Model:
         """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
         return replace(
-            with_zero(model, self.zero), micro_batch=self.micro_batch, micro_batches=self.micro_batches,
-            global_batch=0, recompute=self.recompute,
+            with_zero(model, self.zero),
+            micro_batch=self.micro_batch,
+            micro_batches=self.micro_batches,
+            global_batch=0,
+            recompute=self.recompute,
         )
 
 
@@ -58,13 +61,17 @@ def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int =
     """Of complete `sizes`; zero: None for what the model says. HolmesError: batch or chunks do not divide."""
     steps, experts = model.micro_batches_of(sizes.data), model.experts or 1
     if sizes.expert > experts:
-        raise HolmesError(f"{model.source}: expert size {sizes.expert} is more than the {experts} experts")
+        raise HolmesError(
+            f"{model.source}: expert size {sizes.expert} is more than the {experts} experts"
+        )
     if model.layers < sizes.pipeline * virtual:
         what = f"{model.layers} layers are too few for {sizes.pipeline} stages of {virtual} chunks"
         raise HolmesError(f"{model.source}: {what}; every chunk needs one")
     if virtual > 1 and (steps % sizes.pipeline or model.layers % (sizes.pipeline * virtual)):
         units = f"{sizes.pipeline} stages, and {model.layers} layers by {sizes.pipeline} x {virtual} chunks"
-        raise HolmesError(f"{model.source}: interleaved: {steps} micro-batches must be divisible by {units}")
+        raise HolmesError(
+            f"{model.source}: interleaved: {steps} micro-batches must be divisible by {units}"
+        )
     axes = sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.data
     zero = zero_of(model) if zero is None else zero
     return Shape(*axes, virtual, model.micro_batch, steps, model.recompute, zero)

@@ -41,11 +41,14 @@ def sharded_seconds(
     parts = inside_clusters(network, family) if hybrid else []
     rings = [network.ring(part, 1) for part in parts or [family]]
     reduction = Sharded(
-        max(rings, key=lambda ring: ring.price.byte_s), zero=3, again=what.again,
-        weights=what.weight_bytes / what.gradient_bytes, scatter_part=1.0 if network_api == SOCKETS else 0.5,
+        max(rings, key=lambda ring: ring.price.byte_s),
+        zero=3,
+        again=what.again,
+        weights=what.weight_bytes / what.gradient_bytes,
+        scatter_part=1.0 if network_api == SOCKETS else 0.5,
         across=network.ring(owners(network, family), 1) if parts else None,
         shards=parts[0].ranks if parts else 1,
-    )  # fmt: skip
+    )
     unit = what.gradient_bytes / what.units
     (forward_s,), (backward_s,) = reduction.passes((0.0,), (0.0,), (unit,), (1,), prefetch=False)
     return what.units * (forward_s + backward_s)

@@ -20,7 +20,13 @@ from holmes_ext.words import named_values
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
 #: What each kind of group runs over. Gradients are reduced over data x context (megatron.core's dp_cp group).
-KINDS = {"data": ("dp", "cp"), "tensor": ("tp",), "context": ("cp",), "expert": (), "pipeline": ("pp",)}
+KINDS = {
+    "data": ("dp", "cp"),
+    "tensor": ("tp",),
+    "context": ("cp",),
+    "expert": (),
+    "pipeline": ("pp",),
+}
 #: The kinds that placement keeps inside one fabric.
 INSIDE = ("data", "tensor", "context", "expert")
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
@@ -42,16 +48,22 @@ class Sizes:
     def __post_init__(self) -> None:
         for name in ("pipeline", "tensor", "context", "expert"):
             if getattr(self, name) < 1:
-                raise HolmesError(f"parallel size {name} is {getattr(self, name)}; it must be 1 or more")
+                raise HolmesError(
+                    f"parallel size {name} is {getattr(self, name)}; it must be 1 or more"
+                )
         if self.data < 0:
             least = "it must be 1 or more, or 0 to derive it from the world size"
             raise HolmesError(f"parallel size data is {self.data}; {least}")
         axes = self.order.split("-")
         unknown = [axis for axis in axes if axis not in (*AXES, "ep")]
         if unknown or len(set(axes)) != len(axes):
-            raise HolmesError(f"order {self.order!r}: its parts are tp, cp, ep, dp, pp, each at most once")
+            raise HolmesError(
+                f"order {self.order!r}: its parts are tp, cp, ep, dp, pp, each at most once"
+            )
         named = {**AXES, "ep": "expert"}
-        absent = [axis for axis, name in named.items() if axis not in axes and getattr(self, name) > 1]
+        absent = [
+            axis for axis, name in named.items() if axis not in axes and getattr(self, name) > 1
+        ]
         if absent:
             size = getattr(self, named[absent[0]])
             raise HolmesError(f"order {self.order!r} lacks {absent[0]}, whose size is {size}")
@@ -69,10 +81,18 @@ class Sizes:
         data = self.data or world_size // model
         if model * data != world_size or data == 0:
             product = f"pipeline {self.pipeline} x tensor {self.tensor} x context {self.context}"
-            wrong = f"{product} x data {self.data} is not" if self.data else f"{product} does not divide"
-            raise HolmesError(f"{wrong} the world size {world_size}; {self._fits(world_size, processes)}")
+            wrong = (
+                f"{product} x data {self.data} is not"
+                if self.data
+                else f"{product} does not divide"
+            )
+            raise HolmesError(
+                f"{wrong} the world size {world_size}; {self._fits(world_size, processes)}"
+            )
         if (data * self.context * self.tensor) % self.expert:
-            raise HolmesError(f"expert size {self.expert} does not divide data {data} x context x tensor")
+            raise HolmesError(
+                f"expert size {self.expert} does not divide data {data} x context x tensor"
+            )
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, data, self.order)
 
     def _fits(self, world: int, processes: int) -> str:
@@ -80,14 +100,19 @@ class Sizes:
         inner, model = self.tensor * self.context, self.tensor * self.context * self.pipeline
         fixed = f"tensor {self.tensor}" + (f" x context {self.context}" if self.context > 1 else "")
         unit = math.lcm(model, processes)
-        known = sorted({ranks for ranks in (world // unit * unit, -(-world // unit) * unit)
-                        if ranks} - {world})
+        known = sorted(
+            {ranks for ranks in (world // unit * unit, -(-world // unit) * unit) if ranks} - {world}
+        )
         counts = " or ".join(str(ranks // processes) for ranks in known)
-        others = f"{counts} {'nodes' if processes > 1 else 'processes'} for pipeline {self.pipeline}"
+        others = (
+            f"{counts} {'nodes' if processes > 1 else 'processes'} for pipeline {self.pipeline}"
+        )
         if self.data:
             return "leave data out" + (f"; or {others}" if counts else "")
         if world % inner:
-            fitting = [size for size in range(1, min(world, 64) + 1) if world % (size * self.context) == 0]
+            fitting = [
+                size for size in range(1, min(world, 64) + 1) if world % (size * self.context) == 0
+            ]
             return f"tensor {_listed(fitting)} would (context {self.context}); or {others}"
         fitting = [size for size in range(1, world // inner + 1) if world // inner % size == 0]
         near = sorted(sorted(fitting, key=lambda size: abs(math.log(size / self.pipeline)))[:6])
@@ -172,7 +197,8 @@ def parse_sizes(text: str, where: str) -> Sizes:
     for key, value in named.items():
         if key != "order" and not (value.isdecimal() and len(value) < 10):
             raise HolmesError(
-                f"{where}: {key} is {value!r:.80}, which is not a whole number below 10^9")
+                f"{where}: {key} is {value!r:.80}, which is not a whole number below 10^9"
+            )
         values[key] = value if key == "order" else int(value)
     return Sizes(**values)
 
@@ -187,7 +213,9 @@ def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
     """Ranks with the same part of such a weight: of the first and of the last stage in turn."""
     group_of = {rank: group for group in groups(sizes, "data") for rank in group}
     ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
-    return [tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)]
+    return [
+        tuple(rank for pair in zip(first, last) for rank in pair) for first, last in sorted(ends)
+    ]
 
 
 def sizes_text(sizes: Sizes) -> str:

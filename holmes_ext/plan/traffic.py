@@ -33,7 +33,9 @@ class PlannedFabric(Fabric):
 
 def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
     """(cluster, next cluster) round the ring, without pairs inside one cluster."""
-    return [(first, second) for first, second in zip(order, (*order[1:], order[0])) if first != second]
+    return [
+        (first, second) for first, second in zip(order, (*order[1:], order[0])) if first != second
+    ]
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,12 @@ class CrossClusterAlgorithm:
         if self.algorithm == "ring":
             round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
             return round_, round_
-        exchange = {(source, target): 1 / count
-                    for source in self.order for target in self.order if source != target}
+        exchange = {
+            (source, target): 1 / count
+            for source in self.order
+            for target in self.order
+            if source != target
+        }
         return exchange, exchange
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:

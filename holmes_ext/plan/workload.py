@@ -28,23 +28,41 @@ class Workload:
     their gradients around the ring, four all-to-alls a layer.
     """
 
-    forward_s: _Amount = _option(0.027, "forward-seconds", "seconds to compute a micro-batch forward")
-    backward_s: _Amount = _option(0.055, "backward-seconds", "seconds to compute a micro-batch backward")
-    micro_batches: Annotated[int, InRange(1, 1e30)] = _option(8, "micro-batches", "micro-batches in a step")
+    forward_s: _Amount = _option(
+        0.027, "forward-seconds", "seconds to compute a micro-batch forward"
+    )
+    backward_s: _Amount = _option(
+        0.055, "backward-seconds", "seconds to compute a micro-batch backward"
+    )
+    micro_batches: Annotated[int, InRange(1, 1e30)] = _option(
+        8, "micro-batches", "micro-batches in a step"
+    )
     gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
     activation_bytes: _Amount = _option(
-        2048 * 4096 * 2, "activation-bytes", "bytes that a rank sends to the next stage for a micro-batch")
+        2048 * 4096 * 2,
+        "activation-bytes",
+        "bytes that a rank sends to the next stage for a micro-batch",
+    )
     tensor_bytes: _Amount = _option(
-        5 * 4 * 2048 * 4096 * 2, "tensor-bytes",
-        "bytes all-reduced by a tensor group for one micro-batch on one stage")
+        5 * 4 * 2048 * 4096 * 2,
+        "tensor-bytes",
+        "bytes all-reduced by a tensor group for one micro-batch on one stage",
+    )
     context_bytes: _Amount = _option(
-        5 * 4 * 2048 * 4096 * 2, "context-bytes",
-        "bytes passed around a context ring for one micro-batch on one stage")
+        5 * 4 * 2048 * 4096 * 2,
+        "context-bytes",
+        "bytes passed around a context ring for one micro-batch on one stage",
+    )
     expert_bytes: _Amount = _option(
-        5 * 4 * 2048 * 4096 * 2, "expert-bytes",
-        "bytes sent by one rank in all-to-alls for one micro-batch on one stage")
+        5 * 4 * 2048 * 4096 * 2,
+        "expert-bytes",
+        "bytes sent by one rank in all-to-alls for one micro-batch on one stage",
+    )
     copies: _Count = _option(
-        0, "copies", "tensor ranks that have the same activation to send (1 with sequence parallelism)")
+        0,
+        "copies",
+        "tensor ranks that have the same activation to send (1 with sequence parallelism)",
+    )
     activation_width: _Count = _option(2, "activation-width", "bytes per activation element")
 
     def __post_init__(self) -> None:

@@ -19,7 +19,9 @@ def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
     """`limits` and those of the engine; HolmesError where they leave nothing."""
     allowed = dict(limits.allowed)
     for name, values in engine.limits.items():
-        allowed[name] = tuple(value for value in limits.allowed.get(name, values) if value in values)
+        allowed[name] = tuple(
+            value for value in limits.allowed.get(name, values) if value in values
+        )
         if not allowed[name]:
             said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
             raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
@@ -48,7 +50,10 @@ def launches(
     lm_flags += ["--overlap-grad-reduce"] if overlap else []
     config, lacks = _ds_config(candidate, model, global_batch), _limited(candidate, "deepspeed")
     # read by PipelineModule's user, and by holmes to compare it with the plan
-    pipe = {"stages": shape.pipeline, "activation_checkpoint_interval": int(shape.recompute == "full")}
+    pipe = {
+        "stages": shape.pipeline,
+        "activation_checkpoint_interval": int(shape.recompute == "full"),
+    }
     extra_config = {"pipeline": pipe} if shape.pipeline > 1 else {}
     ds_flags = ["--deepspeed_config", "ds_config.json", *holmes, "--holmes-sizes"]
     ds_flags += [f"pipeline={shape.pipeline},tensor={shape.tensor}", *overlapped]
@@ -59,7 +64,9 @@ def launches(
         "megatron-deepspeed": Launch(tuple(both), config, lacks),
         "ddp": Launch(tuple(holmes), lacks=_limited(candidate, "ddp")),
         "fsdp2": _fsdp2(candidate, holmes),
-        "torch": Launch(tuple(own_layers), {}, _limited(candidate, "torch"), _torch_script(candidate)),
+        "torch": Launch(
+            tuple(own_layers), {}, _limited(candidate, "torch"), _torch_script(candidate)
+        ),
         "torchtitan": _torchtitan(candidate, global_batch, own_layers),
     }
 
@@ -79,21 +86,30 @@ def _sizes(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
     """What both Megatrons call the same."""
     shape = candidate.shape
     values = {
-        "--tensor-model-parallel-size": shape.tensor, "--pipeline-model-parallel-size": shape.pipeline,
-        "--micro-batch-size": shape.micro_batch, "--global-batch-size": global_batch,
-    }  # fmt: skip
+        "--tensor-model-parallel-size": shape.tensor,
+        "--pipeline-model-parallel-size": shape.pipeline,
+        "--micro-batch-size": shape.micro_batch,
+        "--global-batch-size": global_batch,
+    }
     sequence = ["--sequence-parallel"] if model.sequence_parallel and shape.tensor > 1 else []
     return [text for name, value in values.items() for text in (name, str(value))] + sequence
 
 
-def _megatron_lm(candidate: Candidate, model: Model, global_batch: int) -> tuple[list[str], list[str]]:
+def _megatron_lm(
+    candidate: Candidate, model: Model, global_batch: int
+) -> tuple[list[str], list[str]]:
     """(flags, what it lacks)"""
     shape, lacks = candidate.shape, []
     flags = _sizes(candidate, model, global_batch)
     if shape.context > 1:
         flags += ["--context-parallel-size", str(shape.context)]
     if model.experts:
-        flags += ["--num-experts", str(model.experts), "--moe-router-topk", str(model.experts_per_token)]
+        flags += [
+            "--num-experts",
+            str(model.experts),
+            "--moe-router-topk",
+            str(model.experts_per_token),
+        ]
         flags += ["--expert-model-parallel-size", str(shape.expert)]
     if shape.virtual > 1:
         flags += ["--num-virtual-stages-per-pipeline-rank", str(shape.virtual)]
@@ -109,11 +125,18 @@ def _megatron_lm(candidate: Candidate, model: Model, global_batch: int) -> tuple
         flags.append("--use-tp-pp-dp-mapping")
     stages = list(zip(candidate.placement.stages, candidate.reductions))
     clusters = {len(content) for content, how in stages if how == "two-level"}
-    if clusters and shape.zero == 1 and len(clusters) == 1 and set(candidate.reductions) == {"two-level"}:
+    if (
+        clusters
+        and shape.zero == 1
+        and len(clusters) == 1
+        and set(candidate.reductions) == {"two-level"}
+    ):
         flags += ["--num-distributed-optimizer-instances", str(clusters.pop())]
     elif clusters:
-        lacks.append("two-level reduction without the distributed optimizer, or of some stages only (limit "
-                     "reduction=flat, or zero=1)")
+        lacks.append(
+            "two-level reduction without the distributed optimizer, or of some stages only (limit "
+            "reduction=flat, or zero=1)"
+        )
     return flags, lacks
 
 
@@ -131,8 +154,11 @@ def _ds_config(candidate: Candidate, model: Model, global_batch: int) -> dict:
 def _limited(candidate: Candidate, name: str) -> tuple[str, ...]:
     """What the framework of that name in ENGINES cannot do of the plan's shape and order."""
     shape, order, limits = candidate.shape, candidate.placement.sizes.order, ENGINES[name].limits
-    lacks = [f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})" for axis in limits
-             if (value := getattr(shape, axis, None)) is not None and value not in limits[axis]]
+    lacks = [
+        f"{axis} {value} (limit {axis}={','.join(map(str, limits[axis]))})"
+        for axis in limits
+        if (value := getattr(shape, axis, None)) is not None and value not in limits[axis]
+    ]
     if order == PIPELINES_FIRST and order not in limits.get("order", [order]):
         lacks.append("pipelines one after the other (limit clusters=pipeline)")
     return tuple(lacks)
@@ -151,7 +177,9 @@ def _fsdp2(candidate: Candidate, holmes: Sequence[str]) -> Launch:
 def replicas_of(candidate: Candidate) -> int:
     """Clusters over which each stage's data-parallel groups lie, in equal parts; 0 where these differ."""
     contents = candidate.placement.stages
-    counts = {len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents}
+    counts = {
+        len(content) if len({ranks for _, ranks in content}) == 1 else 0 for content in contents
+    }
     return counts.pop() if len(counts) == 1 else 0
 
 
@@ -169,9 +197,13 @@ def _torch_script(candidate: Candidate) -> str:
     sizes = [f"pp {shape.pipeline}", f"dp {shape.data}"]
     mesh = ", ".join(sizes[::-1] if candidate.placement.sizes.order == PIPELINES_FIRST else sizes)
     stages = f"{schedule_of(candidate)} with {shape.virtual} stage{'s' * (shape.virtual > 1)} on each rank"
-    layers = "" if len(set(candidate.split)) == 1 else f"; layers {' '.join(map(str, candidate.split))}"
-    return (f"a mesh ({mesh}), outermost first; {stages}, {shape.micro_batches} x {shape.micro_batch} "
-            f"sequences{layers}")
+    layers = (
+        "" if len(set(candidate.split)) == 1 else f"; layers {' '.join(map(str, candidate.split))}"
+    )
+    return (
+        f"a mesh ({mesh}), outermost first; {stages}, {shape.micro_batches} x {shape.micro_batch} "
+        f"sequences{layers}"
+    )
 
 
 def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> Launch:
@@ -182,14 +214,17 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
         replicas = replicas_of(candidate) if set(candidate.reductions) == {"two-level"} else 0
         if not replicas or shape.data % replicas:
             lacks.append(
-                "two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)")
+                "two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)"
+            )
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": replicas,
         "data_parallel_shard_degree": shape.data // max(1, replicas),
-        "tensor_parallel_degree": shape.tensor, "context_parallel_degree": shape.context,
-        "expert_parallel_degree": shape.expert, "pipeline_parallel_degree": shape.pipeline,
+        "tensor_parallel_degree": shape.tensor,
+        "context_parallel_degree": shape.context,
+        "expert_parallel_degree": shape.expert,
+        "pipeline_parallel_degree": shape.pipeline,
         "fsdp_reshard_after_forward": "always" if shape.zero == 3 else "never",
-    }  # fmt: skip
+    }
     split, script, local = candidate.split, "", shape.micro_batch
     if shape.pipeline > 1:
         local *= shape.micro_batches
@@ -201,14 +236,28 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
             pipe["layers_per_stage"] = split[0] // shape.virtual
             pipe |= {"first_stage_less_layers": 0, "last_stage_less_layers": 0}
         parallelism |= {f"pipeline_parallel_{name}": value for name, value in pipe.items()}
-    flags = [text for name, value in parallelism.items() for text in (f"--parallelism.{name}", str(value))]
-    flags += ["--training.local_batch_size", str(local), "--training.global_batch_size", str(global_batch)]
+    flags = [
+        text
+        for name, value in parallelism.items()
+        for text in (f"--parallelism.{name}", str(value))
+    ]
+    flags += [
+        "--training.local_batch_size",
+        str(local),
+        "--training.global_batch_size",
+        str(global_batch),
+    ]
     return Launch((*flags, *holmes), lacks=tuple(lacks), script=script)
 
 
 def _megatron_deepspeed(candidate: Candidate, model: Model, global_batch: int) -> list[str]:
     shape = candidate.shape
-    flags = [*_sizes(candidate, model, global_batch), "--deepspeed", "--deepspeed_config", "ds_config.json"]
+    flags = [
+        *_sizes(candidate, model, global_batch),
+        "--deepspeed",
+        "--deepspeed_config",
+        "ds_config.json",
+    ]
     flags += ["--zero-stage", str(shape.zero)]
     if shape.pipeline == 1:
         flags.append("--no-pipeline-parallel")

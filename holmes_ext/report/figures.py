@@ -150,8 +150,17 @@ def summarize(run: Run) -> Summary:
     spread, joined = (min(seconds), max(seconds)), _joined(run)
     rows, pairs = _rows(run, steps), _pairs(run)
     return Summary(
-        run.head["run"], run.head["world"], len(steps), median, spread, rate, rows, pairs, ranks, joined,
-        _plans(run)
+        run.head["run"],
+        run.head["world"],
+        len(steps),
+        median,
+        spread,
+        rate,
+        rows,
+        pairs,
+        ranks,
+        joined,
+        _plans(run),
     )
 
 
@@ -165,8 +174,16 @@ def _plans(run: Run) -> tuple[PlanRow, ...]:
     for row, end in zip(rows, [*ends, run.steps[-1] + 1]):
         steps = [step for step in run.steps if row["step"] < step < end]
         took = statistics.median(run.took(steps) or [0.0])
-        plans.append(PlanRow(max(row["step"], 0), tuple(row["in_flight"]), row["then_s"], end - row["step"],
-                             took, row.get("sums", "")))
+        plans.append(
+            PlanRow(
+                max(row["step"], 0),
+                tuple(row["in_flight"]),
+                row["then_s"],
+                end - row["step"],
+                took,
+                row.get("sums", ""),
+            )
+        )
     return tuple(plans)
 
 
@@ -176,12 +193,19 @@ def _joined(run: Run) -> JoinedRow | None:
     ends = [reports[0] for reports in rounds.values()]
     drifts = [end["drift"] for end in ends if isinstance(end.get("drift"), (int, float))]
     return JoinedRow(
-        len(rounds), sum(end["verdict"] == "commit" for end in ends),
-        statistics.median(sum(report["bytes"] for report in reports) for reports in rounds.values()),
-        statistics.median(max(report["seconds"] for report in reports) for reports in rounds.values()),
-        statistics.median(max(report["exposed"] for report in reports) for reports in rounds.values()),
+        len(rounds),
+        sum(end["verdict"] == "commit" for end in ends),
+        statistics.median(
+            sum(report["bytes"] for report in reports) for reports in rounds.values()
+        ),
+        statistics.median(
+            max(report["seconds"] for report in reports) for reports in rounds.values()
+        ),
+        statistics.median(
+            max(report["exposed"] for report in reports) for reports in rounds.values()
+        ),
         drifts[-1] if drifts else None,
-    )  # fmt: skip
+    )
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
@@ -189,8 +213,14 @@ def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
     whole = [step["end"] - step["begin"] for step in of_steps]
     exposed = [sum(row[7] for row in exposed_rows(step)) for step in of_steps]
     own_s = statistics.median(a - b for a, b in zip(whole, exposed))
-    return RankRow(rank_file.rank, rank_file.node, rank_file.head["cluster"], statistics.median(whole),
-                   statistics.median(exposed), own_s)
+    return RankRow(
+        rank_file.rank,
+        rank_file.node,
+        rank_file.head["cluster"],
+        statistics.median(whole),
+        statistics.median(exposed),
+        own_s,
+    )
 
 
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
@@ -212,8 +242,9 @@ def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
     rates = achieved(run)
     rows = []
     for key, by_rank in sums.items():
-        operations, sent, busy, exposed = (sum(of) / len(by_rank) / len(steps)
-                                           for of in zip(*by_rank.values()))
+        operations, sent, busy, exposed = (
+            sum(of) / len(by_rank) / len(steps) for of in zip(*by_rank.values())
+        )
         configured = run.head["fabrics"].get(key[1], ["", 0])[1]
         most = max(by_rank, key=lambda rank: (by_rank[rank][3], -rank))
         means = (operations, sent, busy, exposed)
@@ -229,8 +260,10 @@ def _pairs(run: Run) -> tuple[PairRow, ...]:
             for first, second, size, waited in rank.steps[step].get("between", ()):
                 sent[first, second] += size / len(run.steps)
                 exposed[first, second][rank.rank] += waited / len(run.steps)
-    links = {(source, target): (rate, latency)
-             for source, target, rate, latency in run.head.get("between", ())}
+    links = {
+        (source, target): (rate, latency)
+        for source, target, rate, latency in run.head.get("between", ())
+    }
     rates, rows = _achieved_between(run), []
     for pair, size in sent.items():
         rate, latency = links.get(pair, (0.0, 0.0))
@@ -263,7 +296,9 @@ def achieved(run: Run) -> dict[Key, float]:
         for (kind, fabric, *_), members in _matched(run, step).items():
             span = _all_there(members)
             where = "across" if len({cluster[rank] for rank, *_ in members}) > 1 else "inside"
-            sends += [((kind, fabric, where), (rank, step), span, size) for rank, _, _, size in members]
+            sends += [
+                ((kind, fabric, where), (rank, step), span, size) for rank, _, _, size in members
+            ]
     return _rates(sends)
 
 
@@ -291,7 +326,13 @@ def _matched(run: Run, step: int) -> dict[tuple, list[Member]]:
         offset = run.offset(rank)
         for kind, fabric, name, group, number, peer, start, end, _, size in rank.steps[step]["ops"]:
             if end:
-                ends = None if peer is None else (rank.rank, peer) if name == "send" else (peer, rank.rank)
+                ends = (
+                    None
+                    if peer is None
+                    else (rank.rank, peer)
+                    if name == "send"
+                    else (peer, rank.rank)
+                )
                 key = (kind, fabric, group, "message" if ends else name, number, ends)
                 operations[key].append((rank.rank, start + offset, end + offset, size))
     return {key: members for key, members in operations.items() if len(members) > 1}

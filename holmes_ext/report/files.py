@@ -38,8 +38,12 @@ class RankFile:
     rounds: list[dict[str, Any]] = field(default_factory=list)  # with other jobs (--holmes-join)
     plans: list[dict[str, Any]] = field(default_factory=list)  # changes of the plan, in order
     model: dict[str, Any] | None = None  # the last one measured: a profile's content
-    edges: list[int] = field(default_factory=list)  # stages whose edge to the next one it has measured
-    done: FollowedPlan = FollowedPlan()  # what it did of what the plan decides, and where that differs
+    edges: list[int] = field(
+        default_factory=list
+    )  # stages whose edge to the next one it has measured
+    done: FollowedPlan = (
+        FollowedPlan()
+    )  # what it did of what the plan decides, and where that differs
     cut: bool = False
     closed: bool = False
 
@@ -71,17 +75,23 @@ class Run:
 
     def took(self, steps: Iterable[int]) -> list[float]:
         """Seconds of each of these steps on its slowest rank."""
-        return [max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in self.ranks)
-                for step in steps]
+        return [
+            max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in self.ranks)
+            for step in steps
+        ]
 
     def traced(self) -> list[int]:
         """Steps of which every rank lists its operations."""
-        return [step for step in self.steps if all("ops" in rank.steps[step] for rank in self.ranks)]
+        return [
+            step for step in self.steps if all("ops" in rank.steps[step] for rank in self.ranks)
+        ]
 
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
         """What ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
-        reports = grouped((report["round"], report) for rank in self.ranks for report in rank.rounds)
+        reports = grouped(
+            (report["round"], report) for rank in self.ranks for report in rank.rounds
+        )
         return dict(sorted(reports.items()))
 
     @property
@@ -96,14 +106,18 @@ class Run:
 
     def offset(self, file: RankFile) -> float:
         """What makes the file's times rank 0's: a node's first process has measured it."""
-        return next((other.clock[0] for other in self.ranks if other.node == file.node and other.clock), 0.0)
+        return next(
+            (other.clock[0] for other in self.ranks if other.node == file.node and other.clock), 0.0
+        )
 
 
 def load(directory: str | Path) -> Run:
     """In `directory`, or the newest run in it. HolmesError names file, line and what is wrong."""
     place, notes = Path(directory), []
     if not place.is_dir():
-        raise HolmesError(f"{place}: there is no such directory; give the one of --holmes-telemetry")
+        raise HolmesError(
+            f"{place}: there is no such directory; give the one of --holmes-telemetry"
+        )
     try:
         runs = sorted({path.parent for path in place.glob("*/rank*.jsonl")})
         files = list(place.glob("rank*.jsonl"))
@@ -111,30 +125,43 @@ def load(directory: str | Path) -> Run:
         raise HolmesError(f"{place}: cannot be read ({error.strerror})") from None
     if not files:
         if not runs:
-            raise HolmesError(f"{place}: holds no telemetry (rank0.jsonl, ...); start the job with "
-                              f"--holmes-telemetry {place}")
+            raise HolmesError(
+                f"{place}: holds no telemetry (rank0.jsonl, ...); start the job with "
+                f"--holmes-telemetry {place}"
+            )
         if len(runs) > 1:
             notes.append(f"{len(runs)} runs in {place}: this is the newest, {runs[-1].name}")
         files = list(runs[-1].glob("rank*.jsonl"))
     ranks = sorted((read(path) for path in files), key=lambda file: file.rank)
     _check_one_run(ranks)
-    notes += [f"{file.path.name} ends in the middle of a line, which is left out:"
-              f" rank {file.rank} was killed, or still writes" for file in ranks if file.cut]
+    notes += [
+        f"{file.path.name} ends in the middle of a line, which is left out:"
+        f" rank {file.rank} was killed, or still writes"
+        for file in ranks
+        if file.cut
+    ]
     world = ranks[0].head["world"]
     absent = sorted(set(range(world)) - {rank_file.rank for rank_file in ranks})
     if absent:
-        notes.append(f"{len(absent)} of {world} ranks have no file here (rank {some_of(absent)});"
-                     " copy the files of all nodes together")
+        notes.append(
+            f"{len(absent)} of {world} ranks have no file here (rank {some_of(absent)});"
+            " copy the files of all nodes together"
+        )
     unaligned = sorted({rank.node for rank in ranks} - {file.node for file in ranks if file.clock})
     if unaligned:
         notes.append(
-            f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned")
+            f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned"
+        )
     if (scale := Table(ranks[0].head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)) != 1:
-        notes.append(f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` "
-                     "says what they carried")
+        notes.append(
+            f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` "
+            "says what they carried"
+        )
     run = Run(ranks, notes)
     if not run.steps:
-        raise HolmesError(f"{files[0].parent}: no step is finished on all of its {len(ranks)} ranks")
+        raise HolmesError(
+            f"{files[0].parent}: no step is finished on all of its {len(ranks)} ranks"
+        )
     return run
 
 
@@ -146,7 +173,8 @@ def read(path: Path) -> RankFile:
         raise HolmesError(f"{path}: cannot be read ({error.strerror})") from None
     if not lines:
         raise HolmesError(
-            f"{path}: line 1 is not whole: not a file of holmes's telemetry, or nothing was written yet")
+            f"{path}: line 1 is not whole: not a file of holmes's telemetry, or nothing was written yet"
+        )
     rank_file = _head(path, _parsed(f"{path}: line 1", lines[0]))
     for number, line in enumerate(lines[1:], 2):
         _take(rank_file, _parsed(f"{path}: line {number}", line), f"{path}: line {number}")
@@ -209,7 +237,9 @@ def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
         for key, kinds in _LISTS.items():
             rows = document.get(key, None if key == "groups" else [])
             if not isinstance(rows, list) or not all(_is_row(row, kinds) for row in rows):
-                raise HolmesError(f"{where}: step {step}: {key!r} are not rows as this version writes them")
+                raise HolmesError(
+                    f"{where}: step {step}: {key!r} are not rows as this version writes them"
+                )
         file.steps[step] = document
     elif "late" in document:  # what was under way when the last step ended
         if (step := Table(document, where).take("late", int)) not in file.steps:
@@ -221,8 +251,11 @@ def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
             last[key] = _merge(last.get(key, []), rows, names)
     elif "done" in document:
         table = Table(document, where).table("done")
-        rows, held, texts = (table.list("reductions", list), table.list("in_flight", int),
-                             table.list("differences", str))
+        rows, held, texts = (
+            table.list("reductions", list),
+            table.list("in_flight", int),
+            table.list("differences", str),
+        )
         if not all(_is_row(row, "nbb") for row in rows):
             raise HolmesError(f"{where}: 'reductions' are not rows of [stage, two levels, overlap]")
         file.done = FollowedPlan(tuple(map(tuple, rows)), tuple(held), tuple(texts))
@@ -240,30 +273,53 @@ def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
             table.take(key, float)
         rows = [document["plan"].get(key) for key in ("before", "in_flight")]
         if not all(isinstance(row, list) and _is_row(row, "n" * len(row)) for row in rows):
-            raise HolmesError(f"{where}: 'before' and 'in_flight' of 'plan' are not lists of numbers")
+            raise HolmesError(
+                f"{where}: 'before' and 'in_flight' of 'plan' are not lists of numbers"
+            )
         table.take("sums", str, "")
         file.plans.append(document["plan"])
     elif "model" in document:
-        file.model, file.edges = Table(document, where).table("model").values, document.get("edges", [])
+        file.model, file.edges = (
+            Table(document, where).table("model").values,
+            document.get("edges", []),
+        )
     elif "end" in document:
         file.closed = True
     else:
-        raise HolmesError(f"{where}: neither a step, nor 'clock', 'done', 'outer', 'plan', 'model' or 'end'")
+        raise HolmesError(
+            f"{where}: neither a step, nor 'clock', 'done', 'outer', 'plan', 'model' or 'end'"
+        )
 
 
 def _is_row(row: Any, kinds: str) -> bool:
     """n: a finite number, s: a text, p: a number or null, b: true or false."""
-    return isinstance(row, list) and len(row) == len(kinds) and all(
-        isinstance(value, {"s": str, "b": bool}[kind]) if kind in "sb" else value is None and kind == "p" or
-        isinstance(value, (int, float)) and not isinstance(value, bool) and -1e300 < value < 1e300
-        for value, kind in zip(row, kinds))
+    return (
+        isinstance(row, list)
+        and len(row) == len(kinds)
+        and all(
+            isinstance(value, {"s": str, "b": bool}[kind])
+            if kind in "sb"
+            else value is None
+            and kind == "p"
+            or isinstance(value, (int, float))
+            and not isinstance(value, bool)
+            and -1e300 < value < 1e300
+            for value, kind in zip(row, kinds)
+        )
+    )
 
 
 def _check_one_run(ranks: list[RankFile]) -> None:
     for first, rank in zip(ranks, ranks[1:]):
-        of = [f"{file.path.name} is of run {file.head['run']} (world {file.head['world']})"
-              for file in (first, rank)]
+        of = [
+            f"{file.path.name} is of run {file.head['run']} (world {file.head['world']})"
+            for file in (first, rank)
+        ]
         if of[0].partition(" ")[2] != of[1].partition(" ")[2]:
-            raise HolmesError(f"{rank.path.parent}: files of two runs are mixed: {', '.join(of)}; split them")
+            raise HolmesError(
+                f"{rank.path.parent}: files of two runs are mixed: {', '.join(of)}; split them"
+            )
         if rank.rank == first.rank:
-            raise HolmesError(f"{first.path} and {rank.path} are both of rank {rank.rank}; keep one")
+            raise HolmesError(
+                f"{first.path} and {rank.path} are both of rank {rank.rank}; keep one"
+            )

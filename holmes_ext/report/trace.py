@@ -11,7 +11,12 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.report.files import RankFile, Run
 
 #: Operation -> the picture's kind.
-_PICTURED = {"send": "send", "receive": "receive", "all_reduce": "reduce", "reduce_scatter": "reduce"}
+_PICTURED = {
+    "send": "send",
+    "receive": "receive",
+    "all_reduce": "reduce",
+    "reduce_scatter": "reduce",
+}
 _COMPUTE = "compute"
 
 
@@ -20,7 +25,8 @@ def chosen_step(run: Run, step: int | None) -> int:
     traced, place = run.traced(), run.ranks[0].path.parent
     if not traced:
         raise HolmesError(
-            f"{place}: no step is traced on all ranks (steps 2, 5, 25, 50, ... are): train more steps")
+            f"{place}: no step is traced on all ranks (steps 2, 5, 25, 50, ... are): train more steps"
+        )
     if step is not None and step not in traced:
         these = ", ".join(map(str, traced))
         raise HolmesError(f"{place}: step {step} is not traced on all ranks; these are: {these}")
@@ -42,27 +48,55 @@ def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, A
     lanes: dict[str, int] = {_COMPUTE: 0}
     busy: dict[int, float] = {}
 
-    def add(lane: int, name: str, category: str, start: float, end: float, about: dict[str, Any]) -> None:
+    def add(
+        lane: int, name: str, category: str, start: float, end: float, about: dict[str, Any]
+    ) -> None:
         times = {"ts": (start + shift) * 1e6, "dur": (end - start) * 1e6}
-        events.append({"name": name, "cat": category, "ph": "X", "pid": rank_file.rank, "tid": lane, **times,
-                       "args": about})
+        events.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "pid": rank_file.rank,
+                "tid": lane,
+                **times,
+                "args": about,
+            }
+        )
 
     add(0, f"step {step}", "step", line["begin"], line["end"], {"tokens": line.get("tokens", 0)})
     for kind, start, end in line.get("spans", ()):
         add(0, kind, _COMPUTE, start, end, {})
     for kind, fabric, name, group, number, peer, start, end, waited, sent in sorted(
-            line["ops"], key=lambda op: op[6]):
+        line["ops"], key=lambda op: op[6]
+    ):
         end = max(end, start)
         about = {"fabric": fabric, "group": group, "number": number, "peer": peer}
-        add(_lane(lanes, busy, kind, start, end), name, kind, start, end,
-            {**about, "waited_ms": waited * 1e3, "bytes_sent": sent})
-    names = [("process_name", 0, f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})")]
+        add(
+            _lane(lanes, busy, kind, start, end),
+            name,
+            kind,
+            start,
+            end,
+            {**about, "waited_ms": waited * 1e3, "bytes_sent": sent},
+        )
+    names = [
+        (
+            "process_name",
+            0,
+            f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})",
+        )
+    ]
     names += [("thread_name", lane, name) for name, lane in lanes.items()]
-    return [{"name": what, "ph": "M", "pid": rank_file.rank, "tid": lane, "args": {"name": name}}
-            for what, lane, name in names] + events
+    return [
+        {"name": what, "ph": "M", "pid": rank_file.rank, "tid": lane, "args": {"name": name}}
+        for what, lane, name in names
+    ] + events
 
 
-def _lane(lanes: dict[str, int], busy: dict[int, float], kind: str, start: float, end: float) -> int:
+def _lane(
+    lanes: dict[str, int], busy: dict[int, float], kind: str, start: float, end: float
+) -> int:
     """A thread of this kind that is free at `start`: events of one thread may not cross each other."""
     for number in range(1, 1000):
         lane = lanes.setdefault(kind if number == 1 else f"{kind} {number}", len(lanes))
@@ -79,10 +113,22 @@ def pictured(run: Run, step: int) -> list[dict[str, Any]]:
     traces = []
     for rank in run.ranks:
         shift, line = run.offset(rank), rank.steps[step]
-        events = [[kind, start + shift, end + shift, 0] for kind, start, end in line.get("spans", ())
-                  if kind in ("forward", "backward", "optimizer")]
-        events += [[_PICTURED.get(name, "collective"), start + shift, end + shift, sent]
-                   for _, _, name, _, _, _, start, end, _, sent in line["ops"] if end]
-        traces.append({"rank": rank.rank, "node": rank.node, "events": events,
-                       "step": (min(begins), max(ends))})
+        events = [
+            [kind, start + shift, end + shift, 0]
+            for kind, start, end in line.get("spans", ())
+            if kind in ("forward", "backward", "optimizer")
+        ]
+        events += [
+            [_PICTURED.get(name, "collective"), start + shift, end + shift, sent]
+            for _, _, name, _, _, _, start, end, _, sent in line["ops"]
+            if end
+        ]
+        traces.append(
+            {
+                "rank": rank.rank,
+                "node": rank.node,
+                "events": events,
+                "step": (min(begins), max(ends)),
+            }
+        )
     return traces

@@ -58,7 +58,9 @@ class BackendTraits:
     # Its synchronous operations return a Work whose wait() returns at once; those of nccl-legacy return None.
     is_nccl2: bool = False
     connects: Connect = Connect.WITH_GROUP
-    has_pair_communicators: bool = False  # each pair of ranks that exchange messages has a communicator
+    has_pair_communicators: bool = (
+        False  # each pair of ranks that exchange messages has a communicator
+    )
     is_known: bool = True  # False: another package registered the backend
 
 
@@ -143,7 +145,9 @@ def group_ranks(group: Any) -> list[int]:
     """Return the global ranks of a group's members; `group` may be None for all ranks."""
     import torch.distributed as dist
 
-    return dist.get_process_group_ranks(group or dist.group.WORLD)  # torch before 2.8 does not take None
+    return dist.get_process_group_ranks(
+        group or dist.group.WORLD
+    )  # torch before 2.8 does not take None
 
 
 def backend_named(text: str, device_type: str = "") -> str:

@@ -79,7 +79,11 @@ class Int8(Codec):
         wanted = x.float() if residual is None else torch.add(x, residual)
         blocks = self._in_blocks(wanted)
         scales = blocks.abs().amax(1).div_(127)
-        steps = (blocks / scales.masked_fill(scales == 0, 1.0)[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+        steps = (
+            (blocks / scales.masked_fill(scales == 0, 1.0)[:, None])
+            .round_()
+            .nan_to_num_(0.0, 0.0, 0.0)
+        )
         wire = self.buffer(x)
         cut = 4 * len(scales)
         wire[:cut].view(torch.float32).copy_(scales)
@@ -139,7 +143,9 @@ class Residuals:
         return self._of.setdefault(whole, {})
 
 
-def residual_of(known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor) -> torch.Tensor | None:
+def residual_of(
+    known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
+) -> torch.Tensor | None:
     """The residual of `part` among those of its tensor: zeros at first; None without any."""
     if known is not None and key not in known:
         known[key] = part.new_zeros(part.numel()).float()

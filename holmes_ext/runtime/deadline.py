@@ -38,16 +38,25 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
     if current is None or current.store is None:
         return error
     process, store = current.process, current.store
-    key = f"{current.round}/refusal/{hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]}"
+    key = (
+        f"{current.round}/refusal/{hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]}"
+    )
     mine = str(process.rank)
     try:
         if store.compare_set(key, "", mine).decode() == mine:
-            print(f"holmes: {error}", file=sys.__stderr__, flush=True)  # not sys.stderr: see job._one_line
+            print(
+                f"holmes: {error}", file=sys.__stderr__, flush=True
+            )  # not sys.stderr: see job._one_line
             store.set(f"{key}/told", "yes")
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
         seen = store.add(f"{key}/seen", 1)
         limit = Deadline(_WAIT)
-        while process.rank == 0 and not process.agent_store and seen < process.world_size and limit.left > 0:
+        while (
+            process.rank == 0
+            and not process.agent_store
+            and seen < process.world_size
+            and limit.left > 0
+        ):
             time.sleep(0.02)
             seen = store.add(f"{key}/seen", 0)
     except (RuntimeError, ValueError):  # torch.distributed.DistError is a RuntimeError

@@ -43,7 +43,11 @@ def on_start(current: Session) -> list[str]:
 
 
 def on_step(
-    current: Session, sizes: Sizes, micro_batches: int, network_api: str, describe: Callable[[], Stage]
+    current: Session,
+    sizes: Sizes,
+    micro_batches: int,
+    network_api: str,
+    describe: Callable[[], Stage],
 ) -> None:
     """Tell the extensions that a training step of a pipeline begins, on all ranks in the same order.
 
@@ -58,7 +62,9 @@ def on_step(
         function(current, sizes, micro_batches, network_api, describe)
 
 
-def on_reduction(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
+def on_reduction(
+    current: Session, ranks: tuple[int, ...], network_api: str, reducer: object
+) -> None:
     """Tell the extensions that a reducer is about to sum the gradients of a step over `ranks`."""
     for function in _functions["on_reduction"]:
         function(current, ranks, network_api, reducer)

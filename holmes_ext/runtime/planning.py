@@ -51,11 +51,15 @@ class PlanMaker(Protocol):
         """Return the plan with the decisions for parallel sizes that the framework has reported."""
 
     def spec_of_group(
-        self, plan: Plan, ranks: tuple[int, ...], network_api: str, options: Options, total_bytes: float,
+        self,
+        plan: Plan,
+        ranks: tuple[int, ...],
+        network_api: str,
+        options: Options,
+        total_bytes: float,
         engine: EngineTraits,
     ) -> ReductionSpec:
         """Return how a group of ranks reduces so many bytes in a step."""
 
     def advice_on_straddling(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
         """Return a line on the groups that straddle clusters, and how to avoid it; "" if none does."""
-

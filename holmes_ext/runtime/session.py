@@ -64,7 +64,9 @@ class Session:
 
     def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
         """Of a group of `ranks`, planned; None inside a node, and where the backend chooses."""
-        return self.plan.fabric_of(ranks, network_api_of(backend)) if network_api_of(backend) else None
+        return (
+            self.plan.fabric_of(ranks, network_api_of(backend)) if network_api_of(backend) else None
+        )
 
     def transport(self, ranks: Iterable[int], backend: str) -> Transport:
         """The same as this node sees it."""
@@ -96,7 +98,11 @@ class Session:
         return self.plan_for(sizes).traffic_of(network_api_of(backend) or SOCKETS).reductions
 
     def reduction(
-        self, ranks: Iterable[int], backend: str, total_bytes: float = inf, compress: str | None = None
+        self,
+        ranks: Iterable[int],
+        backend: str,
+        total_bytes: float = inf,
+        compress: str | None = None,
     ) -> ReductionSpec:
         """How a group sums total_bytes of gradients in a step; compress: instead of --holmes-compress."""
         options = self.options if compress is None else replace(self.options, compress=compress)
@@ -145,7 +151,9 @@ class DoneReduction:
     follows: bool = False
 
 
-def note_reduction(ranks: Iterable[int], planned: ReductionSpec | None, size: float, **how: Any) -> None:
+def note_reduction(
+    ranks: Iterable[int], planned: ReductionSpec | None, size: float, **how: Any
+) -> None:
     """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
     holmes is on and the group has two ranks."""
     key = tuple(ranks)
@@ -171,7 +179,8 @@ def set_active(session: Session | None) -> None:
 def require() -> Session:
     if _active is None:
         raise HolmesError(
-            "holmes is not active in this process; start it with --holmes or call holmes_ext.enable()")
+            "holmes is not active in this process; start it with --holmes or call holmes_ext.enable()"
+        )
     return _active
 
 

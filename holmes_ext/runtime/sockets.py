@@ -159,7 +159,11 @@ class Listener:
         admitted: int = 1024,
     ):
         self._socket, self._handle, self._name = listening, handle, name
-        self._strangers_most, self._per_address, self._admitted_most = strangers, per_address, admitted
+        self._strangers_most, self._per_address, self._admitted_most = (
+            strangers,
+            per_address,
+            admitted,
+        )
         self._lock = threading.Lock()
         self._strangers: list[Guest] = []  # oldest first
         self._admitted: set[Guest] = set()
@@ -201,7 +205,9 @@ class Listener:
             self._make_room(guest.network)
             self._strangers.append(guest)
         try:
-            threading.Thread(target=self._run, args=(guest,), name=f"{self._name} guest", daemon=True).start()
+            threading.Thread(
+                target=self._run, args=(guest,), name=f"{self._name} guest", daemon=True
+            ).start()
         except RuntimeError:
             self._forget(guest)
             raise
@@ -222,7 +228,9 @@ class Listener:
     def _admit(self, guest: Guest) -> bool:
         with self._lock:
             near = sum(other.network == guest.network for other in self._admitted)
-            full = len(self._admitted) >= self._admitted_most or near >= self._admitted_most // 2 + 1
+            full = (
+                len(self._admitted) >= self._admitted_most or near >= self._admitted_most // 2 + 1
+            )
             if guest not in self._strangers or full:
                 return False
             self._strangers.remove(guest)

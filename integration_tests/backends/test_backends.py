@@ -82,7 +82,9 @@ def job_with(engine: str, backend: str, other_devices: bool = False) -> Job:
         words = (WITH_BACKEND, *arguments_of_wrapper, *original.words)
         return replace(original, words=words, env={**original.env, **env})
 
-    return replace(job, command=command, checkpoints=None)  # no checkpoints are saved: that takes time
+    return replace(
+        job, command=command, checkpoints=None
+    )  # no checkpoints are saved: that takes time
 
 
 class StartOnTwoNodes(StartInLab):
@@ -112,7 +114,10 @@ def runs_of(job: Job, start: StartInLab, folder: Path) -> Runs:
 
 def assert_close(losses: list[float], expected: list[float]) -> None:
     assert len(expected) == STEPS
-    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-6, (losses, expected)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) <= 1e-6, (
+        losses,
+        expected,
+    )
 
 
 @pytest.mark.parametrize("engine, backend", combinations())

@@ -22,7 +22,13 @@ def test_each_nodes_findings_stand_side_by_side(two_clusters, tmp_path):
     result = two_clusters.run(str(script), str(two_clusters.file), timeout=300, env=env)
     output = result.stdout[0]
     assert sorted(result.statuses.values()) == [0, 0, 0, 1], result.outputs
-    assert "problem: b1: NCCL_IB_HCA: 'mlx5_7' names mlx5_7" in output and "(its HCAs: mlx5_0:1)" in output
-    assert ("NCCL_IB_HCA: unset on most, but b1 mlx5_7" in output
-            and "4 nodes" in output and "1 problem" in output), output
+    assert (
+        "problem: b1: NCCL_IB_HCA: 'mlx5_7' names mlx5_7" in output
+        and "(its HCAs: mlx5_0:1)" in output
+    )
+    assert (
+        "NCCL_IB_HCA: unset on most, but b1 mlx5_7" in output
+        and "4 nodes" in output
+        and "1 problem" in output
+    ), output
     assert not any(result.stdout[rank] for rank in (1, 2, 3))

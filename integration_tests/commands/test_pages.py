@@ -53,7 +53,11 @@ def kinds(text):
     Times, ranks and nodes differ from run to run, so lines of the same kind count as equal.
     """
     text = re.sub(r"\d{8}-\d{6}-\w+|\S+/\S+", "#", text)  # names of runs, paths
-    lines = (re.sub(r"\d[\d.]*", "#", line).split() for line in text.splitlines() if line.strip(" \u2500"))
+    lines = (
+        re.sub(r"\d[\d.]*", "#", line).split()
+        for line in text.splitlines()
+        if line.strip(" \u2500")
+    )
     kept = (words[:3] for words in lines if words[0] != "..." and words[:2] != ["too", "narrow"])
     return {" ".join(re.sub(r"^[ab]#$", "NODE", word) for word in words) for words in kept}
 
@@ -78,7 +82,9 @@ def test_a_page_is_skipped_without_the_programs_of_its_launcher(launcher, tmp_pa
     Otherwise the test is skipped, and the reason names the missing apt package.
     """
     page = tmp_path / "page.md"
-    page.write_text(f"    holmes lab run --cluster c.toml --launcher {launcher} -- python train.py\n")
+    page.write_text(
+        f"    holmes lab run --cluster c.toml --launcher {launcher} -- python train.py\n"
+    )
     monkeypatch.setattr("os.getuid", lambda: 0)
 
     # All programs are installed: the test is not skipped.
@@ -94,7 +100,9 @@ def test_a_page_is_skipped_without_the_programs_of_its_launcher(launcher, tmp_pa
 def test_what_no_longer_fits_is_seen():
     """The comparison above can fail."""
     now = "step 9: loss 5.1, 0.2 s\n  data   across, ethernet 4  1.6 MB\n 3  b1  b  1.3\n"
-    page = ("step 6: loss 4.5187, 1.683 s\ndata  across, ethernet  4\n1  b1  b  1.2\n...\ntoo narrow for: "
-            "sent\n")
+    page = (
+        "step 6: loss 4.5187, 1.683 s\ndata  across, ethernet  4\n1  b1  b  1.2\n...\ntoo narrow for: "
+        "sent\n"
+    )
     assert kinds(page) <= kinds(now)
     assert not kinds("step 6: accuracy 4.5\n") <= kinds(now)

@@ -24,10 +24,30 @@ def probe(tmp_path):
 
     def run(*arguments):
         command = [sys.executable, "-m", "holmes_ext.cli.main"]
-        command += ["lab", "run", "--cluster", str(file), "--quiet", "--preload", "torch", "--timeout", "240",
-                    *(["--gpu"] if ON_GPUS else []), "--"]
-        command += [sys.executable, "-m", "holmes_ext.cli.main", "probe", "--cluster", str(file), "--largest",
-                    "0.0625", *arguments]
+        command += [
+            "lab",
+            "run",
+            "--cluster",
+            str(file),
+            "--quiet",
+            "--preload",
+            "torch",
+            "--timeout",
+            "240",
+            *(["--gpu"] if ON_GPUS else []),
+            "--",
+        ]
+        command += [
+            sys.executable,
+            "-m",
+            "holmes_ext.cli.main",
+            "probe",
+            "--cluster",
+            str(file),
+            "--largest",
+            "0.0625",
+            *arguments,
+        ]
         return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
     return run, file, text
@@ -60,4 +80,6 @@ def test_pairs_of_clusters_are_measured_where_the_network_between_them_is_not_fl
     (pair,) = spec.pairs
     assert pair.clusters == ("a", "b") and 0 < pair.rate_bps < 12e6 and pair.stream_bps > 0
     assert pair.latency_s >= 0.0145  # never less than the delay line's
-    assert set(spec.links) == {"a"}, "no cluster has nothing but Ethernet, and across them it is the pair's"
+    assert set(spec.links) == {"a"}, (
+        "no cluster has nothing but Ethernet, and across them it is the pair's"
+    )

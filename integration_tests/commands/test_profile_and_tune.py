@@ -17,7 +17,9 @@ SLOW = {"flops": 5e8, "classes": ["Block"], "speed": {"b": 0.25}}
 
 
 def run(clusters, log, *flags):
-    return train(clusters, log, "--stages", "2", *clusters.holmes, *flags, accelerator={**SLOW, "speed": {}})
+    return train(
+        clusters, log, "--stages", "2", *clusters.holmes, *flags, accelerator={**SLOW, "speed": {}}
+    )
 
 
 @gloo_only
@@ -27,7 +29,14 @@ def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cluster = ["--cluster", str(two_clusters.file)]
     lab = [sys.executable, "-m", "holmes_ext.cli.main", "lab", "run", "--interleave", *cluster]
-    lab += ["--preload", "torch,deepspeed", "--accelerator", json.dumps(SLOW), "--env", "DS_ACCELERATOR=cpu"]
+    lab += [
+        "--preload",
+        "torch,deepspeed",
+        "--accelerator",
+        json.dumps(SLOW),
+        "--env",
+        "DS_ACCELERATOR=cpu",
+    ]
     job = [sys.executable, TRAIN, *SIZE, "--log", str(tmp_path / "short"), "--stages", "2"]
     assert main(["tune", *cluster, "--steps", "2", "--", *lab, "--", *job]) == 0
     uniform = losses(tmp_path / "short")
@@ -36,8 +45,15 @@ def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
     slow = next(stage for stage in profile.stages if stage.clusters == ("b",))
     quick = next(stage for stage in profile.stages if stage.clusters == ("a",))
     assert sum(slow.forward_s + slow.backward_s) > 2 * sum(quick.forward_s + quick.backward_s) > 0
-    assert profile.blocks == 4 and profile.micro_batches == 4 and profile.activation_bytes == 2 * 16 * 128 * 4
-    assert min(stage.reduction_s_per_byte for stage in profile.stages) > 0 and profile.stages[0].edge_s > 0
+    assert (
+        profile.blocks == 4
+        and profile.micro_batches == 4
+        and profile.activation_bytes == 2 * 16 * 128 * 4
+    )
+    assert (
+        min(stage.reduction_s_per_byte for stage in profile.stages) > 0
+        and profile.stages[0].edge_s > 0
+    )
     assert not any(stage.tied_s for stage in profile.stages)
 
     text = run(two_clusters, tmp_path / "planned", "--holmes-plan", str(tmp_path / "plan.json"))
@@ -56,12 +72,15 @@ def test_tune_with_torchrun_on_every_node(two_clusters, tmp_path):
     )
     clean = f"unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK; cd {tmp_path};"
     cluster = f"--cluster {two_clusters.file}"
-    tune = (f"exec {sys.executable} -m holmes_ext.cli.main tune {cluster} --steps 2 --output "
-            f"plan$NODE_RANK.json -- {torchrun} --log-file short")
+    tune = (
+        f"exec {sys.executable} -m holmes_ext.cli.main tune {cluster} --steps 2 --output "
+        f"plan$NODE_RANK.json -- {torchrun} --log-file short"
+    )
     real = f"exec {torchrun} --log-file planned --holmes --holmes-{cluster[2:]} --holmes-plan plan2.json"
     for command in (tune, real):
-        result = two_clusters.run("sh", "-c", f"{clean} {command}", env={"DS_ACCELERATOR": "cpu"},
-                                  accelerator=SLOW)
+        result = two_clusters.run(
+            "sh", "-c", f"{clean} {command}", env={"DS_ACCELERATOR": "cpu"}, accelerator=SLOW
+        )
         text = "".join(result.outputs.values())
         assert result.returncode == 0, text
     assert len({(tmp_path / f"plan{node}.json").read_text() for node in range(4)}) == 1
@@ -76,10 +95,21 @@ def test_a_gpu_s_own_times_are_measured(two_clusters, tmp_path):
     """By CUDA's events, of emulated GPUs that are a quarter as fast in one cluster; losses stay stock's."""
     train(two_clusters, tmp_path / "stock", "--stages", "2")
     slow, path = GpuClock(flops=4e8, speed={"b": 0.25}), tmp_path / "profile.json"
-    train(two_clusters, tmp_path / "log", "--stages", "2", *two_clusters.holmes, "--holmes-profile",
-          f"2,{path}", gpus=replace(gpus(), clock=slow))
+    train(
+        two_clusters,
+        tmp_path / "log",
+        "--stages",
+        "2",
+        *two_clusters.holmes,
+        "--holmes-profile",
+        f"2,{path}",
+        gpus=replace(gpus(), clock=slow),
+    )
     assert same(losses(tmp_path / "log"), losses(tmp_path / "stock"))
-    of = {stage.clusters: sum(stage.forward_s + stage.backward_s) for stage in load_profile(path).stages}
+    of = {
+        stage.clusters: sum(stage.forward_s + stage.backward_s)
+        for stage in load_profile(path).stages
+    }
     assert of["b",] > 2 * of["a",] > 0
 
 
@@ -89,9 +119,12 @@ def test_megatron_core(two_clusters, tmp_path):
     path = tmp_path / "profile.json"
     splits = dict.fromkeys(("measured", "again"), "--pipeline 2 --micro-batches 4 --steps 6")
     flags = (*two_clusters.holmes, "--holmes-sizes", "pipeline=2")
-    slow = {"gpus": replace(gpus(), clock=GpuClock(flops=2e8, speed={"b": 0.25}))} if ON_GPUS else {}
-    done, _, _ = train_megatron(two_clusters, tmp_path, splits, *flags, options=slow,
-                                HOLMES_PROFILE=f"2,{path}")
+    slow = (
+        {"gpus": replace(gpus(), clock=GpuClock(flops=2e8, speed={"b": 0.25}))} if ON_GPUS else {}
+    )
+    done, _, _ = train_megatron(
+        two_clusters, tmp_path, splits, *flags, options=slow, HOLMES_PROFILE=f"2,{path}"
+    )
     measured, again = ([entry["loss"] for entry in done[name]["entries"]] for name in splits)
     assert measured == again
     profile = load_profile(path)
@@ -100,5 +133,7 @@ def test_megatron_core(two_clusters, tmp_path):
     assert all(min(stage.forward_s + stage.backward_s) > 0 for stage in profile.stages)
     of = {stage.clusters: sum(stage.forward_s + stage.backward_s) for stage in profile.stages}
     assert not ON_GPUS or of["b",] > 2 * of["a",]
-    assert profile.gradient_bytes[1] == profile.gradient_bytes[4] and min(profile.gradient_bytes) >= 0
+    assert (
+        profile.gradient_bytes[1] == profile.gradient_bytes[4] and min(profile.gradient_bytes) >= 0
+    )
     assert min(profile.gradient_bytes[place] for place in (0, 1, -1)) > 0

@@ -35,12 +35,20 @@ def test_a_plan_of_the_search_starts_with_the_flags_it_prints(two_clusters, tmp_
     Ethernet."""
     (tmp_path / "model.toml").write_text(MODEL)
     plan, config = tmp_path / "plan.json", tmp_path / "ds_config.json"
-    found = ["plan", "--cluster", str(two_clusters.file), "--model", str(tmp_path / "model.toml"), "--for",
-             "deepspeed"]
+    found = [
+        "plan",
+        "--cluster",
+        str(two_clusters.file),
+        "--model",
+        str(tmp_path / "model.toml"),
+        "--for",
+        "deepspeed",
+    ]
     limits = ["--limit", "tensor=1", "--limit", "zero=0", "--limit", "recompute=none"]
     assert main([*found, *limits, "--output", str(plan)]) == 0
-    printed = re.search(r"^deepspeed:\n  (.+)\n  ds_config.json: (.+)$", capsys.readouterr().out,
-                        re.MULTILINE)
+    printed = re.search(
+        r"^deepspeed:\n  (.+)\n  ds_config.json: (.+)$", capsys.readouterr().out, re.MULTILINE
+    )
     config.write_text(printed[2])
     flags = [str(config) if flag == "ds_config.json" else flag for flag in shlex.split(printed[1])]
     chosen = load_plan(plan)

@@ -15,7 +15,8 @@ from integration_tests.jobs import SCRIPTS, full, losses, same, train, train_meg
 
 SIZE = (
     "--layers 4 --hidden 160 --heads 4 --sequence 32 --micro-batch 4 --micro-batches 4 --steps 8 --stages "
-    "2".split())
+    "2".split()
+)
 MEGATRON = "--layers 4 --hidden 128 --sequence 32 --micro-batch 2".split()
 #: TCP's headers and acknowledgements, and what is not an operation (the store, start-up), as a share of the
 #: bytes counted.
@@ -25,7 +26,14 @@ OVERHEAD = (1.0, 1.2)
 def everything(clusters, directory):
     """The flags of all of it."""
     metrics = ("--holmes-metrics", str(directory.parent / "holmes.prom"))
-    return (*clusters.holmes, "--holmes-telemetry", str(directory), "--holmes-watchdog", "2,5", *metrics)
+    return (
+        *clusters.holmes,
+        "--holmes-telemetry",
+        str(directory),
+        "--holmes-watchdog",
+        "2,5",
+        *metrics,
+    )
 
 
 def told(directory):
@@ -57,14 +65,23 @@ def check_report(directory, capsys):
     out = directory / "trace.json"
     assert main(["report", str(directory), "--json", "--trace", str(out)]) == 0
     figures = json.loads(capsys.readouterr().out)
-    assert {row["kind"] for row in figures["rows"]} >= {"data", "pipeline"} and figures["notes"] == []
+    assert {row["kind"] for row in figures["rows"]} >= {"data", "pipeline"} and figures[
+        "notes"
+    ] == []
     events = json.loads(out.read_text())["traceEvents"]
     assert {event["name"] for event in events} >= {"forward", "backward", "optimizer", "all_reduce"}
     # a GPU ends in a step what the step before has launched
-    assert all(event["dur"] >= 0 and (ON_GPUS or event["ts"] >= 0) for event in events if event["ph"] == "X")
+    assert all(
+        event["dur"] >= 0 and (ON_GPUS or event["ts"] >= 0)
+        for event in events
+        if event["ph"] == "X"
+    )
     assert len({event["pid"] for event in events}) == 4
     told = (directory.parent / "holmes.prom").read_text()  # of the node that wrote last
-    assert re.search(r'holmes_sent_bytes_total{.*kind="pipeline".*} [1-9]', told) and "holmes_nic_up{" in told
+    assert (
+        re.search(r'holmes_sent_bytes_total{.*kind="pipeline".*} [1-9]', told)
+        and "holmes_nic_up{" in told
+    )
     return figures
 
 
@@ -117,17 +134,26 @@ def test_what_holds_a_step_up_is_named(two_clusters):
 
     rate = next(cluster.rate_bps for cluster in two_clusters.spec.clusters if cluster.name == "b")
     flags = (*two_clusters.holmes, "--holmes-sizes", "pipeline=2", "--holmes-watchdog", "3,4")
-    job = two_clusters.start(str(SCRIPTS / "steps.py"), "100000", *flags, timeout=400,
-                             on_line=lambda rank, line, stream: lines.put(line))
+    job = two_clusters.start(
+        str(SCRIPTS / "steps.py"),
+        "100000",
+        *flags,
+        timeout=400,
+        on_line=lambda rank, line, stream: lines.put(line),
+    )
     try:
         hear("step 10")
         two_clusters.lab.set_rate("b1", "roce0", rate // 1000)
         line = hear("so far, the median is")
-        assert "data group of ranks 2, 3 (all_reduce on b over roce0): all have arrived" in line, line
+        assert "data group of ranks 2, 3 (all_reduce on b over roce0): all have arrived" in line, (
+            line
+        )
         assert "the network is slow" in line, line
         assert "rank 3 on b1 moves" in line and "of 1.6 Gb/s" in line, line
         two_clusters.lab.set_rate("b1", "roce0", rate)
-        steps = [int(found[1]) for found in map(re.compile(r"step (\d+)").fullmatch, heard) if found]
+        steps = [
+            int(found[1]) for found in map(re.compile(r"step (\d+)").fullmatch, heard) if found
+        ]
         hear(f"step {max(steps) + 10}")
         job.kill(1, signal.SIGSTOP)
         line = hear("so far, the median is")

@@ -19,10 +19,14 @@ from holmes_ext.runtime.start.launcher import Process
 def prepare() -> None:
     """In each rank, in place of deepspeed.init_distributed()."""
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # half a minute of compiling, and not used
+    )
     deepspeed.init_distributed()
     accelerator = deepspeed.accelerator.get_accelerator()
-    accelerator.is_fp16_supported = lambda: True  # torch can; DeepSpeed asks for AMX, or (0.16.7) says no
+    accelerator.is_fp16_supported = lambda: (
+        True
+    )  # torch can; DeepSpeed asks for AMX, or (0.16.7) says no
     accelerator.supported_dtypes = lambda: [torch.float, torch.bfloat16, torch.float16]
     if accelerator.Stream is None:  # 0.16: activation checkpointing makes one all the same
         type(accelerator).Stream = staticmethod(lambda device: None)
@@ -34,11 +38,15 @@ def prepare() -> None:
         # lets nobody gather into them: ZeRO 1 and 2 end in their first step, with or without holmes (`holmes
         # doctor` says so).
         optimizer = stage_1_and_2.DeepSpeedZeroOptimizer
-        optimizer.flatten_dense_tensors_aligned = torch.no_grad()(optimizer.flatten_dense_tensors_aligned)
+        optimizer.flatten_dense_tensors_aligned = torch.no_grad()(
+            optimizer.flatten_dense_tensors_aligned
+        )
     deepspeed.utils.logger.setLevel(100)
 
 
-def session_of(rank: int, site: Site, plan: Plan, options: Options | None = None) -> session.Session:
+def session_of(
+    rank: int, site: Site, plan: Plan, options: Options | None = None
+) -> session.Session:
     """Return the state of holmes in a rank of a test: its flags, the emulated cluster and the plan for it.
 
     Each rank is on a node of its own.

@@ -60,9 +60,12 @@ class Comparison(NamedTuple):
 SCENES = {
     "the same in every step": Scene([Step(3)] * 4, unplanned_steps=[0]),
     "a batch that grows": Scene([Step(1), Step(2), Step(4), Step(4)], unplanned_steps=[0]),
-    "a batch that changes and changes back": Scene([Step(3), Step(3), Step(2), Step(3)], unplanned_steps=[0]),
+    "a batch that changes and changes back": Scene(
+        [Step(3), Step(3), Step(2), Step(3)], unplanned_steps=[0]
+    ),
     "shorter sequences": Scene(
-        [Step(3), Step(3), Step(3, sequence=8), Step(3, sequence=8), Step(3)], unplanned_steps=[0, 2, 4]
+        [Step(3), Step(3), Step(3, sequence=8), Step(3, sequence=8), Step(3)],
+        unplanned_steps=[0, 2, 4],
     ),
 }
 
@@ -75,7 +78,9 @@ def batches_of(data_rank, steps):
     generator = seeded(data_rank)
     for step in steps:
         for _ in range(step.micro_batches):
-            text = torch.randint(0, 256, (overlap.MICRO_BATCH, step.sequence + 1), generator=generator)
+            text = torch.randint(
+                0, 256, (overlap.MICRO_BATCH, step.sequence + 1), generator=generator
+            )
             yield text[:, :-1], text[:, 1:]
 
 
@@ -170,7 +175,9 @@ def results():
 def test_losses_are_stocks_and_messages_are_learned_only_where_their_shapes_change(results, name):
     scene = SCENES[name]
     for results_of_rank in results:
-        stock, ours, unplanned_steps = results_of_rank[name]  # losses without holmes, and with holmes
+        stock, ours, unplanned_steps = results_of_rank[
+            name
+        ]  # losses without holmes, and with holmes
         assert len(ours) == len(scene.steps)
         assert ours == stock  # exactly
         assert unplanned_steps == scene.unplanned_steps

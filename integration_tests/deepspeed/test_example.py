@@ -25,12 +25,33 @@ def train(folder: Path, processes: int, *options: str) -> dict[int, float]:
     """Run the script as a job of this many processes; the loss of every step."""
     log = folder / f"{next(number)}.jsonl"
     store, environ = ranks.hosted_store()
-    command = [sys.executable, str(SCRIPT), *SIZES, "--steps", str(STEPS), "--log", str(log), *options]
-    shared = {**environ, "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes),
-              "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    jobs = [subprocess.Popen(command, env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-                             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-            for rank in range(processes)]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        *SIZES,
+        "--steps",
+        str(STEPS),
+        "--log",
+        str(log),
+        *options,
+    ]
+    shared = {
+        **environ,
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    jobs = [
+        subprocess.Popen(
+            command,
+            env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(processes)
+    ]
     try:
         errors = [job.communicate(timeout=180)[1] for job in jobs]
     finally:
@@ -53,8 +74,18 @@ def folder(tmp_path_factory):
 def two_by_two(folder):
     """Pipeline 2 x data 2: the job that the others are compared with. It leaves checkpoints of steps 4 and
     8."""
-    return train(folder, 4, "--stages", "2", "--micro-batches", "4", "--save", str(folder / "saved"),
-                 "--save-every", "4")
+    return train(
+        folder,
+        4,
+        "--stages",
+        "2",
+        "--micro-batches",
+        "4",
+        "--save",
+        str(folder / "saved"),
+        "--save-every",
+        "4",
+    )
 
 
 def test_the_loss_falls(two_by_two):
@@ -63,13 +94,19 @@ def test_the_loss_falls(two_by_two):
     assert two_by_two[STEPS] < two_by_two[1] - 0.5
 
 
-@pytest.mark.parametrize("processes, options", [
-    pytest.param(1, "--stages 1 --micro-batches 8", id="one process"),
-    pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4", marks=full),
-    pytest.param(4,
-                 "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2",
-                 id="7+1 layers, recomputed", marks=full),
-])
+@pytest.mark.parametrize(
+    "processes, options",
+    [
+        pytest.param(1, "--stages 1 --micro-batches 8", id="one process"),
+        pytest.param(4, "--stages 4 --micro-batches 8", id="pipeline 4", marks=full),
+        pytest.param(
+            4,
+            "--stages 2 --micro-batches 4 --partition-method type:Embedding --activation-checkpoint 2",
+            id="7+1 layers, recomputed",
+            marks=full,
+        ),
+    ],
+)
 def test_every_split_of_the_same_batch_has_the_same_loss(folder, two_by_two, processes, options):
     assert train(folder, processes, *options.split()) == pytest.approx(two_by_two, abs=1e-5)
 
@@ -77,7 +114,9 @@ def test_every_split_of_the_same_batch_has_the_same_loss(folder, two_by_two, pro
 def test_a_resumed_job_continues_exactly(folder, two_by_two):
     saved = folder / "resumed"
     shutil.copytree(folder / "saved", saved)
-    (saved / "latest").write_text("step4")  # DeepSpeed's pointer: as if the job had died before step 8
+    (saved / "latest").write_text(
+        "step4"
+    )  # DeepSpeed's pointer: as if the job had died before step 8
     resumed = train(folder, 4, "--stages", "2", "--micro-batches", "4", "--load", str(saved))
     assert resumed == {step: loss for step, loss in two_by_two.items() if step > 4}
 
@@ -91,16 +130,34 @@ def test_tied_weights_have_the_same_loss_under_a_pipeline(folder, two_by_two):
 
 @full
 def test_bf16_with_zero_1_follows_float32(folder, two_by_two):
-    losses = train(folder, 4, "--stages", "2", "--micro-batches", "4", "--dtype", "bf16", "--zero", "1")
+    losses = train(
+        folder, 4, "--stages", "2", "--micro-batches", "4", "--dtype", "bf16", "--zero", "1"
+    )
     assert losses == pytest.approx(two_by_two, abs=0.03) and losses != two_by_two
 
 
 def test_a_checkpoint_of_another_model_is_refused_in_one_line(folder, two_by_two):
-    command = [sys.executable, str(SCRIPT), *SIZES, "--layers", "3", "--micro-batches", "8", "--load",
-               str(folder / "saved")]
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        *SIZES,
+        "--layers",
+        "3",
+        "--micro-batches",
+        "8",
+        "--load",
+        str(folder / "saved"),
+    ]
     unset = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    result = subprocess.run(command, env={k: v for k, v in os.environ.items() if k not in unset},
-                            capture_output=True, text=True, timeout=120)
+    result = subprocess.run(
+        command,
+        env={k: v for k, v in os.environ.items() if k not in unset},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert result.returncode == 2
-    assert ("saved with layers 4, but this job has layers 3" in result.stderr
-            and "Traceback" not in result.stderr)
+    assert (
+        "saved with layers 4, but this job has layers 3" in result.stderr
+        and "Traceback" not in result.stderr
+    )

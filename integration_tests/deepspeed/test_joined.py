@@ -23,14 +23,28 @@ AVERAGE = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weig
 
 
 def attach(name, port, outer):
-    training.request(options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(
+        options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN}
+    )
     torch_joined.attach()
     registry = Registry(deepspeed_joined.PATCHES)
     registry.enable(["joined-deepspeed"], required=True)
 
 
-def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, save=None, load=None,
-            sgd=False):
+def rank_of(
+    rank,
+    ranks,
+    stage,
+    dtype,
+    job,
+    name,
+    port,
+    steps=9,
+    outer=OUTER,
+    save=None,
+    load=None,
+    sgd=False,
+):
     """One rank; all weights after so many real steps. dtype: "fp32", "bf16" or "fp16", which skips its first
     steps."""
     os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(ranks), LOCAL_SIZE="1")
@@ -51,19 +65,22 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
     operations.update(dict.fromkeys(operations, False))  # nothing of it is compiled
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch has it on every CPU
     config = {
-        "train_micro_batch_size_per_gpu": ROWS // ranks, "zero_allow_untested_optimizer": True,
+        "train_micro_batch_size_per_gpu": ROWS // ranks,
+        "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,  # 1.0 is DeepSpeed's default
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
         "bf16": {"enabled": dtype == "bf16"},
         "fp16": {"enabled": dtype == "fp16", "initial_scale_power": 24, "hysteresis": 1},
-    }  # fmt: skip
+    }
     optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(model.parameters(), lr=0.01)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     if load:
         engine.load_checkpoint(load)
     while (step := engine.global_steps - engine.skipped_steps) < steps:
         inputs, labels = (one[rank::ranks] for one in batch(ROWS, job, step))
-        engine.backward((engine(inputs.to(next(model.parameters()).dtype)).float() - labels).square().mean())
+        engine.backward(
+            (engine(inputs.to(next(model.parameters()).dtype)).float() - labels).square().mean()
+        )
         engine.step()
         if save and engine.global_steps == save[1]:
             engine.save_checkpoint(save[0])
@@ -78,10 +95,20 @@ def rank_of(rank, ranks, stage, dtype, job, name, port, steps=9, outer=OUTER, sa
 def run(jobs, *, each=None, **more):
     """{name: [weights of each rank]}; jobs: {name: (ranks, stage, dtype)}."""
     with coordinator() as server:
-        return in_threads({
-            name: lambda k=k, name=name, one=one: run_ranks(
-                rank_of_with, one[0], *one, k, name, server.port, {**more, **(each or {}).get(name, {})})
-            for k, (name, one) in enumerate(jobs.items())})  # fmt: skip
+        return in_threads(
+            {
+                name: lambda k=k, name=name, one=one: run_ranks(
+                    rank_of_with,
+                    one[0],
+                    *one,
+                    k,
+                    name,
+                    server.port,
+                    {**more, **(each or {}).get(name, {})},
+                )
+                for k, (name, one) in enumerate(jobs.items())
+            }
+        )
 
 
 def rank_of_with(rank, ranks, stage, dtype, job, name, port, more):
@@ -102,16 +129,29 @@ def expected():
     return run({"east": (1, "plain", "fp32"), "west": (1, "plain", "fp32")})
 
 
-@pytest.mark.parametrize("east, west", [
-    ((2, 3, "fp32"), (1, 2, "fp32")), *(pytest.param((ranks, one, "fp32"), (more, other, "fp32"), marks=full)
-    for ranks, one, more, other in ((2, 0, 1, 0), (2, 1, 1, 2), (2, 2, 1, 1), (2, 3, 1, 3), (4, 3, 2, 1))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "east, west",
+    [
+        ((2, 3, "fp32"), (1, 2, "fp32")),
+        *(
+            pytest.param((ranks, one, "fp32"), (more, other, "fp32"), marks=full)
+            for ranks, one, more, other in (
+                (2, 0, 1, 0),
+                (2, 1, 1, 2),
+                (2, 2, 1, 1),
+                (2, 3, 1, 3),
+                (4, 3, 2, 1),
+            )
+        ),
+    ],
+)
 def test_every_stage_is_what_plain_torch_is(east, west, expected):
     found = run({"east": east, "west": west})
     for name, ranks in found.items():
         for one in ranks:
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-3,
-                                       atol=1e-5)
+            torch.testing.assert_close(
+                torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-3, atol=1e-5
+            )
 
 
 @full
@@ -123,19 +163,22 @@ def test_matrices_that_ranks_hold_in_parts_take_the_step_of_the_whole(stages):
     )
     for name, ranks in found.items():
         for one in ranks:
-            torch.testing.assert_close(torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-2,
-                                       atol=1e-3)
+            torch.testing.assert_close(
+                torch.tensor(one), torch.tensor(expected[name][0]), rtol=1e-2, atol=1e-3
+            )
 
 
 @full
-@pytest.mark.parametrize("stages, dtype",
-                         [((2, 1), "bf16"), ((1, 2), "bf16"), ((3, 3), "bf16"), ((2, 3), "fp16")])
+@pytest.mark.parametrize(
+    "stages, dtype", [((2, 1), "bf16"), ((1, 2), "bf16"), ((3, 3), "bf16"), ((2, 3), "fp16")]
+)
 def test_sixteen_bits_and_steps_that_are_skipped(stages, dtype, expected):
     found = run({"east": (2, stages[0], dtype), "west": (1, stages[1], dtype)})
     for name, ranks in found.items():
         assert all(one == ranks[0] for one in ranks)
-        torch.testing.assert_close(torch.tensor(ranks[0]), torch.tensor(expected[name][0]), rtol=0.1,
-                                   atol=0.03)
+        torch.testing.assert_close(
+            torch.tensor(ranks[0]), torch.tensor(expected[name][0]), rtol=0.1, atol=0.03
+        )
 
 
 @full
@@ -153,8 +196,12 @@ def test_outer_state_comes_with_the_checkpoint(stage, tmp_path):
 @pytest.mark.parametrize("stages", [(1, 2), (3, 0)])
 def test_averaging_after_each_step_is_one_synchronous_job(stages):
     """Plain SGD: the mean of the jobs' weights is a step of the mean of their gradients."""
-    found = run({"east": (2, stages[0], "fp32"), "west": (2, stages[1], "fp32")}, outer=AVERAGE, steps=6,
-                sgd=True)
+    found = run(
+        {"east": (2, stages[0], "fp32"), "west": (2, stages[1], "fp32")},
+        outer=AVERAGE,
+        steps=6,
+        sgd=True,
+    )
     [expected] = run_ranks(plain_sgd, 1, ROWS, 6)
     for one in (rank for ranks in found.values() for rank in ranks):
         torch.testing.assert_close(torch.tensor(one), expected, rtol=0, atol=1e-6)
@@ -170,14 +217,18 @@ def pipeline_rank(rank, ranks, job, name, port, config):
     from integration_tests.deepspeed import on_cpu, test_overlap
 
     on_cpu.prepare()
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_allow_untested_optimizer": True}
+    sgd = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_allow_untested_optimizer": True,
+    }
     engine = test_overlap.engine_for({**sgd, **config}, {"tied": True})
     data = test_overlap.batches(engine.grid.get_data_parallel_rank() if job is None else job, 3)
     losses = [engine.train_batch(data).item() for _ in range(3)]
     training.end()
     assert losses[0] - losses[-1] > 1e-3
-    return engine.grid.get_pipe_parallel_rank(), torch.cat([p.detach().flatten()
-                                                            for p in engine.parameters()]).tolist()
+    return engine.grid.get_pipe_parallel_rank(), torch.cat(
+        [p.detach().flatten() for p in engine.parameters()]
+    ).tolist()
 
 
 @full
@@ -187,9 +238,15 @@ def test_a_pipeline_s_averages_are_one_synchronous_job_s_steps(zero):
     config = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 100_000}} if zero else {}
     expected = dict(run_ranks(pipeline_rank, 4, 4, None, "", 0, config, timeout_s=170))
     with coordinator() as server:
-        found = in_threads({
-            name: lambda k=k, name=name: run_ranks(pipeline_rank, 2, 2, k, name, server.port, config,
-                                                   timeout_s=170)
-            for k, name in enumerate(("east", "west"))})  # fmt: skip
+        found = in_threads(
+            {
+                name: lambda k=k, name=name: run_ranks(
+                    pipeline_rank, 2, 2, k, name, server.port, config, timeout_s=170
+                )
+                for k, name in enumerate(("east", "west"))
+            }
+        )
     for stage, weights in (one for of_job in found.values() for one in of_job):
-        torch.testing.assert_close(torch.tensor(weights), torch.tensor(expected[stage]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(
+            torch.tensor(weights), torch.tensor(expected[stage]), rtol=0, atol=1e-6
+        )

@@ -54,13 +54,18 @@ def all_ways(rank):
         options = Options(edges=narrow, inflight=inflight)
         plan = build_plan(site, Sizes(2), options=options)
         registry = Registry(deepspeed_edges.PATCHES)
-        registry.enable(["deepspeed-edges", "deepspeed-narrow"], required=True, disabled=frozenset())
+        registry.enable(
+            ["deepspeed-edges", "deepspeed-narrow"], required=True, disabled=frozenset()
+        )
         session.set_active(on_cpu.session_of(rank, site, plan, options))
         sent = [0]
         with contextlib.redirect_stdout(io.StringIO()), counting(sent):
             engine = overlap.engine_for({}, {})
             data = overlap.batches(0, overlap.STEPS)
-            found[narrow, inflight] = [engine.train_batch(data).item() for _ in range(overlap.STEPS)], sent[0]
+            found[narrow, inflight] = (
+                [engine.train_batch(data).item() for _ in range(overlap.STEPS)],
+                sent[0],
+            )
         try:
             deepspeed_edges._wire_to(1 - rank).outgoing(torch.zeros(2, 2, dtype=torch.bool))
             refused = ""
@@ -77,9 +82,20 @@ def test_fewer_bytes_and_losses_that_are_near():
         losses, sent = found["off", "off"]
         for (narrow, inflight), (others, bytes_) in found.items():
             # other weights are drawn on a GPU, whose losses the rounding changes more
-            limit = {"off": 0, "bf16": 1e-2 if ON_GPUS else 2e-3, "int8": 5e-2 if ON_GPUS else 2e-2}[narrow]
-            assert max(abs(a - b) for a, b in zip(losses, others)) <= limit, (narrow, losses, others)
+            limit = {
+                "off": 0,
+                "bf16": 1e-2 if ON_GPUS else 2e-3,
+                "int8": 5e-2 if ON_GPUS else 2e-2,
+            }[narrow]
+            assert max(abs(a - b) for a, b in zip(losses, others)) <= limit, (
+                narrow,
+                losses,
+                others,
+            )
             share = {"off": 1, "bf16": 0.5, "int8": (1 + 4 / 32) / 4}[narrow]
-            assert bytes_ == pytest.approx(share * sent, abs=8), (narrow, inflight)  # and a loss, of 4 bytes
+            assert bytes_ == pytest.approx(share * sent, abs=8), (
+                narrow,
+                inflight,
+            )  # and a loss, of 4 bytes
             assert narrow == "off" or others != losses
         assert "int8: stage " in refused and "sends bool" in refused and "\n" not in refused

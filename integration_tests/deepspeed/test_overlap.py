@@ -47,52 +47,95 @@ SCENES = {
     "fp32 prescaled": ({"prescale_gradients": True}, {}, 1e-6),
     "fp32 predivided": ({"gradient_predivide_factor": 2.0}, {}, 1e-6),
     "fp32 sent as bf16": ({"communication_data_type": "bf16"}, {}, 1e-6),
-    "fp32 checkpointing": ({}, {"checkpoint": deepspeed.checkpointing.non_reentrant_checkpoint}, 1e-6),
-    "fp32 reentrant checkpointing, tied": ({}, {"checkpoint": deepspeed.checkpointing.checkpoint,
-                                                "tied": True}, 1e-6),
+    "fp32 checkpointing": (
+        {},
+        {"checkpoint": deepspeed.checkpointing.non_reentrant_checkpoint},
+        1e-6,
+    ),
+    "fp32 reentrant checkpointing, tied": (
+        {},
+        {"checkpoint": deepspeed.checkpointing.checkpoint, "tied": True},
+        1e-6,
+    ),
     "fp32 frozen on the way": ({}, {"freeze": True}, 1e-6),
     "fp32 partly optimized": ({}, {"leave_out": True}, 1e-6),
-    "bf16 ZeRO 1 partly optimized": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
-                                     {"leave_out": True}, 1e-6),
+    "bf16 ZeRO 1 partly optimized": (
+        {"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
+        {"leave_out": True},
+        1e-6,
+    ),
     "fp32 unused": ({}, {"unused": True}, 1e-6),
     "fp32 ZeRO 1 unused": ({"zero_optimization": ZERO}, {"unused": True}, 1e-6),
-    "bf16 ZeRO 1 unused": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
-                           {"unused": True}, 1e-6),
+    "bf16 ZeRO 1 unused": (
+        {"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS},
+        {"unused": True},
+        1e-6,
+    ),
     "bf16 ZeRO 1 tied, clipping": (
-        {"bf16": {"enabled": True}, "zero_optimization": ZERO, "gradient_clipping": 0.1, **FP32_SUMS},
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": ZERO,
+            "gradient_clipping": 0.1,
+            **FP32_SUMS,
+        },
         {"tied": True},
         1e-6,
     ),
     "fp32 other hooks": ({}, {"hooked": True}, 1e-6),
     "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {}, 1e-6),
     "fp32 ZeRO 1": ({"zero_optimization": ZERO}, {}, 1e-6),
-    "fp32 ZeRO 1 tied, clipping": ({"zero_optimization": ZERO, "gradient_clipping": 0.1}, {"tied": True},
-                                   1e-6),
-    "fp32 ZeRO 1 not contiguous": ({"zero_optimization": {**ZERO, "contiguous_gradients": False}}, {}, 1e-6),
+    "fp32 ZeRO 1 tied, clipping": (
+        {"zero_optimization": ZERO, "gradient_clipping": 0.1},
+        {"tied": True},
+        1e-6,
+    ),
+    "fp32 ZeRO 1 not contiguous": (
+        {"zero_optimization": {**ZERO, "contiguous_gradients": False}},
+        {},
+        1e-6,
+    ),
     "fp32 ZeRO 1 all-reduce": ({"zero_optimization": {**ZERO, "reduce_scatter": False}}, {}, 1e-6),
     "bf16": ({"bf16": {"enabled": True}}, {}, 1e-2),
     "bf16 ZeRO 1": ({"bf16": {"enabled": True}, "zero_optimization": ZERO, **FP32_SUMS}, {}, 1e-6),
     "bf16 ZeRO 1 sent as fp32": (
-        {"bf16": {"enabled": True}, "zero_optimization": ZERO, "communication_data_type": "fp32",
-         **FP32_SUMS},
+        {
+            "bf16": {"enabled": True},
+            "zero_optimization": ZERO,
+            "communication_data_type": "fp32",
+            **FP32_SUMS,
+        },
         {"tied": True},
         1e-6,
     ),
     "bf16 ZeRO 1 immediate": (
-        {"bf16": {"enabled": True, "immediate_grad_update": True}, "zero_optimization": ZERO, **FP32_SUMS},
+        {
+            "bf16": {"enabled": True, "immediate_grad_update": True},
+            "zero_optimization": ZERO,
+            **FP32_SUMS,
+        },
         {"tied": True},
         1e-6,
     ),
     "bf16 ZeRO 1 bf16 sums": ({"bf16": {"enabled": True}, "zero_optimization": ZERO}, {}, 1e-6),
     "fp16 ZeRO 1, overflows skipped": (
-        {"fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1}, "zero_optimization": ZERO},
+        {
+            "fp16": {"enabled": True, "initial_scale_power": 17, "hysteresis": 1},
+            "zero_optimization": ZERO,
+        },
         {},
         1e-6,
     ),
 }
 #: Scenes that each landing trains. The others are exhaustive: a landing trains few of them.
-CHOSEN = ("fp32", "fp32 tied, held until the backward has ended", "fp32 checkpointing", "fp32 unused",
-          "fp32 ZeRO 1 tied, clipping", "bf16 ZeRO 1 tied, clipping", "fp16 ZeRO 1, overflows skipped")
+CHOSEN = (
+    "fp32",
+    "fp32 tied, held until the backward has ended",
+    "fp32 checkpointing",
+    "fp32 unused",
+    "fp32 ZeRO 1 tied, clipping",
+    "bf16 ZeRO 1 tied, clipping",
+    "fp16 ZeRO 1, overflows skipped",
+)
 
 
 def batches(rank_of_data, steps):
@@ -129,12 +172,16 @@ def engine_for(config, options):
             seed_fn=torch.manual_seed if ON_GPUS else torch.default_generator.manual_seed,
             base_seed=1234,
             activation_checkpoint_interval=1 if checkpoint else 0,
-            checkpointable_layers=["Block"],  # the reentrant kind cuts an embedding off from its gradient
+            checkpointable_layers=[
+                "Block"
+            ],  # the reentrant kind cuts an embedding off from its gradient
             **({"activation_checkpoint_func": checkpoint} if checkpoint else {}),
         )
     if unused:  # one that never gets a gradient
         model.forward_funcs[1].register_parameter("spare", torch.nn.Parameter(torch.ones(7)))
-    for parameter in model.parameters() if hooked else ():  # another library changes gradients on their way
+    for parameter in (
+        model.parameters() if hooked else ()
+    ):  # another library changes gradients on their way
         parameter.register_hook(lambda gradient: gradient * 0.5)
         parameter.register_post_accumulate_grad_hook(clip_by_value)
     engine, *_ = deepspeed.initialize(
@@ -271,8 +318,12 @@ def not_supported(rank):
     except HolmesError as error:
         required = str(error)
     session.set_active(None)
-    return losses, said.getvalue().count("not overlapped"), said.getvalue().count(
-        "sparse gradients"), required
+    return (
+        losses,
+        said.getvalue().count("not overlapped"),
+        said.getvalue().count("sparse gradients"),
+        required,
+    )
 
 
 def test_what_is_not_supported_is_stock_with_a_reason_once(results):
@@ -280,5 +331,6 @@ def test_what_is_not_supported_is_stock_with_a_reason_once(results):
         losses, said, why, required = of_rank["not supported"]
         assert losses == of_rank["fp32"][0][0][:2]
         assert said == why == (1 if rank == 0 else 0)
-        assert (required.startswith("--holmes-require overlap: ")
-                and required.endswith(": sparse gradients")), required
+        assert required.startswith("--holmes-require overlap: ") and required.endswith(
+            ": sparse gradients"
+        ), required

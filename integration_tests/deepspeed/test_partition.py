@@ -33,8 +33,17 @@ flops = 1.5e9
 
 
 def planned(clusters, log, *flags, **more):
-    return train(clusters, log, "--stages", "2", *clusters.holmes, "--holmes-sizes", "pipeline=2", *flags,
-                 **more)
+    return train(
+        clusters,
+        log,
+        "--stages",
+        "2",
+        *clusters.holmes,
+        "--holmes-sizes",
+        "pipeline=2",
+        *flags,
+        **more,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +58,9 @@ def uniform(two_clusters, tmp_path_factory):
 
 
 @pytest.mark.parametrize("partition", ["speed", "balanced"])
-def test_slower_gpus_get_fewer_layers_and_the_loss_stays(two_clusters, tmp_path, uniform, partition):
+def test_slower_gpus_get_fewer_layers_and_the_loss_stays(
+    two_clusters, tmp_path, uniform, partition
+):
     (tmp_path / "m.toml").write_text(MODEL)
     flags = ("--holmes-partition", partition, "--holmes-model", str(tmp_path / "m.toml"))
     text = planned(two_clusters, tmp_path / "log", *flags)
@@ -60,25 +71,34 @@ def test_slower_gpus_get_fewer_layers_and_the_loss_stays(two_clusters, tmp_path,
 
 @pytest.mark.parametrize("method", some(["uniform", "parameters", "type:Embedding"], "parameters"))
 def test_whatever_method_the_script_chose(two_clusters, tmp_path, uniform, method):
-    text = planned(two_clusters, tmp_path / "log", "--holmes-partition", "1,3", "--partition-method", method)
+    text = planned(
+        two_clusters, tmp_path / "log", "--holmes-partition", "1,3", "--partition-method", method
+    )
     assert stages_of(text) == (3, 5)
     assert same(losses(tmp_path / "log"), uniform, CLOSE)
 
 
 def test_a_plan_file_with_tied_layers_and_recomputation(two_clusters, tmp_path):
     more = ("--tied", "--activation-checkpoint", "2")
-    build_plan(site_from_spec(two_clusters.spec), Sizes(2), stage_layers=(3, 1)).save(tmp_path / "plan.json")
+    build_plan(site_from_spec(two_clusters.spec), Sizes(2), stage_layers=(3, 1)).save(
+        tmp_path / "plan.json"
+    )
     planned(two_clusters, tmp_path / "stock", *more)
-    text = planned(two_clusters, tmp_path / "planned", *more, "--holmes-plan", str(tmp_path / "plan.json"))
+    text = planned(
+        two_clusters, tmp_path / "planned", *more, "--holmes-plan", str(tmp_path / "plan.json")
+    )
     assert stages_of(text) == (5, 3)
     assert same(losses(tmp_path / "planned"), losses(tmp_path / "stock"), CLOSE)
 
 
-@pytest.mark.parametrize("partition, parts", [
-    ("balanced", ["'balanced'", "--holmes-model FILE"]),
-    ("1,1,2", ["1,1,2", "3 numbers for 2 pipeline stages"]),
-    ("2,3", ["2+3 = 5 layers", "4 layers of class Block"]),
-])
+@pytest.mark.parametrize(
+    "partition, parts",
+    [
+        ("balanced", ["'balanced'", "--holmes-model FILE"]),
+        ("1,1,2", ["1,1,2", "3 numbers for 2 pipeline stages"]),
+        ("2,3", ["2+3 = 5 layers", "4 layers of class Block"]),
+    ],
+)
 def test_what_does_not_fit_is_one_line(two_clusters, tmp_path, partition, parts):
     text = planned(two_clusters, tmp_path / "log", "--holmes-partition", partition, expect=2)
     assert "Traceback" not in text

@@ -23,18 +23,21 @@ on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
 #: Of three micro-batches: the last stage begins one before the gradient of the one before, and puts weights
 #: off. NCCL is told when gradients' receives are posted, too.
-PASSES = ("F0 F1 g0 F2 g1 g2 B0 I1 I2 W1 W2" if ON_GPUS else "F0 F1 F2 B0 I1 I2 W1 W2",
-          "F0 F1 I0 F2 I1 W0 I2 W1 W2")
+PASSES = (
+    "F0 F1 g0 F2 g1 g2 B0 I1 I2 W1 W2" if ON_GPUS else "F0 F1 F2 B0 I1 I2 W1 W2",
+    "F0 F1 I0 F2 I1 W0 I2 W1 W2",
+)
 #: name -> (passes, DeepSpeed's configuration, the model's options)
 SCENES = {
-    "stock": ((), {}, {}), "split": (PASSES, {}, {}),
+    "stock": ((), {}, {}),
+    "split": (PASSES, {}, {}),
     "stock tied, clipping": ((), {"gradient_clipping": 0.1}, {"tied": True}),
     "split tied, clipping": (PASSES, {"gradient_clipping": 0.1}, {"tied": True}),
     "stock bf16": ((), {"bf16": {"enabled": True}}, {}),
     "split bf16": (PASSES, {"bf16": {"enabled": True}}, {}),
     "stock ZeRO 1": ((), {"zero_optimization": overlap.ZERO}, {}),
     "refused": (PASSES, {"zero_optimization": overlap.ZERO}, {}),
-}  # fmt: skip
+}
 
 
 def all_scenes(rank, names):
@@ -50,13 +53,20 @@ def all_scenes(rank, names):
         if passes:
             registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
         session.set_active(on_cpu.session_of(rank, overlap.SITE, plan))
-        WeightGradients.make = lambda self, one, late=late: late.append(len(self._kept[one])) or make(
-            self, one)
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as told:
+        WeightGradients.make = lambda self, one, late=late: (
+            late.append(len(self._kept[one])) or make(self, one)
+        )
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()) as told,
+        ):
             engine = overlap.engine_for(config, model)
             data = overlap.batches(rank % 2, overlap.STEPS)
-            found[name] = [engine.train_batch(data).item()
-                           for _ in range(overlap.STEPS)], late, told.getvalue()
+            found[name] = (
+                [engine.train_batch(data).item() for _ in range(overlap.STEPS)],
+                late,
+                told.getvalue(),
+            )
         session.set_active(None)
         registry.undo()
     return found
@@ -72,7 +82,9 @@ def test_losses_are_those_of_the_engines_own_schedule(results, name):
     for found in results:
         losses, late, _ = found[name]
         assert losses == found[name.replace("split", "stock")][0]
-        assert len(late) == 3 * (overlap.STEPS - 1) and min(late) > 0  # the first step is the engine's own
+        assert (
+            len(late) == 3 * (overlap.STEPS - 1) and min(late) > 0
+        )  # the first step is the engine's own
 
 
 def test_an_optimizer_that_takes_gradients_itself_keeps_the_engine_s_schedule_and_says_so(results):

@@ -35,8 +35,12 @@ pytest.importorskip("deepspeed")
 on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
 SITE = example()
-BF16 = {"bf16": {"enabled": True}, "zero_optimization": overlap.ZERO, "gradient_clipping": 0.1,
-        **overlap.FP32_SUMS}
+BF16 = {
+    "bf16": {"enabled": True},
+    "zero_optimization": overlap.ZERO,
+    "gradient_clipping": 0.1,
+    **overlap.FP32_SUMS,
+}
 #: name -> (DeepSpeed's configuration, features).
 SCENES = {
     "fp32": ({}, ["deepspeed-tied"]),
@@ -104,7 +108,9 @@ def stock_in_the_other_order():
     from deepspeed.runtime.pipe import schedule
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    instructions = PipelineEngine._INSTRUCTION_MAP  # instruction of a schedule -> method of the engine
+    instructions = (
+        PipelineEngine._INSTRUCTION_MAP
+    )  # instruction of a schedule -> method of the engine
     original = instructions[schedule.ReduceTiedGrads]
     instructions[schedule.ReduceTiedGrads] = average_before_adding_stages
     try:
@@ -128,7 +134,9 @@ def train_in_three_ways(rank, names):
     current = on_cpu.session_of(rank, SITE, plan)
     results = {}
     for name in names:
-        config, features = SCENES[name]  # DeepSpeed's configuration, and the features of holmes to switch on
+        config, features = SCENES[
+            name
+        ]  # DeepSpeed's configuration, and the features of holmes to switch on
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             stock = train(config)
             with stock_in_the_other_order():
@@ -167,7 +175,9 @@ def test_the_order_of_the_sum_is_the_only_difference_to_stock(results, name):
     for results_of_rank in results:
         # Training without holmes, with holmes, and without holmes in holmes's order of additions.
         stock, ours, reordered = results_of_rank[name]
-        assert stock.weights != reordered.weights  # otherwise the order would not show in the results
+        assert (
+            stock.weights != reordered.weights
+        )  # otherwise the order would not show in the results
         # The feature "deepspeed-tied" is holmes's hierarchical all-reduce of tied weights.
         expected = reordered if "deepspeed-tied" in features else stock
         assert ours.losses == expected.losses

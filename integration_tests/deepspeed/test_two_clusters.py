@@ -32,17 +32,23 @@ def measured(clusters, log, *flags, **more):
     train(clusters, log, *flags, **more)
     found = losses(log)
     assert len(found) == STEPS and found[-1] < found[0]
-    return found, {node: {nic: mb / STEPS for nic, mb in nics.items()}
-                   for node, nics in clusters.sent(before).items()}
+    return found, {
+        node: {nic: mb / STEPS for nic, mb in nics.items()}
+        for node, nics in clusters.sent(before).items()
+    }
 
 
 @pytest.mark.row("DeepSpeed's pipeline engine")
-@pytest.mark.parametrize("flags", [
-    pytest.param(("--stages", "2"), id="fp32"),
-    pytest.param(("--stages", "2", "--zero", "1", "--dtype", "bf16"), id="ZeRO 1 bf16",
-                 marks=over_nccl),
-    pytest.param(("--stages", "2", "--tied"), id="tied", marks=full),
-])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--stages", "2"), id="fp32"),
+        pytest.param(
+            ("--stages", "2", "--zero", "1", "--dtype", "bf16"), id="ZeRO 1 bf16", marks=over_nccl
+        ),
+        pytest.param(("--stages", "2", "--tied"), id="tied", marks=full),
+    ],
+)
 def test_the_loss_is_stocks_and_gradients_stay_inside_clusters(two_clusters, tmp_path, flags):
     stock, stock_sent = measured(two_clusters, tmp_path / "stock", *flags)
     holmes, sent = measured(two_clusters, tmp_path / "holmes", *flags, *two_clusters.holmes)
@@ -61,7 +67,9 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
     env = {"HOLMES_DISABLE": "deepspeed-p2p,deepspeed-edges"}
     without, sent_without = measured(two_clusters, tmp_path / "off", *flags, env=env)
     assert same(found, without)
-    activations = 4 * 2 * 16 * 128 * 4 / 1e6  # micro-batches x rows x sequence x hidden x 4 bytes, each way
+    activations = (
+        4 * 2 * 16 * 128 * 4 / 1e6
+    )  # micro-batches x rows x sequence x hidden x 4 bytes, each way
     for node in ("a0", "b1"):  # the ends of the pipeline: one neighbour, inside the cluster
         assert fast(sent_without[node]) < 0.01 and sent_without[node]["eth0"] > activations
         assert fast(sent[node]) > activations
@@ -77,7 +85,9 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, tmp_path, how):
     """Where all streams share one hardware queue, and where each launch is waited for."""
     flags = ("--stages", "2", "--tied")
     stock, _ = measured(two_clusters, tmp_path / "stock", *flags)
-    ours, _ = measured(two_clusters, tmp_path / "ours", *flags, *two_clusters.holmes, env=ONE_AT_A_TIME[how])
+    ours, _ = measured(
+        two_clusters, tmp_path / "ours", *flags, *two_clusters.holmes, env=ONE_AT_A_TIME[how]
+    )
     assert same(stock, ours)
 
 
@@ -108,7 +118,10 @@ def test_sizes_that_are_not_the_jobs_end_it_in_one_line(two_clusters, planned):
     result = launch(two_clusters, TRAIN, *SIZE, *flags)
     assert set(result.statuses.values()) == {2}, result.outputs
     text = "".join(result.outputs.values())
-    assert text.count(f"holmes: --holmes-sizes says {planned}, but the program initializes pipeline=2") == 1
+    assert (
+        text.count(f"holmes: --holmes-sizes says {planned}, but the program initializes pipeline=2")
+        == 1
+    )
     assert "Traceback" not in text and "is lost" not in text
 
 
@@ -117,10 +130,14 @@ def test_sizes_that_are_not_the_jobs_end_it_in_one_line(two_clusters, planned):
 def test_a_shorter_micro_batch_ends_the_job_in_one_line(two_clusters, step):
     """Before messages are known, and when they are received in advance. Stock leaves half a message in the
     buffer."""
-    result = launch(two_clusters, str(SCRIPTS / "shorter_batch.py"), str(step), "1", *two_clusters.holmes)
+    result = launch(
+        two_clusters, str(SCRIPTS / "shorter_batch.py"), str(step), "1", *two_clusters.holmes
+    )
     assert set(result.statuses.values()) == {2}, result.outputs
-    told = (r"holmes: pipeline edge from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) "
-            r"torch.float32,")
+    told = (
+        r"holmes: pipeline edge from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) "
+        r"torch.float32,"
+    )
     told += r" expected \(4, 8\) torch.float32; give all"
     lines = [line for line in said(result) if re.search(told, line)]
     assert lines, result.outputs

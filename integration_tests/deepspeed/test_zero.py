@@ -36,8 +36,14 @@ KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
 
 
 def zero(stage, **more):
-    return {"zero_optimization": {"stage": stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000,
-                                  **more}}
+    return {
+        "zero_optimization": {
+            "stage": stage,
+            "reduce_bucket_size": 2000,
+            "allgather_bucket_size": 2000,
+            **more,
+        }
+    }
 
 
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -46,7 +52,12 @@ BF16 = {"bf16": {"enabled": True}}
 #: levels)
 SCENES = {
     "ZeRO 0": ({}, {}, 1e-6, True),
-    "ZeRO 0 prescaled": ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, {}, 1e-6, True),
+    "ZeRO 0 prescaled": (
+        {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+        {},
+        1e-6,
+        True,
+    ),
     "ZeRO 0 clipping": ({"gradient_clipping": 0.1}, {}, 1e-6, True),
     "ZeRO 0 sent as bf16": ({}, {"compress": "bf16"}, 1e-2, True),
     "ZeRO 0 bf16": (BF16, {}, 1e-2, True),
@@ -55,7 +66,10 @@ SCENES = {
     "ZeRO 1 all-reduce": (zero(1, reduce_scatter=False), {}, 1e-6, True),
     "ZeRO 1 bf16": ({**zero(1), **BF16, **FP32_SUMS}, {}, 1e-2, True),
     "ZeRO 1 fp16, overflows skipped": (
-        {**zero(1), "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}, {}, 1e-2, True,
+        {**zero(1), "fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}},
+        {},
+        1e-2,
+        True,
     ),
     "ZeRO 2": (zero(2), {}, 1e-6, True),
     "ZeRO 2 overlap_comm": (zero(2, overlap_comm=True), {}, 1e-6, True),
@@ -103,11 +117,19 @@ def session_with(options):
 
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
-        return ReductionSpec(False, 0, clusters, two_level_from=65, compress=options.get("compress", "off"))
+        return ReductionSpec(
+            False, 0, clusters, two_level_from=65, compress=options.get("compress", "off")
+        )
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()
-    return SimpleNamespace(options=Options(**options), rank=rank, plan=plan, reduction=reduction,
-                           reductions={}, fabric_of=lambda ranks, backend: None)
+    return SimpleNamespace(
+        options=Options(**options),
+        rank=rank,
+        plan=plan,
+        reduction=reduction,
+        reductions={},
+        fabric_of=lambda ranks, backend: None,
+    )
 
 
 @contextlib.contextmanager
@@ -140,7 +162,10 @@ def compare_scenes(rank, names):
     results = {}
     for name in names:
         config, options, *_ = SCENES[name]
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        with (
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(io.StringIO()) as said,
+        ):
             stock = train(rank, config)
             with holmes(options) as elements:
                 ours = train(rank, config)
@@ -165,7 +190,8 @@ def test_losses_are_stock_s(results, name):
     _, _, tolerance, is_hierarchical = SCENES[name]  # whether gradients are reduced hierarchically
     if "ZeRO 3" in name and deepspeed.__version__.startswith(("0.16.", "0.18.9")):
         pytest.skip(
-            "on CPUs stock's own runs differ from each other, by 0.06 and more (eight runs in one process)")
+            "on CPUs stock's own runs differ from each other, by 0.06 and more (eight runs in one process)"
+        )
     parameter_count = sum(p.numel() for p in model().parameters())
     for results_of_rank in results:
         # Without holmes ("stock") and with holmes: the losses of all micro-batches, and how many optimizer
@@ -194,10 +220,12 @@ def test_zero_3_says_what_its_collectives_take(results):
     weights = sum(p.numel() for p in model().parameters()) * 4 / 1e3
     for rank, of_rank in enumerate(results):
         text = of_rank["ZeRO 3"][3]
-        assert (f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every" in text) == (
-            rank == 0)
-        assert ("; with zero_hpz_partition_size 2 the backward pass gathers inside clusters" in text) == (
-            rank == 0)
+        assert (
+            f"ZeRO 3 gathers {weights:.3g} kB of weights across clusters a, b in every" in text
+        ) == (rank == 0)
+        assert (
+            "; with zero_hpz_partition_size 2 the backward pass gathers inside clusters" in text
+        ) == (rank == 0)
         assert "ZeRO 3" not in of_rank["ZeRO 2"][3]
 
 
@@ -217,7 +245,11 @@ def hierarchical(rank):
         found.append(train(rank, zero(3, zero_hpz_partition_size=2))[0])
         registry.undo()
         session.set_active(None)
-    made = {(record.ranks, record.transport.fabric) for record in current.groups if len(record.ranks) == 2}
+    made = {
+        (record.ranks, record.transport.fabric)
+        for record in current.groups
+        if len(record.ranks) == 2
+    }
     return *found, made
 
 
@@ -231,17 +263,21 @@ def test_hierarchical_partitions_lie_inside_clusters_on_their_fabrics():
 
 def stage_3_of(size, nodes):
     here = build_plan(site(*nodes))
-    engine = SimpleNamespace(module=model(), seq_data_parallel_group=None,
-                             zero_hpz_partition_size=lambda: size)
+    engine = SimpleNamespace(
+        module=model(), seq_data_parallel_group=None, zero_hpz_partition_size=lambda: size
+    )
     return deepspeed_two_level._zero_3_message(SimpleNamespace(plan=here), engine)
 
 
-@pytest.mark.parametrize("size, nodes, ends", [
-    (2, TWO, " s of it (predicted)"),
-    (4, TWO, "crosses in the backward pass too: ranks 0, 1, 2, 3 lie in clusters a, b"),
-    (2, ("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0"), "ranks 2, 3 lie in clusters a, b"),
-    (1, ("a ib 2Gb/s a[0-3]",), ""),
-])
+@pytest.mark.parametrize(
+    "size, nodes, ends",
+    [
+        (2, TWO, " s of it (predicted)"),
+        (4, TWO, "crosses in the backward pass too: ranks 0, 1, 2, 3 lie in clusters a, b"),
+        (2, ("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0"), "ranks 2, 3 lie in clusters a, b"),
+        (1, ("a ib 2Gb/s a[0-3]",), ""),
+    ],
+)
 def test_a_hierarchical_partition_is_judged_by_where_its_groups_lie(monkeypatch, size, nodes, ends):
     monkeypatch.setattr(deepspeed_two_level, "group_ranks", lambda group: range(4))
     monkeypatch.setattr(deepspeed_two_level, "backend_of", lambda group: "gloo")

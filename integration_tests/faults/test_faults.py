@@ -21,12 +21,21 @@ from integration_tests.faults.table import FAULTS, OTHER_NAMES, Changes, Fault, 
 from integration_tests.jobs import CLUSTER, full, said
 
 TINY = str(Path(__file__).with_name("tiny.py"))
-PRELOAD = ("torch", "holmes_ext.job", "holmes_ext.patches.engine.registry",
-           *(f"holmes_ext.runtime.{name}" for name in ("start.rank", "start.preflight", "watch.failure")))
+PRELOAD = (
+    "torch",
+    "holmes_ext.job",
+    "holmes_ext.patches.engine.registry",
+    *(f"holmes_ext.runtime.{name}" for name in ("start.rank", "start.preflight", "watch.failure")),
+)
 #: Those of a run over NCCL: what is found before the job, and what NCCL itself meets. A rank that loses
 #: another tells what it has lost, and is ended by torch's own watchdog (SIGABRT) or the launcher.
-OVER_NCCL = ("unreachable on its fast NIC alone", "a fast NIC without link", "cable of the fast NIC pulled",
-             "cable pulled and back in time", "killed in a reduction")
+OVER_NCCL = (
+    "unreachable on its fast NIC alone",
+    "a fast NIC without link",
+    "cable of the fast NIC pulled",
+    "cable pulled and back in time",
+    "killed in a reduction",
+)
 TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
 ENDED_BY_LAUNCHER = 143  # exit status after SIGTERM
 ABORTED = (-6, 134)  # exit statuses after SIGABRT
@@ -57,7 +66,9 @@ def plan(two_clusters):
 
 def happen(two_clusters, fault: Fault, plan: str):
     """Train a small job, cause the fault in it, and return the job's result and the lines that it printed."""
-    changes = Changes(two_clusters.lab)  # applies the fault to the emulated network, and can undo it
+    changes = Changes(
+        two_clusters.lab
+    )  # applies the fault to the emulated network, and can undo it
     is_applied = threading.Event()
 
     def on_line(rank, line, stream):  # called for each line that the job prints
@@ -97,9 +108,13 @@ def test_fault(two_clusters, plan, fault):
     assert result.returncode != TIMED_OUT, f"not over within {fault.within_s} s:\n{told}"
 
     for pattern in fault.says:  # patterns of the expected messages
-        assert any(re.search(pattern, line) for line in lines), f"no line matches {pattern!r}:\n{told}"
+        assert any(re.search(pattern, line) for line in lines), (
+            f"no line matches {pattern!r}:\n{told}"
+        )
     for pattern in fault.silent:  # patterns that no message may match
-        assert not any(re.search(pattern, line) for line in lines), f"a line matches {pattern!r}:\n{told}"
+        assert not any(re.search(pattern, line) for line in lines), (
+            f"a line matches {pattern!r}:\n{told}"
+        )
 
     # Exit statuses of the ranks that the fault itself does not kill or stop.
     ended = {rank: status for rank, status in result.statuses.items() if rank not in fault.gone}
@@ -118,15 +133,19 @@ def test_fault(two_clusters, plan, fault):
 @gloo_only  # for NCCL, the lab sets NCCL_SOCKET_IFNAME to the first name of the NIC
 def test_nics_have_other_names_at_the_next_start(two_clusters, plan):
     """The same cluster.toml and plan.json: neither knows a NIC's name. The other one is used."""
-    changes, flags = Changes(two_clusters.lab), ["--holmes-cluster", str(CLUSTER), "--holmes-plan", plan]
+    changes, flags = (
+        Changes(two_clusters.lab),
+        ["--holmes-cluster", str(CLUSTER), "--holmes-plan", plan],
+    )
     job = json.dumps({"ranks": {}, "flags": flags, "env": {}})
     sent = []
     try:
         for nic in ("roce0", OTHER_NAMES["roce0"]):
             before = two_clusters.lab.counters()
             result = two_clusters.run(TINY, job, preload=PRELOAD)
-            assert (result.returncode == 0
-                    and not any("uses Ethernet" in line for line in said(result))), result.outputs
+            assert result.returncode == 0 and not any(
+                "uses Ethernet" in line for line in said(result)
+            ), result.outputs
             sent.append(two_clusters.sent(before)["b1"][nic])
             if nic == "roce0":
                 changes.do([renamed("b1")])
@@ -149,9 +168,13 @@ test $? = 2; test "$(cat {folder}/{file})" = old; test "$(ls -A {folder})" = {fi
 """
 
 
-@pytest.mark.parametrize("words, file", [
-    (f"plan --cluster {CLUSTER} --pipeline 2 --output", "p.json"),
-    ("report {telemetry} --trace", "trace.json")])
+@pytest.mark.parametrize(
+    "words, file",
+    [
+        (f"plan --cluster {CLUSTER} --pipeline 2 --output", "p.json"),
+        ("report {telemetry} --trace", "trace.json"),
+    ],
+)
 def test_the_disk_is_full(two_clusters, tmp_path, words, file):
     """Status 2 and one line; what was there stays as it was, and nothing half-written lies about."""
     words = words.format(telemetry=write(tmp_path / "telemetry"))
@@ -160,4 +183,6 @@ def test_the_disk_is_full(two_clusters, tmp_path, words, file):
     result = two_clusters.lab.run(["sh", "-c", script], order=["a0"], timeout=90)
     told = result.outputs[0]
     assert result.returncode == 0, told
-    assert re.search(rf"holmes: .*{file}.*No space left on device", told) and "Traceback" not in told, told
+    assert (
+        re.search(rf"holmes: .*{file}.*No space left on device", told) and "Traceback" not in told
+    ), told

@@ -35,7 +35,9 @@ TIMED_OUT = 124  # exit status of a job that the lab ended after its timeout
 TORCH_FAILED = "communication failed"
 #: Pattern for the same message in this file's job. There holmes sends activations between pipeline stages and
 #: reduces gradients, and the message names what failed.
-ENGINE_FAILED = "(communication|pipeline edge from stage .*|the reduction of .*) failed( over fabric [^;:]*)?"
+ENGINE_FAILED = (
+    "(communication|pipeline edge from stage .*|the reduction of .*) failed( over fabric [^;:]*)?"
+)
 
 
 @pytest.fixture(scope="module")
@@ -73,8 +75,16 @@ def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
     log = log or save / "log"
     done, step = max(losses(log)), assert_whole(here or save)
     assert done - 1 <= step <= done
-    result = launch(two_clusters, TRAIN, str(save), json.dumps({"log": str(log)}), *SIZE, "--steps",
-                    str(MORE), *HOLMES)
+    result = launch(
+        two_clusters,
+        TRAIN,
+        str(save),
+        json.dumps({"log": str(log)}),
+        *SIZE,
+        "--steps",
+        str(MORE),
+        *HOLMES,
+    )
     assert result.returncode == 0, result.outputs
     assert losses(log) == pytest.approx(undisturbed, abs=1e-6)
     assert assert_whole(here or save) == MORE
@@ -82,17 +92,32 @@ def assert_goes_on(two_clusters, save, undisturbed, log=None, here=None):
 
 #: Faults while a rank writes its checkpoint. `says`: patterns that holmes's messages must match.
 WRITING = (
-    Fault("killed while it writes its checkpoint", says=(r"communication failed; node b0 .rank 2. is lost",),
-          ranks={"1": {"do": "kill", "when": "save"}}, gone=(1,)),
-    Fault("the first rank is killed while it writes its checkpoint",
-          says=(r"communication failed; node a0 .rank 0. is lost",),
-          ranks={"0": {"do": "kill", "when": "save"}}, gone=(0,), default=False),
-    Fault("stopped while it writes its checkpoint", says=(r"communication failed: .*[Tt]imed out",),
-          ranks={"1": {"do": "stop", "when": "save"}}, gone=(1,), default=False),
+    Fault(
+        "killed while it writes its checkpoint",
+        says=(r"communication failed; node b0 .rank 2. is lost",),
+        ranks={"1": {"do": "kill", "when": "save"}},
+        gone=(1,),
+    ),
+    Fault(
+        "the first rank is killed while it writes its checkpoint",
+        says=(r"communication failed; node a0 .rank 0. is lost",),
+        ranks={"0": {"do": "kill", "when": "save"}},
+        gone=(0,),
+        default=False,
+    ),
+    Fault(
+        "stopped while it writes its checkpoint",
+        says=(r"communication failed: .*[Tt]imed out",),
+        ranks={"1": {"do": "stop", "when": "save"}},
+        gone=(1,),
+        default=False,
+    ),
 )
 #: What holmes prints if NCCL has failed. NCCL does not say which rank is lost, so the message names all of
 #: the others.
-NCCL_FAILED = "communication failed; (the timeout has passed|(one of )?node .* is lost): NCCL's [A-Z_]+ in "
+NCCL_FAILED = (
+    "communication failed; (the timeout has passed|(one of )?node .* is lost): NCCL's [A-Z_]+ in "
+)
 #: Over NCCL these faults are not tested: the lab ends a job on emulated GPUs in which nothing moves, before
 #: the job's own timeout.
 NOTHING_MOVES = (
@@ -122,7 +147,9 @@ def assert_explains_the_end(fault: Fault, lines: list[str]) -> None:
         is_about_a_lost_rank = "is lost" in pattern or "imed out" in pattern
         if ON_GPUS and is_about_a_lost_rank:
             expected = NCCL_FAILED
-        assert any(re.search(expected, line) for line in lines), f"no line matches {expected!r}: {lines}"
+        assert any(re.search(expected, line) for line in lines), (
+            f"no line matches {expected!r}: {lines}"
+        )
 
 
 def marks_of(fault: Fault) -> list:
@@ -133,15 +160,17 @@ def marks_of(fault: Fault) -> list:
     return marks
 
 
-@pytest.mark.parametrize("fault", [
-    pytest.param(fault, id=fault.name, marks=marks_of(fault)) for fault in CASES
-])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, id=fault.name, marks=marks_of(fault)) for fault in CASES]
+)
 def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tmp_path, fault):
     """A fault in the third step ends the job with a message that names the cause.
 
     Started again from its last checkpoint, the job has the losses of a job without the fault.
     """
-    changes = Changes(two_clusters.lab)  # applies the fault to the emulated network, and can undo it
+    changes = Changes(
+        two_clusters.lab
+    )  # applies the fault to the emulated network, and can undo it
     is_applied = threading.Event()
     save = tmp_path / "saved"  # folder of the checkpoints
 
@@ -155,12 +184,25 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
 
     # Ranks that train.py kills or stops, each with the moment in the third step.
     # OF_ENGINE maps the moment named in the table of faults to one of this job, such as "reduce".
-    failing_ranks = {rank: {**failure, "when": OF_ENGINE[failure["when"]]}
-                     for rank, failure in fault.ranks.items()}
+    failing_ranks = {
+        rank: {**failure, "when": OF_ENGINE[failure["when"]]}
+        for rank, failure in fault.ranks.items()
+    }
     job = {"pause_s": float(fault.env.get("PAUSE_S", 0)), "timeout_s": 20, "ranks": failing_ranks}
-    command = (TRAIN, str(save), json.dumps(job), *SIZE, "--steps", str(STEPS), *HOLMES, *fault.flags)
+    command = (
+        TRAIN,
+        str(save),
+        json.dumps(job),
+        *SIZE,
+        "--steps",
+        str(STEPS),
+        *HOLMES,
+        *fault.flags,
+    )
     try:
-        result = launch(two_clusters, *command, timeout=fault.within_s, grace=fault.grace_s, on_line=on_line)
+        result = launch(
+            two_clusters, *command, timeout=fault.within_s, grace=fault.grace_s, on_line=on_line
+        )
     finally:
         changes.undo()
     assert is_applied.is_set() or not fault.during, result.outputs
@@ -178,11 +220,14 @@ def test_after_a_fault_in_training_the_job_goes_on(two_clusters, undisturbed, tm
 def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed, tmp_path):
     """A disk that all nodes share; another program takes what was left of it but half a checkpoint."""
     lab, folder, log = two_clusters.lab, tmp_path / "disk", tmp_path / "log"
-    mounted = lab.run(["sh", "-c", f"mkdir {folder} && mount -t tmpfs -o size=64m none {folder}"],
-                      order=["a0"])
+    mounted = lab.run(
+        ["sh", "-c", f"mkdir {folder} && mount -t tmpfs -o size=64m none {folder}"], order=["a0"]
+    )
     assert mounted.returncode == 0, mounted.outputs
-    inside, here = (Path(f"/proc/{lab.holder('a0', inside=inside)}/root{folder}/saved")
-                    for inside in (True, False))
+    inside, here = (
+        Path(f"/proc/{lab.holder('a0', inside=inside)}/root{folder}/saved")
+        for inside in (True, False)
+    )
     ballast = here.parent / "ballast"
 
     def on_line(rank, line, stream):
@@ -193,13 +238,22 @@ def test_the_disk_fills_while_a_checkpoint_is_written(two_clusters, undisturbed,
 
     job = {"pause_s": 1.0, "timeout_s": 20, "log": str(log)}
     try:
-        result = launch(two_clusters, TRAIN, str(inside), json.dumps(job), *SIZE, "--steps", str(STEPS),
-                        *HOLMES,
-                        on_line=on_line, grace=30.0)
+        result = launch(
+            two_clusters,
+            TRAIN,
+            str(inside),
+            json.dumps(job),
+            *SIZE,
+            "--steps",
+            str(STEPS),
+            *HOLMES,
+            on_line=on_line,
+            grace=30.0,
+        )
         assert result.returncode == 1, result.outputs
         assert any(
-            re.search(r"rank \d on node \w\d: .*is the disk full\?", line)
-            for line in said(result)), result.outputs
+            re.search(r"rank \d on node \w\d: .*is the disk full\?", line) for line in said(result)
+        ), result.outputs
         ballast.unlink()
         assert_goes_on(two_clusters, inside, undisturbed, log, here)
     finally:
@@ -248,21 +302,30 @@ def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
         result = when_logged(job, save / "log", 2, lambda: lab.set_link("b1", "roce0", up=False))
         lines = said(result)
         assert result.returncode == 0, result.outputs
-        assert any(re.search(r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job "
-                             r"ends here",
-                             line) for line in lines), lines
-        assert any("node b1: mlx5_0:1 is DOWN" in line and "uses Ethernet instead" in line
-                   for line in lines), lines
+        assert any(
+            re.search(
+                r"on node b1: NIC roce0 .mlx5_0:1. of node b1 .* has no link for .* the job "
+                r"ends here",
+                line,
+            )
+            for line in lines
+        ), lines
+        assert any(
+            "node b1: mlx5_0:1 is DOWN" in line and "uses Ethernet instead" in line
+            for line in lines
+        ), lines
     finally:
         lab.set_link("b1", "roce0", up=True)
-    assert losses(save / "log") == pytest.approx({step: undisturbed[step] for step in range(1, STEPS + 1)},
-                                                 abs=1e-6)
+    assert losses(save / "log") == pytest.approx(
+        {step: undisturbed[step] for step in range(1, STEPS + 1)}, abs=1e-6
+    )
     assert assert_whole(save) == STEPS
 
     before = lab.counters()
     result = torchrun(two_clusters, save, MORE).wait()
-    assert result.returncode == 0 and not any("uses Ethernet" in line
-                                              for line in said(result)), result.outputs
+    assert result.returncode == 0 and not any("uses Ethernet" in line for line in said(result)), (
+        result.outputs
+    )
     assert losses(save / "log") == pytest.approx(undisturbed, abs=1e-6)
     assert assert_whole(save) == MORE
     assert two_clusters.sent(before)["b1"]["roce0"] > 0.2
@@ -288,8 +351,10 @@ def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbe
     # torch 2.13's agents share a store whose address they tell in their first round only: a newcomer waits
     # for it in vain
     place = {
-        "meet": f"{lab.nodes[0].address}:29400", "keep_alive_s": 5,
-        "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}}
+        "meet": f"{lab.nodes[0].address}:29400",
+        "keep_alive_s": 5,
+        "env": {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    }
     try:
         job = torchrun(two_clusters, save, STEPS, **place, grace=400.0)
         jobs = []
@@ -299,18 +364,23 @@ def test_a_node_is_replaced_by_one_with_other_nic_names(two_clusters, undisturbe
                 with contextlib.suppress(ProcessLookupError):  # it went with its parent
                     os.kill(pid, signal.SIGKILL)
             changes.do([renamed("b1")])
-            jobs.append((torchrun(two_clusters, save, STEPS, **place, order=["b1"]), lab.counters()))
+            jobs.append(
+                (torchrun(two_clusters, save, STEPS, **place, order=["b1"]), lab.counters())
+            )
 
         result = when_logged(job, save / "log", 2, replace)
         (newcomer, before), lost = jobs[0], two_clusters.order.index("b1")
         told = newcomer.wait()
         assert told.returncode == 0, told.outputs
-        assert {rank: status for rank, status in result.statuses.items() if rank != lost} == dict.fromkeys(
-            {0, 1, 2, 3} - {lost}, 0), result.outputs
-        assert not any("uses Ethernet" in line for line in [*said(result), *said(told)]), result.outputs
-        assert losses(save / "log") == pytest.approx({step: undisturbed[step]
-                                                      for step in range(1, STEPS + 1)},
-                                                     abs=1e-6)
+        assert {
+            rank: status for rank, status in result.statuses.items() if rank != lost
+        } == dict.fromkeys({0, 1, 2, 3} - {lost}, 0), result.outputs
+        assert not any("uses Ethernet" in line for line in [*said(result), *said(told)]), (
+            result.outputs
+        )
+        assert losses(save / "log") == pytest.approx(
+            {step: undisturbed[step] for step in range(1, STEPS + 1)}, abs=1e-6
+        )
         assert assert_whole(save) == STEPS
         assert two_clusters.sent(before)["b1"][OTHER_NAMES["roce0"]] > 0.2
     finally:

@@ -32,7 +32,9 @@ def perhaps(when):
     if MINE.get("when") != when:
         return
     if MINE["do"] == "silent":
-        with socket.create_server((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), backlog=64):
+        with socket.create_server(
+            (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), backlog=64
+        ):
             time.sleep(600)
     if MINE["do"] == "exit":
         os._exit(0)
@@ -87,8 +89,9 @@ def train():
     dist.init_process_group("nccl" if gpu else "gloo", timeout=timeout)
     rank, world = dist.get_rank(), dist.get_world_size()
     half = world // 2
-    data = [dist.new_group(list(ranks), timeout=timeout)
-            for ranks in (range(half), range(half, world))][rank >= half]
+    data = [
+        dist.new_group(list(ranks), timeout=timeout) for ranks in (range(half), range(half, world))
+    ][rank >= half]
     values = torch.ones(ELEMENTS)
     for step in range(1, STEPS + 1):
         if step == 3:

@@ -50,12 +50,14 @@ def prepare_engine(mine):
         of_groups = torch.distributed.distributed_c10d
         of_groups.default_pg_timeout = of_groups.default_pg_nccl_timeout = limit
     end = lambda: os.kill(  # noqa: E731
-        os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mine["do"]])
+        os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[mine["do"]]
+    )
     instructions = {"reduce": schedule.ReduceGrads, "send": schedule.SendActivation}
     if mine.get("when") in instructions:
         table, key = PipelineEngine._INSTRUCTION_MAP, instructions[mine["when"]]
-        table[key] = before(table[key],
-                            lambda engine, *_: end() if engine.global_steps == FAULTY_STEP - 1 else None)
+        table[key] = before(
+            table[key], lambda engine, *_: end() if engine.global_steps == FAULTY_STEP - 1 else None
+        )
     if mine.get("when") == "save":
 
         def half(value, path, **_):
@@ -79,11 +81,21 @@ def prepare_engine(mine):
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    prepare_engine(JOB.get("ranks", {}).get(os.environ.get("NODE_RANK"), {}))  # RANK is holmes's by now
+    prepare_engine(
+        JOB.get("ranks", {}).get(os.environ.get("NODE_RANK"), {})
+    )  # RANK is holmes's by now
     SAVE.mkdir(exist_ok=True)
     sys.path.insert(0, str(TRAIN.parent))
-    sys.argv = [str(TRAIN), *sys.argv[1:], "--save", str(SAVE), "--save-every", "1", "--log",
-                JOB.get("log", str(SAVE / "log"))]
+    sys.argv = [
+        str(TRAIN),
+        *sys.argv[1:],
+        "--save",
+        str(SAVE),
+        "--save-every",
+        "1",
+        "--log",
+        JOB.get("log", str(SAVE / "log")),
+    ]
     if (SAVE / "latest").is_file():
         sys.argv += ["--load", str(SAVE)]
     runpy.run_path(str(TRAIN), run_name="__main__")

@@ -63,12 +63,26 @@ class Command:
     def losses(self, lab: Lab, nodes: str, gpus: Gpus | None) -> list[float]:
         """Of each step on these nodes with two processes each (one where there is one GPU); gpus None: on the
         CPU. AssertionError with what the first rank that failed printed."""
-        log = self.folder / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}-{'gpu' if gpus else 'cpu'}.jsonl"
+        log = (
+            self.folder
+            / f"{re.sub('[^a-z0-9]+', '-', self.name.lower())}-{'gpu' if gpus else 'cpu'}.jsonl"
+        )
         words = [str(log) if word == LOG else word for word in self.words]
-        env = {"PYTEST_CURRENT_TEST": "", **self.env, **(ON_GPU if gpus else {**ON_CPU, **self.env_on_cpu})}
-        result = lab.run([sys.executable, *words, *(() if gpus else self.on_cpu)], order=nodes.split(","),
-                         processes=PROCESSES, preload=() if PHYSICAL else self.preload, env=env,
-                         gpus=gpus, timeout=TIMEOUT_S, cwd=self.inside)
+        env = {
+            "PYTEST_CURRENT_TEST": "",
+            **self.env,
+            **(ON_GPU if gpus else {**ON_CPU, **self.env_on_cpu}),
+        }
+        result = lab.run(
+            [sys.executable, *words, *(() if gpus else self.on_cpu)],
+            order=nodes.split(","),
+            processes=PROCESSES,
+            preload=() if PHYSICAL else self.preload,
+            env=env,
+            gpus=gpus,
+            timeout=TIMEOUT_S,
+            cwd=self.inside,
+        )
         assert result.returncode == 0, result.outputs[result.first_failed or 0][-5000:]
         return self.read(result, log)
 
@@ -89,18 +103,43 @@ def _megatron(result: RunResult, log: Path) -> list[float]:
 def deepspeed(folder: Path) -> list[Command]:
     """ZeRO 0 to 3, and the pipeline engine."""
     preload, script = ("torch", "deepspeed"), str(EXAMPLES / "deepspeed_pipeline" / "train.py")
-    zero = [Command(f"DeepSpeed, ZeRO {stage}", (str(HERE / "zero.py"), "--stage", str(stage)), folder,
-                    preload, _printed) for stage in range(4)]
-    return [*zero,
-            Command("DeepSpeed, pipeline 2", (script, *SIZE, "--stages", "2", "--log", LOG), folder, preload,
-                    _logged)]
+    zero = [
+        Command(
+            f"DeepSpeed, ZeRO {stage}",
+            (str(HERE / "zero.py"), "--stage", str(stage)),
+            folder,
+            preload,
+            _printed,
+        )
+        for stage in range(4)
+    ]
+    return [
+        *zero,
+        Command(
+            "DeepSpeed, pipeline 2",
+            (script, *SIZE, "--stages", "2", "--log", LOG),
+            folder,
+            preload,
+            _logged,
+        ),
+    ]
 
 
 def trainer(folder: Path) -> Command:
-    model = "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split()
-    words = (str(EXAMPLES / "trainer" / "train.py"), *model, "--output", str(folder / "out"), "--log-file",
-             LOG)
-    return Command("transformers' Trainer", words, folder, ("torch", "transformers.trainer"), _logged)
+    model = (
+        "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split()
+    )
+    words = (
+        str(EXAMPLES / "trainer" / "train.py"),
+        *model,
+        "--output",
+        str(folder / "out"),
+        "--log-file",
+        LOG,
+    )
+    return Command(
+        "transformers' Trainer", words, folder, ("torch", "transformers.trainer"), _logged
+    )
 
 
 MEGATRON = """
@@ -125,29 +164,51 @@ def megatron_lm(folder: Path, checkout: Path, *flags: str) -> Command:
     tools.mkdir()
     site.mkdir()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    for name, line in (("python3", f'exec {sys.executable} "$@"'), ("python3-config", f"echo {suffix}")):
+    for name, line in (
+        ("python3", f'exec {sys.executable} "$@"'),
+        ("python3-config", f"echo {suffix}"),
+    ):
         (tools / name).write_text(f"#!/bin/sh\n{line}\n")
         (tools / name).chmod(0o755)
     python_3_11 = "import typing\nvars(typing).setdefault('override', lambda made: made)\n"
     (folder / "sitecustomize.py").write_text(python_3_11)
-    env = {**_path(folder, checkout), "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-           "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
-           "TORCHDYNAMO_DISABLE": "1"}
-    name = "Megatron-LM, " + "tensor 2, " * ("--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
-    return Command(name, (str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags), folder,
-                   ("torch",), _megatron, env, ("--distributed-backend", "gloo"),
-                   _path(write_sitecustomize(site), checkout))
+    env = {
+        **_path(folder, checkout),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "PATH": os.pathsep.join([str(tools), str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    name = (
+        "Megatron-LM, "
+        + "tensor 2, " * ("--tensor-model-parallel-size" in flags)
+        + "pipeline 2, data 2"
+    )
+    return Command(
+        name,
+        (str(checkout / "pretrain_gpt.py"), *MEGATRON, *PIPELINE, *flags),
+        folder,
+        ("torch",),
+        _megatron,
+        env,
+        ("--distributed-backend", "gloo"),
+        _path(write_sitecustomize(site), checkout),
+    )
 
 
 def _path(*folders: str | Path) -> dict[str, str]:
     return {
-        "PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")]))}
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [*map(str, folders), os.environ.get("PYTHONPATH", "")])
+        )
+    }
 
 
 #: What Megatron-DeepSpeed asks of Apex and nvcc wherever CUDA is, as torch's own: file -> text. (Their
 #: kernels are not emulated, and its --cpu_torch_adam forgets to import torch.)
 APEX_OF_TORCH = {
-    "apex/__init__.py": "", "amp_C.py": "", "fused_layer_norm_cuda.py": "",
+    "apex/__init__.py": "",
+    "amp_C.py": "",
+    "fused_layer_norm_cuda.py": "",
     "apex/multi_tensor_apply.py": "multi_tensor_applier = None\n",
     "apex/optimizers.py": "from torch.optim import Adam as FusedAdam, SGD as FusedSGD\n",
     "apex/normalization/__init__.py": "from torch.nn import RMSNorm as MixedFusedRMSNorm\n",
@@ -162,8 +223,13 @@ class FusedLayerNormAffineFunction:
 }
 
 
-def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str,
-                       vocabulary: tuple[Path, Path] | None = None) -> Command:
+def megatron_deepspeed(
+    folder: Path,
+    checkout: Path,
+    zero: int,
+    *flags: str,
+    vocabulary: tuple[Path, Path] | None = None,
+) -> Command:
     """Its weights are drawn on the CPU, for a GPU draws others; Apex's modules are torch's, on both sides."""
     copy, apex = Checkout(checkout, folder, vocabulary), folder / "apex_of_torch"
     for name, text in APEX_OF_TORCH.items():
@@ -172,13 +238,27 @@ def megatron_deepspeed(folder: Path, checkout: Path, zero: int, *flags: str,
     (apex / "bin" / "nvcc").chmod(0o755)
     words = copy.arguments(4, *PIPELINE, "--use-cpu-initialization", *flags, zero=zero)
     words.remove("--ds_fused_adam")
-    name = "Megatron-DeepSpeed, " + "tensor 2, " * (
-        "--tensor-model-parallel-size" in flags) + "pipeline 2, data 2"
-    env = {**copy.env, **copy.stand_ins(words), "CUDA_HOME": str(apex),
-           "PYTHONPATH": os.pathsep.join([str(apex), copy.env["PYTHONPATH"]])}
+    name = (
+        "Megatron-DeepSpeed, "
+        + "tensor 2, " * ("--tensor-model-parallel-size" in flags)
+        + "pipeline 2, data 2"
+    )
+    env = {
+        **copy.env,
+        **copy.stand_ins(words),
+        "CUDA_HOME": str(apex),
+        "PYTHONPATH": os.pathsep.join([str(apex), copy.env["PYTHONPATH"]]),
+    }
     preload = ("torch", "deepspeed") if ON_GPUS else PRELOADED
-    return Command(f"{name}, ZeRO {zero}", tuple(words), folder, preload,
-                   lambda result, log: list(read_log(result).losses.values()), env, inside=copy.folder)
+    return Command(
+        f"{name}, ZeRO {zero}",
+        tuple(words),
+        folder,
+        preload,
+        lambda result, log: list(read_log(result).losses.values()),
+        env,
+        inside=copy.folder,
+    )
 
 
 def torchtitan(folder: Path, way: str, ranks: int) -> Command:
@@ -195,32 +275,54 @@ def torchtitan(folder: Path, way: str, ranks: int) -> Command:
     write_job(folder)  # configuration, tokenizer and training text
     # WAYS is for 4 ranks, with 2 shards of each replica or pipeline stage. Here there are ranks / 2 shards.
     flags = WAYS[way].replace("shard_degree 2", f"shard_degree {ranks // 2}")
-    on_cpu = str(ROOT / "integration_tests" / "torchtitan_cpu")  # its sitecustomize.py adapts torch to CPUs
+    on_cpu = str(
+        ROOT / "integration_tests" / "torchtitan_cpu"
+    )  # its sitecustomize.py adapts torch to CPUs
     variables = {"HF_HOME": str(folder / "cache"), "TORCHDYNAMO_DISABLE": "1"}
     env = {**variables, **_path(INSTALLED)}  # _path: PYTHONPATH with these folders
     env_on_cpu = _path(on_cpu, INSTALLED)
     words = ("-m", "torchtitan.train", *job_arguments("--checkpoint.enable"))
 
-    one_rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": "29417"}
-    seed = subprocess.run([sys.executable, *words, "--checkpoint.create_seed_checkpoint"], cwd=folder,
-                          env={**os.environ, **variables, **env_on_cpu, **one_rank},
-                          text=True, capture_output=True)
+    one_rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29417",
+    }
+    seed = subprocess.run(
+        [sys.executable, *words, "--checkpoint.create_seed_checkpoint"],
+        cwd=folder,
+        env={**os.environ, **variables, **env_on_cpu, **one_rank},
+        text=True,
+        capture_output=True,
+    )
     assert seed.returncode == 0, seed.stderr[-3000:]
 
     def read(result: RunResult, log: Path) -> list[float]:
         # A separate process reads the file, because tensorboard is installed in torchtitan's folder only.
-        program = ("import json, sys; from tensorboard.backend.event_processing.event_accumulator import *\n"
-                   "log = EventAccumulator(sys.argv[1]); log.Reload()\n"
-                   "print(json.dumps([one.value for one in log.Scalars('loss_metrics/global_avg_loss')]))")
+        program = (
+            "import json, sys; from tensorboard.backend.event_processing.event_accumulator import *\n"
+            "log = EventAccumulator(sys.argv[1]); log.Reload()\n"
+            "print(json.dumps([one.value for one in log.Scalars('loss_metrics/global_avg_loss')]))"
+        )
         folder_of_log = str(next(log.rglob("events.*")).parent)
-        done = subprocess.run([sys.executable, "-c", program, folder_of_log], env={**os.environ, **env},
-                              text=True, capture_output=True)
+        done = subprocess.run(
+            [sys.executable, "-c", program, folder_of_log],
+            env={**os.environ, **env},
+            text=True,
+            capture_output=True,
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout.splitlines()[-1])
 
     # load_only: the runs load the seed checkpoint, and write none. LOG stands for a folder for the losses.
-    logs = ("--metrics.enable_tensorboard", "--metrics.save_tb_folder", LOG, "--checkpoint.load_only")
+    logs = (
+        "--metrics.enable_tensorboard",
+        "--metrics.save_tb_folder",
+        LOG,
+        "--checkpoint.load_only",
+    )
     return Command(
         name=f"torchtitan, {way}",
         words=(*words, *logs, *flags.split()),

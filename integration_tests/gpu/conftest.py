@@ -53,7 +53,9 @@ class Ran:
 
     @property
     def said(self) -> str:
-        return "\n".join(f"--- rank {rank}\n{text[-3000:]}" for rank, text in self.result.outputs.items())
+        return "\n".join(
+            f"--- rank {rank}\n{text[-3000:]}" for rank, text in self.result.outputs.items()
+        )
 
 
 class GpuLab:
@@ -62,26 +64,52 @@ class GpuLab:
     def __init__(self, lab: Lab, file: Path, gpus: Gpus):
         self.lab, self.file, self.gpus, self._starts = lab, file, gpus, threading.Lock()
 
-    def run(self, *command: str, order: str = "a0,b0,a1,b1", processes: int = 2, preload=("torch",), env=None,
-            on_gpus: bool = True, gpus: Gpus | None = None, timeout: float = 600, end_s: float = END_S,
-            **options) -> Ran:
+    def run(
+        self,
+        *command: str,
+        order: str = "a0,b0,a1,b1",
+        processes: int = 2,
+        preload=("torch",),
+        env=None,
+        on_gpus: bool = True,
+        gpus: Gpus | None = None,
+        timeout: float = 600,
+        end_s: float = END_S,
+        **options,
+    ) -> Ran:
         """A script's path and arguments on these nodes; on the CPU and gloo if not `on_gpus`. end_s: seconds
         without progress after which it is ended."""
         env, preload = {"PYTEST_CURRENT_TEST": "", **(env or {})}, () if PHYSICAL else preload
         nodes, before = order.split(","), self.lab.counters()
         with self._starts:
-            job = self.lab.start([sys.executable, *command], order=nodes, processes=processes,
-                                 preload=preload, env=env, gpus=(gpus or self.gpus) if on_gpus else None,
-                                 timeout=timeout, **options)
+            job = self.lab.start(
+                [sys.executable, *command],
+                order=nodes,
+                processes=processes,
+                preload=preload,
+                env=env,
+                gpus=(gpus or self.gpus) if on_gpus else None,
+                timeout=timeout,
+                **options,
+            )
         labels: list[str] = [f"{node}:{local}" for node in nodes for local in range(processes)]
         told: list[str] = []
-        watched = WatchedRun(job.wait()) if job.watch is None or PHYSICAL else wait_watched(
-            job, Watcher(job.watch, standstill_s=1.0, end_s=end_s), labels, told.extend)
+        watched = (
+            WatchedRun(job.wait())
+            if job.watch is None or PHYSICAL
+            else wait_watched(
+                job, Watcher(job.watch, standstill_s=1.0, end_s=end_s), labels, told.extend
+            )
+        )
         result, after = watched.result, self.lab.counters()
         placed = [next(node for node in self.lab.nodes if node.name == name) for name in nodes]
-        groups = group_networks(communicators.read(job.watch), placed, processes) if job.watch else []
-        sent = {name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]}
-                for name in nodes}
+        groups = (
+            group_networks(communicators.read(job.watch), placed, processes) if job.watch else []
+        )
+        sent = {
+            name: {nic: after[name][nic][1] - before[name][nic][1] for nic in after[name]}
+            for name in nodes
+        }
         races = missing_waits(job.watch) if job.watch else []
         return Ran(result, watched.hang, told, groups, sent, races)
 
@@ -91,7 +119,9 @@ def gpus() -> Gpus | carriers.PhysicalGpu:
     if PHYSICAL:
         return carriers.gpus()
     carriers.skip_without_nccl_source()
-    return Gpus(libraries([sys.executable], os.environ, on_progress=lambda *_: None), memory_mb=4096)
+    return Gpus(
+        libraries([sys.executable], os.environ, on_progress=lambda *_: None), memory_mb=4096
+    )
 
 
 @pytest.fixture(scope="session")

@@ -20,7 +20,15 @@ EXAMPLES = ROOT / "examples"
 JOBS = {
     "plain torch": (str(EXAMPLES / "plain_torch" / "train.py"),),
     "DeepSpeed's pipeline": (TRAIN, "--stages", "2"),
-    "DeepSpeed's pipeline, ZeRO 1, bf16": (TRAIN, "--stages", "2", "--zero", "1", "--dtype", "bf16"),
+    "DeepSpeed's pipeline, ZeRO 1, bf16": (
+        TRAIN,
+        "--stages",
+        "2",
+        "--zero",
+        "1",
+        "--dtype",
+        "bf16",
+    ),
     "megatron-core": (str(EXAMPLES / "megatron_core" / "train.py"), "--pipeline", "2"),
 }
 
@@ -32,8 +40,15 @@ def train_all() -> dict[str, list[float]]:
         for job, words in JOBS.items():
             for name, flags in (("stock", ()), ("holmes", clusters.holmes)):
                 log = Path(folder, f"{job} {name}")
-                result = clusters.run(*words, *SIZE, "--log-file", str(log), *flags, preload=("torch",),
-                                      env={"PYTHONPATH": ON_CPU})
+                result = clusters.run(
+                    *words,
+                    *SIZE,
+                    "--log-file",
+                    str(log),
+                    *flags,
+                    preload=("torch",),
+                    env={"PYTHONPATH": ON_CPU},
+                )
                 if result.returncode:
                     sys.exit(f"{job}, {name}: {result.outputs}")
                 found[f"{job}, {name}"] = losses(log)
@@ -44,6 +59,8 @@ if __name__ == "__main__":
     if sys.argv[1] == "--compare":
         one, other = (json.loads(Path(name).read_text()) for name in sys.argv[2:])
         for name in one:
-            print(f"{max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)):.1e}  {name}")
+            print(
+                f"{max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)):.1e}  {name}"
+            )
     else:
         Path(sys.argv[1]).write_text(json.dumps(train_all(), indent=1) + "\n")

@@ -1,9 +1,9 @@
 """memory.py FOLDER SCRIPT ARGS: SCRIPT, and in FOLDER a JSON file of each rank: what it held after each step.
 
-    peak         bytes that the caching allocator gave out at most after the third step (holmes learns before)
-    gradients    bytes of the parameters that the optimizer has gradients of
-    in_flight    micro-batches of each stage under holmes; [] where the framework decides
-    steps        [allocated bytes, threads, open files, resident bytes of the process] after each step
+peak         bytes that the caching allocator gave out at most after the third step (holmes learns before)
+gradients    bytes of the parameters that the optimizer has gradients of
+in_flight    micro-batches of each stage under holmes; [] where the framework decides
+steps        [allocated bytes, threads, open files, resident bytes of the process] after each step
 """
 
 import gc
@@ -27,8 +27,14 @@ def after_a_step(optimizer, args, kwargs):
     torch.cuda.synchronize()
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    found["steps"].append([torch.cuda.memory_allocated(), len(os.listdir("/proc/self/task")),
-                           len(os.listdir("/proc/self/fd")), pages * os.sysconf("SC_PAGE_SIZE")])
+    found["steps"].append(
+        [
+            torch.cuda.memory_allocated(),
+            len(os.listdir("/proc/self/task")),
+            len(os.listdir("/proc/self/fd")),
+            pages * os.sysconf("SC_PAGE_SIZE"),
+        ]
+    )
     found["peak"] = torch.cuda.max_memory_allocated()
     found["gradients"] = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
     found["rank"] = dist.get_rank()

@@ -15,9 +15,16 @@ import sys
 import torch
 import torch.distributed as dist
 
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
-         "float64": torch.float64,
-         "int32": torch.int32, "int64": torch.int64, "uint8": torch.uint8, "int8": torch.int8}
+TYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+    "int32": torch.int32,
+    "int64": torch.int64,
+    "uint8": torch.uint8,
+    "int8": torch.int8,
+}
 
 
 def values(rank: int, size: int, kind: torch.dtype) -> torch.Tensor:
@@ -32,8 +39,16 @@ class Checks:
         sizes = [size for size in (1, 3, 1000, 4099, 65536, 1 << 20, 1 << 24) if size <= largest]
         for name, size in itertools.product(types, sizes):
             self.kind, self.name, self.size = TYPES[name], name, size
-            for check in (self.all_reduce, self.broadcast, self.reduce, self.all_gather, self.reduce_scatter,
-                          self.all_to_all, self.send_receive, self.gather_scatter):
+            for check in (
+                self.all_reduce,
+                self.broadcast,
+                self.reduce,
+                self.all_gather,
+                self.reduce_scatter,
+                self.all_to_all,
+                self.send_receive,
+                self.gather_scatter,
+            ):
                 check()
 
     def brought(self, size: int | None = None) -> list[torch.Tensor]:
@@ -45,12 +60,18 @@ class Checks:
         if not torch.equal(found, expected):
             place = (found != expected).nonzero()[0].item()
             self.wrong.append(
-                f"{what} {self.name} {self.size}: at {place} {found[place]} is not {expected[place]}")
+                f"{what} {self.name} {self.size}: at {place} {found[place]} is not {expected[place]}"
+            )
 
     def all_reduce(self) -> None:
-        brought = torch.stack([one.double() if self.kind.is_floating_point else one.long()
-                               for one in self.brought()])
-        expected = {"SUM": brought.sum(0), "MAX": brought.max(0).values, "MIN": brought.min(0).values}
+        brought = torch.stack(
+            [one.double() if self.kind.is_floating_point else one.long() for one in self.brought()]
+        )
+        expected = {
+            "SUM": brought.sum(0),
+            "MAX": brought.max(0).values,
+            "MIN": brought.min(0).values,
+        }
         if self.world <= 2:
             expected["PRODUCT"] = brought.prod(0)
         for name, value in expected.items():
@@ -84,7 +105,9 @@ class Checks:
         found = torch.empty(self.size, dtype=self.kind, device="cuda")
         dist.reduce_scatter_tensor(found, self.brought(self.size * self.world)[self.rank].cuda())
         whole = sum(one.long() for one in self.brought(self.size * self.world)).to(self.kind)
-        self.compare("reduce_scatter", found, whole[self.rank * self.size : (self.rank + 1) * self.size])
+        self.compare(
+            "reduce_scatter", found, whole[self.rank * self.size : (self.rank + 1) * self.size]
+        )
 
     def all_to_all(self) -> None:
         found = torch.empty(self.size * self.world, dtype=self.kind, device="cuda")
@@ -94,8 +117,11 @@ class Checks:
 
     def send_receive(self) -> None:
         """Each rank sends to all others and receives from them, in one group."""
-        found = {peer: torch.empty(self.size, dtype=self.kind, device="cuda") for peer in range(self.world)
-                 if peer != self.rank}
+        found = {
+            peer: torch.empty(self.size, dtype=self.kind, device="cuda")
+            for peer in range(self.world)
+            if peer != self.rank
+        }
         mine = self.brought()[self.rank].cuda()
         ops = [dist.P2POp(dist.isend, mine, peer) for peer in found]
         ops += [dist.P2POp(dist.irecv, tensor, peer) for peer, tensor in found.items()]
@@ -109,10 +135,15 @@ class Checks:
         found = [torch.empty(self.size, dtype=self.kind, device="cuda") for _ in range(self.world)]
         dist.gather(self.brought()[self.rank].cuda(), found if self.rank == root else None, root)
         if self.rank == root:
-            self.compare("gather", torch.stack([one.cpu() for one in found]).flatten(),
-                         torch.cat(self.brought()))
+            self.compare(
+                "gather",
+                torch.stack([one.cpu() for one in found]).flatten(),
+                torch.cat(self.brought()),
+            )
         mine = torch.empty(self.size, dtype=self.kind, device="cuda")
-        dist.scatter(mine, [one.cuda() for one in self.brought()] if self.rank == root else None, root)
+        dist.scatter(
+            mine, [one.cuda() for one in self.brought()] if self.rank == root else None, root
+        )
         self.compare("scatter", mine, self.brought()[self.rank])
 
 
@@ -124,6 +155,9 @@ if __name__ == "__main__":
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
     checks = Checks(args.largest, args.types.split(","))
-    print(json.dumps({"rank": checks.rank, "checks": checks.count, "wrong": checks.wrong[:20]}), flush=True)
+    print(
+        json.dumps({"rank": checks.rank, "checks": checks.count, "wrong": checks.wrong[:20]}),
+        flush=True,
+    )
     dist.destroy_process_group()
     sys.exit(bool(checks.wrong))

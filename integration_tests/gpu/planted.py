@@ -23,8 +23,10 @@ def pairs(streams_between: int = 0) -> list:
         assert len(made) == streams_between * number
         dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
         peer = 1 - dist.get_rank()
-        ops = [dist.P2POp(dist.isend, torch.zeros(1, device="cuda"), peer, group),
-               dist.P2POp(dist.irecv, torch.zeros(1, device="cuda"), peer, group)]
+        ops = [
+            dist.P2POp(dist.isend, torch.zeros(1, device="cuda"), peer, group),
+            dist.P2POp(dist.irecv, torch.zeros(1, device="cuda"), peer, group),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
     torch.cuda.synchronize()

@@ -20,7 +20,10 @@ def check(found: torch.Tensor, expected: float, fault: str = "") -> None:
     torch.cuda.synchronize()
     bad = (found.float().cpu() != expected).sum().item()
     fault = fault or sys._getframe(1).f_code.co_name
-    print(f"{fault}: right" if bad == 0 else f"{fault}: wrong: {bad} of {found.numel()} numbers", flush=True)
+    print(
+        f"{fault}: right" if bad == 0 else f"{fault}: wrong: {bad} of {found.numel()} numbers",
+        flush=True,
+    )
 
 
 def slow(value: float, size: int = SIZE) -> torch.Tensor:

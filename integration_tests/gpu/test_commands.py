@@ -27,8 +27,8 @@ def megatron_lm(folder):
 
 def megatron_deepspeed(zero):
     return lambda folder: commands.megatron_deepspeed(
-        folder, checkout_or_skip("Megatron-DeepSpeed"), zero,
-        *(TENSOR if zero else ()))
+        folder, checkout_or_skip("Megatron-DeepSpeed"), zero, *(TENSOR if zero else ())
+    )
 
 
 def torchtitan(way):
@@ -38,21 +38,33 @@ def torchtitan(way):
 DEEPSPEED = ("ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "pipeline")
 #: name -> what makes the command in a folder.
 COMMANDS = {
-    **{f"DeepSpeed, {name}": lambda folder, number=number: commands.deepspeed(folder)[number]
-       for number, name in enumerate(DEEPSPEED)},
+    **{
+        f"DeepSpeed, {name}": lambda folder, number=number: commands.deepspeed(folder)[number]
+        for number, name in enumerate(DEEPSPEED)
+    },
     "Trainer of transformers": commands.trainer,
     "Megatron-LM": megatron_lm,
     **{f"Megatron-DeepSpeed, ZeRO {zero}": megatron_deepspeed(zero) for zero in (0, 1)},
-    **({f"torchtitan, {way}": torchtitan(way) for way in ("HSDP", "1F1B")}
-       if commands.INSTALLED.is_dir() else {}),  # make torchtitan
+    **(
+        {f"torchtitan, {way}": torchtitan(way) for way in ("HSDP", "1F1B")}
+        if commands.INSTALLED.is_dir()
+        else {}
+    ),  # make torchtitan
 }
 
 
 #: ZeRO 1 and 3 have what is in ZeRO 0 and 2. torch's own 1F1B runs over NCCL in stacks/test_pipelining.py.
-OF_FULL = ("DeepSpeed, ZeRO 0", "DeepSpeed, ZeRO 2", "Megatron-DeepSpeed, ZeRO 0", "torchtitan, 1F1B")
+OF_FULL = (
+    "DeepSpeed, ZeRO 0",
+    "DeepSpeed, ZeRO 2",
+    "Megatron-DeepSpeed, ZeRO 0",
+    "torchtitan, 1F1B",
+)
 
 
-@pytest.mark.parametrize("name", some(COMMANDS, *(name for name in COMMANDS if name not in OF_FULL)))
+@pytest.mark.parametrize(
+    "name", some(COMMANDS, *(name for name in COMMANDS if name not in OF_FULL))
+)
 def test_losses_are_those_on_cpus(lab, tmp_path, name):
     command = COMMANDS[name](tmp_path)
     gpu, cpu = (command.losses(lab.lab, NODES, gpus) for gpus in (lab.gpus, None))

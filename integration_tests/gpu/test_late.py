@@ -21,5 +21,7 @@ def test_late_by_more_than_the_timeout(lab):
     ran = late(lab, 30)
     told = "".join(ran.result.outputs.values())
     assert ran.result.returncode not in (0, 124) and "done\n" not in told, told
-    assert "waits for rank 1" in told and "Watchdog caught collective operation timeout" in told, told
+    assert "waits for rank 1" in told and "Watchdog caught collective operation timeout" in told, (
+        told
+    )
     assert "holmes: rank 0 on node a0: communication failed; the timeout has passed" in told, told

@@ -30,12 +30,15 @@ def run_scene(lab, scene, **environment):
     return lab.run(SCRIPT, scene, *flags, order="a0,b0", env=environment)
 
 
-@pytest.mark.parametrize("scene", [
-    pytest.param("abort_idle_group", marks=full),
-    "abort_busy_group",
-    pytest.param("abort_busy_backend", marks=full),
-    pytest.param("abort_all_groups", marks=full),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param("abort_idle_group", marks=full),
+        "abort_busy_group",
+        pytest.param("abort_busy_backend", marks=full),
+        pytest.param("abort_all_groups", marks=full),
+    ],
+)
 def test_a_group_that_the_program_aborts_is_not_reported(lab, scene):
     job = run_scene(lab, scene)
     assert set(job.result.statuses.values()) == {0}, job.said
@@ -72,7 +75,9 @@ def test_the_flight_recorder_shows_which_collectives_differ(lab, tmp_path):
         str(lab.file),
     ]
     # lab.run() would detect the deadlock and end the job before the collectives time out.
-    job = lab.lab.start(command, order=["a0", "b0"], processes=2, env=environment, gpus=lab.gpus, grace=60)
+    job = lab.lab.start(
+        command, order=["a0", "b0"], processes=2, env=environment, gpus=lab.gpus, grace=60
+    )
     output = "".join(job.wait().outputs.values())
     assert f"torch writes the last operations of rank 3 to {dump_path}3" in output, output
     assert "--prefix trace_ FOLDER" in output, output

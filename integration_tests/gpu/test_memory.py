@@ -17,12 +17,16 @@ from holmes_ext.plan.buckets import buffer_bytes
 from integration_tests.gpu.commands import FOUR_RANKS, ON_GPU
 from integration_tests.jobs import ON_CPU, ROOT, TRAIN, losses, same, some
 
-emulated_only = pytest.mark.skipif(PHYSICAL, reason="NCCL's own library allocates as NVIDIA built it")
+emulated_only = pytest.mark.skipif(
+    PHYSICAL, reason="NCCL's own library allocates as NVIDIA built it"
+)
 MEMORY = str(ROOT / "integration_tests" / "gpu" / "memory.py")
 EXAMPLES = ROOT / "examples"
 HIDDEN, SEQUENCE, ROWS, MICRO_BATCHES = 64, 32, 2, 4
-MODEL = (f"--layers 4 --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch {ROWS} "
-         f"--micro-batches {MICRO_BATCHES}").split()
+MODEL = (
+    f"--layers 4 --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch {ROWS} "
+    f"--micro-batches {MICRO_BATCHES}"
+).split()
 #: An activation between stages.
 MESSAGE = ROWS * SEQUENCE * HIDDEN * 4
 STEPS, MANY = 8, 200
@@ -30,10 +34,14 @@ STEPS, MANY = 8, 200
 JOBS = {
     "plain torch": ((str(EXAMPLES / "plain_torch" / "train.py"), *MODEL), ()),
     "DeepSpeed's pipeline": ((TRAIN, *MODEL, "--stages", "2"), ()),
-    "DeepSpeed's pipeline, two more in flight": ((TRAIN, *MODEL, "--stages", "2"),
-                                                 ("--holmes-inflight", "2")),
-    "megatron-core": ((str(EXAMPLES / "megatron_core" / "train.py"), *MODEL, "--pipeline", "2", "--overlap"),
-                      ()),
+    "DeepSpeed's pipeline, two more in flight": (
+        (TRAIN, *MODEL, "--stages", "2"),
+        ("--holmes-inflight", "2"),
+    ),
+    "megatron-core": (
+        (str(EXAMPLES / "megatron_core" / "train.py"), *MODEL, "--pipeline", "2", "--overlap"),
+        (),
+    ),
 }
 #: Of Python's own and torch's caches (in 200 steps of stock 3 to 6 MB).
 CACHES = 16e6
@@ -50,8 +58,17 @@ def run_measured(lab, folder, words, steps):
     folder.mkdir()
     log = folder / "log.jsonl"
     # memory.py runs the script `words` in each rank, and writes what it measured into rank0.json and so on.
-    ran = lab.run(MEMORY, str(folder), *words, "--steps", str(steps), "--log-file", str(log), **FOUR_RANKS,
-                  env={**ON_GPU, "PYTHONPATH": ON_CPU})
+    ran = lab.run(
+        MEMORY,
+        str(folder),
+        *words,
+        "--steps",
+        str(steps),
+        "--log-file",
+        str(log),
+        **FOUR_RANKS,
+        env={**ON_GPU, "PYTHONPATH": ON_CPU},
+    )
     assert ran.result.returncode == 0, ran.said
     assert not ran.hang, ran.said  # the report on ranks that wait for each other
     measured = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(4)]
@@ -93,12 +110,21 @@ def test_holmes_holds_what_the_plan_says(lab, tmp_path, job):
         stage = rank // 2
         more_in_flight = 0
         if in_flight:
-            held_by_1f1b = 2 - stage  # the first of two stages holds two micro-batches, the last one
+            held_by_1f1b = (
+                2 - stage
+            )  # the first of two stages holds two micro-batches, the last one
             more_in_flight = max(0, in_flight[stage] - held_by_1f1b)
         planned = buffer_bytes(after["gradients"])  # buckets of gradients
         planned += more_in_flight * activation_bytes
-        planned += 2 * MESSAGE * max(in_flight, default=0)  # activations forward, their gradients backward
-        assert after["peak"] <= before["peak"] + planned, (rank, before["peak"], after["peak"], planned)
+        planned += (
+            2 * MESSAGE * max(in_flight, default=0)
+        )  # activations forward, their gradients backward
+        assert after["peak"] <= before["peak"] + planned, (
+            rank,
+            before["peak"],
+            after["peak"],
+            planned,
+        )
 
 
 @pytest.mark.parametrize("job", some(JOBS, "plain torch"))

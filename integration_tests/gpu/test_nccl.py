@@ -14,8 +14,13 @@ HERE = Path(__file__).parent
 MOST = 1 << 24  # elements of float32: 64 MB
 
 #: ranks -> the nodes and processes of each
-PLACES = {2: ("a0", 2), 3: ("a0,a1,b0", 1), 4: ("a0,a1", 2), 6: ("a0,a1,b0", 2),
-          8: ("a0,a1,b0,b1", 2)}  # fmt: skip
+PLACES = {
+    2: ("a0", 2),
+    3: ("a0,a1,b0", 1),
+    4: ("a0,a1", 2),
+    6: ("a0,a1,b0", 2),
+    8: ("a0,a1,b0,b1", 2),
+}
 
 
 def right(ran) -> None:
@@ -26,8 +31,18 @@ def right(ran) -> None:
 def numbers(lab, ranks: int, channels: int, largest: int, types: str) -> None:
     order, processes = PLACES[ranks]
     env = {"NCCL_MIN_NCHANNELS": str(channels), "NCCL_MAX_NCHANNELS": str(channels)}
-    right(lab.run(str(HERE / "nccl_numbers.py"), "--largest", str(largest), "--types", types, order=order,
-                  processes=processes, env=env))  # fmt: skip
+    right(
+        lab.run(
+            str(HERE / "nccl_numbers.py"),
+            "--largest",
+            str(largest),
+            "--types",
+            types,
+            order=order,
+            processes=processes,
+            env=env,
+        )
+    )
 
 
 def test_three_channels_among_three_nodes(lab):
@@ -56,14 +71,21 @@ def test_groups_of_rows_and_columns(lab, nonblocking):
 
 
 def test_a_split_communicator(lab):
-    assert lab.run(str(HERE / "nccl_life.py"), "split",
-                   order="a0,b0").json == [[6, 1, 6]] * 2 + [[6, 5, 6]] * 2
+    assert (
+        lab.run(str(HERE / "nccl_life.py"), "split", order="a0,b0").json
+        == [[6, 1, 6]] * 2 + [[6, 5, 6]] * 2
+    )
 
 
 def test_several_collectives_in_one_group(lab):
-    assert lab.run(str(HERE / "nccl_life.py"), "many_in_one_call", order="a0").json == [[[1.0]] * 3] * 2
+    assert (
+        lab.run(str(HERE / "nccl_life.py"), "many_in_one_call", order="a0").json
+        == [[[1.0]] * 3] * 2
+    )
 
 
 def test_an_aborted_collective_leaves_the_device_alive(lab):
-    assert lab.run(str(HERE / "nccl_life.py"), "abort",
-                   order="a0").json == ["stayed away", [False, [2, 2, 2]]]
+    assert lab.run(str(HERE / "nccl_life.py"), "abort", order="a0").json == [
+        "stayed away",
+        [False, [2, 2, 2]],
+    ]

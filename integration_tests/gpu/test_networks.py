@@ -53,8 +53,15 @@ def test_numbers_of_torch_over_nccl(lab, algorithm, protocol, exhaustive):
     All data types are tested, between nodes and inside a node.
     """
     largest = "65536" if exhaustive else "1000"
-    right(lab.run(NUMBERS, "--largest", largest, order="a0,a1",
-                  env={"NCCL_ALGO": f"allreduce:{algorithm}", "NCCL_PROTO": protocol}))
+    right(
+        lab.run(
+            NUMBERS,
+            "--largest",
+            largest,
+            order="a0,a1",
+            env={"NCCL_ALGO": f"allreduce:{algorithm}", "NCCL_PROTO": protocol},
+        )
+    )
 
 
 def test_groups_are_named_by_their_descriptions(lab):

@@ -27,21 +27,35 @@ def script(tmp_path):
 
 def test_forked_ranks_compute_as_started_ones(lab, script):
     path = script("sum.py", SUM)
-    forked, started = (lab.run(path, order="a0,a1", preload=preload).json for preload in (("torch",), ()))
-    assert [line[:3] for line in forked] == [line[:3]
-                                             for line in started] == [[[6.0] * 10, 2, 4096 << 20]] * 4
+    forked, started = (
+        lab.run(path, order="a0,a1", preload=preload).json for preload in (("torch",), ())
+    )
+    assert (
+        [line[:3] for line in forked]
+        == [line[:3] for line in started]
+        == [[[6.0] * 10, 2, 4096 << 20]] * 4
+    )
 
 
 def test_a_module_may_count_gpus_while_it_is_imported(lab, script, tmp_path):
-    script("counts.py", "import torch\nassert torch.cuda.is_available() and torch.cuda.device_count() == 2\n")
+    script(
+        "counts.py",
+        "import torch\nassert torch.cuda.is_available() and torch.cuda.device_count() == 2\n",
+    )
     env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    ran = lab.run(script("sum.py", f"import counts\n{SUM}"), order="b0,b1", preload=("torch", "counts"),
-                  env=env)
+    ran = lab.run(
+        script("sum.py", f"import counts\n{SUM}"),
+        order="b0,b1",
+        preload=("torch", "counts"),
+        env=env,
+    )
     assert [line[0] for line in ran.json] == [[6.0] * 10] * 4
 
 
 def test_a_module_that_uses_a_gpu_while_it_is_imported_is_refused(lab, script, tmp_path):
     script("uses.py", "import torch\ntorch.zeros(3, device='cuda')\n")
     env = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
-    with pytest.raises(HolmesError, match="--preload torch,uses: uses: it uses a GPU while it is imported"):
+    with pytest.raises(
+        HolmesError, match="--preload torch,uses: uses: it uses a GPU while it is imported"
+    ):
         lab.run(script("sum.py", SUM), order="b0,b1", preload=("torch", "uses"), env=env)

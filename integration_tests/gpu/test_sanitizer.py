@@ -23,11 +23,18 @@ PLAIN = (str(EXAMPLES / "plain_torch" / "train.py"), *SMALL)
 JOBS = {
     "plain torch": PLAIN,
     "DeepSpeed's pipeline": (TRAIN, *SIZE, "--stages", "2", "--zero", "1", "--dtype", "bf16"),
-    "megatron-core": (str(EXAMPLES / "megatron_core" / "train.py"), *SMALL, "--pipeline", "2", "--overlap"),
+    "megatron-core": (
+        str(EXAMPLES / "megatron_core" / "train.py"),
+        *SMALL,
+        "--pipeline",
+        "2",
+        "--overlap",
+    ),
     "torch's pipelining": (str(EXAMPLES / "torch_pipelining" / "train.py"), *SMALL),
     "Trainer (DDP in two levels)": (
         str(EXAMPLES / "trainer" / "train.py"),
-        *"--layers 2 --hidden 32 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split()),
+        *"--layers 2 --hidden 32 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split(),
+    ),
     "FSDP2": (str(EXAMPLES / "fsdp2" / "train.py"), *SMALL),
     "HSDP": (str(EXAMPLES / "fsdp2" / "train.py"), *SMALL, "--replicas", "2"),
 }
@@ -56,8 +63,15 @@ def test_no_race_is_reported(lab, gpus, job, late):
 def test_no_race_is_reported_of_joined_jobs(lab, monkeypatch):
     monkeypatch.setenv("HOLMES_JOIN_PLAIN", "on")
     with coordinator(lab.lab) as (where, _), ThreadPoolExecutor(2) as pool:
-        jobs = [pool.submit(lab.run, *PLAIN, *join_flags(name, where, "min=2,every=2,fragments=1,delay=1"),
-                            order=node, env={**SANITIZED, "HOLMES_JOIN_TOKEN": TOKEN})
-                for name, node in (("east", "a0"), ("west", "b0"))]
+        jobs = [
+            pool.submit(
+                lab.run,
+                *PLAIN,
+                *join_flags(name, where, "min=2,every=2,fragments=1,delay=1"),
+                order=node,
+                env={**SANITIZED, "HOLMES_JOIN_TOKEN": TOKEN},
+            )
+            for name, node in (("east", "a0"), ("west", "b0"))
+        ]
         for job in jobs:
             check(job.result())

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from integration_tests.gpu.conftest import TOML
 
 SCRIPT = str(Path(__file__).with_name("shrink.py"))
-needs_reconfigure = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch 2.14 or newer")
+needs_reconfigure = pytest.mark.skipif(
+    not hasattr(dist, "_reconfigure"), reason="torch 2.14 or newer"
+)
 
 
 def run_scene(lab, tmp_path, scene):
@@ -50,10 +52,13 @@ def test_a_shrunk_group_gets_the_network_of_its_ranks(lab, tmp_path):
     assert job.sent["a0"]["ib0"] > 100_000  # bytes: the all-reduce of 400 kB used InfiniBand
 
 
-@pytest.mark.parametrize("scene, name", [
-    ("shrink_default_group", "default_pg:shrunk"),
-    pytest.param("reconfigure", "default_pg:reconfigured", marks=needs_reconfigure),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "scene, name",
+    [
+        ("shrink_default_group", "default_pg:shrunk"),
+        pytest.param("reconfigure", "default_pg:reconfigured", marks=needs_reconfigure),
+    ],
+)
 def test_the_default_group_is_recorded_without_its_excluded_rank(lab, tmp_path, scene, name):
     """The remaining ranks 0, 1 and 2 are in both clusters, so the group still uses Ethernet."""
     _job, printed_by_rank = run_scene(lab, tmp_path, scene)

@@ -43,10 +43,16 @@ def main() -> None:
     rank, world = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()
     # The buckets have so few elements that each step reduces several of them.
     zero = {"stage": arguments.stage, "reduce_bucket_size": 2000, "allgather_bucket_size": 2000}
-    engine, *_ = deepspeed.initialize(model=model(), config={
-        "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1.0, "steps_per_print": 10**9,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
-        "zero_optimization": zero})
+    engine, *_ = deepspeed.initialize(
+        model=model(),
+        config={
+            "train_micro_batch_size_per_gpu": ROWS,
+            "gradient_clipping": 1.0,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+            "zero_optimization": zero,
+        },
+    )
     if arguments.load:
         engine.load_checkpoint(arguments.load)
     losses = []

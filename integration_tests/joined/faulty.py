@@ -107,8 +107,10 @@ class Job:
     def start(self) -> Job:
         incarnation = 1 + len(list(self.place.glob(f"{self.name}.*.0.jsonl")))
         one = {name: value for name, value in vars(self).items() if name != "processes"}
-        self.processes = [_context.Process(target=rank_of, args=(rank, incarnation, one), daemon=True)
-                          for rank in range(self.ranks)]  # fmt: skip
+        self.processes = [
+            _context.Process(target=rank_of, args=(rank, incarnation, one), daemon=True)
+            for rank in range(self.ranks)
+        ]
         for process in self.processes:
             process.start()
         return self
@@ -116,12 +118,19 @@ class Job:
     @property
     def lines(self) -> list[dict[str, Any]]:
         """Of rank 0, all incarnations."""
-        return [line for file in sorted(self.place.glob(f"{self.name}.*.0.jsonl")) for line in read(file)]
+        return [
+            line
+            for file in sorted(self.place.glob(f"{self.name}.*.0.jsonl"))
+            for line in read(file)
+        ]
 
     @property
     def lines_of_last(self) -> list[dict[str, Any]]:
         """So, of the last incarnation."""
-        file = self.place / f"{self.name}.{len(list(self.place.glob(f'{self.name}.*.0.jsonl')))}.0.jsonl"
+        file = (
+            self.place
+            / f"{self.name}.{len(list(self.place.glob(f'{self.name}.*.0.jsonl')))}.0.jsonl"
+        )
         return read(file) if file.exists() else []
 
     @property
@@ -157,7 +166,11 @@ class Job:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in file.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
 
 
 def rank_of(rank: int, incarnation: int, one: dict[str, Any]) -> None:
@@ -177,8 +190,10 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = dist.FileStore(str(job.place / f"{job.name}.{incarnation}.store"), job.ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks)
-    training.request(options_from(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer),
-                     {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(
+        options_from(join=f"{job.name}@127.0.0.1:{job.port}", outer=job.outer),
+        {"HOLMES_JOIN_TOKEN": TOKEN},
+    )
     torch_joined.attach()
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(32, 256), torch.nn.Tanh(), torch.nn.Linear(256, 32))
@@ -204,7 +219,11 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
         if job.save and step % job.save == 0:
             if job.disk_bytes and step > job.save:  # the second one finds the disk full
                 resource.setrlimit(resource.RLIMIT_FSIZE, (job.disk_bytes, job.disk_bytes))
-            state = {"step": step, "model": model.state_dict(), "outer": training.joined_state_dict()}
+            state = {
+                "step": step,
+                "model": model.state_dict(),
+                "outer": training.joined_state_dict(),
+            }
             torch.save(state, f"{file}.new")
             os.replace(f"{file}.new", file)
         time.sleep(PACE_S)
@@ -215,17 +234,27 @@ def _train(job: Job, rank: int, incarnation: int, tell: Callable[..., None]) -> 
 def _watch(tell: Callable[..., None]) -> None:
     """Log each round's end, and each fragment's anchor when it changes."""
     training.telemetry.outer_round = lambda told: tell(
-        round=told["round"], verdict=told["verdict"], why=told["why"], jobs=told["jobs"],
-        exposed=told["exposed"])
+        round=told["round"],
+        verdict=told["verdict"],
+        why=told["why"],
+        jobs=told["jobs"],
+        exposed=told["exposed"],
+    )
 
     def after(name, wrapped, state, fragment, *rest):
         wrapped(state, fragment, *rest)
-        tell(anchor=state.fragments.index(fragment), version=fragment.version, how=name,
-             sum=fragment.checksum(state.weights.position))  # fmt: skip
+        tell(
+            anchor=state.fragments.index(fragment),
+            version=fragment.version,
+            how=name,
+            sum=fragment.checksum(state.weights.position),
+        )
 
     for name in ("apply", "replace"):
         wrapped = getattr(OuterState, name)
-        setattr(OuterState, name, lambda *args, name=name, wrapped=wrapped: after(name, wrapped, *args))
+        setattr(
+            OuterState, name, lambda *args, name=name, wrapped=wrapped: after(name, wrapped, *args)
+        )
 
 
 def _shift_clocks(seconds: float) -> None:
@@ -294,7 +323,9 @@ def _lie(what: str, rounds: Any) -> None:
         "claim": ("ready", lambda told: {**told, "versions": [10**9] * len(told["versions"])}),
         "accuse": ("done", lambda told: {**told, "faults": dict.fromkeys(others, "a lie")}),
     }[what]
-    rounds.coordinator.ask = lambda asked, told: ask(asked, change(dict(told)) if asked == op else told)
+    rounds.coordinator.ask = lambda asked, told: ask(
+        asked, change(dict(told)) if asked == op else told
+    )
 
 
 def check(place: Path, events: list[str]) -> dict[str, int]:
@@ -325,8 +356,9 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
         assert rounds == sorted(set(rounds)), f"{name}: rounds out of order: {rounds}"
     for (fragment, version), found in sums.items():
         counts["states compared"] += len(found)
-        assert len(set(found.values())) == 1, (f"fragment {fragment}, version {version}: different bits: "
-                                               f"{found}")
+        assert len(set(found.values())) == 1, (
+            f"fragment {fragment}, version {version}: different bits: {found}"
+        )
     for event in events:
         if commit := re.search(r"round (\d+): commit \((.*)\)", event):
             number = int(commit[1])
@@ -336,7 +368,9 @@ def check(place: Path, events: list[str]) -> dict[str, int]:
                 if number not in applied[name]:
                     counts["committed, not applied"] += 1
                     deaths[name] -= 1
-                    assert deaths[name] >= 0, f"round {number} was committed, but {name} never applied it"
+                    assert deaths[name] >= 0, (
+                        f"round {number} was committed, but {name} never applied it"
+                    )
     return dict(counts)
 
 

@@ -49,168 +49,495 @@ class Mutant:
 
 
 MUTANTS = [
-    Mutant("the listener's challenge is constant", "join/sockets/handshake.py",
-           "    challenge = secrets.token_hex(16)\n    channel.send",
-           '    challenge = "0" * 32\n    channel.send', HANDSHAKE),
-    Mutant("the caller's challenge is constant", "join/sockets/handshake.py",
-           "        challenge = secrets.token_hex(16)\n        channel.send",
-           '        challenge = "0" * 32\n        channel.send', HANDSHAKE),
-    Mutant("the caller's proof is not looked at", "join/sockets/handshake.py",
-           'if not hmac.compare_digest(str(proven.get("proof")).encode(), _proof(key, "caller", '
-           'facts).encode()):',
-           NEVER, HANDSHAKE),
-    Mutant("the listener's proof is not looked at", "join/sockets/handshake.py",
-           'if not hmac.compare_digest(\n            str(answer.get("proof")).encode(), _proof(key, '
-           '"listener", facts)'
-           ".encode()\n        ):", NEVER, HANDSHAKE),
-    Mutant("the purpose is outside the proof", "join/sockets/handshake.py",
-           "[VERSION, caller, listener, purpose,", '[VERSION, caller, listener, "",', HANDSHAKE),
-    Mutant("the certificates are outside the proof", "join/sockets/handshake.py",
-           "caller_certificate.hex(), listener_certificate.hex()]", '"", ""]', HANDSHAKE),
-    Mutant("both ends prove the same", "join/sockets/handshake.py",
-           'f"{role} {facts}"', 'f"{facts}"', HANDSHAKE),
-    Mutant("both directions have one key", "join/sockets/handshake.py",
-           'f"frames of the {role} {facts}"', 'f"frames of the {facts}"', HANDSHAKE + " " + CHANNEL),
-    Mutant("who does not encrypt is let in", "join/sockets/handshake.py",
-           "if not (encrypt or plain_too):", NEVER, HANDSHAKE),
-    Mutant("what a terminal obeys is shown", "join/sockets/handshake.py",
-           'c if c.isprintable() else "?"', "c", HANDSHAKE),
-    Mutant("TLS 1.2 will do", "join/sockets/certificates.py",
-           "ssl.TLSVersion.TLSv1_3", "ssl.TLSVersion.TLSv1_2", HANDSHAKE),
-    Mutant("the order of frames is not looked at", "join/sockets/channel.py",
-           "if sequence != self._sequence:", NEVER, CHANNEL),
-    Mutant("MACs are not compared", "join/sockets/channel.py",
-           "if not hmac.compare_digest(self.tag(*parts), tag):", NEVER, CHANNEL),
-    Mutant("frames may be of any length", "join/sockets/channel.py", "if length > longest:", NEVER, CHANNEL),
+    Mutant(
+        "the listener's challenge is constant",
+        "join/sockets/handshake.py",
+        "    challenge = secrets.token_hex(16)\n    channel.send",
+        '    challenge = "0" * 32\n    channel.send',
+        HANDSHAKE,
+    ),
+    Mutant(
+        "the caller's challenge is constant",
+        "join/sockets/handshake.py",
+        "        challenge = secrets.token_hex(16)\n        channel.send",
+        '        challenge = "0" * 32\n        channel.send',
+        HANDSHAKE,
+    ),
+    Mutant(
+        "the caller's proof is not looked at",
+        "join/sockets/handshake.py",
+        "if not hmac.compare_digest(\n"
+        '        str(proven.get("proof")).encode(), _proof(key, "caller", facts).encode()\n    ):',
+        NEVER,
+        HANDSHAKE,
+    ),
+    Mutant(
+        "the listener's proof is not looked at",
+        "join/sockets/handshake.py",
+        'if not hmac.compare_digest(\n            str(answer.get("proof")).encode(), _proof(key, '
+        '"listener", facts)'
+        ".encode()\n        ):",
+        NEVER,
+        HANDSHAKE,
+    ),
+    Mutant(
+        "the purpose is outside the proof",
+        "join/sockets/handshake.py",
+        "[VERSION, caller, listener, purpose,",
+        '[VERSION, caller, listener, "",',
+        HANDSHAKE,
+    ),
+    Mutant(
+        "the certificates are outside the proof",
+        "join/sockets/handshake.py",
+        "caller_certificate.hex(), listener_certificate.hex()]",
+        '"", ""]',
+        HANDSHAKE,
+    ),
+    Mutant(
+        "both ends prove the same",
+        "join/sockets/handshake.py",
+        'f"{role} {facts}"',
+        'f"{facts}"',
+        HANDSHAKE,
+    ),
+    Mutant(
+        "both directions have one key",
+        "join/sockets/handshake.py",
+        'f"frames of the {role} {facts}"',
+        'f"frames of the {facts}"',
+        HANDSHAKE + " " + CHANNEL,
+    ),
+    Mutant(
+        "who does not encrypt is let in",
+        "join/sockets/handshake.py",
+        "if not (encrypt or plain_too):",
+        NEVER,
+        HANDSHAKE,
+    ),
+    Mutant(
+        "what a terminal obeys is shown",
+        "join/sockets/handshake.py",
+        'c if c.isprintable() else "?"',
+        "c",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "TLS 1.2 will do",
+        "join/sockets/certificates.py",
+        "ssl.TLSVersion.TLSv1_3",
+        "ssl.TLSVersion.TLSv1_2",
+        HANDSHAKE,
+    ),
+    Mutant(
+        "the order of frames is not looked at",
+        "join/sockets/channel.py",
+        "if sequence != self._sequence:",
+        NEVER,
+        CHANNEL,
+    ),
+    Mutant(
+        "MACs are not compared",
+        "join/sockets/channel.py",
+        "if not hmac.compare_digest(self.tag(*parts), tag):",
+        NEVER,
+        CHANNEL,
+    ),
+    Mutant(
+        "frames may be of any length",
+        "join/sockets/channel.py",
+        "if length > longest:",
+        NEVER,
+        CHANNEL,
+    ),
     Mutant("NaN is JSON", "join/sockets/documents.py", ", parse_constant=_refuse", "", CHANNEL),
-    Mutant("one address may have any number", "runtime/sockets.py",
-           "if networks[network] >= self._per_address:", NEVER, LISTENER),
-    Mutant("strangers may be any number", "runtime/sockets.py",
-           "elif len(self._strangers) >= self._strangers_most:", "elif False:", LISTENER),
-    Mutant("any number is admitted", "runtime/sockets.py",
-           "if guest not in self._strangers or full:", NEVER, LISTENER),
-    Mutant("accept's first error ends the loop", "runtime/sockets.py",
-           "if self._closed or self._socket.fileno() < 0:", "if True:", LISTENER),
-    Mutant("a part may last longer than the whole", "runtime/deadline.py",
-           "Deadline(min(seconds, self.left), what)", "Deadline(seconds, what)", LISTENER),
-    Mutant("any job speaks for any other", "join/coordinator/server.py",
-           "if not hmac.compare_digest(incarnation_of(secret), incarnation):", NEVER, SERVER),
-    Mutant("secrets are kept for ever", "join/coordinator/server.py",
-           "if key not in here][:-_SECRETS]:", "if key not in here][:0]:", MEMBERS + " -k secrets"),
-    Mutant("any number of callers is told of", "join/coordinator/server.py",
-           "or len(self._complaints) >= _COMPLAINTS_IN_ALL:", "or False:", MEMBERS + " -k crowd"),
-    Mutant("each address of an IPv6 network is another caller", "runtime/sockets.py",
-           "if isinstance(address, ipaddress.IPv6Address):", NEVER, LISTENER),
-    Mutant("jobs that one invents are awaited as long as it says", "join/coordinator/awaited.py",
-           "return statistics.median_low(member.hello.timeout for member in self._state.present())",
-           "return max(member.hello.timeout for member in self._state.present())", MEMBERS + " -k invents"),
-    Mutant("any number of jobs is awaited", "join/coordinator/awaited.py",
-           " and len(self._since) < MOST_JOBS**2:", ":", MEMBERS + " -k invented"),
-    Mutant("who lets the others wait never sits out", "join/coordinator/lateness.py",
-           "        member.rests_until = number + 1 + rest_rounds", "        pass",
-           MEMBERS + " -k sits"),
-    Mutant("who sits out does so alone, too", "join/coordinator/lateness.py",
-           "< member.rests_until and bool(others)", "< member.rests_until", MEMBERS + " -k sits"),
-    Mutant("a peer may take four times as long as the last time", "join/peers/transfer.py",
-           "min(known, seconds / count)", "seconds / count", MEMBERS + " -k longer"),
-    Mutant("a document may have any number of values", "join/sockets/documents.py",
-           'if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:', NEVER, MEMBERS + " -k document"),
-    Mutant("one job takes all turns", "join/peers/take.py",
-           "or self._taking[job] >= _OF_ONE_JOB:", "or False:", TAKE + " -k turns"),
-    Mutant("addresses pile up", "join/peers/routes.py", "if len(self._not_called) >= _NOT_CALLED:", NEVER,
-           MEMBERS + " -k pile"),
-    Mutant("an open token file is not said", "join/token.py", "if mode & 0o077", "if False", TOKENS),
-    Mutant("false reports do not drop a job", "join/coordinator/server.py",
-           'if question.get("op") not in ("hello", "enter"):', NEVER, LIARS + " -k malformed_report_drops"),
-    Mutant("versions may be any number", "join/coordinator/reports.py",
-           "if not all(0 <= version <= MOST for version in versions):", NEVER, RULES),
-    Mutant("maps may have holes", "join/coordinator/reports.py",
-           "if not (start == at < stop <= MOST and 0 <= rank < ranks):", NEVER, RULES),
-    Mutant("versions that no round made are believed", "join/coordinator/versions.py",
-           "if is_bound and claim.version > last:", NEVER, RULES),
-    Mutant("a round that one job tells is believed", "join/coordinator/membership.py",
-           "min(max(state.number, *rounds), statistics.median_low(rounds) + _AHEAD)",
-           "max(state.number, *rounds)", RULES),
-    Mutant("a new job keeps the run that was there before it", "join/coordinator/membership.py",
-           "if hello.entered and hello.round > state.number and self._may_be_restarted(name, now):", NEVER,
-           RULES),
-    Mutant("whoever says so takes the run over", "join/coordinator/membership.py",
-           "        if not others or state.has_joint_commit:\n            return False\n"
-           "        return now - state.started < patience_s(others)", "        return True", RULES),
-    Mutant("a job of another run is refused for ever", "join/coordinator/versions.py",
-           "is_bound = member.current or member.corrected", "is_bound = True", RULES),
-    Mutant("after a restart nobody is awaited before weights are taken", "join/coordinator/coordinator.py",
-           "if self._awaited.hide_truth(now):", NEVER, RULES),
-    Mutant("what jobs agreed on is not compared", "join/coordinator/membership.py",
-           "if text := difference(hello.agreed, other.hello.agreed, other.name):",
-           "if (text := '') :", RULES),
-    Mutant("sizes are not compared", "join/coordinator/membership.py",
-           "if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):", NEVER, RULES),
-    Mutant("a name is taken twice", "join/coordinator/membership.py",
-           "if member.heard > member.rivals[incarnation]:", NEVER, RULES),
-    Mutant("after a restart the greatest version is so", "join/coordinator/consensus.py",
-           "statistics.median_high(statistics.multimode(claim.version for claim in possible))",
-           "max(claim.version for claim in possible)", RULES),
-    Mutant("the first checksum is so", "join/coordinator/consensus.py",
-           "Counter(checksums).most_common(1)[0][0] if checksums", "checksums[0] if checksums", RULES),
-    Mutant("one accuser is enough", "join/coordinator/consensus.py",
-           "if len(reasons) > max(1, (len(voters) - 1) / 2)", "if reasons",
-           RULES + " " + LIARS + " -k accus"),
-    Mutant("the greatest factor is taken", "join/coordinator/consensus.py",
-           "statistics.median_low(numbers)", "max(numbers)", RULES + " " + LIARS + " -k factors"),
-    Mutant("what came is not compared", "join/coordinator/settlement.py",
-           "if excluded := voted_out(differing(digests)):", "if excluded := {}:",
-           RULES + " " + LIARS + " -k different"),
-    Mutant("nobody is left out for what he sent", "join/coordinator/settlement.py",
-           "round_state.excluded = voted_out(faults)", "round_state.excluded = {}",
-           RULES + " " + LIARS + " -k NaN"),
-    Mutant("the salt of a sum is not looked at", "join/coordinator/lock_step.py",
-           'report.salted if report.salt_round == round_state.number else ""', "report.salted", RULES),
-    Mutant("a pseudo-gradient may be of any length", "join/coordinator/shares.py",
-           "if limit and middle and norm > limit * middle", "if False", RULES),
-    Mutant("tokens may be any number", "join/coordinator/shares.py",
-           "if count > limit * middle:", NEVER, LIARS + " -k tokens"),
-    Mutant("what is not finite is used", "join/rounds/screening.py",
-           "if not math.isfinite(square):", NEVER, LIARS + " -k NaN"),
-    Mutant("what is longer than claimed is used", "join/rounds/screening.py",
-           "elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:", "elif False:",
-           LIARS + " -k mean_leaves"),
-    Mutant("what was sent before is used", "join/rounds/screening.py",
-           "if 2 * len(again) >= len(names):", "if True:", LIARS + " -k mean_leaves"),
-    Mutant("what points another way is used", "join/rounds/screening.py",
-           "if usual < _LEAST_AGREEMENT:", "if True:", LIARS + " -k mean_leaves"),
-    Mutant("a ticket is for every job", "join/address.py", 'f"{job} {incarnation}".encode()', 'b"all"',
-           LINKS),
-    Mutant("calls for an earlier incarnation are taken", "join/peers/routes.py",
-           'if not guest.admit() or purpose.get("to") != self.identity.incarnation:', "if not guest.admit():",
-           LINKS),
-    Mutant("another round's bytes are taken", "join/peers/transfer.py",
-           "if bytes(came) != self._theirs:", NEVER, LINKS),
-    Mutant("silence is for ever", "join/peers/transfer.py",
-           "if time.monotonic() - transfer.heard > patience_s:", NEVER, LINKS),
-    Mutant("a byte now and then is enough", "join/peers/transfer.py",
-           'if transfer.deadline.passed else ""', 'if False else ""', LINKS + " -k byte"),
-    Mutant("a connection that is closed meanwhile ends training", "join/peers/transfer.py",
-           "except (OSError, ValueError):", "except ZeroDivisionError:", LINKS + " -k between_two"),
-    Mutant("weights that are not finite are taken", "join/peers/take.py",
-           "if not all(bool(part.isfinite().all()) for part in parts):", NEVER, TAKE),
-    Mutant("older weights than asked for are taken", "join/peers/take.py",
-           "if any(version < least for version in versions):", NEVER, TAKE),
-    Mutant("a damaged outer state is loaded", "join/shards/saved.py",
-           '_digest_of(state) == saved.get("digest")', "True", INPUTS + " -k state"),
+    Mutant(
+        "one address may have any number",
+        "runtime/sockets.py",
+        "if networks[network] >= self._per_address:",
+        NEVER,
+        LISTENER,
+    ),
+    Mutant(
+        "strangers may be any number",
+        "runtime/sockets.py",
+        "elif len(self._strangers) >= self._strangers_most:",
+        "elif False:",
+        LISTENER,
+    ),
+    Mutant(
+        "any number is admitted",
+        "runtime/sockets.py",
+        "if guest not in self._strangers or full:",
+        NEVER,
+        LISTENER,
+    ),
+    Mutant(
+        "accept's first error ends the loop",
+        "runtime/sockets.py",
+        "if self._closed or self._socket.fileno() < 0:",
+        "if True:",
+        LISTENER,
+    ),
+    Mutant(
+        "a part may last longer than the whole",
+        "runtime/deadline.py",
+        "Deadline(min(seconds, self.left), what)",
+        "Deadline(seconds, what)",
+        LISTENER,
+    ),
+    Mutant(
+        "any job speaks for any other",
+        "join/coordinator/server.py",
+        "if not hmac.compare_digest(incarnation_of(secret), incarnation):",
+        NEVER,
+        SERVER,
+    ),
+    Mutant(
+        "secrets are kept for ever",
+        "join/coordinator/server.py",
+        "if key not in here][:-_SECRETS]:",
+        "if key not in here][:0]:",
+        MEMBERS + " -k secrets",
+    ),
+    Mutant(
+        "any number of callers is told of",
+        "join/coordinator/server.py",
+        "or len(self._complaints) >= _COMPLAINTS_IN_ALL:",
+        "or False:",
+        MEMBERS + " -k crowd",
+    ),
+    Mutant(
+        "each address of an IPv6 network is another caller",
+        "runtime/sockets.py",
+        "if isinstance(address, ipaddress.IPv6Address):",
+        NEVER,
+        LISTENER,
+    ),
+    Mutant(
+        "jobs that one invents are awaited as long as it says",
+        "join/coordinator/awaited.py",
+        "return statistics.median_low(member.hello.timeout for member in self._state.present())",
+        "return max(member.hello.timeout for member in self._state.present())",
+        MEMBERS + " -k invents",
+    ),
+    Mutant(
+        "any number of jobs is awaited",
+        "join/coordinator/awaited.py",
+        " and len(self._since) < MOST_JOBS**2:",
+        ":",
+        MEMBERS + " -k invented",
+    ),
+    Mutant(
+        "who lets the others wait never sits out",
+        "join/coordinator/lateness.py",
+        "        member.rests_until = number + 1 + rest_rounds",
+        "        pass",
+        MEMBERS + " -k sits",
+    ),
+    Mutant(
+        "who sits out does so alone, too",
+        "join/coordinator/lateness.py",
+        "< member.rests_until and bool(others)",
+        "< member.rests_until",
+        MEMBERS + " -k sits",
+    ),
+    Mutant(
+        "a peer may take four times as long as the last time",
+        "join/peers/transfer.py",
+        "min(known, seconds / count)",
+        "seconds / count",
+        MEMBERS + " -k longer",
+    ),
+    Mutant(
+        "a document may have any number of values",
+        "join/sockets/documents.py",
+        'if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:',
+        NEVER,
+        MEMBERS + " -k document",
+    ),
+    Mutant(
+        "one job takes all turns",
+        "join/peers/take.py",
+        "or self._taking[job] >= _OF_ONE_JOB:",
+        "or False:",
+        TAKE + " -k turns",
+    ),
+    Mutant(
+        "addresses pile up",
+        "join/peers/routes.py",
+        "if len(self._not_called) >= _NOT_CALLED:",
+        NEVER,
+        MEMBERS + " -k pile",
+    ),
+    Mutant(
+        "an open token file is not said", "join/token.py", "if mode & 0o077", "if False", TOKENS
+    ),
+    Mutant(
+        "false reports do not drop a job",
+        "join/coordinator/server.py",
+        'if question.get("op") not in ("hello", "enter"):',
+        NEVER,
+        LIARS + " -k malformed_report_drops",
+    ),
+    Mutant(
+        "versions may be any number",
+        "join/coordinator/reports.py",
+        "if not all(0 <= version <= MOST for version in versions):",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "maps may have holes",
+        "join/coordinator/reports.py",
+        "if not (start == at < stop <= MOST and 0 <= rank < ranks):",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "versions that no round made are believed",
+        "join/coordinator/versions.py",
+        "if is_bound and claim.version > last:",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "a round that one job tells is believed",
+        "join/coordinator/membership.py",
+        "min(max(state.number, *rounds), statistics.median_low(rounds) + _AHEAD)",
+        "max(state.number, *rounds)",
+        RULES,
+    ),
+    Mutant(
+        "a new job keeps the run that was there before it",
+        "join/coordinator/membership.py",
+        "if hello.entered and hello.round > state.number and self._may_be_restarted(name, now):",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "whoever says so takes the run over",
+        "join/coordinator/membership.py",
+        "        if not others or state.has_joint_commit:\n            return False\n"
+        "        return now - state.started < patience_s(others)",
+        "        return True",
+        RULES,
+    ),
+    Mutant(
+        "a job of another run is refused for ever",
+        "join/coordinator/versions.py",
+        "is_bound = member.current or member.corrected",
+        "is_bound = True",
+        RULES,
+    ),
+    Mutant(
+        "after a restart nobody is awaited before weights are taken",
+        "join/coordinator/coordinator.py",
+        "if self._awaited.hide_truth(now):",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "what jobs agreed on is not compared",
+        "join/coordinator/membership.py",
+        "if text := difference(hello.agreed, other.hello.agreed, other.name):",
+        "if (text := '') :",
+        RULES,
+    ),
+    Mutant(
+        "sizes are not compared",
+        "join/coordinator/membership.py",
+        "if hello.totals != other.hello.totals or len(hello.claims) != len(other.claims):",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "a name is taken twice",
+        "join/coordinator/membership.py",
+        "if member.heard > member.rivals[incarnation]:",
+        NEVER,
+        RULES,
+    ),
+    Mutant(
+        "after a restart the greatest version is so",
+        "join/coordinator/consensus.py",
+        "statistics.median_high(statistics.multimode(claim.version for claim in possible))",
+        "max(claim.version for claim in possible)",
+        RULES,
+    ),
+    Mutant(
+        "the first checksum is so",
+        "join/coordinator/consensus.py",
+        "Counter(checksums).most_common(1)[0][0] if checksums",
+        "checksums[0] if checksums",
+        RULES,
+    ),
+    Mutant(
+        "one accuser is enough",
+        "join/coordinator/consensus.py",
+        "if len(reasons) > max(1, (len(voters) - 1) / 2)",
+        "if reasons",
+        RULES + " " + LIARS + " -k accus",
+    ),
+    Mutant(
+        "the greatest factor is taken",
+        "join/coordinator/consensus.py",
+        "statistics.median_low(numbers)",
+        "max(numbers)",
+        RULES + " " + LIARS + " -k factors",
+    ),
+    Mutant(
+        "what came is not compared",
+        "join/coordinator/settlement.py",
+        "if excluded := voted_out(differing(digests)):",
+        "if excluded := {}:",
+        RULES + " " + LIARS + " -k different",
+    ),
+    Mutant(
+        "nobody is left out for what he sent",
+        "join/coordinator/settlement.py",
+        "round_state.excluded = voted_out(faults)",
+        "round_state.excluded = {}",
+        RULES + " " + LIARS + " -k NaN",
+    ),
+    Mutant(
+        "the salt of a sum is not looked at",
+        "join/coordinator/lock_step.py",
+        'report.salted if report.salt_round == round_state.number else ""',
+        "report.salted",
+        RULES,
+    ),
+    Mutant(
+        "a pseudo-gradient may be of any length",
+        "join/coordinator/shares.py",
+        "if limit and middle and norm > limit * middle",
+        "if False",
+        RULES,
+    ),
+    Mutant(
+        "tokens may be any number",
+        "join/coordinator/shares.py",
+        "if count > limit * middle:",
+        NEVER,
+        LIARS + " -k tokens",
+    ),
+    Mutant(
+        "what is not finite is used",
+        "join/rounds/screening.py",
+        "if not math.isfinite(square):",
+        NEVER,
+        LIARS + " -k NaN",
+    ),
+    Mutant(
+        "what is longer than claimed is used",
+        "join/rounds/screening.py",
+        "elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:",
+        "elif False:",
+        LIARS + " -k mean_leaves",
+    ),
+    Mutant(
+        "what was sent before is used",
+        "join/rounds/screening.py",
+        "if 2 * len(again) >= len(names):",
+        "if True:",
+        LIARS + " -k mean_leaves",
+    ),
+    Mutant(
+        "what points another way is used",
+        "join/rounds/screening.py",
+        "if usual < _LEAST_AGREEMENT:",
+        "if True:",
+        LIARS + " -k mean_leaves",
+    ),
+    Mutant(
+        "a ticket is for every job",
+        "join/address.py",
+        'f"{job} {incarnation}".encode()',
+        'b"all"',
+        LINKS,
+    ),
+    Mutant(
+        "calls for an earlier incarnation are taken",
+        "join/peers/routes.py",
+        'if not guest.admit() or purpose.get("to") != self.identity.incarnation:',
+        "if not guest.admit():",
+        LINKS,
+    ),
+    Mutant(
+        "another round's bytes are taken",
+        "join/peers/transfer.py",
+        "if bytes(came) != self._theirs:",
+        NEVER,
+        LINKS,
+    ),
+    Mutant(
+        "silence is for ever",
+        "join/peers/transfer.py",
+        "if time.monotonic() - transfer.heard > patience_s:",
+        NEVER,
+        LINKS,
+    ),
+    Mutant(
+        "a byte now and then is enough",
+        "join/peers/transfer.py",
+        "if transfer.deadline.passed\n",
+        "if False\n",
+        LINKS + " -k byte",
+    ),
+    Mutant(
+        "a connection that is closed meanwhile ends training",
+        "join/peers/transfer.py",
+        "except (OSError, ValueError):",
+        "except ZeroDivisionError:",
+        LINKS + " -k between_two",
+    ),
+    Mutant(
+        "weights that are not finite are taken",
+        "join/peers/take.py",
+        "if not all(bool(part.isfinite().all()) for part in parts):",
+        NEVER,
+        TAKE,
+    ),
+    Mutant(
+        "older weights than asked for are taken",
+        "join/peers/take.py",
+        "if any(version < least for version in versions):",
+        NEVER,
+        TAKE,
+    ),
+    Mutant(
+        "a damaged outer state is loaded",
+        "join/shards/saved.py",
+        '_digest_of(state) == saved.get("digest")',
+        "True",
+        INPUTS + " -k state",
+    ),
     Mutant("an empty token will do", "join/token.py", "if len(token) < LEAST:", NEVER, TOKENS),
-    Mutant("all may read the token", "join/token.py", "os.O_EXCL, 0o600", "os.O_EXCL, 0o644", TOKENS),
-    Mutant("a later refusal ends the job", "join/coordinator/client.py",
-           "if not self._accepted:", "if True:", SERVER),
-    Mutant("any number of bytes is relayed", "join/coordinator/relay.py", "return left > 0", "return True",
-           ROUTES),
-]  # fmt: skip
+    Mutant(
+        "all may read the token", "join/token.py", "os.O_EXCL, 0o600", "os.O_EXCL, 0o644", TOKENS
+    ),
+    Mutant(
+        "a later refusal ends the job",
+        "join/coordinator/client.py",
+        "if not self._accepted:",
+        "if True:",
+        SERVER,
+    ),
+    Mutant(
+        "any number of bytes is relayed",
+        "join/coordinator/relay.py",
+        "return left > 0",
+        "return True",
+        ROUTES,
+    ),
+]
 
 
 def copied(place: Path) -> None:
     """What git tracks, as it is now, and the environment."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True,
-                            text=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
+    ).stdout
     for name in filter(None, listed.split("\0")):
         source, target = ROOT / name, place / name
         if source.exists():
@@ -222,7 +549,9 @@ def survives(mutant: Mutant, place: Path) -> bool:
     """Whether its tests pass."""
     file = place / PACKAGE / mutant.file
     before = file.read_text()
-    assert before.count(mutant.old) == 1, f"{mutant.name}: {before.count(mutant.old)} times in {mutant.file}"
+    assert before.count(mutant.old) == 1, (
+        f"{mutant.name}: {before.count(mutant.old)} times in {mutant.file}"
+    )
     file.write_text(before.replace(mutant.old, mutant.new))
     try:
         return passes(mutant.tests, place)
@@ -234,23 +563,49 @@ def survives(mutant: Mutant, place: Path) -> bool:
 
 def passes(tests: str, place: Path) -> bool:
     files, _, chosen = tests.partition(" -k ")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout", "120",
-               *files.split()]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--timeout",
+        "120",
+        *files.split(),
+    ]
     command += ["-k", chosen] if chosen else []
-    done = subprocess.run(command, cwd=place, env={**os.environ, "PYTHONPATH": str(place)},
-                          timeout=PATIENCE_S, capture_output=True, text=True)  # fmt: skip
-    assert done.returncode in (0, 1), f"{tests}: pytest ended with {done.returncode}: {done.stdout[-500:]}"
+    done = subprocess.run(
+        command,
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(place)},
+        timeout=PATIENCE_S,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode in (0, 1), (
+        f"{tests}: pytest ended with {done.returncode}: {done.stdout[-500:]}"
+    )
     return done.returncode == 0
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", metavar="WORD", default="", help="mutants whose name has it")
-    parser.add_argument("--json", type=Path, metavar="FILE",
-                        help="write what became of each; those that it has are not tried again")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write what became of each; those that it has are not tried again",
+    )
     args = parser.parse_args()
-    found: dict[str, str] = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
-    mutants = [mutant for mutant in MUTANTS if args.only in mutant.name and mutant.name not in found]
+    found: dict[str, str] = (
+        json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
+    )
+    mutants = [
+        mutant for mutant in MUTANTS if args.only in mutant.name and mutant.name not in found
+    ]
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         copied(place)
@@ -260,7 +615,10 @@ def main() -> int:
         for mutant in mutants:
             begin = time.monotonic()
             found[mutant.name] = "survives" if survives(mutant, place) else "caught"
-            print(f"{time.monotonic() - begin:5.0f} s  {found[mutant.name]:8}  {mutant.name}", flush=True)
+            print(
+                f"{time.monotonic() - begin:5.0f} s  {found[mutant.name]:8}  {mutant.name}",
+                flush=True,
+            )
             if args.json:
                 args.json.write_text(json.dumps(found, indent=1) + "\n")
     survivors = [name for name, what in found.items() if what == "survives"]

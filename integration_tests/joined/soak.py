@@ -42,8 +42,11 @@ class Ledger:
 
     def tell(self, what: str, **more: object) -> None:
         seconds = time.monotonic() - self._begin
-        print(f"{seconds:6.0f} s  {what}" + "".join(f"; {value} {name}" for name, value in more.items()),
-              flush=True)
+        print(
+            f"{seconds:6.0f} s  {what}"
+            + "".join(f"; {value} {name}" for name, value in more.items()),
+            flush=True,
+        )
         print(json.dumps({"seconds": round(seconds, 1), "what": what, **more}), file=self._file)
 
     def account(self, place: Path, events: list[str]) -> None:
@@ -60,10 +63,16 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
             with coordinator(port) as server:
                 port = server.port
                 if not jobs:
-                    more = {"steps": 10**9, "faulty_incarnations": 10**9, "encrypted": True,
-                            "outer": f"min=1,limit=8,{OUTER}"}  # fmt: skip
-                    jobs.extend(Job(place, name, port, ranks=ranks, seed=k, **more)
-                                for k, (name, ranks) in enumerate((("east", 1), ("west", 2), ("north", 1))))
+                    more = {
+                        "steps": 10**9,
+                        "faulty_incarnations": 10**9,
+                        "encrypted": True,
+                        "outer": f"min=1,limit=8,{OUTER}",
+                    }
+                    jobs.extend(
+                        Job(place, name, port, ranks=ranks, seed=k, **more)
+                        for k, (name, ranks) in enumerate((("east", 1), ("west", 2), ("north", 1)))
+                    )
                     for job in jobs:
                         job.start()
                 until = min(end, time.monotonic() + chance.uniform(20, 60))
@@ -72,7 +81,9 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
                     for job in jobs:
                         if job.ended:
                             job.fault = chance.choice((None, fault(chance)))
-                            ledger.tell(f"{job.name} is started again, {job.fault or 'without a fault'}")
+                            ledger.tell(
+                                f"{job.name} is started again, {job.fault or 'without a fault'}"
+                            )
                             job.start()
                     ledger.faults += 1
                     ledger.tell(strike(chance, jobs))
@@ -91,7 +102,11 @@ def soak(place: Path, seconds: float, seed: int, ledger: Ledger) -> int:
                 for job in jobs:
                     if job.ended:
                         job.start()
-                return any(all(job.name in line for job in jobs) for line in server.told if "commit" in line)
+                return any(
+                    all(job.name in line for job in jobs)
+                    for line in server.told
+                    if "commit" in line
+                )
 
             await_(all_three, PATIENCE_S, "a round of all three")
             for job in jobs:
@@ -117,7 +132,9 @@ def one_in_the_run(jobs: list[Job]) -> bool:
 
 
 def fault(chance: random.Random) -> Fault:
-    return Fault(chance.choice(sorted(set(POINTS) - {"save"})), chance.randint(1, 12), chance.choice(INSIDE))
+    return Fault(
+        chance.choice(sorted(set(POINTS) - {"save"})), chance.randint(1, 12), chance.choice(INSIDE)
+    )
 
 
 def strike(chance: random.Random, jobs: list[Job]) -> str:
@@ -140,8 +157,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--keep", metavar="DIR", help="keep the jobs' files here (a new directory)")
-    parser.add_argument("--ledger", metavar="FILE", default="build/soak.jsonl", help="default: "
-                                                                                     "build/soak.jsonl")
+    parser.add_argument(
+        "--ledger", metavar="FILE", default="build/soak.jsonl", help="default: build/soak.jsonl"
+    )
     args = parser.parse_args()
     start_server()
     ledger = Ledger(Path(args.ledger))

@@ -19,30 +19,62 @@ from integration_tests.jobs import FRAMEWORKS, ROOT, full
 
 SIZE = "--layers 2 --hidden 32 --heads 2 --sequence 16 --steps 9".split()
 MEGATRON = [str(ROOT / "examples" / "megatron_core" / "train.py"), *SIZE]
-PIPELINE = [str(ROOT / "examples" / "deepspeed_pipeline" / "train.py"), *SIZE, "--stages", "2",
-            "--micro-batch", "1"]
+PIPELINE = [
+    str(ROOT / "examples" / "deepspeed_pipeline" / "train.py"),
+    *SIZE,
+    "--stages",
+    "2",
+    "--micro-batch",
+    "1",
+]
 OUTER = "min=2,every=4,fragments=2,delay=1,compress=off,timeout=120"
 WHOLE = "min=2,every=4,fragments=1,delay=1,compress=off,timeout=120"
 
 
 def start(name, ranks, command, port, outer, log):
-    env = {**os.environ, **carriers.environment(ranks), **FRAMEWORKS, "HOLMES_JOIN_TOKEN": TOKEN,
-           "OMP_NUM_THREADS": "1"}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
-                "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    flags = ["--log-file", str(log), "--holmes", "--holmes-preflight", "off", "--holmes-outer", outer,
-             "--holmes-join", f"{name}@127.0.0.1:{port}"]
+    env = {
+        **os.environ,
+        **carriers.environment(ranks),
+        **FRAMEWORKS,
+        "HOLMES_JOIN_TOKEN": TOKEN,
+        "OMP_NUM_THREADS": "1",
+    }
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(ranks),
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        "127.0.0.1:0",
+    ]
+    flags = [
+        "--log-file",
+        str(log),
+        "--holmes",
+        "--holmes-preflight",
+        "off",
+        "--holmes-outer",
+        outer,
+        "--holmes-join",
+        f"{name}@127.0.0.1:{port}",
+    ]
     with open(f"{log}.txt", "w") as output:
-        return subprocess.Popen([*torchrun, *command, *flags], stdout=output, stderr=subprocess.STDOUT,
-                                env=env)
+        return subprocess.Popen(
+            [*torchrun, *command, *flags], stdout=output, stderr=subprocess.STDOUT, env=env
+        )
 
 
 def run(directory: Path, east, west, outer):
     """Losses of both jobs; ranks and command of each; outer: of both, or of each."""
     outers = (outer, outer) if isinstance(outer, str) else outer
     with coordinator() as server:
-        jobs = [start(name, *one, server.port, text, directory / f"{name}.json")
-                for name, one, text in (("east", east, outers[0]), ("west", west, outers[1]))]
+        jobs = [
+            start(name, *one, server.port, text, directory / f"{name}.json")
+            for name, one, text in (("east", east, outers[0]), ("west", west, outers[1]))
+        ]
         try:
             status = [job.wait(240) for job in jobs]
         finally:
@@ -51,27 +83,45 @@ def run(directory: Path, east, west, outer):
         told = [(directory / f"{name}.json.txt").read_text()[-4000:] for name in ("east", "west")]
         assert status == [0, 0], "\n".join(told)
         assert sum("commit (" in line for line in server.told) >= 2, server.told
-    return [[json.loads(line)["loss"] for line in (directory / f"{name}.json").read_text().splitlines()]
-            for name in ("east", "west")]
+    return [
+        [json.loads(line)["loss"] for line in (directory / f"{name}.json").read_text().splitlines()]
+        for name in ("east", "west")
+    ]
 
 
 CASES = {
     "megatron, distributed optimizer, overlapped, bf16": (
-        (2, [*MEGATRON, *"--distributed-optimizer --overlap --micro-batches 2 --dtype bf16".split()]),
-        (1, [*MEGATRON, *"--micro-batches 4 --dtype bf16".split()]), OUTER),
+        (
+            2,
+            [
+                *MEGATRON,
+                *"--distributed-optimizer --overlap --micro-batches 2 --dtype bf16".split(),
+            ],
+        ),
+        (1, [*MEGATRON, *"--micro-batches 4 --dtype bf16".split()]),
+        OUTER,
+    ),
     "megatron, tensor parallel, float32": (
         (2, [*MEGATRON, *"--tensor 2 --micro-batches 2".split()]),
-        (4, [*MEGATRON, *"--tensor 2 --micro-batches 1 --distributed-optimizer".split()]), OUTER),
+        (4, [*MEGATRON, *"--tensor 2 --micro-batches 1 --distributed-optimizer".split()]),
+        OUTER,
+    ),
     "megatron, tensor parallel, whole matrices": (
         (2, [*MEGATRON, *"--tensor 2 --micro-batches 2".split()]),
         (4, [*MEGATRON, *"--tensor 2 --micro-batches 1 --distributed-optimizer".split()]),
-        f"{OUTER},algorithm=muon"),
+        f"{OUTER},algorithm=muon",
+    ),
     "megatron, pipeline": (
         (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]),
-        (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]), WHOLE),
+        (2, [*MEGATRON, *"--pipeline 2 --micro-batches 4".split()]),
+        WHOLE,
+    ),
     "DeepSpeed's pipeline": (
-        (2, [*PIPELINE, "--micro-batches", "4"]), (4, [*PIPELINE, "--micro-batches", "2"]), WHOLE),
-}  # fmt: skip
+        (2, [*PIPELINE, "--micro-batches", "4"]),
+        (4, [*PIPELINE, "--micro-batches", "2"]),
+        WHOLE,
+    ),
+}
 
 
 @full
@@ -79,4 +129,7 @@ CASES = {
 def test_jobs_of_different_make_train_alike(case, tmp_path):
     east, west = run(tmp_path, *CASES[case])
     assert len(east) == len(west) == 9
-    assert max(abs(a - b) for a, b in zip(east, west)) < (2e-3 if "bf16" in case else 1e-4), (east, west)
+    assert max(abs(a - b) for a, b in zip(east, west)) < (2e-3 if "bf16" in case else 1e-4), (
+        east,
+        west,
+    )

@@ -50,15 +50,20 @@ def told(job, key):
 
 def together(job):
     """Rounds that this job made with another one."""
-    return sum("verdict" in line and line["verdict"] == "commit" and len(line["jobs"]) > 1
-               for line in job.lines)
+    return sum(
+        "verdict" in line and line["verdict"] == "commit" and len(line["jobs"]) > 1
+        for line in job.lines
+    )
 
 
 def run_on(job, count=2):
     """Until the job has committed that many more rounds with others."""
     before = together(job)
-    await_(lambda: together(job) >= before + count or job.ended, PATIENCE_S,
-           f"rounds of job {job.name} with others")
+    await_(
+        lambda: together(job) >= before + count or job.ended,
+        PATIENCE_S,
+        f"rounds of job {job.name} with others",
+    )
 
 
 DEATHS = {
@@ -77,7 +82,7 @@ DEATHS = {
     "before weights are written": Fault("write", 4, "kill"),
     "rank 0 of two": Fault("exchanged", 3, "kill"),
     "rank 1 of two": Fault("exchanged", 3, "kill", 1),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("when", some(DEATHS, "in the exchange"))
@@ -117,8 +122,10 @@ def test_a_liar_over_tls(lie, jobs, tmp_path):
     """It is one of three; the honest ones end with the same bits."""
     faults = {"east": None, "north": None, "west": Fault("step", 9, lie)}
     with coordinator() as server:
-        made = [jobs(name, server.port, fault=fault, seed=seed, encrypted=True, outer=f"min=2,{OUTER}")
-                for seed, (name, fault) in enumerate(faults.items())]
+        made = [
+            jobs(name, server.port, fault=fault, seed=seed, encrypted=True, outer=f"min=2,{OUTER}")
+            for seed, (name, fault) in enumerate(faults.items())
+        ]
         at_end(*made[:2])
         made[2].kill()
     words = {"flip": "points another way", "claim": "cannot be of round", "accuse": "a lie"}[lie]
@@ -136,7 +143,9 @@ def test_the_giver_is_killed(point, jobs, tmp_path):
     """The new job enters with what another has, or ends with one line; the third goes on."""
     patient = OUTER.replace(f"timeout={TIMEOUT_S}", "timeout=60")  # until north is there
     with coordinator() as server:
-        east = jobs("east", server.port, fault=Fault(point, 2, "kill"), outer=f"min=2,{patient}", steps=400)
+        east = jobs(
+            "east", server.port, fault=Fault(point, 2, "kill"), outer=f"min=2,{patient}", steps=400
+        )
         # the first one gives
         await_(lambda: any("east is here" in event for event in server.told), PATIENCE_S, "east")
         north = jobs("north", server.port, steps=400, seed=2)
@@ -156,7 +165,7 @@ STOPS = {
     "in the exchange": Fault("exchange", 3, "stop"),
     "before it tells": Fault("done", 3, "stop"),
     "when the round is committed": Fault("verdict", 3, "stop"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("when", some(STOPS))
@@ -178,7 +187,7 @@ LINKS = {
     "reset": Fault("exchange", 3, "reset"),
     "carries nothing for a while": Fault("exchange", 3, "hole"),
     "is slow for a while": Fault("exchange", 3, "slow"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", some(LINKS, "reset"))
@@ -195,7 +204,9 @@ def test_wrong_values_do_not_reach_the_others(what, jobs, tmp_path):
     with coordinator() as server:
         outer = f"min=1,limit=5,{OUTER}"
         east = jobs("east", server.port, outer=outer, steps=80)
-        west = jobs("west", server.port, fault=Fault("step", 41, what), outer=outer, steps=80, seed=1)
+        west = jobs(
+            "west", server.port, fault=Fault("step", 41, what), outer=outer, steps=80, seed=1
+        )
         at_end(east, west)
     assert any("west is left out" in event for event in server.told)
     assert all(loss == loss and loss < 10 for loss in told(east, "loss"))
@@ -227,8 +238,10 @@ def test_the_coordinator_is_killed_in_a_round(point, jobs, tmp_path):
     """West stops there; the coordinator is another one when it goes on."""
     with coordinator() as server:
         port, events = server.port, server.told
-        east, west = (jobs("east", port, steps=200),
-                      jobs("west", port, steps=200, fault=Fault(point, 4, "stop"), seed=1))
+        east, west = (
+            jobs("east", port, steps=200),
+            jobs("west", port, steps=200, fault=Fault(point, 4, "stop"), seed=1),
+        )
         await_(lambda: told(west, "fault"), PATIENCE_S, "the fault")
     with coordinator(port) as server:
         west.signal(signal.SIGCONT)
@@ -252,7 +265,11 @@ def test_a_job_that_comes_later(what, jobs, tmp_path):
     with coordinator() as server:
         east = jobs("east", server.port, steps=400)
         west = jobs("west", server.port, steps=400, seed=1)
-        north = jobs("north", server.port, steps=14, save=7, seed=2) if what == "older checkpoint" else None
+        north = (
+            jobs("north", server.port, steps=14, save=7, seed=2)
+            if what == "older checkpoint"
+            else None
+        )
         if north:
             assert north.wait(PATIENCE_S) == 0
         run_on(east, 4)

@@ -15,21 +15,35 @@ OUTER = "every=8,fragments=4,delay=1,timeout=5"
 @full
 def test_a_cut_link_comes_back(tmp_path):
     with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab, coordinator(lab) as (where, events):
-        jobs = {name: start(lab, name, nodes, join_flags(name, where, OUTER), 400, seed,
-                            tmp_path / f"{name}.jsonl")
-                for seed, (name, nodes) in enumerate(NODES.items(), 1)}
+        jobs = {
+            name: start(
+                lab,
+                name,
+                nodes,
+                join_flags(name, where, OUTER),
+                400,
+                seed,
+                tmp_path / f"{name}.jsonl",
+            )
+            for seed, (name, nodes) in enumerate(NODES.items(), 1)
+        }
 
         def of_both():
-            return sum(bool(re.search(r"commit \(.*east.*west|commit \(.*west.*east", line))
-                       for line in events)
+            return sum(
+                bool(re.search(r"commit \(.*east.*west|commit \(.*west.*east", line))
+                for line in events
+            )
 
         await_(lambda: of_both() >= 3, 200, "rounds of both")
         for node in NODES["west"]:
             lab.set_silent(node, "eth0", True)
         before = {name: len(job.steps()) for name, job in jobs.items()}
         for name, job in jobs.items():
-            await_(lambda job=job, name=name: len(job.steps()) >= before[name] + 15, 100,
-                   f"{name}'s going on alone")
+            await_(
+                lambda job=job, name=name: len(job.steps()) >= before[name] + 15,
+                100,
+                f"{name}'s going on alone",
+            )
         alone = of_both()
         for node in NODES["west"]:
             lab.set_silent(node, "eth0", False)

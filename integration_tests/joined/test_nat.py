@@ -71,6 +71,8 @@ def test_without_a_way_to_each_other_a_job_cannot_join(tmp_path):
 
     This shows that the network of the other test really is cut.
     """
-    with pytest.raises(HolmesError, match="job (east|west) cannot join: the weights of job (east|west) could "
-                                          "not be"):
+    with pytest.raises(
+        HolmesError,
+        match="job (east|west) cannot join: the weights of job (east|west) could not be",
+    ):
         train(tmp_path / "cut", cut=True)

@@ -40,5 +40,15 @@ def cli(*arguments, toml, **options):
     background.
     """
     words = [str(toml) if word == "FILE" else word for word in arguments]
-    command = ["env", "--default-signal=INT", sys.executable, "-m", "holmes_ext.cli.main", "lab", *words]
-    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)
+    command = [
+        "env",
+        "--default-signal=INT",
+        sys.executable,
+        "-m",
+        "holmes_ext.cli.main",
+        "lab",
+        *words,
+    ]
+    return subprocess.Popen(
+        command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
+    )

@@ -16,11 +16,16 @@ from holmes_ext.errors import HolmesError
 from integration_tests.jobs import full
 from integration_tests.lab.processes import PATIENCE, cli, python
 
-TOML = toml("a ib 2Gb/s a0,a1 uplink=100Mb/s", "b roce 1Gb/s b0", "c ethernet - c0",
-            ethernet="200Mb/s") + "".join(
+TOML = toml(
+    "a ib 2Gb/s a0,a1 uplink=100Mb/s", "b roce 1Gb/s b0", "c ethernet - c0", ethernet="200Mb/s"
+) + "".join(
     f'[[between]]\nclusters = {json.dumps(pair)}\nrate = "{rate}"\nlatency = "{latency}"\n'
     for pair, rate, latency in (
-        (["a", "b"], "50Mb/s", "20ms"), (["a", "c"], "80Mb/s", "5ms"), (["b", "c"], "40Mb/s", "1ms")))
+        (["a", "b"], "50Mb/s", "20ms"),
+        (["a", "c"], "80Mb/s", "5ms"),
+        (["b", "c"], "40Mb/s", "1ms"),
+    )
+)
 SPEC = parse_spec(TOML)
 
 
@@ -60,23 +65,31 @@ def test_every_node_reaches_every_other_and_no_way_is_faster_than_its_latency(la
     least = {"ab": 0.040, "ac": 0.010, "bc": 0.002}
     for one in names:
         for two, seconds in zip(names, trips[one]):
-            assert seconds >= least.get("".join(sorted((one[0], two[0]))), 0.0) * 0.98, (one, two, seconds)
+            assert seconds >= least.get("".join(sorted((one[0], two[0]))), 0.0) * 0.98, (
+                one,
+                two,
+                seconds,
+            )
 
 
 @full
 def test_sysctls_are_set_on_the_nodes_only(lab):
     code = "print(open('/proc/sys/net/ipv4/tcp_slow_start_after_idle').read())"
     assert lab.run(python(code), order=["b0"]).stdout[0].strip() == "0"
-    with pytest.raises(HolmesError, match="sysctl net.ipv4.nothing=1: No such file"), \
-            Lab(SPEC, sysctl={"net.ipv4.nothing": "1"}):
+    with (
+        pytest.raises(HolmesError, match="sysctl net.ipv4.nothing=1: No such file"),
+        Lab(SPEC, sysctl={"net.ipv4.nothing": "1"}),
+    ):
         pass
 
 
 @full
 def test_two_such_labs_side_by_side(lab):
     with Lab(SPEC) as other:
-        job = lab.start(python("import socket, time; socket.create_server(('', 7777)); time.sleep(600)"),
-                        order=["b0"])
+        job = lab.start(
+            python("import socket, time; socket.create_server(('', 7777)); time.sleep(600)"),
+            order=["b0"],
+        )
         mine = other.run(python(TALK, "a0,b0"), order=["a0", "b0"])
         assert mine.returncode == 0 and job.poll() is None, mine.outputs
         job.kill()
@@ -97,7 +110,9 @@ def test_without_the_delay_line_the_lab_ends_with_one_line():
 
 
 def test_a_machine_without_tun_is_told_what_is_missing(monkeypatch, tmp_path):
-    monkeypatch.setattr("holmes_lab.lab._KEEPER_BOOT", """
+    monkeypatch.setattr(
+        "holmes_lab.lab._KEEPER_BOOT",
+        """
 import os
 import sys
 sys.path[:0] = sys.argv[1].split(os.pathsep)
@@ -105,11 +120,17 @@ from holmes_lab.network import delay_line
 delay_line.TUN_DEVICE = "/dev/net/absent"
 from holmes_lab.process.keeper import main
 main(sys.argv[2:])
-""")
+""",
+    )
     assert delay_line.TUN_DEVICE == "/dev/net/tun"
-    with pytest.raises(HolmesError, match=r"need TUN/TAP: /dev/net/absent: No such file .*--device "
-                                          r"/dev/net/tun"), \
-            Lab(SPEC):
+    with (
+        pytest.raises(
+            HolmesError,
+            match=r"need TUN/TAP: /dev/net/absent: No such file .*--device "
+            r"/dev/net/tun",
+        ),
+        Lab(SPEC),
+    ):
         pass
 
 

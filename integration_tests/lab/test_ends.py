@@ -22,8 +22,9 @@ def test_everything_is_gone_after_close():
         assert Path(f"/proc/{holder}/ns/net").exists()
         job = lab.start(python("import time; time.sleep(600)"))
         pids = job.pids
-    assert (not directory.exists()
-            and not any(Path(f"/proc/{pid}").exists() for pid in [holder, *pids.values()]))
+    assert not directory.exists() and not any(
+        Path(f"/proc/{pid}").exists() for pid in [holder, *pids.values()]
+    )
 
 
 @pytest.mark.parametrize("preload", [[], ["--preload", "json"]])
@@ -37,8 +38,10 @@ def test_sigkill_of_the_lab_leaves_nothing(toml, tmp_path, preload):
     keeper = json.loads((directory / "state.json").read_text())["keeper"][0]
     process.kill()
     process.wait()
-    eventually(lambda: not marked(marker) and not Path(f"/proc/{keeper}").exists(),
-               "the kernel ends every process")
+    eventually(
+        lambda: not marked(marker) and not Path(f"/proc/{keeper}").exists(),
+        "the kernel ends every process",
+    )
     eventually(lambda: not directory.exists(), "the keeper removes the files")
 
 
@@ -52,7 +55,9 @@ Lab._answer = lambda self: (print(self.directory, flush=True), os.kill(os.getpid
 with Lab(load_spec(sys.argv[1])):
     pass
 """)
-    killed = subprocess.run([sys.executable, tmp_path / "s.py", toml], capture_output=True, text=True)
+    killed = subprocess.run(
+        [sys.executable, tmp_path / "s.py", toml], capture_output=True, text=True
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     directory = Path(killed.stdout.strip())
     assert directory.name.startswith("holmes-lab-")
@@ -61,19 +66,33 @@ with Lab(load_spec(sys.argv[1])):
 
 def test_ctrl_c_ends_all_and_exits_130(toml):
     marker = f"interrupted-{os.getpid()}"
-    process = cli("run", "--cluster", "FILE", "--",
-                  *python("import time; print('up', flush=True); time.sleep(600)", marker), toml=toml)
+    process = cli(
+        "run",
+        "--cluster",
+        "FILE",
+        "--",
+        *python("import time; print('up', flush=True); time.sleep(600)", marker),
+        toml=toml,
+    )
     assert process.stdout.readline().endswith("up\n")
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130 and "Traceback" not in errors
-    assert marked(marker) == [] and not any(f"-{process.pid}-" in path.name for path in state.directories())
+    assert marked(marker) == [] and not any(
+        f"-{process.pid}-" in path.name for path in state.directories()
+    )
 
 
 def test_down_ends_an_orphaned_lab_and_leaves_one_in_use_alone(lab, toml):
     marker = f"orphan-{os.getpid()}"
-    process = cli("run", "--cluster", "FILE", "--",
-                  *python("import time; print('up', flush=True); time.sleep(600)", marker), toml=toml)
+    process = cli(
+        "run",
+        "--cluster",
+        "FILE",
+        "--",
+        *python("import time; print('up', flush=True); time.sleep(600)", marker),
+        toml=toml,
+    )
     assert process.stdout.readline().endswith("up\n")
     (directory,) = (path for path in state.directories() if f"-{process.pid}-" in path.name)
     keeper = json.loads((directory / "state.json").read_text())["keeper"][0]
@@ -81,15 +100,19 @@ def test_down_ends_an_orphaned_lab_and_leaves_one_in_use_alone(lab, toml):
     process.kill()
     process.wait()
     holders = Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split()
-    assert len(holders) >= 4 and directory.exists()  # three nodes and the switch: the network is still there
+    assert (
+        len(holders) >= 4 and directory.exists()
+    )  # three nodes and the switch: the network is still there
     down = cli("down", "--json", toml=toml)
     out, errors = down.communicate(timeout=PATIENCE)
     assert down.returncode == 0, errors
     found = {entry["directory"]: entry for entry in json.loads(out)}
     assert found[str(directory)]["cleared"] and found[str(directory)]["keeper_alive"]
     assert not found[str(lab.directory)]["cleared"]
-    eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in holders),
-               "the kernel ends every process")
+    eventually(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in holders),
+        "the kernel ends every process",
+    )
     assert not marked(marker) and not directory.exists() and lab.run(["true"]).returncode == 0
 
 
@@ -105,8 +128,19 @@ def test_a_killed_keeper_is_an_error_and_not_a_hang():
 
 
 def test_cli_prefixes_lines_and_passes_the_status_on(toml):
-    process = cli("run", "--cluster", "FILE", "--interleave", "--env", "X=7", "--", "bash", "-c",
-                  "echo $X; exit $RANK", toml=toml)
+    process = cli(
+        "run",
+        "--cluster",
+        "FILE",
+        "--interleave",
+        "--env",
+        "X=7",
+        "--",
+        "bash",
+        "-c",
+        "echo $X; exit $RANK",
+        toml=toml,
+    )
     out, errors = process.communicate(timeout=PATIENCE)
     assert sorted(out.splitlines()) == ["[a0:0] 7", "[a1:0] 7", "[b0:0] 7"]
     assert process.returncode in (1, 2) and "failed first" in errors
@@ -134,7 +168,9 @@ def nobodys_python():
         executable = subprocess.run([*BECOME_NOBODY, "test", "-x", interpreter]).returncode == 0
         if executable and done.stdout.split() == [str(number) for number in sys.version_info[:2]]:
             return interpreter
-    pytest.skip(f"the user nobody may not execute {sys.executable}, and /usr/bin/python3 is another version")
+    pytest.skip(
+        f"the user nobody may not execute {sys.executable}, and /usr/bin/python3 is another version"
+    )
 
 
 def as_nobody(code, *wrapper, **env):
@@ -144,11 +180,17 @@ def as_nobody(code, *wrapper, **env):
     )
     command = [*BECOME_NOBODY, *wrapper, nobodys_python(), "-c", code]
     full = {**os.environ, "PYTHONPATH": packages, "HOME": "/", **env}
-    seen = subprocess.run([*BECOME_NOBODY, command[-3], "-c", "import holmes_ext, wrapt"], env=full, cwd="/",
-                          capture_output=True)
+    seen = subprocess.run(
+        [*BECOME_NOBODY, command[-3], "-c", "import holmes_ext, wrapt"],
+        env=full,
+        cwd="/",
+        capture_output=True,
+    )
     if seen.returncode:
         pytest.skip(f"the user nobody may not read {root}, or the packages installed beside it")
-    return subprocess.run(command, env=full, cwd="/", capture_output=True, text=True, timeout=2 * PATIENCE)
+    return subprocess.run(
+        command, env=full, cwd="/", capture_output=True, text=True, timeout=2 * PATIENCE
+    )
 
 
 NOBODY = f"""
@@ -171,13 +213,17 @@ def test_an_ordinary_user_gets_a_user_namespace():
     done = as_nobody(NOBODY)
     if "HolmesError" in done.stdout:
         pytest.skip(done.stdout)
-    assert done.stdout.splitlines() == ["0 ['b0', '1'] ['eth0', 'roce0'] True", "False"], done.stderr
+    assert done.stdout.splitlines() == ["0 ['b0', '1'] ['eth0', 'roce0'] True", "False"], (
+        done.stderr
+    )
 
 
 @needs_root
 def test_without_any_right_one_line_says_what_is_missing():
-    forbid = ("echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all "
-              "--inh-caps=-all \"$@\"")
+    forbid = (
+        "echo 0 > /proc/sys/user/max_user_namespaces && exec setpriv --bounding-set=-all "
+        '--inh-caps=-all "$@"'
+    )
     done = as_nobody(NOBODY, "unshare", "-Ur", "bash", "-c", forbid, "bash")
     if "unshare" in done.stderr:
         pytest.skip(done.stderr)

@@ -16,7 +16,9 @@ from integration_tests.lab.processes import PATIENCE, SPEC, eventually, marked, 
 FAIL = "import os, sys, time\nif os.environ['RANK'] == '1': {}\ntime.sleep(600)"
 
 
-@pytest.mark.parametrize("end, status", [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)])
+@pytest.mark.parametrize(
+    "end, status", [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137), ("1 / 0", 1)]
+)
 def test_when_a_rank_fails_the_others_are_ended(lab, end, status):
     result = lab.run(python(FAIL.format(end)), grace=0.1, timeout=PATIENCE)
     assert result.returncode == status and result.first_failed == 1
@@ -73,7 +75,7 @@ def test_start_poll_kill(lab):
     job = lab.start(
         python("import time; print('up', flush=True); time.sleep(600)"),
         on_line=lambda *line: lines.append(line),
-        grace=0.1
+        grace=0.1,
     )
     pids = job.pids
     assert sorted(pids) == [0, 1, 2] and job.poll() is None
@@ -113,25 +115,42 @@ def test_preloaded_ranks_are_like_fresh_ones(lab, tmp_path):
     for rank in range(3):
         one, two = json.loads(plain.stdout[rank]), json.loads(forked.stdout[rank])
         assert one[:-1] == two[:-1] and (one[-1], two[-1]) == (False, True)
-    assert len({forked.outputs[rank].split()[-1] for rank in range(3)}) == 3, ("each rank has its own random "
-                                                                               "state")
-    assert lab.run([sys.executable, "script.py", "fail"], cwd=tmp_path, preload=("decimal",)).returncode == 4
-    assert lab.run([sys.executable, "-m", "script", "x"], cwd=tmp_path, preload=("decimal",)).returncode == 0
+    assert len({forked.outputs[rank].split()[-1] for rank in range(3)}) == 3, (
+        "each rank has its own random state"
+    )
+    assert (
+        lab.run(
+            [sys.executable, "script.py", "fail"], cwd=tmp_path, preload=("decimal",)
+        ).returncode
+        == 4
+    )
+    assert (
+        lab.run(
+            [sys.executable, "-m", "script", "x"], cwd=tmp_path, preload=("decimal",)
+        ).returncode
+        == 0
+    )
 
 
 def test_a_preloaded_rank_without_holmes_has_none_of_it(lab, tmp_path):
     script = tmp_path / "script.py"
-    script.write_text("import sys\nprint(*(name in sys.modules for name in ('holmes_ext.job', 'torch')))\n"
-                      "from holmes_ext import job, patches\n"
-                      "print(*(sys.modules[it.__name__] is it for it in (job, patches)))")
+    script.write_text(
+        "import sys\nprint(*(name in sys.modules for name in ('holmes_ext.job', 'torch')))\n"
+        "from holmes_ext import job, patches\n"
+        "print(*(sys.modules[it.__name__] is it for it in (job, patches)))"
+    )
     ran = lab.run([sys.executable, str(script)], preload=("torch",), timeout=PATIENCE)
-    assert ran.returncode == 0 and ran.stdout[0].split() == ["False", "True", "True", "True"], ran.outputs
+    assert ran.returncode == 0 and ran.stdout[0].split() == ["False", "True", "True", "True"], (
+        ran.outputs
+    )
 
 
 @pytest.mark.parametrize(
     "command, modules, message",
-    [(["bash"], ("json",), "python SCRIPT"),
-     ([sys.executable, "x.py"], ("no_such_module",), "no_such_module")],
+    [
+        (["bash"], ("json",), "python SCRIPT"),
+        ([sys.executable, "x.py"], ("no_such_module",), "no_such_module"),
+    ],
 )
 def test_a_preload_that_cannot_be(lab, command, modules, message):
     with pytest.raises(HolmesError, match=message):
@@ -139,7 +158,9 @@ def test_a_preload_that_cannot_be(lab, command, modules, message):
 
 
 @pytest.mark.parametrize(
-    "order, message", [(["a0", "z9"], "no node 'z9'"), (["a0", "a0"], "named twice"), ([], "at least one")])
+    "order, message",
+    [(["a0", "z9"], "no node 'z9'"), (["a0", "a0"], "named twice"), ([], "at least one")],
+)
 def test_a_bad_order_is_refused(lab, order, message):
     with pytest.raises(HolmesError, match=message):
         lab.run(["true"], order=order)
@@ -156,7 +177,10 @@ def test_the_accelerator_reaches_the_ranks_and_the_result_says_so(lab):
     code = "import os; print(os.environ['HOLMES_LAB_EMULATED'], os.environ['HOLMES_LAB_CLUSTER'])"
     result = lab.run(python(code), accelerator={"flops": 1e9, "classes": ["Block"]})
     assert result.emulated and [result.stdout[rank].strip() for rank in range(3)] == [
-        "1 a", "1 a", "1 b"], result.outputs
+        "1 a",
+        "1 a",
+        "1 b",
+    ], result.outputs
     with pytest.raises(HolmesError, match="flops"):
         lab.run(["true"], accelerator={"classes": ["Block"]})
 
@@ -173,7 +197,9 @@ print(x[0].item())
 def test_gloo_uses_ethernet_without_any_variable(lab, tmp_path):
     (tmp_path / "gloo.py").write_text(GLOO)
     before = lab.counters()
-    result = lab.run([sys.executable, str(tmp_path / "gloo.py")], preload=("torch",), timeout=2 * PATIENCE)
+    result = lab.run(
+        [sys.executable, str(tmp_path / "gloo.py")], preload=("torch",), timeout=2 * PATIENCE
+    )
     assert result.returncode == 0 and result.stdout[1] == "6.0\n", result.outputs
     after = lab.counters()
     assert all(after[node]["eth0"][1] - before[node]["eth0"][1] > 1_000_000 for node in after)
@@ -182,11 +208,14 @@ def test_gloo_uses_ethernet_without_any_variable(lab, tmp_path):
 
 def test_two_labs_side_by_side(lab):
     with Lab(SPEC) as other:
-        job = lab.start(python("import socket, time; socket.create_server(('', 7777)); time.sleep(600)"),
-                        order=["a0"])
+        job = lab.start(
+            python("import socket, time; socket.create_server(('', 7777)); time.sleep(600)"),
+            order=["a0"],
+        )
         mine = other.run(
             python("import socket; socket.create_server(('', 7777)); print(socket.gethostname())"),
-                         order=["a0"])
+            order=["a0"],
+        )
         assert mine.stdout[0] == "a0\n" and job.poll() is None
         job.kill()
         job.wait(PATIENCE)

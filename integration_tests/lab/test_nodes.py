@@ -23,10 +23,21 @@ print(json.dumps([name, socket.gethostbyname(name), sorted(os.listdir("/sys/clas
 
 
 def test_torchruns_environment(lab):
-    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "NODE_RANK",
-             "MASTER_ADDR", "OMP_NUM_THREADS"]
-    code = (f"import os, json; print(json.dumps([os.environ[n] for n in {names}] + "
-            f"[os.environ['HOLMES_LAB_NODE']]))")
+    names = [
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "LOCAL_SIZE",
+        "GROUP_RANK",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "OMP_NUM_THREADS",
+    ]
+    code = (
+        f"import os, json; print(json.dumps([os.environ[n] for n in {names}] + "
+        f"[os.environ['HOLMES_LAB_NODE']]))"
+    )
     result = lab.run(python(code), order=["b0", "a1"], processes=2)
     reports = [json.loads(result.stdout[rank]) for rank in range(4)]
     assert reports[0] == ["0", "0", "4", "2", "2", "0", "0", "10.77.0.3", "1", "b0"]
@@ -35,10 +46,16 @@ def test_torchruns_environment(lab):
 
 
 def test_the_sysfs_tree_is_named_and_readable(lab):
-    code = ("import os; print(open(os.environ['HOLMES_SYSFS'] + "
-            "'/class/infiniband/mlx5_0/ports/1/link_layer').read())")
+    code = (
+        "import os; print(open(os.environ['HOLMES_SYSFS'] + "
+        "'/class/infiniband/mlx5_0/ports/1/link_layer').read())"
+    )
     result = lab.run(python(code))
-    assert [result.stdout[rank].strip() for rank in range(3)] == ["InfiniBand", "InfiniBand", "Ethernet"]
+    assert [result.stdout[rank].strip() for rank in range(3)] == [
+        "InfiniBand",
+        "InfiniBand",
+        "Ethernet",
+    ]
 
 
 TRANSFER = """
@@ -71,10 +88,15 @@ def transfer(lab, one, two, nic, size):
     `two`'s.
     """
     before = lab.counters()
-    result = lab.run(python(TRANSFER, address(lab, two, nic), str(size)), order=[one, two], timeout=PATIENCE)
+    result = lab.run(
+        python(TRANSFER, address(lab, two, nic), str(size)), order=[one, two], timeout=PATIENCE
+    )
     assert result.returncode == 0, result.outputs
     after = lab.counters()
-    sent, received = after[one][nic][1] - before[one][nic][1], after[two][nic][0] - before[two][nic][0]
+    sent, received = (
+        after[one][nic][1] - before[one][nic][1],
+        after[two][nic][0] - before[two][nic][0],
+    )
     return float(result.stdout[0]), sent, received
 
 
@@ -86,8 +108,10 @@ def test_fabrics_are_apart_and_ethernet_reaches_all(lab):
         assert size < sent < 1.2 * size and size < received < 1.2 * size
         other = "eth0" if nic == "ib0" else "ib0"
         assert lab.counters()[one][other] == before[one][other]
-    code = ("import socket, sys; s = socket.socket(); s.settimeout(2); sys.exit(s.connect_ex((sys.argv[1], "
-            "7000)) == 0)")
+    code = (
+        "import socket, sys; s = socket.socket(); s.settimeout(2); sys.exit(s.connect_ex((sys.argv[1], "
+        "7000)) == 0)"
+    )
     result = lab.run(python(code, address(lab, "b0", "roce0")), order=["a0"])
     assert result.returncode == 0
 
@@ -114,8 +138,10 @@ def test_a_pulled_cable_is_seen_by_the_node(lab):
     try:
         result = lab.run(python(code), order=["a1"])
         network_api, tree = result.stdout[0].split()
-        assert (network_api == "0"
-                and Path(tree, "class/infiniband/mlx5_0/ports/1/state").read_text() == "1: DOWN\n")
+        assert (
+            network_api == "0"
+            and Path(tree, "class/infiniband/mlx5_0/ports/1/state").read_text() == "1: DOWN\n"
+        )
     finally:
         lab.set_link("a1", "ib0", up=True)
     assert lab.run(python(code), order=["a1"]).stdout[0].startswith("1 ")
@@ -131,4 +157,6 @@ def test_measure(toml):
         ("ethernet", "a0", "b0", 40_000_000),
     }
     assert all(0 < row["ratio"] <= 1.1 for row in rows if row["counts"]), rows
-    assert process.returncode == (0 if all(row["within"] for row in rows if row["counts"]) else 1), errors
+    assert process.returncode == (
+        0 if all(row["within"] for row in rows if row["counts"]) else 1
+    ), errors

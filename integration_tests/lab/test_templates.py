@@ -30,15 +30,20 @@ def template_pids(templates):
 
 def descendants(pid):
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in children] + [each for child in children for each in descendants(child)]
+    return [int(child) for child in children] + [
+        each for child in children for each in descendants(child)
+    ]
 
 
 def check_one_lab(templates, script):
     """Run a job in a new lab, and return the pid of its template."""
     lines = []
     with Lab(SPEC) as lab:
-        job = lab.start([sys.executable, str(script)], preload=("decimal",),
-                        on_line=lambda *line: lines.append(line))
+        job = lab.start(
+            [sys.executable, str(script)],
+            preload=("decimal",),
+            on_line=lambda *line: lines.append(line),
+        )
         eventually(lambda: len(lines) == 3, "three ranks print a line")
         assert {line.split()[0] for _, line, _ in lines} == {"a0", "a1", "b0"}
         # All are in the lab's PID namespace.
@@ -86,7 +91,10 @@ def test_a_killed_template_is_replaced(templates, tmp_path):
             assert lab.run([sys.executable, str(script)], preload=("decimal",)).returncode == 0
             for pid in template_pids(templates):
                 os.kill(pid, signal.SIGKILL)
-                eventually(lambda pid=pid: Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z", "it ends")
+                eventually(
+                    lambda pid=pid: Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z",
+                    "it ends",
+                )
 
 
 @pytest.mark.parametrize("victim", ["owner", "keeper"])
@@ -107,14 +115,21 @@ with Templates() as Lab.templates, Lab(SPEC) as lab:
     command = [sys.executable, tmp_path / "owner.py", tmp_path / "script.py", marker]
     root = Path(__file__).parents[2]
     path = os.pathsep.join(map(str, (root, root / "lab", root / "tests")))
-    owner = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                             env={**os.environ, "PYTHONPATH": path})
+    owner = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
     pids = [int(pid) for pid in owner.stdout.readline().split()]
     assert len(pids) == 5, owner.stderr.read()
     os.kill(owner.pid if victim == "owner" else pids[0], signal.SIGKILL)
     owner.communicate(timeout=PATIENCE)
-    eventually(lambda: not marked(marker) and not any(Path(f"/proc/{pid}").exists() for pid in pids),
-               "the kernel ends every process, and the template ends after its guards")
+    eventually(
+        lambda: not marked(marker) and not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        "the kernel ends every process, and the template ends after its guards",
+    )
 
 
 def test_skipping_the_teardown_keeps_status_output_and_exit_functions(lab, tmp_path):
@@ -127,20 +142,37 @@ if sys.argv[1] == "raise":
 codes = {"none": None, "text": "a message", "3": 3, "0": 0}
 sys.exit(codes[sys.argv[1]])
 """)
-    for argument, status, error in (("3", 3, ""), ("0", 0, ""), ("text", 1, "a message"), ("none", 0, ""),
-                                    ("raise", 1, "ValueError: a message")):
+    for argument, status, error in (
+        ("3", 3, ""),
+        ("0", 0, ""),
+        ("text", 1, "a message"),
+        ("none", 0, ""),
+        ("raise", 1, "ValueError: a message"),
+    ):
         for skip in "01":
             command = [sys.executable, str(tmp_path / "script.py"), argument]
-            result = lab.run(command, order=["a0"], preload=("decimal",), timeout=PATIENCE,
-                             env={"HOLMES_LAB_SKIP_TEARDOWN": skip})
-            assert (result.returncode, result.stdout[0]) == (status, "thread\natexit\n"), (argument, skip)
-            assert error in result.outputs[0] and ("Traceback" in result.outputs[0]) == (argument == "raise")
+            result = lab.run(
+                command,
+                order=["a0"],
+                preload=("decimal",),
+                timeout=PATIENCE,
+                env={"HOLMES_LAB_SKIP_TEARDOWN": skip},
+            )
+            assert (result.returncode, result.stdout[0]) == (status, "thread\natexit\n"), (
+                argument,
+                skip,
+            )
+            assert error in result.outputs[0] and ("Traceback" in result.outputs[0]) == (
+                argument == "raise"
+            )
 
 
 def test_without_teardown_a_rank_s_modules_are_not_destroyed(lab, tmp_path):
     code = "class Ends:\n    def __del__(self):\n        print('end')\nend = Ends()\n"
     (tmp_path / "script.py").write_text(code)
     command = [sys.executable, str(tmp_path / "script.py")]
-    ran = [lab.run(command, order=["a0"], preload=("decimal",), env={"HOLMES_LAB_SKIP_TEARDOWN": skip})
-           for skip in "01"]
+    ran = [
+        lab.run(command, order=["a0"], preload=("decimal",), env={"HOLMES_LAB_SKIP_TEARDOWN": skip})
+        for skip in "01"
+    ]
     assert [result.stdout[0] for result in ran] == ["end\n", ""]

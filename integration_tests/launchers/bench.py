@@ -41,9 +41,15 @@ class Bench:
         return self.folder / "cluster.toml"
 
     def write(self) -> None:
-        a, b = (",".join(sorted(node for node in self.order if node.startswith(name))) for name in "ab")
-        self.file.write_text(self.toml or clusters.toml(
-            f"a ib 2Gb/s {a}", f"b roce 1Gb/s {b}", ethernet="400Mb/s", processes=self.processes))
+        a, b = (
+            ",".join(sorted(node for node in self.order if node.startswith(name))) for name in "ab"
+        )
+        self.file.write_text(
+            self.toml
+            or clusters.toml(
+                f"a ib 2Gb/s {a}", f"b roce 1Gb/s {b}", ethernet="400Mb/s", processes=self.processes
+            )
+        )
 
     def __enter__(self) -> Bench:
         self.script = [TRAIN, str(self.folder), "--holmes", "--holmes-cluster", str(self.file)]
@@ -73,14 +79,18 @@ class Bench:
         0)."""
         result = self.daemons.run(argv, timeout=timeout, **options)
         text = result.outputs[0]
-        assert (result.returncode not in (0, 124)) if status is None else result.returncode == status, (
-            result.returncode, text[-6000:])
+        assert (
+            (result.returncode not in (0, 124)) if status is None else result.returncode == status
+        ), (result.returncode, text[-6000:])
         return text
 
     @property
     def ranks(self) -> list[dict[str, str]]:
         """What each rank was told, by its rank as the script saw it; and "rank"."""
-        found = [json.loads(path.read_text()) for path in sorted(self.folder.glob("rank*.json"), key=_number)]
+        found = [
+            json.loads(path.read_text())
+            for path in sorted(self.folder.glob("rank*.json"), key=_number)
+        ]
         assert [int(told["RANK"]) for told in found] == list(range(len(found)))
         return found
 
@@ -105,10 +115,14 @@ class Bench:
         world = len(hosts) * each
         assert len(ranks) == world and {told["WORLD_SIZE"] for told in ranks} == {str(world)}
         where = [told["host"] for told in ranks]
-        assert where == [told["HOLMES_LAB_NODE"] for told in ranks] and sorted(where) == sorted(hosts * each)
+        assert where == [told["HOLMES_LAB_NODE"] for told in ranks] and sorted(where) == sorted(
+            hosts * each
+        )
         for part in (str, lambda host: host[0]):  # hosts and clusters in one piece
             names = [part(host) for host in where]
-            assert sum(one != two for one, two in zip(names, names[1:])) == len(set(names)) - 1, where
+            assert sum(one != two for one, two in zip(names, names[1:])) == len(set(names)) - 1, (
+                where
+            )
         for host in hosts:
             local = [int(told["LOCAL_RANK"]) for told in ranks if told["host"] == host]
             assert local == list(range(each)), (host, local)

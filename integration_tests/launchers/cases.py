@@ -26,8 +26,16 @@ def eventually(condition: Callable[[], object], what: str) -> None:
 
 
 def torchrun(bench: Bench, *flags: str) -> list[str]:
-    return ["torchrun", f"--nnodes={len(bench.order)}", f"--nproc-per-node={bench.processes}",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=a0:29400", "--rdzv-id=1", *flags, *bench.script]
+    return [
+        "torchrun",
+        f"--nnodes={len(bench.order)}",
+        f"--nproc-per-node={bench.processes}",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=a0:29400",
+        "--rdzv-id=1",
+        *flags,
+        *bench.script,
+    ]
 
 
 def agents(bench: Bench, *flags: str, env: dict[str, str] | None = None) -> list[str]:
@@ -99,8 +107,14 @@ def srun_arbitrary(folder):
     """SLURM_HOSTFILE orders the nodes: rank 0 is on b1, which is the last one of the node list."""
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
         (folder / "hosts").write_text("b1\na0\nb0\n")
-        bench.run("env", f"SLURM_HOSTFILE={folder}/hosts", "srun", "--ntasks=3", "--distribution=arbitrary",
-                  *bench.job)
+        bench.run(
+            "env",
+            f"SLURM_HOSTFILE={folder}/hosts",
+            "srun",
+            "--ntasks=3",
+            "--distribution=arbitrary",
+            *bench.job,
+        )
         bench.check()
 
 
@@ -109,8 +123,18 @@ def srun_heterogeneous(folder):
     """Two components, the second cluster first: rank 0 is on b0, which is not the first one of the node
     list."""
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
-        bench.run("srun", "--partition=b", "--nodes=2", "--ntasks=2", *bench.job,
-                  ":", "--partition=a", "--nodes=1", "--ntasks=1", *bench.job)
+        bench.run(
+            "srun",
+            "--partition=b",
+            "--nodes=2",
+            "--ntasks=2",
+            *bench.job,
+            ":",
+            "--partition=a",
+            "--nodes=1",
+            "--ntasks=1",
+            *bench.job,
+        )
         bench.check()
 
 
@@ -119,9 +143,11 @@ def sbatch_heterogeneous(folder):
     """A heterogeneous batch job; its step spans both components."""
     with Bench(folder, ("slurm",), processes=2, order=PAIR) as bench:
         script = folder / "job.sbatch"
-        script.write_text("#!/bin/bash\n#SBATCH --partition=a --nodes=1 --ntasks-per-node=2\n#SBATCH hetjob\n"
-                          "#SBATCH --partition=b --nodes=1 --ntasks-per-node=2\n"
-                          f"srun --het-group=0,1 {' '.join(bench.job)}\n")
+        script.write_text(
+            "#!/bin/bash\n#SBATCH --partition=a --nodes=1 --ntasks-per-node=2\n#SBATCH hetjob\n"
+            "#SBATCH --partition=b --nodes=1 --ntasks-per-node=2\n"
+            f"srun --het-group=0,1 {' '.join(bench.job)}\n"
+        )
         bench.run("sbatch", "--wait", f"--output={folder}/out", str(script))
         bench.check()
 
@@ -155,8 +181,12 @@ def saved(bench: Bench, step: int) -> bool:
 def scontrol_requeue(folder):
     """The job is put back into the queue while it runs; it starts again and goes on from its checkpoint."""
     with Bench(folder, ("slurm",), order=PAIR) as bench:
-        job = submit(bench, "--requeue", "--open-mode=append",
-                     script=f"srun {' '.join(bench.job)} --pause 1 --steps 6")
+        job = submit(
+            bench,
+            "--requeue",
+            "--open-mode=append",
+            script=f"srun {' '.join(bench.job)} --pause 1 --steps 6",
+        )
         eventually(lambda: saved(bench, 2), "it trains")
         bench.run("scontrol", "requeue", job)
         eventually(lambda: state_of(bench, job) == "PENDING", "it waits again")
@@ -172,15 +202,21 @@ def time_limit(folder):
     """SIGTERM 45 s before the time limit, which is set when the job trains: the step is finished and saved,
     the job ends; another one goes on from there."""
     with Bench(folder, ("slurm",), order=PAIR) as bench:
-        job = submit(bench, "--time=30", "--signal=TERM@45", script=f"srun {' '.join(bench.job)} --pause 1 "
-                                                                    f"--steps 999")
+        job = submit(
+            bench,
+            "--time=30",
+            "--signal=TERM@45",
+            script=f"srun {' '.join(bench.job)} --pause 1 --steps 999",
+        )
         eventually(lambda: saved(bench, 2), "it trains")
         said = re.search(r"RunTime=0+:(\d+):(\d+)", bench.run("scontrol", "show", "job", job))
         minutes = (60 * int(said[1]) + int(said[2]) + 45) // 60 + 1
         bench.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
         eventually(lambda: state_of(bench, job) == "COMPLETED", "it ends before its limit")
         done = max(bench.losses)
-        assert f"ended by SIGTERM after step {done}" in (folder / "out").read_text() and 0 < done < 999
+        assert (
+            f"ended by SIGTERM after step {done}" in (folder / "out").read_text() and 0 < done < 999
+        )
         bench.run("srun", *bench.all, *bench.job, "--steps", str(done + 2))
         bench.check(steps=done + 2)
 
@@ -189,8 +225,9 @@ def time_limit(folder):
 def srun_node_goes_down(folder):
     """b1 loses its power: Slurm ends the job with a line that names it; it goes on without that node."""
     with Bench(folder, ("slurm",), order=("a0", "b0", "b1")) as bench:
-        job = bench.daemons.start(["srun", *bench.all, *bench.job, "--pause", "1",
-                                   "--steps", "999"], timeout=PATIENCE)
+        job = bench.daemons.start(
+            ["srun", *bench.all, *bench.job, "--pause", "1", "--steps", "999"], timeout=PATIENCE
+        )
         eventually(lambda: saved(bench, 2) or job.poll(), "it trains")
         power_off(bench, "b1")
         result = job.wait()
@@ -198,8 +235,12 @@ def srun_node_goes_down(folder):
         before = max(bench.losses)
         for path in folder.glob("rank*.json"):
             path.unlink()
-        bench.run("srun", "--nodes=2", "--ntasks-per-node=1", *bench.job, "--steps", str(before + 1))
-        assert [told["host"] for told in bench.ranks] == ["a0", "b0"] and max(bench.losses) == before + 1
+        bench.run(
+            "srun", "--nodes=2", "--ntasks-per-node=1", *bench.job, "--steps", str(before + 1)
+        )
+        assert [told["host"] for told in bench.ranks] == ["a0", "b0"] and max(
+            bench.losses
+        ) == before + 1
 
 
 def power_off(bench: Bench, host: str) -> None:
@@ -212,14 +253,25 @@ def power_off(bench: Bench, host: str) -> None:
 
 
 def mpirun(bench: Bench, *flags: str) -> list[str]:
-    return ["mpirun", "--allow-run-as-root", "--bind-to", "none", "-x", "PYTHONPATH", "-x", "MASTER_ADDR=a0",
-            *flags,
-            *bench.job]
+    return [
+        "mpirun",
+        "--allow-run-as-root",
+        "--bind-to",
+        "none",
+        "-x",
+        "PYTHONPATH",
+        "-x",
+        "MASTER_ADDR=a0",
+        *flags,
+        *bench.job,
+    ]
 
 
 def hostfile(bench: Bench, *lines: str) -> str:
     path = bench.folder / "hostfile"
-    path.write_text("\n".join(lines or [f"{host} slots={bench.processes}" for host in bench.order]) + "\n")
+    path.write_text(
+        "\n".join(lines or [f"{host} slots={bench.processes}" for host in bench.order]) + "\n"
+    )
     return str(path)
 
 
@@ -244,8 +296,11 @@ def mpirun_rankfile(folder):
     with Bench(folder, ("ssh",), order=("a0", "b0", "a1")) as bench:
         ranks = [f"rank {rank}={host} slot=0" for rank, host in enumerate(bench.order)]
         (folder / "rankfile").write_text("\n".join(ranks) + "\n")
-        bench.run(*mpirun(bench, "--hostfile", hostfile(bench), "-np", "3", "--rankfile",
-                          f"{folder}/rankfile"))
+        bench.run(
+            *mpirun(
+                bench, "--hostfile", hostfile(bench), "-np", "3", "--rankfile", f"{folder}/rankfile"
+            )
+        )
         bench.check()
 
 
@@ -263,13 +318,17 @@ def mpirun_in_sbatch(folder):
 def mpirun_sigterm(folder):
     """mpirun hands SIGTERM on, and waits for as long as it is told, whenever its ranks end."""
     with Bench(folder, ("ssh",), order=PAIR) as bench:
-        command = mpirun(bench, "--hostfile", hostfile(bench), "--mca", "odls_base_sigkill_timeout", "15")
+        command = mpirun(
+            bench, "--hostfile", hostfile(bench), "--mca", "odls_base_sigkill_timeout", "15"
+        )
         job = bench.daemons.start([*command, "--pause", "1", "--steps", "999"], timeout=PATIENCE)
         eventually(lambda: saved(bench, 2) or job.poll(), "it trains")
         job.kill(number=signal.SIGTERM)
         text = job.wait().outputs[0]
         assert f"ended by SIGTERM after step {max(bench.losses)}" in text, text
-        bench.run(*mpirun(bench, "--hostfile", hostfile(bench)), "--steps", str(max(bench.losses) + 1))
+        bench.run(
+            *mpirun(bench, "--hostfile", hostfile(bench)), "--steps", str(max(bench.losses) + 1)
+        )
         bench.check(steps=max(bench.losses))
 
 

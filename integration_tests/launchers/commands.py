@@ -17,9 +17,15 @@ from integration_tests.launchers.cases import case
 def holmes(*argv: str, status: int = 0) -> str:
     """What a command prints, on standard error, too."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(["holmes", *argv], cwd=ROOT,
-                          env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=400)
+    done = subprocess.run(
+        ["holmes", *argv],
+        cwd=ROOT,
+        env={**os.environ, "PATH": path, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=400,
+    )
     assert done.returncode == status, (done.returncode, done.stdout[-4000:])
     return done.stdout
 
@@ -33,7 +39,9 @@ def holmes_lab_run(folder):
         bench = Bench(own, order=PAIR)
         bench.write()
         start = ("lab", "run", "--cluster", str(bench.file), "--launcher", launcher, "--")
-        holmes(*start, sys.executable, TRAIN, str(own), "--holmes", "--holmes-cluster", str(bench.file))
+        holmes(
+            *start, sys.executable, TRAIN, str(own), "--holmes", "--holmes-cluster", str(bench.file)
+        )
         bench.check()
     text = holmes(*start[:-1], "--quiet", "--", sys.executable, TRAIN, "/nowhere", status=1)
     assert "/nowhere/rank0.json" in text, text
@@ -46,10 +54,16 @@ def holmes_lab_shell(folder):
         shell = ("lab", "shell", "--lab", str(bench.lab.directory))
         assert holmes(*shell, "b1", "--", "hostname").split() == ["b1"]
         assert "no lab that runs has a host 'c0'; there are" in holmes(
-            *shell, "c0", "--", "hostname", status=2)
+            *shell, "c0", "--", "hostname", status=2
+        )
         holmes(*shell, "b1", "--", "sh", "-c", "exit 7", status=7)
     own = ("lab", "shell", "--cluster", str(bench.file), "--launcher", "srun", "login")
-    assert sorted(holmes(*own, "--", "srun", "--nodes=4", "hostname").split()) == ["a0", "a1", "b0", "b1"]
+    assert sorted(holmes(*own, "--", "srun", "--nodes=4", "hostname").split()) == [
+        "a0",
+        "a1",
+        "b0",
+        "b1",
+    ]
 
 
 @case
@@ -60,11 +74,15 @@ def holmes_discover_from_slurm(folder):
         file = folder / "found.toml"
         rates = ("--rate", "a=2Gb/s", "--rate", "b=1Gb/s", "--rate", "ethernet=400Mb/s")
         text = bench.run("holmes", "discover", "--from", "slurm", status=2)
-        assert "give --rate a=... --rate b=... --rate ethernet=..." in text and len(text.splitlines()) == 1
+        assert (
+            "give --rate a=... --rate b=... --rate ethernet=..." in text
+            and len(text.splitlines()) == 1
+        )
         bench.run("holmes", "discover", "--from", "slurm", *rates, "--output", str(file))
         found, given = load_spec(file), load_spec(bench.file)
         assert [replace(cluster, latency_s=0) for cluster in found.clusters] == [
-            replace(cluster, latency_s=0) for cluster in given.clusters]
+            replace(cluster, latency_s=0) for cluster in given.clusters
+        ]
         bench.daemons.kill("munged", "login")
         text = bench.run("holmes", "discover", "--from", "slurm", status=2)
         assert "Slurm's munge does not answer" in text and len(text.splitlines()) == 1
@@ -76,17 +94,30 @@ def holmes_doctor_over_an_allocation(folder):
     process a node looks at it, whatever the file and the allocation have."""
     with Bench(folder, ("slurm",), processes=2) as bench:
         doctor = ("holmes", "doctor", "--slurm", "--cluster")
-        heterogeneous = ("salloc", "--partition=b", "--nodes=2", "--ntasks-per-node=2", ":", "--partition=a",
-                         "--nodes=1", "--ntasks-per-node=2")
+        heterogeneous = (
+            "salloc",
+            "--partition=b",
+            "--nodes=2",
+            "--ntasks-per-node=2",
+            ":",
+            "--partition=a",
+            "--nodes=1",
+            "--ntasks-per-node=2",
+        )
         text = bench.run(*heterogeneous, *doctor, str(bench.file))
         assert "3 nodes (" in text and "0 problems, 0 notes" in text and "can't honor" not in text
         bench.lab.set_silent("b1", "roce0", True)
-        text = bench.run("holmes", "doctor", "--slurm=--nodes=4", "--cluster", str(bench.file), status=1)
+        text = bench.run(
+            "holmes", "doctor", "--slurm=--nodes=4", "--cluster", str(bench.file), status=1
+        )
         assert "b0 (rank 2, roce0" in text and "does not reach node b1" in text
         short = folder / "short.toml"
         short.write_text(bench.file.read_text().replace('"b0", "b1"', '"b0"'))
         text = bench.run("salloc", "--nodes=4", *doctor, str(short), status=2)
-        assert "short.toml: no cluster has node b1 of the allocation" in text and "Traceback" not in text
+        assert (
+            "short.toml: no cluster has node b1 of the allocation" in text
+            and "Traceback" not in text
+        )
 
 
 @case

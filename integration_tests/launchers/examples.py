@@ -31,16 +31,30 @@ from integration_tests.launchers.cases import agents, case, hostfile
 from integration_tests.megatron.test_megatron_lm import FLAGS, MEGATRON, variables_in
 
 EXAMPLES = ROOT / "examples"
-SMALL = ("--steps", "3", "--layers", "2", "--hidden", "32", "--sequence", "16", "--micro-batches", "2")
+SMALL = (
+    "--steps",
+    "3",
+    "--layers",
+    "2",
+    "--hidden",
+    "32",
+    "--sequence",
+    "16",
+    "--micro-batches",
+    "2",
+)
 PLAIN = str(EXAMPLES / "plain_torch" / "train.py")
 #: What a script says, and what it is here: two nodes of one process.
 SIZES = {
-    '--nodes=12 --ntasks-per-node=8 --gpus-per-node=8 --constraint="[ib*6&roce*6]"':
-        '--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --constraint="[ib*1&roce*1]"',
-    "--nodes=6 --ntasks-per-node=8 --gpus-per-node=8 --constraint=ib":
-        "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --constraint=ib",
-    "--nodes=6 --ntasks-per-node=8 --gpus-per-node=8 --constraint=roce":
-        "--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --constraint=roce",
+    '--nodes=12 --ntasks-per-node=8 --gpus-per-node=8 --constraint="[ib*6&roce*6]"': (
+        '--nodes=2 --ntasks-per-node=1 --gpus-per-node=1 --constraint="[ib*1&roce*1]"'
+    ),
+    **{
+        f"--nodes=6 --ntasks-per-node=8 --gpus-per-node=8 --constraint={kind}": (
+            f"--nodes=1 --ntasks-per-node=1 --gpus-per-node=1 --constraint={kind}"
+        )
+        for kind in ("ib", "roce")
+    },
 }
 
 
@@ -78,12 +92,25 @@ def submitted(bench: Bench, file: str, example: Example) -> str:
     script = bench.folder / file
     script.write_text(text)
     said = bench.folder / f"{file}.log"
-    variables = {"CLUSTER": str(bench.file), "TRAIN": example.script,
-                 "MEGATRON": str(Path(example.script).parent),
-                 "SAVE": f"{bench.folder}/{file}.checkpoints", **example.variables}
+    variables = {
+        "CLUSTER": str(bench.file),
+        "TRAIN": example.script,
+        "MEGATRON": str(Path(example.script).parent),
+        "SAVE": f"{bench.folder}/{file}.checkpoints",
+        **example.variables,
+    }
     try:
-        bench.run("env", *(f"{name}={value}" for name, value in variables.items()), "sbatch", "--wait",
-                  f"--chdir={bench.folder}", f"--output={said}", str(script), *example.arguments, timeout=600)
+        bench.run(
+            "env",
+            *(f"{name}={value}" for name, value in variables.items()),
+            "sbatch",
+            "--wait",
+            f"--chdir={bench.folder}",
+            f"--output={said}",
+            str(script),
+            *example.arguments,
+            timeout=600,
+        )
     except AssertionError as error:
         raise AssertionError(said.read_text()[-6000:] if said.exists() else error) from None
     return said.read_text()
@@ -100,8 +127,9 @@ def losses_of(text: str, bench: Bench) -> list[float]:
 
 
 def assert_same(losses: list[float], wanted: list[float]) -> None:
-    assert len(losses) == len(wanted) >= 3 and max(abs(a - b)
-                                                   for a, b in zip(losses, wanted)) < 1e-5, (losses, wanted)
+    assert (
+        len(losses) == len(wanted) >= 3 and max(abs(a - b) for a, b in zip(losses, wanted)) < 1e-5
+    ), (losses, wanted)
 
 
 @case
@@ -123,13 +151,22 @@ def example_megatron_lm(folder):
     arguments."""
     if MEGATRON:
         arguments = (*FLAGS, "--tensor-model-parallel-size", "1", "--lr-warmup-fraction", "0")
-        try_slurm(folder, "megatron_lm", Example(f"{MEGATRON}/pretrain_gpt.py", arguments, ("--bf16",),
-                                                 variables_in(folder)))
+        try_slurm(
+            folder,
+            "megatron_lm",
+            Example(f"{MEGATRON}/pretrain_gpt.py", arguments, ("--bf16",), variables_in(folder)),
+        )
         return
     script = folder / "pretrain_gpt.py"
     script.write_text(STAND_IN.format(plain=PLAIN, log=folder / "steps.json", small=SMALL))
-    try_slurm(folder, "megatron_lm", Example(str(script), ("--tensor-model-parallel-size", "1",
-                                                          "--pipeline-model-parallel-size", "1")))
+    try_slurm(
+        folder,
+        "megatron_lm",
+        Example(
+            str(script),
+            ("--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "1"),
+        ),
+    )
 
 
 #: A pretrain_gpt.py that reads no flag of Megatron's and trains the plain example.
@@ -148,17 +185,28 @@ def example_sizes(folder):
     programs, told = folder / "bin", folder / "told"
     programs.mkdir()
     for name in ("torchrun", "python", "holmes"):
-        (programs / name).write_text(f'#!/bin/sh\necho "$(hostname) $*" >$(mktemp "{told}/{name}.XXXXXX")\n')
+        (programs / name).write_text(
+            f'#!/bin/sh\necho "$(hostname) $*" >$(mktemp "{told}/{name}.XXXXXX")\n'
+        )
         (programs / name).chmod(0o755)
     every = tuple(expand("gpu[01-08,11-16]", "here"))
     agent = "--nnodes=12 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=gpu01:"
     with Bench(folder, ("slurm",), processes=8, order=every, toml=text) as bench:
         for script in sorted((EXAMPLES / "slurm").glob("*.sbatch")):
             told.mkdir()
-            bench.run("env", f"PATH={programs}:{os.environ['PATH']}", "sbatch", "--wait",
-                      f"--output={folder}/{script.name}.log", str(script), cwd=folder)
-            said = {name: sorted(file.read_text() for file in told.glob(f"{name}.*"))
-                    for name in ("torchrun", "python")}
+            bench.run(
+                "env",
+                f"PATH={programs}:{os.environ['PATH']}",
+                "sbatch",
+                "--wait",
+                f"--output={folder}/{script.name}.log",
+                str(script),
+                cwd=folder,
+            )
+            said = {
+                name: sorted(file.read_text() for file in told.glob(f"{name}.*"))
+                for name in ("torchrun", "python")
+            }
             launcher = "torchrun" if said["torchrun"] else "python"
             each = 1 if said["torchrun"] else 8
             assert [line.split()[0] for line in said[launcher]] == sorted(hosts * each), script
@@ -172,9 +220,19 @@ def example_mpi(folder):
         arguments = (*SMALL, "--log-file", f"{folder}/steps.json")
         bench.script = [PLAIN, *arguments]
         wanted = losses_of("\n".join(agents(bench)), bench)
-        variables = {"HOSTFILE": hostfile(bench), "CLUSTER": str(bench.file), "OMPI_ALLOW_RUN_AS_ROOT": "1",
-                     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        text = bench.run("env", *(f"{name}={value}" for name, value in variables.items()),
-                         str(EXAMPLES / "mpi" / "run.sh"), sys.executable, *bench.script, cwd=folder)
+        variables = {
+            "HOSTFILE": hostfile(bench),
+            "CLUSTER": str(bench.file),
+            "OMPI_ALLOW_RUN_AS_ROOT": "1",
+            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        }
+        text = bench.run(
+            "env",
+            *(f"{name}={value}" for name, value in variables.items()),
+            str(EXAMPLES / "mpi" / "run.sh"),
+            sys.executable,
+            *bench.script,
+            cwd=folder,
+        )
         assert "holmes: 2 clusters" in text and "\nslowest: rank" in text, text[-4000:]
         assert_same(losses_of(text, bench), wanted)

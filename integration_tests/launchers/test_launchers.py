@@ -22,19 +22,44 @@ from integration_tests.launchers.cases import CASES, hostfile
 
 SIDE_BY_SIDE = 6
 #: The longest cases, which are started first: they wait, or run several jobs one after the other.
-FIRST = ("time_limit", "srun_node_goes_down", "mpirun_sigterm", "holmes_lab_run", "scontrol_requeue",
-         "holmes_doctor_over_an_allocation", "example_sizes", "example_trainer", "example_deepspeed",
-         "example_megatron_lm", "example_mpi")
+FIRST = (
+    "time_limit",
+    "srun_node_goes_down",
+    "mpirun_sigterm",
+    "holmes_lab_run",
+    "scontrol_requeue",
+    "holmes_doctor_over_an_allocation",
+    "example_sizes",
+    "example_trainer",
+    "example_deepspeed",
+    "example_megatron_lm",
+    "example_mpi",
+)
 #: Exhaustive cases: all but one of those that run examples/, and further layouts of the same ranks.
-EXHAUSTIVE = {*(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
-          "srun_one_rank_a_node", "srun_cyclic", "srun_plane", "srun_heterogeneous", "mpirun_by_node",
-          "deepspeed_include", "torchrun_two_ranks_a_node", "srun_arbitrary", "mpirun_rankfile",
-          "srun_on_some_nodes_of_the_file", "time_limit"}
+EXHAUSTIVE = {
+    *(name for name in CASES if name.startswith("example_") and name != "example_mpi"),
+    "srun_one_rank_a_node",
+    "srun_cyclic",
+    "srun_plane",
+    "srun_heterogeneous",
+    "mpirun_by_node",
+    "deepspeed_include",
+    "torchrun_two_ranks_a_node",
+    "srun_arbitrary",
+    "mpirun_rankfile",
+    "srun_on_some_nodes_of_the_file",
+    "time_limit",
+}
 PROGRAMS = ("srun", "slurmctld", "slurmd", "munged", "mpirun", "sshd", "pdsh")
-MISSING = [name for name in PROGRAMS if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")]
-pytestmark = pytest.mark.skipif(bool(MISSING) or os.getuid() != 0,
-                                reason=f"needs root and {' '.join(MISSING)}: .ci/run says how they are "
-                                       f"installed")
+MISSING = [
+    name
+    for name in PROGRAMS
+    if not shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+]
+pytestmark = pytest.mark.skipif(
+    bool(MISSING) or os.getuid() != 0,
+    reason=f"needs root and {' '.join(MISSING)}: .ci/run says how they are installed",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -51,7 +76,9 @@ def running(request, tmp_path_factory):
         parameters = item.callspec.params if hasattr(item, "callspec") else {}
         if item.module is request.module and "name" in parameters:
             selected.append(parameters["name"])
-    longest_first = dict.fromkeys((*FIRST, *selected))  # FIRST: names of the cases that take longest
+    longest_first = dict.fromkeys(
+        (*FIRST, *selected)
+    )  # FIRST: names of the cases that take longest
     ordered = [name for name in longest_first if name in selected]
     with ThreadPoolExecutor(max_workers=SIDE_BY_SIDE) as pool:
         yield {name: pool.submit(CASES[name], tmp_path_factory.mktemp(name)) for name in ordered}
@@ -113,8 +140,15 @@ def test_starts_and_stops_leave_nothing(tmp_path, labs_of_other_tests, exhaustiv
             if uses_slurm:
                 output = bench.run("srun", "--nodes=4", "hostname")
             else:
-                output = bench.run("mpirun", "--allow-run-as-root", "--hostfile", hostfile(bench), "sh", "-c",
-                                   "hostname; ls -d /run/ompi.$(hostname).*")
+                output = bench.run(
+                    "mpirun",
+                    "--allow-run-as-root",
+                    "--hostfile",
+                    hostfile(bench),
+                    "sh",
+                    "-c",
+                    "hostname; ls -d /run/ompi.$(hostname).*",
+                )
                 assert all(f"/run/ompi.{host}." in output for host in bench.order), output
             # The launcher's warnings may stand between the host names.
             assert sorted(line for line in output.splitlines() if line in hosts) == hosts, output
@@ -141,10 +175,14 @@ def leftovers(labs_of_other_tests: set[str]) -> list[str]:
 
     found = sorted(own_labs() - labs_of_other_tests)  # folders of labs
     for table in ("/proc/mounts", "/proc/net/unix"):
-        found += [f"{table}: {line}" for line in Path(table).read_text().splitlines() if is_left(line)]
+        found += [
+            f"{table}: {line}" for line in Path(table).read_text().splitlines() if is_left(line)
+        ]
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it ended meanwhile
-            command_and_variables = (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
+            command_and_variables = (folder / "cmdline").read_bytes() + (
+                folder / "environ"
+            ).read_bytes()
             if is_left(command_and_variables.decode(errors="replace")):
                 found.append(f"process {folder.name}: {command_and_variables[:200]!r}")
     open_mpi_folders = Path(tempfile.gettempdir()).glob("ompi.*")

@@ -25,10 +25,20 @@ import torch.distributed as dist
 from torch import nn
 
 FEATURES, HIDDEN, ROWS, RATE, MOMENTUM = 16, 64, 4, 0.05, 0.9
-TOLD = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID",
-        "OMPI_COMM_WORLD_RANK",
-        "SLURM_JOB_ID", "SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT", "CUDA_VISIBLE_DEVICES",
-        "HOLMES_LAB_NODE")
+TOLD = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD_RANK",
+    "SLURM_JOB_ID",
+    "SLURM_RESTART_COUNT",
+    "TORCHELASTIC_RESTART_COUNT",
+    "CUDA_VISIBLE_DEVICES",
+    "HOLMES_LAB_NODE",
+)
 
 
 def new_model():
@@ -80,7 +90,10 @@ def main():
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    told = {"host": socket.gethostname(), **{name: os.environ[name] for name in TOLD if name in os.environ}}
+    told = {
+        "host": socket.gethostname(),
+        **{name: os.environ[name] for name in TOLD if name in os.environ},
+    }
     (args.folder / f"rank{rank}.json").write_text(json.dumps(told))
 
     model = new_model()

@@ -39,7 +39,9 @@ from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 GB = 10**9
-SEEDS_PER_LAUNCH = 5  # cases that the same processes train, one after the other: see run_in_batches()
+SEEDS_PER_LAUNCH = (
+    5  # cases that the same processes train, one after the other: see run_in_batches()
+)
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,12 @@ def case(seed: int, world: int, pipeline: bool = True) -> Case:
     rng = random.Random(seed)
     site = _alike(rng, world) if rng.random() < 0.7 else _any(rng, world)
     stages = rng.choice([1, *(n for n in range(1, world + 1) if world % n == 0)]) if pipeline else 1
-    options = Options(overlap=rng.choice(("on", "on", "auto", "off")), bucket="0.002",
-                      compress=rng.choice(("off", "off", "bf16")), inflight=rng.choice(("off", "1", "3")))
+    options = Options(
+        overlap=rng.choice(("on", "on", "auto", "off")),
+        bucket="0.002",
+        compress=rng.choice(("off", "off", "bf16")),
+        inflight=rng.choice(("off", "1", "3")),
+    )
     return Case(seed, site, Sizes(stages).complete(world), options)
 
 
@@ -81,8 +87,12 @@ def _alike(rng: random.Random, world: int) -> Site:
     nodes = []
     for cluster, fabric in zip("abcd", fabrics):
         fast = Port(fabric.name, fabric.name, "10.1.0.1", (f"mlx_{fabric.name}:1",))
-        nodes += [Node(f"{cluster}{number}", cluster, processes, (fast, Port(ETHERNET, "eth0", "10.0.0.1")))
-                  for number in range(world // count // processes)]
+        nodes += [
+            Node(
+                f"{cluster}{number}", cluster, processes, (fast, Port(ETHERNET, "eth0", "10.0.0.1"))
+            )
+            for number in range(world // count // processes)
+        ]
     rng.shuffle(nodes)
     return Site(tuple(nodes), (Fabric(ETHERNET, "ethernet", GB, 3e-5), *fabrics))
 
@@ -100,12 +110,18 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         return new_group(*args, **{**more, "backend": "gloo"})
 
     fakes = (
-        mock.patch.object(backend, "backend_named", lambda *args: named(*args).replace("gloo", "fake")),
-        mock.patch.object(session.Session, "reduction",
-                          lambda *args, **more: replace(reduction(*args, **more), two_level_from=0,
-                                                        chunk_bytes=4096)),
+        mock.patch.object(
+            backend, "backend_named", lambda *args: named(*args).replace("gloo", "fake")
+        ),
+        mock.patch.object(
+            session.Session,
+            "reduction",
+            lambda *args, **more: replace(
+                reduction(*args, **more), two_level_from=0, chunk_bytes=4096
+            ),
+        ),
         mock.patch.object(dist, "new_group", group),
-    )  # fmt: skip
+    )
     applied = Registry(all_patches())
     with contextlib.ExitStack() as stack:
         for fake in fakes:
@@ -115,7 +131,10 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         session.set_active(current)
         stack.callback(session.set_active, None)
         # of the group of all ranks, which stays
-        for known in (deepspeed_two_level._planned_specs, deepspeed_two_level._hierarchical_reductions):
+        for known in (
+            deepspeed_two_level._planned_specs,
+            deepspeed_two_level._hierarchical_reductions,
+        ):
             stack.callback(known.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
@@ -128,11 +147,14 @@ class CaseResult:
 
     log: Log  # the recorded communication
     losses: list[float]
-    used: frozenset[str]  # the features that had an effect: "overlap", "two levels", "pairs", "edges"
+    used: frozenset[
+        str
+    ]  # the features that had an effect: "overlap", "two levels", "pairs", "edges"
 
 
-def run_in_batches(train_cases: Callable[..., list[Any]], world: int, seeds: Sequence[int],
-                   *args: Any) -> list[list[Any]]:
+def run_in_batches(
+    train_cases: Callable[..., list[Any]], world: int, seeds: Sequence[int], *args: Any
+) -> list[list[Any]]:
     """Train the random cases of all seeds, with new processes for every few cases.
 
     The processes are started again because gloo keeps a thread for each process group that was ever made.
@@ -149,7 +171,7 @@ def run_in_batches(train_cases: Callable[..., list[Any]], world: int, seeds: Seq
     """
     results: list[list[Any]] = [[] for _ in range(world)]
     for start in range(0, len(seeds), SEEDS_PER_LAUNCH):
-        batch = seeds[start:start + SEEDS_PER_LAUNCH]
+        batch = seeds[start : start + SEEDS_PER_LAUNCH]
         arguments = (world, batch, *args)  # those of train_cases after the rank
         batch_results = run_ranks(train_cases, world, *arguments, timeout_s=580)
         for rank in range(world):
@@ -169,15 +191,22 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
         used.add("two levels")
         return all_reduce_in_two_levels(*args, **more)
 
-    with as_under_nccl(one, features) as log, mock.patch.object(TwoLevelCollectives, "all_reduce", note_use):
+    with (
+        as_under_nccl(one, features) as log,
+        mock.patch.object(TwoLevelCollectives, "all_reduce", note_use),
+    ):
         losses = train()
-        current = session.require()  # the state of holmes in this process, with the plan of the case
+        current = (
+            session.require()
+        )  # the state of holmes in this process, with the plan of the case
         reductions_of_stages = current.stages(one.sizes, backend="fake")
     # The other features are those of the plan.
     if any(reduction.overlap for reduction in reductions_of_stages):  # during the backward passes
         used.add("overlap")
     traffic = current.plan.traffic_of("verbs")  # the traffic over RDMA networks
-    if any(edge.pair_groups[0] for edge in traffic.edges):  # a process group for each pair of stages
+    if any(
+        edge.pair_groups[0] for edge in traffic.edges
+    ):  # a process group for each pair of stages
         used.add("pairs")
     if traffic.in_flight:  # messages between stages are received before the stage waits for them
         used.add("edges")

@@ -39,14 +39,25 @@ from holmes_ext.cluster.spec import load_spec
 from integration_tests.jobs import ONE_AT_A_TIME, PRELOAD, TRAIN, LabOf, losses
 
 MOST_RANKS, MOST_NODES, STEPS = 6, 3, 5
-SIZES = (f"--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps {STEPS}"
-         ).split()
+SIZES = (
+    f"--layers 4 --hidden 32 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4 --steps {STEPS}"
+).split()
 #: A communicator of one channel starts fewer threads, most of which only spin.
-ONE_CHANNEL = dict.fromkeys(("NCCL_MAX_NCHANNELS", "NCCL_MAX_P2P_NCHANNELS", "NCCL_SOCKET_NTHREADS",
-                             "NCCL_NSOCKS_PERTHREAD"), "1")
+ONE_CHANNEL = dict.fromkeys(
+    (
+        "NCCL_MAX_NCHANNELS",
+        "NCCL_MAX_P2P_NCHANNELS",
+        "NCCL_SOCKET_NTHREADS",
+        "NCCL_NSOCKS_PERTHREAD",
+    ),
+    "1",
+)
 #: holmes's modules, too: each rank would import them.
-PRELOADED = (*PRELOAD, "holmes_ext.job", *(f"holmes_ext.runtime.reduce.{name}" for name in (
-    "reducer", "two_level_nccl", "tied")))
+PRELOADED = (
+    *PRELOAD,
+    "holmes_ext.job",
+    *(f"holmes_ext.runtime.reduce.{name}" for name in ("reducer", "two_level_nccl", "tied")),
+)
 DEVICES = ("plain", *ONE_AT_A_TIME, "few multiprocessors", "late kernels")
 NAMES = "abc"
 
@@ -77,7 +88,7 @@ class Drawn:
     @property
     def lab(self) -> tuple[str, ...]:
         """Kinds of three clusters in which the case fits."""
-        return (*self.kinds, "ib", "ib")[:len(NAMES)]
+        return (*self.kinds, "ib", "ib")[: len(NAMES)]
 
     @property
     def site(self) -> str:
@@ -100,27 +111,42 @@ def two_gpus() -> Gpus:
 
 
 def site(kinds: Sequence[str], gbps: Sequence[int], nodes: Sequence[int], processes: int) -> str:
-    lines = [f"{name} {kind} {rate}Gb/s {','.join(f'{name}{number}' for number in range(count))}"
-             for name, kind, rate, count in zip(NAMES, kinds, gbps, nodes)]
+    lines = [
+        f"{name} {kind} {rate}Gb/s {','.join(f'{name}{number}' for number in range(count))}"
+        for name, kind, rate, count in zip(NAMES, kinds, gbps, nodes)
+    ]
     return clusters.toml(*lines, processes=processes)
 
 
 def draw(seed: int) -> Drawn:
     rng = random.Random(seed)
     while True:
-        nodes, processes = [rng.randint(1, MOST_NODES)
-                            for _ in range(rng.choice((1, 2, 2, 2, 3)))], rng.choice((1, 1, 2))
+        nodes, processes = (
+            [rng.randint(1, MOST_NODES) for _ in range(rng.choice((1, 2, 2, 2, 3)))],
+            rng.choice((1, 1, 2)),
+        )
         if 2 <= (world := sum(nodes) * processes) <= MOST_RANKS:
             break
     of_clusters = [(rng.choice(("ib", "roce")), rng.choice((1, 2, 4))) for _ in nodes]
     stages = rng.choice([count for count in range(1, 5) if world % count == 0])
-    flags = ["--stages", str(stages), *rng.choice(([], ["--zero", "1"])),
-             *(["--tied"] if rng.random() < 0.3 else [])]
-    holmes = ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))] if stages > 1 else []
+    flags = [
+        "--stages",
+        str(stages),
+        *rng.choice(([], ["--zero", "1"])),
+        *(["--tied"] if rng.random() < 0.3 else []),
+    ]
+    holmes = (
+        ["--holmes-inflight", rng.choice(("auto", "auto", "1", "3", "off"))] if stages > 1 else []
+    )
     kinds, gbps = zip(*of_clusters)
     device = rng.choice(DEVICES)
     # several buckets in this small model
-    holmes += ["--holmes-overlap", rng.choice(("on", "on", "auto", "off")), "--holmes-bucket", "0.002"]
+    holmes += [
+        "--holmes-overlap",
+        rng.choice(("on", "on", "auto", "off")),
+        "--holmes-bucket",
+        "0.002",
+    ]
     return Drawn(seed, tuple(nodes), processes, kinds, gbps, tuple(flags), tuple(holmes), device)
 
 
@@ -136,9 +162,18 @@ class Launches:
         file.write_text(drawn.site)
         on = LabOf(file, self.lab, load_spec(file))
         on_holmes = (*on.holmes, *drawn.holmes) if flags else ()
-        result = on.run(TRAIN, *SIZES, "--log", str(log), *drawn.flags, *on_holmes, preload=PRELOADED,
-                        env={**ONE_CHANNEL, **ONE_AT_A_TIME.get(device, {})}, processes=drawn.processes,
-                        gpus=drawn.gpus if flags else two_gpus())
+        result = on.run(
+            TRAIN,
+            *SIZES,
+            "--log",
+            str(log),
+            *drawn.flags,
+            *on_holmes,
+            preload=PRELOADED,
+            env={**ONE_CHANNEL, **ONE_AT_A_TIME.get(device, {})},
+            processes=drawn.processes,
+            gpus=drawn.gpus if flags else two_gpus(),
+        )
         assert result.returncode == 0, "\n".join(result.outputs.values())[-2000:]
         found = losses(log)
         assert len(found) == STEPS
@@ -149,7 +184,7 @@ class Launches:
         if drawn.job not in self.stock:
             self.stock[drawn.job] = self.train(drawn, device="plain")
         for node in self.lab.nodes:
-            for nic, rate in zip(node.nics[1:], drawn.gbps[NAMES.index(node.cluster):][:1]):
+            for nic, rate in zip(node.nics[1:], drawn.gbps[NAMES.index(node.cluster) :][:1]):
                 self.lab.set_rate(node.name, nic.name, rate * 10**9)
         ours = self.train(drawn, "--holmes", device=drawn.device)
         return max(abs(a - b) for a, b in zip(self.stock[drawn.job], ours))
@@ -165,8 +200,13 @@ def lab_of(kinds: Sequence[str], stock: dict[str, list[float]]) -> Iterator[Laun
 
 
 def tried(launches: Launches, drawn: Drawn) -> dict[str, Any]:
-    case: dict[str, Any] = {"seed": drawn.seed, "case": str(drawn), "job": drawn.job, "difference": None,
-                            "error": ""}
+    case: dict[str, Any] = {
+        "seed": drawn.seed,
+        "case": str(drawn),
+        "job": drawn.job,
+        "difference": None,
+        "error": "",
+    }
     try:
         case["difference"] = launches.difference(drawn)
     except AssertionError as error:
@@ -175,12 +215,14 @@ def tried(launches: Launches, drawn: Drawn) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--count", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="of the first case")
-    parser.add_argument("--within", type=float, default=float("inf"),
-                        help="begin no case after so many seconds")
+    parser.add_argument(
+        "--within", type=float, default=float("inf"), help="begin no case after so many seconds"
+    )
     parser.add_argument("--results", type=Path, help="JSON lines, added to")
     arguments = parser.parse_args()
     file, end = arguments.results, time.monotonic() + arguments.within
@@ -190,13 +232,17 @@ def main() -> int:
     left = sorted((draw(seed) for seed in seeds if seed not in cases), key=lambda drawn: drawn.lab)
     stock = {case["job"]: case["stock"] for case in cases.values() if case["stock"]}
     for kinds, of_lab in groupby(left, lambda drawn: drawn.lab):
-        with lab_of(kinds, stock) if time.monotonic() < end else contextlib.nullcontext() as launches:
+        with (
+            lab_of(kinds, stock) if time.monotonic() < end else contextlib.nullcontext() as launches
+        ):
             for drawn in of_lab:
                 if launches is None or (began := time.monotonic()) >= end:
                     break
                 case = cases[drawn.seed] = tried(launches, drawn)
-                print(f"{drawn}: {case['error'] or case['difference']} ({time.monotonic() - began:.0f} s)",
-                      flush=True)
+                print(
+                    f"{drawn}: {case['error'] or case['difference']} ({time.monotonic() - began:.0f} s)",
+                    flush=True,
+                )
                 if file is not None:
                     with file.open("a") as more:
                         more.write(json.dumps(case) + "\n")

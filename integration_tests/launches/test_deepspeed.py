@@ -29,18 +29,26 @@ ZEROS = {world: range(100 * world + 50, 100 * world + 60) for world in (4, 6)}
 
 def start():
     os.environ.update(LOCAL_RANK="0", LOCAL_SIZE="1", LOCAL_WORLD_SIZE="1")
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # half a minute of compiling, and not used
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # half a minute of compiling, and not used
+    )
     deepspeed.init_distributed()
     deepspeed.utils.logger.setLevel(100)
 
 
 def config(zero):
     return {
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": MICRO_BATCHES,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MICRO_BATCHES,
         "steps_per_print": None,
-        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": zero, "reduce_bucket_size": 400, "allgather_bucket_size": 400},
-    }  # fmt: skip
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": zero,
+            "reduce_bucket_size": 400,
+            "allgather_bucket_size": 400,
+        },
+    }
 
 
 class Layer(torch.nn.Linear):
@@ -53,17 +61,29 @@ def pipeline_losses(one):
 
     rng = one.rng
     tied, zero = rng.random() < 0.5, rng.choice((0, 1))
-    kind = (lambda: TiedLayerSpec("ends", Layer,
-                                  tied_weight_attr="weight")) if tied else (lambda: LayerSpec(Layer))
+    kind = (
+        (lambda: TiedLayerSpec("ends", Layer, tied_weight_attr="weight"))
+        if tied
+        else (lambda: LayerSpec(Layer))
+    )
     specs = [kind(), *(LayerSpec(Layer) for _ in range(LAYERS - 2)), kind()]
     with torch.no_grad():
-        module = PipelineModule(specs, num_stages=one.sizes.pipeline, loss_fn=torch.nn.functional.mse_loss,
-                                seed_layers=True, seed_fn=torch.manual_seed, base_seed=7,
-                                partition_method="uniform")  # fmt: skip
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=list(module.parameters()),
-                                      config=config(zero))
+        module = PipelineModule(
+            specs,
+            num_stages=one.sizes.pipeline,
+            loss_fn=torch.nn.functional.mse_loss,
+            seed_layers=True,
+            seed_fn=torch.manual_seed,
+            base_seed=7,
+            partition_method="uniform",
+        )
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config(zero)
+    )
     data = torch.Generator().manual_seed(engine.grid.get_data_parallel_rank())
-    batches = iter([(torch.randn(2, WIDTH, generator=data), torch.ones(2, WIDTH)) for _ in range(99)])
+    batches = iter(
+        [(torch.randn(2, WIDTH, generator=data), torch.ones(2, WIDTH)) for _ in range(99)]
+    )
     return [engine.train_batch(batches).item() for _ in range(STEPS)]
 
 
@@ -87,7 +107,8 @@ def zero_losses(one):
 class RankResult(NamedTuple):
     """Result of training one random case on one rank, with holmes and without."""
 
-    holmes: CaseResult  # the losses with holmes, its recorded launches, and the features that it used
+    #: The losses with holmes, its recorded launches, and the features that it used.
+    holmes: CaseResult
     stock_losses: list[float]  # the losses without holmes
     compress: str  # value of --holmes-compress
 
@@ -136,7 +157,9 @@ def check(results, seeds):
             assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound)
         for result in result_of_rank.values():
             tolerance = 1e-5 if result.compress == "off" else 2e-2  # bf16 rounds
-            differences = [abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)]
+            differences = [
+                abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)
+            ]
             assert max(differences) < tolerance, seed
         used_on_each_rank = [result.holmes.used for result in result_of_rank.values()]
         used.append(frozenset.union(*used_on_each_rank))
@@ -147,8 +170,10 @@ def check(results, seeds):
 def test_pipelines(world):
     seeds = PIPELINES[world]
     used = check(run_in_batches(train_cases, world, seeds, pipeline_losses), seeds)
-    assert all(sum(name in one for one in used) >= 2
-               for name in ("overlap", "two levels", "pairs", "edges")), used
+    assert all(
+        sum(name in one for one in used) >= 2
+        for name in ("overlap", "two levels", "pairs", "edges")
+    ), used
 
 
 @pytest.mark.parametrize("world", [pytest.param(world, marks=full) for world in (4, 6)])

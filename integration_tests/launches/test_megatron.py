@@ -21,7 +21,13 @@ from integration_tests.launches.cases import CaseResult, case, outcome, run_in_b
 
 pytest.importorskip("megatron.core")
 
-FEATURES = ["megatron-groups", "megatron-layers", "megatron-reduction", "megatron-p2p", "megatron-edges"]
+FEATURES = [
+    "megatron-groups",
+    "megatron-layers",
+    "megatron-reduction",
+    "megatron-p2p",
+    "megatron-edges",
+]
 SEEDS = {world: range(1000 * world, 1000 * world + 15) for world in (4, 6, 8)}
 
 
@@ -29,9 +35,13 @@ def flags(one):
     """Of examples/megatron_core/train.py."""
     rng, stages = one.rng, one.sizes.pipeline
     chunks = rng.choice((1, 2)) if stages > 1 else 1
-    size = f"--layers {stages * chunks} --hidden 16 --heads 2 --sequence 8 --micro-batch 1 --steps 2"
+    size = (
+        f"--layers {stages * chunks} --hidden 16 --heads 2 --sequence 8 --micro-batch 1 --steps 2"
+    )
     given = f"{size} --micro-batches {2 * stages} --pipeline {stages} --virtual-pipeline {chunks}".split()
-    given += ["--distributed-optimizer"] * (rng.random() < 0.5) + ["--overlap"] * (rng.random() < 0.5)
+    given += ["--distributed-optimizer"] * (rng.random() < 0.5) + ["--overlap"] * (
+        rng.random() < 0.5
+    )
     return given
 
 
@@ -51,7 +61,8 @@ def losses(one):
 class RankResult(NamedTuple):
     """Result of training one random case on one rank, with holmes and without."""
 
-    holmes: CaseResult  # the losses with holmes, its recorded launches, and the features that it used
+    #: The losses with holmes, its recorded launches, and the features that it used.
+    holmes: CaseResult
     stock_losses: list[float]  # the losses and gradient norms without holmes
 
 
@@ -82,7 +93,9 @@ def test_megatron(world):
     stages, and early receives of messages between stages ("edges").
     """
     seeds = SEEDS[world]
-    results = run_in_batches(train_cases, world, seeds)  # for each rank one RankResult for each seed
+    results = run_in_batches(
+        train_cases, world, seeds
+    )  # for each rank one RankResult for each seed
     used = []  # for each case the set of the features that it used
     for number, seed in enumerate(seeds):
         result_of_rank = {rank: rank_results[number] for rank, rank_results in enumerate(results)}
@@ -91,9 +104,15 @@ def test_megatron(world):
         # is_bound: NCCL makes a communicator when its group is made, not at its first operation.
         # blocking: an operation begins only after the end of the one before it.
         for is_bound in (False, True):
-            assert faults(logs, is_bound, blocking=True) == [], (seed, is_bound, flags(case(seed, world)))
+            assert faults(logs, is_bound, blocking=True) == [], (
+                seed,
+                is_bound,
+                flags(case(seed, world)),
+            )
         for result in result_of_rank.values():
-            differences = [abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)]
+            differences = [
+                abs(a - b) for a, b in zip(result.holmes.losses, result.stock_losses, strict=True)
+            ]
             assert max(differences) < 1e-5, seed
         used_on_each_rank = [result.holmes.used for result in result_of_rank.values()]
         used.append(frozenset.union(*used_on_each_rank))

@@ -40,17 +40,21 @@ SPLITS = {
     "pipeline 4": "--pipeline 4 --micro-batches 8 --steps 3",
     "interleaved": "--pipeline 2 --virtual-pipeline 2 --micro-batches 4 --steps 3",
     "overlap": "--pipeline 2 --overlap --micro-batches 4 --steps 3",
-    "distributed optimizer, both overlaps, interleaved":
-        "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --overlap --micro-batches 4 --steps 4",
+    "distributed optimizer, both overlaps, interleaved": (
+        "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --overlap --micro-batches "
+        "4 --steps 4"
+    ),
     "distributed optimizer": "--pipeline 2 --distributed-optimizer --micro-batches 4 --steps 2 --save "
-                             "{results}/saved",
-    "resumed with other stages":
-        "--pipeline 4 --layout Ett|t|t|L --distributed-optimizer --micro-batches 8 --steps 4 --load "
-        "{results}/saved",
+    "{results}/saved",
+    "resumed with other stages": (
+        "--pipeline 4 --layout Ett|t|t|L --distributed-optimizer --micro-batches 8 --steps 4 "
+        "--load {results}/saved"
+    ),
     "context 2": "--pipeline 2 --context 2 --micro-batches 8 --steps 3",
-    "interleaved, each cluster an optimizer instance":
-        "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --instances 2 --order tp-cp-ep-pp-dp"
-        " --micro-batches 4 --steps 3",
+    "interleaved, each cluster an optimizer instance": (
+        "--pipeline 2 --virtual-pipeline 2 --distributed-optimizer --instances 2 --order "
+        "tp-cp-ep-pp-dp --micro-batches 4 --steps 3"
+    ),
 }
 #: Splits over NCCL on emulated GPUs: the first two of these in the case "some splits", else all. There are
 #: few because a communicator takes 100 MB of memory in each rank, and megatron-core never ends one: 900 MB a
@@ -61,16 +65,20 @@ LONGER = "pipeline 4", "context 2", "interleaved, each cluster an optimizer inst
 #: Other models, whose losses are stock's but not the others'.
 OTHERS = {
     "experts": "--layers 2 --pipeline 2 --experts 4 --expert 2 --micro-batches 4 --steps 3",
-    "experts, distributed optimizer":
-        "--layers 2 --experts 4 --expert 2 --distributed-optimizer --micro-batches 2 --steps 3",
+    "experts, distributed optimizer": (
+        "--layers 2 --experts 4 --expert 2 --distributed-optimizer --micro-batches 2 --steps 3"
+    ),
     "wide": "--hidden 128 --pipeline 2 --distributed-optimizer --micro-batches 4 --steps 2 --save "
-            "{results}/wide",
-    "wide, resumed":
-        "--hidden 128 --pipeline 4 --distributed-optimizer --micro-batches 8 --steps 4 --load {results}/wide",
+    "{results}/wide",
+    "wide, resumed": (
+        "--hidden 128 --pipeline 4 --distributed-optimizer --micro-batches 8 --steps 4 "
+        "--load {results}/wide"
+    ),
 }
 HEAVY = {
-    "interleaved inside clusters":
-        "--pipeline 2 --virtual-pipeline 2 --order tp-cp-ep-pp-dp --micro-batches 4 --steps 3",
+    "interleaved inside clusters": (
+        "--pipeline 2 --virtual-pipeline 2 --order tp-cp-ep-pp-dp --micro-batches 4 --steps 3"
+    ),
     "data 4": "--micro-batches 2 --steps 3",
     "data 4, instances": "--distributed-optimizer --instances 2 --micro-batches 2 --steps 3",
     "tied": "--pipeline 2 --tied --micro-batches 4 --steps 3",
@@ -82,7 +90,7 @@ HEAVY = {
     "tied, distributed optimizer": "--pipeline 2 --tied --distributed-optimizer --micro-batches 4 --steps 3",
     "tied, whole": "--pipeline 2 --tied --micro-batches 4 --steps 2 --save {results}/tied",
     "tied, resumed uneven": "--pipeline 2 --tied --layout Ettt|tL --micro-batches 4 --steps 4 --load "
-                            "{results}/tied",
+    "{results}/tied",
 }
 
 
@@ -112,16 +120,24 @@ def splits(request):
         unsupported += ["--save", "--load"]
     if INSTALLED < Version("0.14"):  # pins memory for context parallelism, which needs a GPU
         unsupported += ["--context"]
-    if INSTALLED < Version("0.13"):  # has no layouts, and needs Transformer Engine for this optimizer
+    if INSTALLED < Version(
+        "0.13"
+    ):  # has no layouts, and needs Transformer Engine for this optimizer
         unsupported += ["--layout", "--distributed-optimizer"]
-    return {name: flags for name, flags in wanted.items() if not any(flag in flags for flag in unsupported)}
+    return {
+        name: flags
+        for name, flags in wanted.items()
+        if not any(flag in flags for flag in unsupported)
+    }
 
 
 @pytest.fixture(scope="module")
 def both(two_clusters, splits, tmp_path_factory):
     """Train all splits without holmes and with holmes, and return the two results of train_megatron()."""
-    return tuple(train_megatron(two_clusters, tmp_path_factory.mktemp(name), splits, *flags)
-                 for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)))
+    return tuple(
+        train_megatron(two_clusters, tmp_path_factory.mktemp(name), splits, *flags)
+        for name, flags in (("stock", ()), ("holmes", two_clusters.holmes))
+    )
 
 
 def assert_stocks(stock, holmes, names):
@@ -151,21 +167,35 @@ def test_the_split_does_not_change_what_is_learned(both):
         for name in SPLITS.keys() & done.keys():
             for entry in done[name]["entries"]:
                 assert abs(entry["loss"] - reference[entry["step"]]["loss"]) <= 5e-6, (name, entry)
-                assert abs(entry["grad_norm"] - reference[entry["step"]]["grad_norm"]) <= 5e-6, (name, entry)
+                assert abs(entry["grad_norm"] - reference[entry["step"]]["grad_norm"]) <= 5e-6, (
+                    name,
+                    entry,
+                )
         if "resumed with other stages" in done:
-            assert [entry["step"] for entry in done["resumed with other stages"]["entries"]] == [3, 4]
+            assert [entry["step"] for entry in done["resumed with other stages"]["entries"]] == [
+                3,
+                4,
+            ]
 
 
 @gpu_only
-@pytest.mark.parametrize("how", some(["synchronize", *ONE_AT_A_TIME], "CUDA_DEVICE_MAX_CONNECTIONS"))
+@pytest.mark.parametrize(
+    "how", some(["synchronize", *ONE_AT_A_TIME], "CUDA_DEVICE_MAX_CONNECTIONS")
+)
 @over_nccl
 def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, how):
     """Where the host waits for the device in each layer, where all streams share one hardware queue, and
     where each launch is waited for."""
     through = (WAITS, how) if how == "synchronize" else ()
     wanted = {name: SPLITS[name] for name in ("pipeline 2", "tensor 2 pipeline 2")}
-    done, _, said = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes, through=through,
-                                   **ONE_AT_A_TIME.get(how, {}))
+    done, _, said = train_megatron(
+        two_clusters,
+        tmp_path,
+        wanted,
+        *two_clusters.holmes,
+        through=through,
+        **ONE_AT_A_TIME.get(how, {}),
+    )
     assert "megatron-edges" in said or PHYSICAL  # which is said of what is imported before
     assert_stocks(both[0][0], done, wanted)
 
@@ -176,8 +206,9 @@ def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_pat
     """With two micro-batches more in flight than 1F1B has, losses and gradient norms do not change."""
     stock = both[0][0]  # name of a split -> its results without holmes
     wanted = {name: SPLITS[name] for name in ("pipeline 2", "pipeline 4") if name in stock}
-    results, _, messages = train_megatron(two_clusters, tmp_path, wanted, *two_clusters.holmes,
-                                          "--holmes-inflight", "2")
+    results, _, messages = train_megatron(
+        two_clusters, tmp_path, wanted, *two_clusters.holmes, "--holmes-inflight", "2"
+    )
     # Holmes says that it receives messages between stages early, which the flag needs.
     assert "megatron-edges" in messages or PHYSICAL
     assert_stocks(stock, results, wanted)
@@ -195,7 +226,9 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
     does not do by itself."""
     stock, holmes = both[0][0], both[1][0]
     assert stock["pipeline 2"]["buckets"] == {str(rank): [0] for rank in range(4)}
-    assert all(count > 2 for (count,) in holmes["pipeline 2"]["buckets"].values()), holmes["pipeline 2"]
+    assert all(count > 2 for (count,) in holmes["pipeline 2"]["buckets"].values()), holmes[
+        "pipeline 2"
+    ]
     if "overlap" in stock:  # not among the few splits that run over NCCL
         assert stock["overlap"]["buckets"]["2"] == [1]
         assert holmes["overlap"]["buckets"]["2"][0] > 2
@@ -210,7 +243,9 @@ def test_every_stage_that_is_waited_for_reduces_in_buckets(both):
 def test_the_distributed_optimizer_and_experts_overlap_when_told_to(two_clusters, tmp_path):
     """--holmes-overlap on: the same losses, also of a resumed job, with buckets that need no padding and
     weights gathered under way."""
-    distributed = {name: flags for name, flags in SPLITS.items() if "--distributed-optimizer" in flags}
+    distributed = {
+        name: flags for name, flags in SPLITS.items() if "--distributed-optimizer" in flags
+    }
     done = []
     for name, more in (("stock", ()), ("holmes", (*two_clusters.holmes, "--holmes-overlap", "on"))):
         (tmp_path / name).mkdir()
@@ -232,7 +267,11 @@ def test_gradients_leave_ethernet(both):
     """Stock sends all over Ethernet; under holmes what need not cross clusters does not."""
     for node, nics in both[0][1].items():
         under_holmes = both[1][1][node]
-        assert fast(nics) < 0.1 and under_holmes["eth0"] < 0.6 * nics["eth0"], (node, nics, under_holmes)
+        assert fast(nics) < 0.1 and under_holmes["eth0"] < 0.6 * nics["eth0"], (
+            node,
+            nics,
+            under_holmes,
+        )
         assert fast(under_holmes) > 0.4 * nics["eth0"], (node, nics, under_holmes)
 
 
@@ -242,22 +281,29 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
     Ethernet.
     """
     steps, micro_batches, hidden = 3, 8, 128
-    split = f"--layers 8 --hidden {hidden} --pipeline 4 --micro-batches {micro_batches} --steps {steps}"
+    split = (
+        f"--layers 8 --hidden {hidden} --pipeline 4 --micro-batches {micro_batches} --steps {steps}"
+    )
     # Two stages inside a cluster, unbatched: megatron-core would send one direction over the world group, on
     # Ethernet.
     inside = "--pipeline 2 --virtual-pipeline 2 --order tp-cp-ep-pp-dp --micro-batches 4 --steps 2"
-    plans = {"batched": {"chain": split},
-             "unbatched": {"chain": f"{split} --virtual-pipeline 2", "inside": inside}}
+    plans = {
+        "batched": {"chain": split},
+        "unbatched": {"chain": f"{split} --virtual-pipeline 2", "inside": inside},
+    }
     losses = {}
     for name, splits in plans.items():
         place = tmp_path / name
         place.mkdir()
-        done, sent, output = train_megatron(two_clusters, place, splits, *two_clusters.holmes,
-                                            HOLMES_VERBOSE="on")
+        done, sent, output = train_megatron(
+            two_clusters, place, splits, *two_clusters.holmes, HOLMES_VERBOSE="on"
+        )
         # MB of a chunk's output, one way: rows x sequence x hidden x 4 bytes
         activations = steps * micro_batches * 2 * 32 * hidden * 4 / 1e6
         edges = name == "batched" and INSTALLED >= Version("0.14")
-        group = "pipeline activations" if edges else "pipeline pair"  # of hidden edges; interleaved: p2p's
+        group = (
+            "pipeline activations" if edges else "pipeline pair"
+        )  # of hidden edges; interleaved: p2p's
         backend = "nccl" if ON_GPUS else "gloo"
         assert re.search(rf"group {group} \[0,1\] {backend}: \S+ via ib0", output)
         assert re.search(rf"{group} \[2,3\] {backend}: \S+ via roce0", output)
@@ -281,12 +327,16 @@ def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
     """Uneven, with each way to recompute, interleaved and uneven with a chunk that has no layer at all, and a
     layout of the user's own, which wins."""
     flags = plan_of(two_clusters, tmp_path, (3, 1))
-    recomputed = [f"--recompute {way}" for way in ("selective", "uniform", "block", "block "
-                                                                                    "--recompute-layers 2")]
+    recomputed = [
+        f"--recompute {way}"
+        for way in ("selective", "uniform", "block", "block --recompute-layers 2")
+    ]
     more = {"planned": "", **{name: name for name in recomputed}}
     if INSTALLED >= Version("0.13"):
         more["own"] = "--layout Et|tttL"
-    plain = {name: f"--pipeline 2 --micro-batches 4 --steps 2 {text}" for name, text in more.items()}
+    plain = {
+        name: f"--pipeline 2 --micro-batches 4 --steps 2 {text}" for name, text in more.items()
+    }
     done, _, output = train_megatron(two_clusters, tmp_path, plain, *flags)
     for name in ("planned", *recomputed):
         assert done[name]["layers"] == {"0": [1, 2, 3], "1": [1, 2, 3], "2": [4], "3": [4]}, name
@@ -298,7 +348,9 @@ def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
     # no layout: the first and the last stage alone can have layers of their own
     if INSTALLED < Version("0.13"):
         _, _, output = train_megatron(two_clusters, tmp_path, interleaved, *flags, returncode=2)
-        assert output.count("lets only the first and the last stage have layers of their own") == 1, output
+        assert (
+            output.count("lets only the first and the last stage have layers of their own") == 1
+        ), output
         assert "Traceback" not in output
         return
     assert done["own"]["layers"] == {"0": [1], "1": [1], "2": [2, 3, 4], "3": [2, 3, 4]}
@@ -311,13 +363,27 @@ def test_layers_of_the_plan_are_built(two_clusters, tmp_path, both):
 
 TWO_STAGES = "--pipeline 2 --micro-batches 4 --steps 1"
 OF_ANOTHER_JOB = [
-    pytest.param((2, 2), "--pipeline 4 --micro-batches 8 --steps 1", "'sizes'.*pipeline=2.*pipeline=4",
-                 id="sizes", marks=full),
+    pytest.param(
+        (2, 2),
+        "--pipeline 4 --micro-batches 8 --steps 1",
+        "'sizes'.*pipeline=2.*pipeline=4",
+        id="sizes",
+        marks=full,
+    ),
     pytest.param((3, 2), TWO_STAGES, "'stage_layers'.* 5 layers.*model has 4", id="layers"),
-    pytest.param((1, 1, 1, 1), TWO_STAGES, "'stage_layers' has 4 .*pipeline 2 x virtual pipeline 1",
-                 id="stages", marks=full),
-    pytest.param((2, 2), f"{TWO_STAGES} --order tp-cp-ep-dp-xx", "order 'tp-cp-ep-dp-xx'.*tp, cp, ep, dp, pp",
-                 id="order"),
+    pytest.param(
+        (1, 1, 1, 1),
+        TWO_STAGES,
+        "'stage_layers' has 4 .*pipeline 2 x virtual pipeline 1",
+        id="stages",
+        marks=full,
+    ),
+    pytest.param(
+        (2, 2),
+        f"{TWO_STAGES} --order tp-cp-ep-dp-xx",
+        "order 'tp-cp-ep-dp-xx'.*tp, cp, ep, dp, pp",
+        id="order",
+    ),
 ]
 
 
@@ -328,8 +394,9 @@ def test_a_plan_for_another_job_is_one_line(two_clusters, tmp_path, layers, spli
     assert len(re.findall(expected, output)) == 1 and "Traceback" not in output, output
 
 
-@pytest.mark.skipif(INSTALLED < Version("0.13"), reason="its writer of checkpoints does not fit torch 2.13 "
-                                                        "(stock)")
+@pytest.mark.skipif(
+    INSTALLED < Version("0.13"), reason="its writer of checkpoints does not fit torch 2.13 (stock)"
+)
 @full
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, tmp_path):
     """The example's own check: a line from each node that comes to it before the launcher ends all."""
@@ -337,7 +404,9 @@ def test_a_checkpoint_of_another_model_is_one_line(two_clusters, tmp_path):
         "saved": "--pipeline 2 --micro-batches 4 --steps 1 --save {results}/saved",
         "another": "--hidden 64 --pipeline 2 --micro-batches 4 --steps 2 --load {results}/saved",
     }
-    done, _, output = train_megatron(two_clusters, tmp_path, splits, *two_clusters.holmes, returncode=2)
+    done, _, output = train_megatron(
+        two_clusters, tmp_path, splits, *two_clusters.holmes, returncode=2
+    )
     assert list(done) == ["saved"] and "Traceback" not in output, output
     assert "saved with hidden 32, but this job has hidden 64" in output, output
 
@@ -347,12 +416,19 @@ REFUSED = [
     ({"order": "tp-cp-ep-dp-xx"}, "order 'tp-cp-ep-dp-xx': .*tp, cp, ep, dp, pp"),
     ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "order 'tp-dp' lacks pp"),
     ({"pipeline_model_parallel_size": 3}, "pipeline 3 x tensor 1 x context 1 .*world size 4"),
-    ({"tensor_model_parallel_size": 2, "context_parallel_size": 4},
-     "pipeline 1 x tensor 2 x context 4 .*world size 4"),
+    (
+        {"tensor_model_parallel_size": 2, "context_parallel_size": 4},
+        "pipeline 1 x tensor 2 x context 4 .*world size 4",
+    ),
     ({"expert_model_parallel_size": 3}, "expert size 3 .*data 4"),
-    ({"virtual_pipeline_model_parallel_size": 2},
-     "virtual_pipeline_model_parallel_size is 2.*pipeline_model_parallel_size 2"),
-    ({"num_distributed_optimizer_instances": 3}, "num_distributed_optimizer_instances is 3.*data 4"),
+    (
+        {"virtual_pipeline_model_parallel_size": 2},
+        "virtual_pipeline_model_parallel_size is 2.*pipeline_model_parallel_size 2",
+    ),
+    (
+        {"num_distributed_optimizer_instances": 3},
+        "num_distributed_optimizer_instances is 3.*data 4",
+    ),
 ]
 
 
@@ -368,8 +444,9 @@ def test_bad_sizes_are_refused_before_any_group_is_made(two_clusters, tmp_path):
     assert [line["sum"] for line in lines] == [1, 1, 5, 5]
 
 
-@pytest.mark.skipif(INSTALLED < Version("0.14"), reason="the script uses HyperCommGrid, which is there from "
-                                                        "0.14 on")
+@pytest.mark.skipif(
+    INSTALLED < Version("0.14"), reason="the script uses HyperCommGrid, which is there from 0.14 on"
+)
 def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     """Launched in turn, a0 b0 a1 b1, the program ends up on ranks where its data-parallel groups are inside a
     cluster.
@@ -383,5 +460,7 @@ def test_the_drop_in_initializer_needs_no_flag(two_clusters):
     assert {line["fabric"] for line in lines} == {"ib", "roce"}
     for line in lines:  # a grid without parallel_state, and four stages over it
         assert line["grid"] == line["data"] and line["grid_fabric"] == line["fabric"], line
-        assert set(line["pairs"]) == {line["fabric"], "ethernet"}, line  # one neighbour inside, one across
+        assert set(line["pairs"]) == {line["fabric"], "ethernet"}, (
+            line
+        )  # one neighbour inside, one across
         assert line["chain"] == line["rank"] + 1

@@ -20,7 +20,9 @@ from holmes_ext.patches.engine.registry import Registry
 from holmes_ext.samples import examples
 from integration_tests.jobs import full, megatron_core
 
-pytestmark = pytest.mark.skipif(megatron_core() < Version("0.16"), reason="jobs of 0.16 and newer can join")
+pytestmark = pytest.mark.skipif(
+    megatron_core() < Version("0.16"), reason="jobs of 0.16 and newer can join"
+)
 OUTER = "min=2,algorithm=average,every=1,fragments=1,delay=0,compress=off,weight=equal"
 STEPS = 3
 SGD = {"optimizer": "sgd", "sgd_momentum": 0.0, "lr": 0.1}
@@ -31,7 +33,10 @@ CASES = {
     "tensor 2": (2, "--tensor 2"),
     "pipeline 2": (2, "--pipeline 2"),
     "pipeline 2, tied, interleaved": (2, "--pipeline 2 --virtual-pipeline 2 --tied"),
-    "tensor 2, data 2, distributed optimizer, overlap": (4, "--tensor 2 --distributed-optimizer --overlap"),
+    "tensor 2, data 2, distributed optimizer, overlap": (
+        4,
+        "--tensor 2 --distributed-optimizer --overlap",
+    ),
 }
 
 
@@ -49,16 +54,27 @@ def rank_of(rank, ranks, options, job, join):
     from megatron.core import parallel_state
 
     with contextlib.redirect_stdout(io.StringIO()):
-        args, parser = train.parse_args([*options.split(),
-                                         *"--micro-batch 1 --micro-batches 4 --clip 0".split()])
+        args, parser = train.parse_args(
+            [*options.split(), *"--micro-batch 1 --micro-batches 4 --clip 0".split()]
+        )
         train.start_distributed(args, parser)
         plain, how = train.OptimizerConfig, SGD if not args.distributed_optimizer else AS_SGD
         train.OptimizerConfig = lambda **more: plain(**{**more, **how})
         config, models, optimizer = train.build(args)
     k, jobs = job
-    data, here = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    batches = train.Batches(train.load_text(), args.sequence, args.micro_batch, args.micro_batches,
-                            jobs * data, k * data + here, args.seed)
+    data, here = (
+        parallel_state.get_data_parallel_world_size(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    batches = train.Batches(
+        train.load_text(),
+        args.sequence,
+        args.micro_batch,
+        args.micro_batches,
+        jobs * data,
+        k * data + here,
+        args.seed,
+    )
     before = [p.detach().clone() for model in models for p in model.parameters()]
     for step in range(STEPS):
         train.train_step(args, batches, step, config, models, optimizer)
@@ -66,9 +82,13 @@ def rank_of(rank, ranks, options, job, join):
     if args.overlap and args.distributed_optimizer:
         models[0].start_param_sync(force_sync=True)
     weights = [p.detach() for model in models for p in model.parameters()]
-    assert max(float((one - was).abs().max()) for one, was in zip(weights, before)) > 1e-3, ("it has learnt "
-                                                                                             "something")
-    place = parallel_state.get_pipeline_model_parallel_rank(), parallel_state.get_tensor_model_parallel_rank()
+    assert max(float((one - was).abs().max()) for one, was in zip(weights, before)) > 1e-3, (
+        "it has learnt something"
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+    )
     return place, torch.cat([one.flatten() for one in weights]).cpu().numpy()
 
 
@@ -78,11 +98,22 @@ def test_averaging_after_each_step_is_one_synchronous_job(case):
     ranks, options = CASES[case]
     expected = dict(run_ranks(rank_of, 2 * ranks, 2 * ranks, options, (0, 1), "", timeout_s=170))
     with coordinator() as server:
-        found = in_threads({
-            name: lambda name=name, k=k: run_ranks(
-                rank_of, ranks, ranks, options, (k, 2), f"{name}@127.0.0.1:{server.port}", timeout_s=170)
-            for k, name in enumerate(("east", "west"))})  # fmt: skip
+        found = in_threads(
+            {
+                name: lambda name=name, k=k: run_ranks(
+                    rank_of,
+                    ranks,
+                    ranks,
+                    options,
+                    (k, 2),
+                    f"{name}@127.0.0.1:{server.port}",
+                    timeout_s=170,
+                )
+                for k, name in enumerate(("east", "west"))
+            }
+        )
         assert sum("commit" in event for event in server.told) == STEPS
     for place, weights in (one for of_job in found.values() for one in of_job):
-        torch.testing.assert_close(torch.from_numpy(weights), torch.from_numpy(expected[place]), rtol=0,
-                                   atol=1e-6)
+        torch.testing.assert_close(
+            torch.from_numpy(weights), torch.from_numpy(expected[place]), rtol=0, atol=1e-6
+        )

@@ -27,10 +27,13 @@ pytestmark = [
     pytest.mark.row("Megatron-LM's pretrain_gpt.py"),
     pytest.mark.skipif(MEGATRON is None, reason=why_missing("Megatron-LM")),
     pytest.mark.skipif(
-        find_spec("pybind11") is None, reason="pretrain_gpt.py compiles its data helpers: pip install "
-                                              "pybind11"),
-    pytest.mark.skipif(shutil.which("make") is None or shutil.which("g++") is None,
-                       reason="pretrain_gpt.py needs make and g++"),
+        find_spec("pybind11") is None,
+        reason="pretrain_gpt.py compiles its data helpers: pip install pybind11",
+    ),
+    pytest.mark.skipif(
+        shutil.which("make") is None or shutil.which("g++") is None,
+        reason="pretrain_gpt.py needs make and g++",
+    ),
 ]
 
 FLAGS = """
@@ -95,7 +98,9 @@ def pretrain(two_clusters, environment, *flags):
         *FLAGS,
         *flags,
         env=environment,
-        preload=("megatron.training.training",),  # imported before a process is forked for each rank
+        preload=(
+            "megatron.training.training",
+        ),  # imported before a process is forked for each rank
         timeout=400,
     )
     text = "\n".join(result.outputs.values())
@@ -130,15 +135,20 @@ def test_losses_are_stocks_and_gradients_leave_ethernet(two_clusters, environmen
         assert fast > 0.3 * stock[1][node]["eth0"], (node, nics)
 
 
-def test_a_checkpoint_of_another_plan_is_told_and_resumed(two_clusters, environment, stock, tmp_path):
+def test_a_checkpoint_of_another_plan_is_told_and_resumed(
+    two_clusters, environment, stock, tmp_path
+):
     """Two steps with 2 + 2 layers, saved; two more with 3 + 1: as if nothing had happened in between."""
     saved = "--save", str(tmp_path / "saved"), "--save-interval", "100"
-    first, _ = pretrain(two_clusters, environment, *holmes(two_clusters), *saved, "--exit-interval", "2")
+    first, _ = pretrain(
+        two_clusters, environment, *holmes(two_clusters), *saved, "--exit-interval", "2"
+    )
     plan = build_plan(site_from_spec(two_clusters.spec), Sizes(pipeline=2))
     replace(plan, stage_layers=(3, 1), partition="speed").save(tmp_path / "plan.json")
     more = holmes(two_clusters, "--holmes-plan", str(tmp_path / "plan.json"))
-    second, text = pretrain(two_clusters, environment, *more, "--load", saved[1],
-                            "--exit-on-missing-checkpoint")
+    second, text = pretrain(
+        two_clusters, environment, *more, "--load", saved[1], "--exit-on-missing-checkpoint"
+    )
     assert sorted(first) == [1, 2] and sorted(second) == [3, 4]
     # Megatron-LM (stock too) does not start its mean anew after the first report of a resumed run: the second
     # is of both steps.
@@ -159,13 +169,30 @@ def test_help_shows_the_flags(two_clusters, environment):
 def test_a_checkpoint_of_another_model_is_one_line(two_clusters, environment, tmp_path):
     """A job that loads a checkpoint of a model with other shapes ends with a message without a traceback."""
     checkpoint = str(tmp_path / "saved")
-    pretrain(two_clusters, environment, *holmes(two_clusters), "--save", checkpoint, "--save-interval", "100",
-             "--exit-interval", "1")  # saves a checkpoint after the first iteration, and ends
-    flags = [*FLAGS, *holmes(two_clusters), "--load", checkpoint, "--exit-on-missing-checkpoint",
-             "--ffn-hidden-size", "96"]  # the saved model has another size here
+    pretrain(
+        two_clusters,
+        environment,
+        *holmes(two_clusters),
+        "--save",
+        checkpoint,
+        "--save-interval",
+        "100",
+        "--exit-interval",
+        "1",
+    )  # saves a checkpoint after the first iteration, and ends
+    flags = [
+        *FLAGS,
+        *holmes(two_clusters),
+        "--load",
+        checkpoint,
+        "--exit-on-missing-checkpoint",
+        "--ffn-hidden-size",
+        "96",
+    ]  # the saved model has another size here
     script = str(MEGATRON / "pretrain_gpt.py")
-    result = two_clusters.run(script, *flags, env=environment, preload=("megatron.training.training",),
-                              timeout=400)
+    result = two_clusters.run(
+        script, *flags, env=environment, preload=("megatron.training.training",), timeout=400
+    )
     text = "\n".join(result.outputs.values())
     assert result.returncode == 2, text[-4000:]
     assert text.count("holmes: --load: the checkpoint is another model's: ") == 1

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SITE = Path(__file__).resolve().parents[2] / "examples" / "megatron_deepspeed" / "site"
-LOSS = re.compile(r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)")
+LOSS = re.compile(
+    r"iteration\s+(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+).*?lm loss: ([\d.E+-]+)"
+)
 SHAPE = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 "
     "--seq-length 32 --max-position-embeddings 32"
@@ -23,8 +25,12 @@ ON_CPU = (
     "--no-bias-dropout-fusion --no-async-tensor-model-parallel-allreduce --ds_fused_adam"
 ).split()
 #: What is imported once, before a process is forked for each rank: half of a short run's seconds otherwise.
-PRELOADED = ("torch", "deepspeed", "deepspeed.sequence.fpdt_layer",
-             "transformers.models.auto.tokenization_auto")
+PRELOADED = (
+    "torch",
+    "deepspeed",
+    "deepspeed.sequence.fpdt_layer",
+    "transformers.models.auto.tokenization_auto",
+)
 TRAINING = (
     "--lr 1e-3 --lr-decay-style constant --weight-decay 0 --clip-grad 0 --attention-dropout 0 "
     "--hidden-dropout 0 --seed 1234 --init-method-std 0.05 --split 90,5,5 --data-impl mmap --num-workers 0 "
@@ -40,7 +46,9 @@ class Log:
     seconds: dict[int, float]  # by training step, from 1
     lines: list[str]  # of holmes, except for those in `served` and `advice`
     served: list[str]  # "... is served empty": holmes replaces a module that is not installed
-    advice: list[str]  # "a restart with --holmes-partition ...": other layers per stage would be faster
+    advice: list[
+        str
+    ]  # "a restart with --holmes-partition ...": other layers per stage would be faster
 
 
 def holmes_lines(result) -> list[str]:
@@ -52,7 +60,9 @@ def holmes_lines(result) -> list[str]:
     Args:
         result: The RunResult of a job, with the output of each rank.
     """
-    return [line for line in _all_holmes_lines(result) if not (_is_served(line) or _is_advice(line))]
+    return [
+        line for line in _all_holmes_lines(result) if not (_is_served(line) or _is_advice(line))
+    ]
 
 
 def _all_holmes_lines(result) -> list[str]:
@@ -85,7 +95,9 @@ class Checkout:
     vocabulary: files of tokens and merges, instead of GPT-2's.
     """
 
-    def __init__(self, source: str | Path, folder: Path, vocabulary: tuple[Path, Path] | None = None):
+    def __init__(
+        self, source: str | Path, folder: Path, vocabulary: tuple[Path, Path] | None = None
+    ):
         """Copy the checkout, make a training text for it, and compile its C++ helpers.
 
         Args:
@@ -94,13 +106,16 @@ class Checkout:
             vocabulary: Files with the tokens and the merges; None for those of GPT-2.
         """
         self.folder = folder / "checkout"
-        shutil.copytree(source, self.folder, ignore=shutil.ignore_patterns(".git", "images", "docs"))
+        shutil.copytree(
+            source, self.folder, ignore=shutil.ignore_patterns(".git", "images", "docs")
+        )
         self.env = {
             # The checkout's Makefile calls python3: the one that runs the tests.
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             # SITE has a sitecustomize.py, with which Megatron-DeepSpeed trains on CPUs.
             "PYTHONPATH": os.pathsep.join(
-                [str(SITE), str(self.folder), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
+                [str(SITE), str(self.folder), os.environ.get("PYTHONPATH", "")]
+            ).rstrip(":"),
             "DS_ACCELERATOR": "cpu",  # read by DeepSpeed
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron requires it for --sequence-parallel
             "TORCHDYNAMO_DISABLE": "1",
@@ -113,14 +128,18 @@ class Checkout:
         tokens, merges = vocabulary or (rebase / "gpt2-vocab.json", rebase / "gpt2-merges.txt")
         self.vocabulary = ["--vocab-file", str(tokens), "--merge-file", str(merges)]
         self.corpus = self._make_corpus(folder)  # the training text, as token numbers
-        self.check(["make"], cwd=self.folder / "megatron" / "data")  # compiles the dataset's C++ helpers
+        self.check(
+            ["make"], cwd=self.folder / "megatron" / "data"
+        )  # compiles the dataset's C++ helpers
 
     def compile_adam(self) -> None:
         """Compile the C++ extension of DeepSpeed's fused Adam.
 
         Otherwise the first training job would compile it, and could exceed its time limit.
         """
-        load = "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; FusedAdamBuilder().load()"
+        load = (
+            "from deepspeed.ops.op_builder.cpu import FusedAdamBuilder; FusedAdamBuilder().load()"
+        )
         self.check([sys.executable, "-c", load])
 
     def use_adam_of_torch(self) -> None:
@@ -129,7 +148,9 @@ class Checkout:
 
     def check(self, command: list[str], cwd: Path | None = None) -> None:
         env = {**os.environ, **self.env, **self.stand_ins(command)}
-        done = subprocess.run(command, cwd=cwd or self.folder, env=env, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=cwd or self.folder, env=env, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
     def _make_corpus(self, folder: Path) -> Path:
@@ -137,12 +158,32 @@ class Checkout:
         from pydoc_data import topics
 
         text = folder / "topics.jsonl"
-        text.write_text("".join(json.dumps({"text": topic}) + "\n"
-                                for _, topic in sorted(topics.topics.items())))
-        tool = [sys.executable, "tools/preprocess_data.py", "--input", str(text), "--output-prefix",
-                str(folder / "topics")]
-        self.check([*tool, *self.vocabulary, "--tokenizer-type", "GPT2BPETokenizer", "--dataset-impl", "mmap",
-                    "--append-eod", "--workers", "1"])
+        text.write_text(
+            "".join(
+                json.dumps({"text": topic}) + "\n" for _, topic in sorted(topics.topics.items())
+            )
+        )
+        tool = [
+            sys.executable,
+            "tools/preprocess_data.py",
+            "--input",
+            str(text),
+            "--output-prefix",
+            str(folder / "topics"),
+        ]
+        self.check(
+            [
+                *tool,
+                *self.vocabulary,
+                "--tokenizer-type",
+                "GPT2BPETokenizer",
+                "--dataset-impl",
+                "mmap",
+                "--append-eod",
+                "--workers",
+                "1",
+            ]
+        )
         return folder / "topics_text_document"
 
     def config(self, zero: int = 0, dtype: str = "fp32", **more) -> Path:
@@ -151,8 +192,11 @@ class Checkout:
             "train_batch_size": 16,
             "train_micro_batch_size_per_gpu": 2,
             "steps_per_print": 1000,
-            "zero_optimization": {"stage": zero, "reduce_bucket_size": 10_000_000,
-                                  **more.pop("zero_optimization", {})},
+            "zero_optimization": {
+                "stage": zero,
+                "reduce_bucket_size": 10_000_000,
+                **more.pop("zero_optimization", {}),
+            },
             **({"bf16": {"enabled": True}} if dtype == "bf16" else {}),
             # DeepSpeed refuses it without ZeRO
             **({"data_types": {"grad_accum_dtype": "fp32"}} if dtype == "bf16" and zero else {}),
@@ -163,15 +207,37 @@ class Checkout:
         path.write_text(text)
         return path
 
-    def arguments(self, steps: int, *flags: str, zero: int = 0, dtype: str = "fp32",
-                  config: Path | None = None,
-                  shape=SHAPE) -> list[str]:
+    def arguments(
+        self,
+        steps: int,
+        *flags: str,
+        zero: int = 0,
+        dtype: str = "fp32",
+        config: Path | None = None,
+        shape=SHAPE,
+    ) -> list[str]:
         """The command line of pretrain_gpt.py; `flags` come last and win."""
         return [
-            str(self.folder / "pretrain_gpt.py"), *shape, *TRAINING, *self.on_cpu, *self.vocabulary,
-            "--data-path", str(self.corpus), "--micro-batch-size", "2", "--global-batch-size", "16",
-            "--train-iters", str(steps), *(["--bf16"] if dtype == "bf16" else []), "--deepspeed",
-            "--deepspeed_config", str(config or self.config(zero, dtype)), "--zero-stage", str(zero), *flags,
+            str(self.folder / "pretrain_gpt.py"),
+            *shape,
+            *TRAINING,
+            *self.on_cpu,
+            *self.vocabulary,
+            "--data-path",
+            str(self.corpus),
+            "--micro-batch-size",
+            "2",
+            "--global-batch-size",
+            "16",
+            "--train-iters",
+            str(steps),
+            *(["--bf16"] if dtype == "bf16" else []),
+            "--deepspeed",
+            "--deepspeed_config",
+            str(config or self.config(zero, dtype)),
+            "--zero-stage",
+            str(zero),
+            *flags,
         ]
 
     @staticmethod

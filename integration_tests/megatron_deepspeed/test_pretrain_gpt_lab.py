@@ -82,7 +82,9 @@ CASES = {
         Case("pipeline 2 x data 2, bf16", pipeline=2, data=2, dtype="bf16"),
         Case("pipeline 2 x data 2, ZeRO 1, bf16", pipeline=2, data=2, zero_stage=1, dtype="bf16"),
         Case("pipeline 2 x tensor 2", pipeline=2, tensor=2),
-        Case("pipeline 2 x tensor 2, ZeRO 1, bf16", pipeline=2, tensor=2, zero_stage=1, dtype="bf16"),
+        Case(
+            "pipeline 2 x tensor 2, ZeRO 1, bf16", pipeline=2, tensor=2, zero_stage=1, dtype="bf16"
+        ),
         Case(
             "pipeline 2 x tensor 2, sequence parallel",
             pipeline=2,
@@ -121,10 +123,15 @@ OTHER_ORDER = 1e-5
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
     for name in ("regex", "six", "transformers"):
-        pytest.importorskip(name, reason="Megatron-DeepSpeed's tokenizers need: pip install regex six "
-                                         "transformers")
-    pytest.importorskip("pybind11", reason="Megatron-DeepSpeed's dataset index needs: pip install pybind11")
-    pytest.importorskip("nltk", reason="Megatron-DeepSpeed's preprocess_data.py needs: pip install nltk")
+        pytest.importorskip(
+            name, reason="Megatron-DeepSpeed's tokenizers need: pip install regex six transformers"
+        )
+    pytest.importorskip(
+        "pybind11", reason="Megatron-DeepSpeed's dataset index needs: pip install pybind11"
+    )
+    pytest.importorskip(
+        "nltk", reason="Megatron-DeepSpeed's preprocess_data.py needs: pip install nltk"
+    )
     folder = tmp_path_factory.mktemp("megatron_deepspeed")
     copy = Checkout(SOURCE, folder)
     if FULL:
@@ -255,7 +262,9 @@ def test_checkpoints_pass_between_stock_and_holmes(checkout, two_clusters, tmp_p
 
     def run(*flags):
         # STOCK_ORDER: holmes adds gradients in stock's order, so that no digit of a loss differs.
-        log, _ = train(checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER)
+        log, _ = train(
+            checkout, two_clusters, *PIPELINE, *flags, steps=6, zero=zero, env=STOCK_ORDER
+        )
         return log
 
     uninterrupted = run()
@@ -286,7 +295,8 @@ def convert_as_advised(line: str, checkout, folder: Path) -> None:
 @full  # rows/test_rows.py exchanges checkpoints in each landing
 @pytest.mark.timeout(1200)
 def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
-        checkout, two_clusters, tmp_path, exhaustive):
+    checkout, two_clusters, tmp_path, exhaustive
+):
     """A job resumes with other layers per stage if the checkpoint is converted as holmes's message says.
 
     A job without holmes trains stages of 2 + 2 layers, then one with holmes 3 + 1, then one without holmes
@@ -323,7 +333,9 @@ def test_another_split_is_refused_and_its_universal_checkpoint_goes_on(
         # micro-batches one after another. With 2 stages, two ranks add 4 each.
         four_stages = ("--pipeline-model-parallel-size", "4", *two_clusters.holmes)
         assert run(*four_stages, *load) == pytest.approx(after_step_3, abs=1e-5)
-    losses = run(*holmes, "3,1", *load, "--save", str(ours), "--save-interval", "6", "--exit-interval", "6")
+    losses = run(
+        *holmes, "3,1", *load, "--save", str(ours), "--save-interval", "6", "--exit-interval", "6"
+    )
     assert losses == {step: loss for step, loss in uninterrupted.items() if 3 < step <= 6}
 
     # Without holmes, 2 + 2 layers again: resumed.
@@ -341,8 +353,16 @@ def test_overlapped_reduction_leaves_the_losses(checkout, two_clusters, zero, dt
     """Reducing gradients during backward passes gives exactly the losses of the job without holmes."""
     stock, _ = train(checkout, two_clusters, *PIPELINE, steps=8, zero=zero, dtype=dtype)
     holmes_flags = (*two_clusters.holmes, *KEEP_PLAN, "--holmes-overlap", "on")
-    ours, _ = train(checkout, two_clusters, *PIPELINE, *holmes_flags,
-                    steps=8, zero=zero, dtype=dtype, env=STOCK_ORDER)
+    ours, _ = train(
+        checkout,
+        two_clusters,
+        *PIPELINE,
+        *holmes_flags,
+        steps=8,
+        zero=zero,
+        dtype=dtype,
+        env=STOCK_ORDER,
+    )
     assert ours.losses == stock.losses
     # A second line would say why the reduction is not overlapped.
     assert len(ours.lines) == 1 and "overlap" in ours.lines[0], ours.lines
@@ -359,8 +379,15 @@ LAUNCHERS = {
     "OMPI_COMM_WORLD_LOCAL_RANK=$LOCAL_RANK OMPI_COMM_WORLD_LOCAL_SIZE=1 LOCAL_SIZE=1 {python}",
 }
 #: Variables by which torchrun numbers the processes; the lab sets them, the other launchers do not.
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK",
-            "GROUP_WORLD_SIZE")
+TORCHRUN = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "LOCAL_SIZE",
+    "GROUP_RANK",
+    "GROUP_WORLD_SIZE",
+)
 
 
 def run_with_launcher(checkout, two_clusters, launcher, nodes, *arguments):
@@ -411,7 +438,9 @@ def run_refused_job(checkout, two_clusters, *flags, env=None, **more):
     # Two other lines of holmes are no refusal: the clusters and the layers of each stage, which are printed
     # before the checkpoint is read.
     messages = [
-        line for line in holmes_lines(result) if " clusters: " not in line and "stages begin" not in line
+        line
+        for line in holmes_lines(result)
+        if " clusters: " not in line and "stages begin" not in line
     ]
     assert len(messages) == 1, messages
     return messages[0]
@@ -436,7 +465,10 @@ def test_flags_in_its_own_help_and_near_misses(checkout, two_clusters):
     text = "".join(result.outputs.values())
     assert result.returncode == 2
     assert "Traceback" not in text
-    assert "error: unrecognized arguments: --holms-plan x; --holms-plan: did you mean --holmes-plan?" in text
+    assert (
+        "error: unrecognized arguments: --holms-plan x; --holms-plan: did you mean --holmes-plan?"
+        in text
+    )
 
 
 @pytest.mark.timeout(600)
@@ -457,7 +489,9 @@ def test_a_hostfile_that_does_not_match_the_clusters(checkout, two_clusters, tmp
     The processes are started as `deepspeed --hostfile` starts them, by deepspeed.launcher.launch.
     """
     file = tmp_path / "c.toml"
-    file.write_text(CLUSTER.read_text().replace("b[0-1]", "b0"))  # without host b1, which the job uses
+    file.write_text(
+        CLUSTER.read_text().replace("b[0-1]", "b0")
+    )  # without host b1, which the job uses
     steps = 2
     arguments = checkout.arguments(steps, *NO_PIPELINE, "--holmes", "--holmes-cluster", str(file))
     result = run_with_launcher(checkout, two_clusters, "deepspeed", two_clusters.order, *arguments)

@@ -1,10 +1,10 @@
 """Starts the ranks of a scene on this machine and keeps what they found for the report, `nccl-report.json`.
 
-    one machine   four ranks share its GPUs, each a host of its own
-                  to NCCL and to holmes (NCCL_HOSTID, HOLMES_NODE)
-    emulated GPUs the same, HOLMES_TEST_CARRIER=nccl (`make gpu`): NCCL's own host code, no GPU
-    two nodes     HOLMES_NCCL_NODE=0 or 1 and MASTER_ADDR, the same
-                  command on both: two ranks on each, on real NICs
+one machine   four ranks share its GPUs, each a host of its own
+              to NCCL and to holmes (NCCL_HOSTID, HOLMES_NODE)
+emulated GPUs the same, HOLMES_TEST_CARRIER=nccl (`make gpu`): NCCL's own host code, no GPU
+two nodes     HOLMES_NCCL_NODE=0 or 1 and MASTER_ADDR, the same
+              command on both: two ranks on each, on real NICs
 """
 
 from __future__ import annotations
@@ -45,18 +45,31 @@ _report: dict = {"scenes": []}
 
 def machine() -> dict:
     """What the scenes ran on."""
-    gpus = [torch.cuda.get_device_name(i)
-            for i in range(torch.cuda.device_count())] if not EMULATED else ["emulated"]
+    gpus = (
+        [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        if not EMULATED
+        else ["emulated"]
+    )
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if GPU else ""
-    variables = {name: value for name, value in os.environ.items()
-                 if name.startswith(("NCCL_", "TORCH_NCCL_"))}
-    return {"host": platform.node(), "node": NODE, "python": platform.python_version(),
-            "torch": torch.__version__,
-            "nccl": nccl, "nccl package": str(installed_nccl()[1] or ""), "gpus": gpus,
-            "hcas": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
-            "no verbs": no_verbs(os.environ), "plugin": net_plugin(os.environ),
-            "files": file_settings(os.environ),
-            "variables": variables}
+    variables = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("NCCL_", "TORCH_NCCL_"))
+    }
+    return {
+        "host": platform.node(),
+        "node": NODE,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "nccl": nccl,
+        "nccl package": str(installed_nccl()[1] or ""),
+        "gpus": gpus,
+        "hcas": sorted(path.name for path in Path("/sys/class/infiniband").glob("*")),
+        "no verbs": no_verbs(os.environ),
+        "plugin": net_plugin(os.environ),
+        "files": file_settings(os.environ),
+        "variables": variables,
+    }
 
 
 class Scene:
@@ -65,8 +78,12 @@ class Scene:
 
     def __init__(self, outputs: list[str], statuses: list[int]):
         self.outputs, self.statuses = outputs, statuses
-        found = [(json.loads(line), output) for output in outputs for line in output.splitlines()
-                 if line.startswith('{"rank"')]
+        found = [
+            (json.loads(line), output)
+            for output in outputs
+            for line in output.splitlines()
+            if line.startswith('{"rank"')
+        ]
         found.sort(key=lambda pair: pair[0]["rank"])
         self.lines, self.said = [line for line, _ in found], [read(output) for _, output in found]
 
@@ -85,7 +102,9 @@ class Scene:
                     assert (len(ranks_of), name) in made, (line, made)
 
 
-def launch(scene: str, directory: Path, *flags: str, number: int, gpus: int = 1, **environment: str) -> Scene:
+def launch(
+    scene: str, directory: Path, *flags: str, number: int, gpus: int = 1, **environment: str
+) -> Scene:
     """Run a scene; kills what runs longer than LIMIT_S seconds. number: of the scene, for its port on two
     nodes; gpus: of each of the hosts that one machine stands for."""
     script = [str(ROOT / "integration_tests/nccl/scenes.py"), scene, *flags]
@@ -93,51 +112,99 @@ def launch(scene: str, directory: Path, *flags: str, number: int, gpus: int = 1,
     if NODE is None:
         store, common = ranks.hosted_store()
         common |= carriers.environment(GPUS)
-        own = [{"RANK": str(rank), "LOCAL_RANK": str(rank % gpus), "LOCAL_WORLD_SIZE": str(gpus),
-                "NCCL_HOSTID": name, "HOLMES_NODE": name, "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1",
-                "HOLMES_LAB_RANK": str(rank)}
-               for rank, name in enumerate(name for name in NAMES[:4 // gpus] for _ in range(gpus))]
+        own = [
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % gpus),
+                "LOCAL_WORLD_SIZE": str(gpus),
+                "NCCL_HOSTID": name,
+                "HOLMES_NODE": name,
+                "NCCL_P2P_DISABLE": "1",
+                "NCCL_SHM_DISABLE": "1",
+                "HOLMES_LAB_RANK": str(rank),
+            }
+            for rank, name in enumerate(name for name in NAMES[: 4 // gpus] for _ in range(gpus))
+        ]
     else:
         common = {"MASTER_PORT": str(29600 + number)}
-        own = [{"RANK": str(2 * NODE + local), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": "2"}
-               for local in (0, 1)]
+        own = [
+            {"RANK": str(2 * NODE + local), "LOCAL_RANK": str(local), "LOCAL_WORLD_SIZE": "2"}
+            for local in (0, 1)
+        ]
         if torch.cuda.device_count() < 2:
             for place in own:
                 place["NCCL_HOSTID"] = f"{platform.node()}-{place['LOCAL_RANK']}"
-    every = {"WORLD_SIZE": "4", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV", **common,
-             **environment}
+    every = {
+        "WORLD_SIZE": "4",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV",
+        **common,
+        **environment,
+    }
     run = _forked if EMULATED else _started
     done = Scene(*run(script, [{**os.environ, **every, **place} for place in own], directory))
     del store
-    said = [{**asdict(one), "communicators": [{**asdict(made), "devices": sorted(made.devices)} for made in
-                                              one.communicators]} for one in done.said]
+    said = [
+        {
+            **asdict(one),
+            "communicators": [
+                {**asdict(made), "devices": sorted(made.devices)} for made in one.communicators
+            ],
+        }
+        for one in done.said
+    ]
     tails = [output[-6000:] for output in done.outputs] if any(done.statuses) else []
-    _report["scenes"].append({"scene": scene, "flags": flags, "environment": environment,
-                              "statuses": done.statuses, "lines": done.lines, "nccl": said, "tails": tails})
+    _report["scenes"].append(
+        {
+            "scene": scene,
+            "flags": flags,
+            "environment": environment,
+            "statuses": done.statuses,
+            "lines": done.lines,
+            "nccl": said,
+            "tails": tails,
+        }
+    )
     done.check_holmes(flags)
     return done
 
 
-def _started(script: list[str], environments: list[dict[str, str]],
-             directory: Path) -> tuple[list[str], list[int]]:
+def _started(
+    script: list[str], environments: list[dict[str, str]], directory: Path
+) -> tuple[list[str], list[int]]:
     """(outputs, statuses) of a Python for each environment."""
     processes = [
-        subprocess.Popen([sys.executable, *script], env=environment, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, text=True, errors="replace", cwd=directory)
-        for environment in environments]
+        subprocess.Popen(
+            [sys.executable, *script],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            cwd=directory,
+        )
+        for environment in environments
+    ]
     # a full pipe would hold up its rank, and so all others
     with ThreadPoolExecutor(len(processes)) as readers:
         outputs = list(readers.map(_output_of, processes))
     return outputs, [process.returncode for process in processes]
 
 
-def _forked(script: list[str], environments: list[dict[str, str]],
-            directory: Path) -> tuple[list[str], list[int]]:
+def _forked(
+    script: list[str], environments: list[dict[str, str]], directory: Path
+) -> tuple[list[str], list[int]]:
     """The same of forks of one Python."""
     command = [sys.executable, str(ROOT / "integration_tests/nccl/forked.py")]
     logs = [directory / f"{rank}.log" for rank in range(len(environments))]
-    with subprocess.Popen(command, env=environments[0], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True, cwd=directory) as process:
+    with subprocess.Popen(
+        command,
+        env=environments[0],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=directory,
+    ) as process:
         try:
             said, _ = process.communicate(json.dumps([script, environments]), timeout=LIMIT_S)
             statuses, late = json.loads(said), ""
@@ -161,15 +228,25 @@ def emulated(tmp_path):
     exist, and what NCCL is asked for on them: emulated("Socket") makes jobs run without RDMA, emulated("")
     asks for "IB"."""
 
-    def make(net: str, hosts: tuple[str, str] = ("a0,a1", "b0,b1")) -> tuple[list[str], dict[str, str]]:
+    def make(
+        net: str, hosts: tuple[str, str] = ("a0,a1", "b0,b1")
+    ) -> tuple[list[str], dict[str, str]]:
         tree, more = Sysfs(tmp_path / "sys"), f" net={net}" if net else ""
         tree.hca("mlx5_0", tree.pci("0000:17:00.0", "mlx5_core"))
         tree.ib_port("mlx5_0", prefix="fe80:0000:0000:0001", lid=1)
         tree.virtual(egress_interface("127.0.0.1"))
         processes = 4 // len(",".join(hosts).split(","))
         lines = [f"{name} ib 100Gb/s {nodes}{more}" for name, nodes in zip("ab", hosts)]
-        (tmp_path / "cluster.toml").write_text(clusters.toml(*lines, ethernet="10Gb/s", processes=processes))
-        flags = ["--holmes", "--holmes-cluster", str(tmp_path / "cluster.toml"), "--holmes-preflight", "off"]
+        (tmp_path / "cluster.toml").write_text(
+            clusters.toml(*lines, ethernet="10Gb/s", processes=processes)
+        )
+        flags = [
+            "--holmes",
+            "--holmes-cluster",
+            str(tmp_path / "cluster.toml"),
+            "--holmes-preflight",
+            "off",
+        ]
         return flags, {"HOLMES_SYSFS": str(tmp_path / "sys")}
 
     return make
@@ -186,5 +263,7 @@ def pytest_runtest_makereport(item, call):
 
 def pytest_sessionfinish(session):
     if path := os.environ.get("HOLMES_NCCL_REPORT"):
-        Path(path).write_text(json.dumps({"machine": machine(), **_report}, indent=1, default=str) + "\n")
+        Path(path).write_text(
+            json.dumps({"machine": machine(), **_report}, indent=1, default=str) + "\n"
+        )
         print(f"\nwrote {path}: send it back, whatever passed or failed", file=sys.stderr)

@@ -21,15 +21,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-_LINE = re.compile(r"(?P<where>\S+:\d+:\d+) \[\d+\] (?:\S+:\d+ )?NCCL (?P<level>INFO|WARN) (?P<text>.*)")
+_LINE = re.compile(
+    r"(?P<where>\S+:\d+:\d+) \[\d+\] (?:\S+:\d+ )?NCCL (?P<level>INFO|WARN) (?P<text>.*)"
+)
 _BEGIN = re.compile(
     r"(?:\[Rank \d+\] )?(?:(?P<call>nccl\w+) )?comm (?P<comm>0x[0-9a-f]+|\(nil\)) rank (?P<rank>\d+)"
-                    r" nranks (?P<ranks>\d+) .*- ?Init START")
+    r" nranks (?P<ranks>\d+) .*- ?Init START"
+)
 _DEVICES = re.compile(r"NET/(?P<network>.+?) ?: Using (?P<devices>\[0\].*)")
 _DEVICE = re.compile(r"\[(\d+)\](\S+?)(?=:(?:[\[\d.a-fA-F:%\w]*<\d+>)|\s|;|$)")
 _CHANNEL = re.compile(
     r"Channel \d+/\d+ : \d+\[\w+\] -> \d+\[\w+\] \[(?:send|receive)\] via NET/(?P<network>.+?)/"
-                      r"(?P<device>\d+)(?:\(\d+\))?(?P<gdr>/GDRDMA)?")
+    r"(?P<device>\d+)(?:\(\d+\))?(?P<gdr>/GDRDMA)?"
+)
 
 
 @dataclass
@@ -57,7 +61,10 @@ class Said:
 
 def read(output: str) -> Said:
     """All that one process wrote; lines that are not NCCL's are passed over."""
-    said, asked = Said([], {}, []), {}  # asked: thread -> the network of the communicator that it is making
+    said, asked = (
+        Said([], {}, []),
+        {},
+    )  # asked: thread -> the network of the communicator that it is making
     for line in output.splitlines():
         match = _LINE.search(line)
         if match is None:
@@ -69,10 +76,14 @@ def read(output: str) -> Said:
             asked[thread] = text.removeprefix("Using network ").strip()
         elif begin := _BEGIN.match(text):
             split = "split" in (begin["call"] or "").lower()
-            made = Communicator(asked.pop(thread, ""), int(begin["rank"]), int(begin["ranks"]), split)
+            made = Communicator(
+                asked.pop(thread, ""), int(begin["rank"]), int(begin["ranks"]), split
+            )
             said.communicators.append(made)
         elif devices := _DEVICES.match(text):
-            said.devices[devices["network"]] = [name for _, name in _DEVICE.findall(devices["devices"])]
+            said.devices[devices["network"]] = [
+                name for _, name in _DEVICE.findall(devices["devices"])
+            ]
         elif (channel := _CHANNEL.match(text)) and said.communicators:
             last, number = said.communicators[-1], int(channel["device"])
             known = said.devices.get(channel["network"], [])

@@ -64,7 +64,11 @@ def networks() -> dict:
     half = world // 2
     inside = [dist.new_group(list(range(start, start + half))) for start in (0, half)][rank >= half]
     across = dist.new_group([0, half])
-    return {"world": use(), "inside": use(inside), "across": use(across) if rank in (0, half) else None}
+    return {
+        "world": use(),
+        "inside": use(inside),
+        "across": use(across) if rank in (0, half) else None,
+    }
 
 
 def absent_network() -> dict:
@@ -87,7 +91,9 @@ def bound_device() -> dict:
     found = {"world": use()}
     if rank < 2:
         found["pair"] = use(members_group([0, 1], "scene pair"))
-    later = dist.new_group(list(range(world)))  # which torch splits off the default group, over all its ranks
+    later = dist.new_group(
+        list(range(world))
+    )  # which torch splits off the default group, over all its ranks
     return {**found, "later": use(later)}
 
 
@@ -135,7 +141,9 @@ def pipeline() -> dict:
         send_and_receive(recv_next=value)
     if not is_first:
         send_and_receive(send_prev=value + 1)
-    group_by_peer = p2p.neighbour_groups_of(group).by_peer  # process groups of this rank and a neighbour
+    group_by_peer = p2p.neighbour_groups_of(
+        group
+    ).by_peer  # process groups of this rank and a neighbour
     return {"value": value[-1].item(), "pairs": sorted(group_by_peer)}
 
 
@@ -149,8 +157,12 @@ def mailbox() -> dict:
     each pass.
     """
     rank, world = init(pg_options=dist.ProcessGroupNCCL.Options(is_high_priority_stream=True))
-    box = of_pairs(zip(range(world), range(1, world)), rank, {one: one for one in range(world)},
-                   dist.group.WORLD)
+    box = of_pairs(
+        zip(range(world), range(1, world)),
+        rank,
+        {one: one for one in range(world)},
+        dist.group.WORLD,
+    )
     flight, count, wrong = ReceiveOrder((6, 4, 3, 1)), 8, torch.zeros((), device=DEVICE)
     for peer in box.neighbours:
         box.expect([((4099,), torch.float32)], peer)
@@ -180,7 +192,9 @@ def beside_receives() -> dict:
     rank, _ = init()
     found, store, peer = {"world": use()}, dist.distributed_c10d._get_default_store(), rank ^ 1
     values, one = torch.ones(2, 1 << 12, device=DEVICE), torch.ones(1, device=DEVICE)
-    first = dist.isend(one, peer) if rank % 2 else dist.irecv(one, peer)  # makes the pair's communicator
+    first = (
+        dist.isend(one, peer) if rank % 2 else dist.irecv(one, peer)
+    )  # makes the pair's communicator
     first.wait()
     for count in (1, 2):
         if rank % 2:
@@ -205,12 +219,19 @@ def two_levels() -> dict:
     """Greatest relative difference to a sum in float64, by what is summed: odd sizes, types, compression."""
     rank, world = init()
     found = {}
-    for name, kind, compress in (("float32", torch.float32, "off"), ("bfloat16", torch.bfloat16, "off"),
-                                 ("int8", torch.float32, "int8")):  # fmt: skip
+    for name, kind, compress in (
+        ("float32", torch.float32, "off"),
+        ("bfloat16", torch.bfloat16, "off"),
+        ("int8", torch.float32, "int8"),
+    ):
         reduction = TwoLevelCollectives(
-            [[0, 1], [2, 3]], chunk_bytes=1 << 14, compress=compress, purpose=name)
+            [[0, 1], [2, 3]], chunk_bytes=1 << 14, compress=compress, purpose=name
+        )
         for size in (1, 7, 4099, 1 << 16):
-            parts = [torch.randn(size, generator=torch.Generator().manual_seed(one)) for one in range(world)]
+            parts = [
+                torch.randn(size, generator=torch.Generator().manual_seed(one))
+                for one in range(world)
+            ]
             mine = parts[rank].to(DEVICE, kind)
             reduction.all_reduce(mine).wait()
             expected = torch.stack(parts).to(kind).double().sum(0)
@@ -225,7 +246,9 @@ def compiled() -> dict:
     net, worst = model(64), 0.0
     wrapped = DistributedDataParallel(torch.compile(net, backend="aot_eager"))
     for step in range(4):
-        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(
+            DEVICE
+        )
         net(batch).square().mean().backward()
         expected = [parameter.grad.clone() for parameter in net.parameters()]
         for gradient in expected:
@@ -248,15 +271,23 @@ def sharded() -> dict:
     for layer in (*net, net):
         fully_shard(layer, mesh=mesh)
     for step in range(4):
-        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(DEVICE)
+        batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank)).to(
+            DEVICE
+        )
         for one in (plain, net):
             one.zero_grad(set_to_none=True)
             one(batch).square().mean().backward()
         for mine, parameter in zip(plain.parameters(), net.parameters()):
             dist.all_reduce(mine.grad)
-            worst = max(worst, (parameter.grad.full_tensor() - mine.grad / world).abs().max().item())
-    return {**found, "difference": worst, "inside": use(mesh.get_group("shards")),
-            "across": use(mesh.get_group("replicas"))}
+            worst = max(
+                worst, (parameter.grad.full_tensor() - mine.grad / world).abs().max().item()
+            )
+    return {
+        **found,
+        "difference": worst,
+        "inside": use(mesh.get_group("shards")),
+        "across": use(mesh.get_group("replicas")),
+    }
 
 
 def nic_down() -> dict:
@@ -283,13 +314,19 @@ def split() -> dict:
     half = world // 2
     made = dist.split_group(None, [list(range(half)), list(range(half, world))])
     own = made._get_backend(DEVICE).options
-    return {**found, "inside": use(made), "max_ctas": own.config.max_ctas,
-            "priority": own.is_high_priority_stream}
+    return {
+        **found,
+        "inside": use(made),
+        "max_ctas": own.config.max_ctas,
+        "priority": own.is_high_priority_stream,
+    }
 
 
 def model(width: int = 512) -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=True) for _ in range(9))).to(DEVICE)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=True) for _ in range(9))).to(
+        DEVICE
+    )
 
 
 def differences(backward) -> float:
@@ -340,7 +377,10 @@ def memory() -> dict:
     does."""
     rank, world = init()
     use()
-    before, share = torch.cuda.memory_allocated(), torch.ones((64 << 20) // 4 // world, device=DEVICE)
+    before, share = (
+        torch.cuda.memory_allocated(),
+        torch.ones((64 << 20) // 4 // world, device=DEVICE),
+    )
     for _ in range(40):
         whole = torch.empty(share.numel() * world, device=DEVICE)
         dist.all_gather_into_tensor(whole, share, async_op=True).wait()
@@ -350,9 +390,25 @@ def memory() -> dict:
     return {"kept": torch.cuda.memory_allocated() - before - share.nbytes}
 
 
-SCENES = {scene.__name__: scene for scene in (
-    networks, absent_network, bound_device, pipeline, mailbox, beside_receives, two_levels, compiled, sharded,
-    nic_down, split, reduction, side_streams, memory)}
+SCENES = {
+    scene.__name__: scene
+    for scene in (
+        networks,
+        absent_network,
+        bound_device,
+        pipeline,
+        mailbox,
+        beside_receives,
+        two_levels,
+        compiled,
+        sharded,
+        nic_down,
+        split,
+        reduction,
+        side_streams,
+        memory,
+    )
+}
 
 if __name__ == "__main__":
     report(SCENES[sys.argv[1]]())

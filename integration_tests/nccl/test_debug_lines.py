@@ -24,37 +24,63 @@ def lines(*texts, thread=4242):
 
 @pytest.mark.parametrize("version", STARTS)
 def test_the_network_and_devices_of_a_communicator(version):
-    send = "Channel 00/0 : 1[0] -> 2[0] [send] via NET/IB/1/GDRDMA/Shared"  # 2.27 transport/net.cc:218
-    receive = "Channel 01/0 : 0[0] -> 1[0] [receive] via NET/IB/0/GDRDMA"  # 2.27 transport/net.cc:264
-    said = read(lines(IB_DEVICES, "Using network IB", STARTS[version]) + lines(send, receive, thread=4250))
+    send = (
+        "Channel 00/0 : 1[0] -> 2[0] [send] via NET/IB/1/GDRDMA/Shared"  # 2.27 transport/net.cc:218
+    )
+    receive = (
+        "Channel 01/0 : 0[0] -> 1[0] [receive] via NET/IB/0/GDRDMA"  # 2.27 transport/net.cc:264
+    )
+    said = read(
+        lines(IB_DEVICES, "Using network IB", STARTS[version]) + lines(send, receive, thread=4250)
+    )
     (made,) = said.communicators
     assert (made.network, made.rank, made.ranks, made.split, made.gdr) == ("IB", 1, 4, False, True)
-    assert (made.devices == {"mlx5_0:1/IB", "mlx5_1:1/RoCE"}
-            and said.devices["IB"] == ["mlx5_0:1/IB", "mlx5_1:1/RoCE"])
+    assert made.devices == {"mlx5_0:1/IB", "mlx5_1:1/RoCE"} and said.devices["IB"] == [
+        "mlx5_0:1/IB",
+        "mlx5_1:1/RoCE",
+    ]
 
 
 def test_a_split_and_sockets_through_another_ranks_proxy():
     begun = (
         f"ncclCommSplit comm 0x55d0 rank 0 nranks 2 {WHERE} parent 0x44 splitCount 1 color 7 key 0- Init "
-        f"START")
+        f"START"
+    )
     channel = "Channel 00/0 : 0[0] -> 1[0] [send] via NET/Socket/1(3)"  # 2.27 transport/net.cc:222
     (made,) = read(lines(SOCKETS, "Using network Socket", begun, channel)).communicators
-    assert (made.network, made.split, made.ranks, made.devices,
-            made.gdr) == ("Socket", True, 2, {"eth1"}, False)
+    assert (made.network, made.split, made.ranks, made.devices, made.gdr) == (
+        "Socket",
+        True,
+        2,
+        {"eth1"},
+        False,
+    )
 
 
 def test_communicators_that_two_threads_make_at_once():
-    one, two = (lines(f"Using network {name}", thread=thread) for name, thread in (("IB", 1), ("Socket", 2)))
-    begun = [lines(f"ncclCommInitRankConfig comm 0x{thread} rank 0 nranks {thread} {WHERE} commId 0x1 - Init "
-                   f"START",
-                   thread=thread) for thread in (1, 2)]
+    one, two = (
+        lines(f"Using network {name}", thread=thread) for name, thread in (("IB", 1), ("Socket", 2))
+    )
+    begun = [
+        lines(
+            f"ncclCommInitRankConfig comm 0x{thread} rank 0 nranks {thread} {WHERE} commId 0x1 - Init "
+            f"START",
+            thread=thread,
+        )
+        for thread in (1, 2)
+    ]
     said = read(one + two + begun[1] + begun[0])
     assert [(made.ranks, made.network) for made in said.communicators] == [(2, "Socket"), (1, "IB")]
 
 
 def test_warnings_plugins_and_other_lines():
     warning = f"{HOST}:4242 [0] plugin/net.cc:349 NCCL WARN Failed to initialize any NET plugin\n"
-    text = "epoch 1\n" + warning + lines("Using network AWS Libfabric", STARTS["2.27"]) + '{"rank": 0}\n'
+    text = (
+        "epoch 1\n"
+        + warning
+        + lines("Using network AWS Libfabric", STARTS["2.27"])
+        + '{"rank": 0}\n'
+    )
     said = read(text)
     assert said.warnings == ["Failed to initialize any NET plugin"]
     assert [made.network for made in said.communicators] == ["AWS Libfabric"]

@@ -17,12 +17,20 @@ from integration_tests.jobs import over_nccl
 from integration_tests.nccl.conftest import GPU, GPUS, NODE, launch
 
 pytestmark = pytest.mark.skipif(
-    not GPU, reason="needs a CUDA device and a torch built for CUDA: here NCCL cannot be run for real")
+    not GPU,
+    reason="needs a CUDA device and a torch built for CUDA: here NCCL cannot be run for real",
+)
 one_machine = pytest.mark.skipif(NODE is not None, reason="on one machine alone")
 two_nodes = pytest.mark.skipif(NODE is None, reason="HOLMES_NCCL_NODE: on two nodes")
 NO_RDMA = no_verbs({})
-HOLMES = ("--holmes", *(("--holmes-cluster", os.environ["HOLMES_NCCL_CLUSTER"])
-                        if os.environ.get("HOLMES_NCCL_CLUSTER") else ()))
+HOLMES = (
+    "--holmes",
+    *(
+        ("--holmes-cluster", os.environ["HOLMES_NCCL_CLUSTER"])
+        if os.environ.get("HOLMES_NCCL_CLUSTER")
+        else ()
+    ),
+)
 
 
 def flags_and_environment(emulated):
@@ -35,7 +43,9 @@ def test_00_ranks_on_one_gpu_are_hosts_to_nccl(tmp_path):
     done = launch("networks", tmp_path, number=0, NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
     assert done.statuses == [0] * 4, done.outputs
     assert [line["world"] for line in done.lines] == [6.0] * 4
-    assert all("Socket" in {made.network for made in said.communicators} for said in done.said), done.outputs
+    assert all("Socket" in {made.network for made in said.communicators} for said in done.said), (
+        done.outputs
+    )
 
 
 @over_nccl
@@ -44,7 +54,10 @@ def test_01_each_group_has_the_network_it_asked_for(tmp_path, emulated):
     done = launch("networks", tmp_path, *flags, number=1, **environment)
     assert not any(done.statuses), done.outputs
     for line in done.lines:
-        assert line["inside"] == (1.0 if line["rank"] < 2 else 5.0) and line["across"] in (2.0, None), line
+        assert line["inside"] == (1.0 if line["rank"] < 2 else 5.0) and line["across"] in (
+            2.0,
+            None,
+        ), line
     done.networks_as_asked()
 
 
@@ -54,10 +67,14 @@ def test_02_a_network_that_is_not_there_ends_its_group_alone(tmp_path, emulated)
     """That net_name reaches NCCL for each group; and why holmes looks for verbs before it names "IB"."""
     flags, environment = emulated("")
     done = launch("absent_network", tmp_path, *flags, number=2, **environment)
-    assert (not any(done.statuses)
-            and all(line["world"] == 6.0 and line["failed"] for line in done.lines)), done.outputs
-    assert any("network IB not found" in text or "Failed to initialize any NET plugin" in text
-               for said in done.said for text in said.warnings), done.outputs
+    assert not any(done.statuses) and all(
+        line["world"] == 6.0 and line["failed"] for line in done.lines
+    ), done.outputs
+    assert any(
+        "network IB not found" in text or "Failed to initialize any NET plugin" in text
+        for said in done.said
+        for text in said.warnings
+    ), done.outputs
 
 
 @one_machine
@@ -73,7 +90,9 @@ def test_03_ib_inside_a_cluster_and_sockets_across_on_one_machine(tmp_path):
 def test_04_the_devices_are_those_that_the_plan_names(tmp_path):
     done = launch("networks", tmp_path, *HOLMES, number=4)
     assert not any(done.statuses), done.outputs
-    assert all(made.devices != {""} for said in done.said for made in said.communicators), done.outputs
+    assert all(made.devices != {""} for said in done.said for made in said.communicators), (
+        done.outputs
+    )
 
 
 def test_05_groups_of_their_members_alone_under_a_bound_device(tmp_path, emulated):
@@ -113,8 +132,9 @@ def test_08_a_file_that_forces_a_network_is_refused_in_one_line(tmp_path, emulat
     conf = {"NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}  # NCCL 2.23 and newer
     done = launch("networks", tmp_path, *flags, number=8, **environment, **conf)
     assert done.statuses == [2] * 4, done.outputs
-    assert sum(output.count("overrides the network of every group")
-               for output in done.outputs) == 1, done.outputs
+    assert (
+        sum(output.count("overrides the network of every group") for output in done.outputs) == 1
+    ), done.outputs
 
 
 @pytest.mark.parametrize("scene, number", [("reduction", 9), ("side_streams", 10)])
@@ -130,7 +150,9 @@ def test_11_telemetry_keeps_no_outputs(tmp_path, emulated):
     """Of gathers outside any step (finding 3); the watchdog, on by default, records too."""
     flags, environment = flags_and_environment(emulated)
     telemetry = str(tmp_path / "telemetry")
-    done = launch("memory", tmp_path, *flags, "--holmes-telemetry", telemetry, number=11, **environment)
+    done = launch(
+        "memory", tmp_path, *flags, "--holmes-telemetry", telemetry, number=11, **environment
+    )
     assert not any(done.statuses), done.outputs
     assert all(line["kept"] < 4 * 64 * 2**20 for line in done.lines), done.lines
 
@@ -141,10 +163,18 @@ def test_12_receives_posted_early_outlive_waits_for_the_device(tmp_path, emulate
     """With one hardware queue too; the pairs' groups have the job's timeout and priority, and few CTAs."""
     flags, environment = flags_and_environment(emulated)
     number = 12 + int(connections == "1")
-    done = launch("mailbox", tmp_path, *flags, number=number, CUDA_DEVICE_MAX_CONNECTIONS=connections,
-                  **environment)
+    done = launch(
+        "mailbox",
+        tmp_path,
+        *flags,
+        number=number,
+        CUDA_DEVICE_MAX_CONNECTIONS=connections,
+        **environment,
+    )
     assert not any(done.statuses) and not any(line["wrong"] for line in done.lines), done.outputs
-    assert all(one == [4, True, 120.0] for line in done.lines for one in line["settings"]), done.lines
+    assert all(one == [4, True, 120.0] for line in done.lines for one in line["settings"]), (
+        done.lines
+    )
 
 
 @over_nccl
@@ -178,10 +208,13 @@ def test_16_several_gpus_in_a_host(tmp_path, emulated, scene):
 def test_17_a_split_that_would_share_its_parents_resources(tmp_path, emulated):
     """It could not have a network of its own (ncclInvalidUsage)."""
     flags, environment = flags_and_environment(emulated)
-    done = launch("split", tmp_path, *flags, number=17, NCCL_COMM_SPLIT_SHARE_RESOURCES="1", **environment)
+    done = launch(
+        "split", tmp_path, *flags, number=17, NCCL_COMM_SPLIT_SHARE_RESOURCES="1", **environment
+    )
     assert not any(done.statuses), done.outputs
-    assert sum("NCCL_COMM_SPLIT_SHARE_RESOURCES=1 is unset" in output
-               for output in done.outputs) >= 1, done.outputs
+    assert (
+        sum("NCCL_COMM_SPLIT_SHARE_RESOURCES=1 is unset" in output for output in done.outputs) >= 1
+    ), done.outputs
     done.networks_as_asked()
 
 
@@ -203,7 +236,9 @@ def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
     done = launch("nic_down", tmp_path, *flags, "--holmes-patience", "2", number=19, **environment)
     assert done.statuses == [2] * 4, done.outputs
     for output in done.outputs:
-        assert "has its port mlx5_0:1 in state 1: DOWN" in output and "the job ends here" in output, output
+        assert (
+            "has its port mlx5_0:1 in state 1: DOWN" in output and "the job ends here" in output
+        ), output
 
 
 @over_nccl
@@ -213,9 +248,17 @@ def test_20_a_kernel_runs_beside_a_receive_that_waits(tmp_path, emulated, connec
     hardware queue too, where a second receive, which waits for the first, may hold it up."""
     flags, environment = flags_and_environment(emulated)
     number = 20 + int(connections == "1")
-    done = launch("beside_receives", tmp_path, *flags, number=number, CUDA_DEVICE_MAX_CONNECTIONS=connections,
-                  **environment)
+    done = launch(
+        "beside_receives",
+        tmp_path,
+        *flags,
+        number=number,
+        CUDA_DEVICE_MAX_CONNECTIONS=connections,
+        **environment,
+    )
     assert not any(done.statuses), done.outputs
     assert all(line["beside 1"] for line in done.lines if line["rank"] % 2 == 0), done.lines
     if EMULATED:
-        assert {line["beside 2"] for line in done.lines if line["rank"] % 2 == 0} == {connections == "8"}
+        assert {line["beside 2"] for line in done.lines if line["rank"] % 2 == 0} == {
+            connections == "8"
+        }

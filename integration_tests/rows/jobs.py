@@ -44,7 +44,9 @@ EXAMPLES = ROOT / "examples"
 STEPS_FLAG = ("--steps", str(STEPS))
 LOG_FLAG = ("--log-file", LOG)
 #: Model and batch of examples/fsdp2 and examples/torch_pipelining: a transformer of four layers.
-FOUR_LAYERS = "--layers 4 --hidden 64 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4".split()
+FOUR_LAYERS = (
+    "--layers 4 --hidden 64 --heads 4 --sequence 16 --micro-batch 2 --micro-batches 4".split()
+)
 #: Model and batch of examples/trainer and examples/lightning.
 TWO_LAYERS = "--layers 2 --hidden 64 --sequence 16 --micro-batch 2 --micro-batches 2".split()
 
@@ -62,9 +64,7 @@ TWO_LEVELS = DATA_INSIDE_CLUSTERS | {Group(kind="data", where="across", fabric="
 #: One group of all ranks: holmes does not split the collectives of the job into levels.
 WORLD = frozenset({Group(kind="world", where="across", fabric="ethernet")})
 #: A pipeline stage in each cluster: gradients stay inside, activations cross.
-STAGE_A_CLUSTER = DATA_INSIDE_CLUSTERS | {
-    Group(kind="pipeline", where="across", fabric="ethernet")
-}
+STAGE_A_CLUSTER = DATA_INSIDE_CLUSTERS | {Group(kind="pipeline", where="across", fabric="ethernet")}
 
 #: Checkpoints of a script with --save, --save-after and --load.
 SAVE_AFTER = Checkpoints(
@@ -524,7 +524,9 @@ def torchtitan(folder: Path) -> Command:
     """
     command = commands.torchtitan(folder, "HSDP", ranks=4)
     words = [word for word in command.words if word != "--checkpoint.load_only"]
-    preload = () if ON_GPUS else ("torch",)  # torchtitan itself imports pyarrow, which starts a thread
+    preload = (
+        () if ON_GPUS else ("torch",)
+    )  # torchtitan itself imports pyarrow, which starts a thread
     return replace(command, words=(*words, "--training.steps", str(STEPS)), preload=preload)
 
 

@@ -37,7 +37,12 @@ class StartByLauncher:
         self.bench.__exit__(*reason)
 
     def __call__(
-        self, job: Job, command: Command, arguments: Sequence[str], env: Mapping[str, str], shell: str
+        self,
+        job: Job,
+        command: Command,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        shell: str,
     ) -> RunResult:
         """Run the script by the launcher that the job names, and return the output of all processes.
 
@@ -54,7 +59,12 @@ class StartByLauncher:
             # --distribution=cyclic and --map-by node put neighbouring ranks on different nodes.
             node_and_task_counts = bench.all  # arguments such as --nodes=2
             python_and_script = bench.job
-            command_line = ["srun", *node_and_task_counts, "--distribution=cyclic", *python_and_script]
+            command_line = [
+                "srun",
+                *node_and_task_counts,
+                "--distribution=cyclic",
+                *python_and_script,
+            ]
         elif job.launcher == "mpirun":
             command_line = mpirun(bench, "--hostfile", hostfile(bench), "--map-by", "node")
         else:

@@ -1,6 +1,6 @@
 """One MoE layer of megatron-core over all ranks, whose tokens come in kinds, a kind for each rank.
 
-    experts.py OUT     writes {"losses", "counts"} to OUT: tokens of each rank that go to each expert
+experts.py OUT     writes {"losses", "counts"} to OUT: tokens of each rank that go to each expert
 """
 
 import json
@@ -23,12 +23,21 @@ EXPERTS, HIDDEN, TOKENS, STEPS = 8, 32, 2048, 4
 
 def layer_of(ranks):
     config = TransformerConfig(
-        num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, expert_model_parallel_size=ranks,
-        num_moe_experts=EXPERTS, moe_router_topk=1, moe_router_pre_softmax=True,
+        num_layers=1,
+        hidden_size=HIDDEN,
+        num_attention_heads=2,
+        expert_model_parallel_size=ranks,
+        num_moe_experts=EXPERTS,
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
         moe_router_load_balancing_type="none",
-        moe_token_dispatcher_type="alltoall", add_bias_linear=False, use_cpu_initialization=True,
-        gradient_accumulation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-    )  # fmt: skip
+        moe_token_dispatcher_type="alltoall",
+        add_bias_linear=False,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+    )
     spec = get_gpt_layer_local_spec(num_experts=EXPERTS, moe_grouped_gemm=False)
     return build_module(spec, config=config, layer_number=1).mlp
 

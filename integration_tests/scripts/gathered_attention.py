@@ -50,5 +50,10 @@ class GatheredAttention(DotProductAttention):
         size, length = group.size(), query.shape[0]
         there = torch.cat([positions(rank, size, length) for rank in range(size)])
         later = there[None, :] > positions(group.rank(), size, length)[:, None]
-        return super().forward(query, _Gather.apply(key, group), _Gather.apply(value, group),
-                               later[None, None], **kwargs)
+        return super().forward(
+            query,
+            _Gather.apply(key, group),
+            _Gather.apply(value, group),
+            later[None, None],
+            **kwargs,
+        )

@@ -11,7 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core" / "on_cpu"))
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core" / "on_cpu")
+)
 
 import megatron_cpu_shim  # noqa: E402, F401
 import torch  # noqa: E402
@@ -25,7 +27,9 @@ from holmes_ext.runtime import session  # noqa: E402
 
 dist.init_process_group("gloo")
 before = dist.get_rank()
-if before == 0:  # it hosts the store, and leaves it long after the others, none of whom may meet it again
+if (
+    before == 0
+):  # it hosts the store, and leaves it long after the others, none of whom may meet it again
     leave = dist.destroy_process_group
 
     def leave_late():
@@ -44,17 +48,29 @@ made = next(record for record in records if record.name == "DATA_PARALLEL_GROUP"
 HyperCommGrid([2, 2], ["dp", "pp"], backend="gloo").create_pg("dp")
 grid = records[-1]
 # Four stages in a chain, each adding 1: the pairs' groups are made on the first send.
-stages = P2PCommunicator(HyperCommGrid([4], ["pp"], backend="gloo").create_pg("pp"),
-                         ModelParallelConfig(pipeline_dtype=torch.float32))
+stages = P2PCommunicator(
+    HyperCommGrid([4], ["pp"], backend="gloo").create_pg("pp"),
+    ModelParallelConfig(pipeline_dtype=torch.float32),
+)
 chain = torch.ones(2, 1, 4) if rank == 0 else stages.recv_forward((2, 1, 4), False) + 1
 stages.send_forward(chain, rank == 3)
 
 report = {
-    "rank": rank, "before": before, "node": socket.gethostname(), "local_rank": os.environ["LOCAL_RANK"],
-    "data": dist.get_process_group_ranks(data), "sum": value.item(), "fabric": made.transport.kind,
-    "grid": grid.ranks, "grid_fabric": grid.transport.kind, "chain": chain[0, 0, 0].item(),
-    "pairs": [record.transport.kind for record in records if record.name in ("pipeline pair", "pipeline "
-                                                                                              "activations")],
+    "rank": rank,
+    "before": before,
+    "node": socket.gethostname(),
+    "local_rank": os.environ["LOCAL_RANK"],
+    "data": dist.get_process_group_ranks(data),
+    "sum": value.item(),
+    "fabric": made.transport.kind,
+    "grid": grid.ranks,
+    "grid_fabric": grid.transport.kind,
+    "chain": chain[0, 0, 0].item(),
+    "pairs": [
+        record.transport.kind
+        for record in records
+        if record.name in ("pipeline pair", "pipeline activations")
+    ],
 }
 print(json.dumps(report), flush=True)
 dist.destroy_process_group()

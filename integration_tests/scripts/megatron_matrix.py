@@ -48,20 +48,30 @@ def main(splits: dict, results: Path) -> None:
     def build_and_keep(args):
         made = build(args)
         models = made[1]
-        layers = [layer.layer_number for model in models for layer in model.modules()
-                  if isinstance(layer, TransformerLayer)]
-        buckets = [len(model.bucket_groups) if model.ddp_config.overlap_grad_reduce else 0
-                   for model in models]
+        layers = [
+            layer.layer_number
+            for model in models
+            for layer in model.modules()
+            if isinstance(layer, TransformerLayer)
+        ]
+        buckets = [
+            len(model.bucket_groups) if model.ddp_config.overlap_grad_reduce else 0
+            for model in models
+        ]
         built[:] = layers, buckets, models[0].ddp_config.overlap_param_gather
         return made
 
     train.build = build_and_keep
     for name, flags in splits.items():
-        entries = train.train(*parse_args([flag.replace("{results}", str(results.parent)) for flag in flags]))
+        entries = train.train(
+            *parse_args([flag.replace("{results}", str(results.parent)) for flag in flags])
+        )
         ranks = [None] * torch.distributed.get_world_size()
         torch.distributed.all_gather_object(ranks, built)
-        parts = {key: {rank: part[index] for rank, part in enumerate(ranks)}
-                 for index, key in enumerate(("layers", "buckets", "gathers"))}
+        parts = {
+            key: {rank: part[index] for rank, part in enumerate(ranks)}
+            for index, key in enumerate(("layers", "buckets", "gathers"))
+        }
         done[name] = {"entries": entries, **parts}
         parallel_state.destroy_model_parallel()
         for place in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):

@@ -11,7 +11,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core" / "on_cpu"))
+sys.path.insert(
+    0, str(Path(__file__).resolve().parents[2] / "examples" / "megatron_core" / "on_cpu")
+)
 
 import megatron_cpu_shim  # noqa: E402, F401
 import torch  # noqa: E402
@@ -27,8 +29,12 @@ for arguments in json.loads(Path(sys.argv[1]).read_text()):
         parallel_state.initialize_model_parallel(**arguments)
         told.append(["", True])
     except HolmesError as error:
-        told.append([str(error), len(dist.distributed_c10d._world.pg_map) > 1
-                     or parallel_state.is_initialized()])
+        told.append(
+            [
+                str(error),
+                len(dist.distributed_c10d._world.pg_map) > 1 or parallel_state.is_initialized(),
+            ]
+        )
 parallel_state.initialize_model_parallel(1, 2)
 value = torch.ones(1) * dist.get_rank()
 dist.all_reduce(value, group=parallel_state.get_data_parallel_group())

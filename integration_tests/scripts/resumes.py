@@ -1,6 +1,6 @@
 """examples/megatron_core/train.py from its last checkpoint where there is one: what a launcher starts again.
 
-    resumes.py SAVE [ARGS]
+resumes.py SAVE [ARGS]
 """
 
 import runpy

@@ -13,15 +13,18 @@ from torch.distributed.fsdp import fully_shard
 dist.init_process_group()  # names no backend
 rank, world = dist.get_rank(), dist.get_world_size()
 torch.manual_seed(0)
-model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)) for _ in range(3)))
+model = nn.Sequential(
+    *(nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)) for _ in range(3))
+)
 mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp_replicate", "dp_shard"))
 for layer in (*model, model):
     fully_shard(layer, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 losses = []
 for step in range(6):
-    batch = torch.randn(world * 8, 64,
-                        generator=torch.Generator().manual_seed(step))[rank * 8 : (rank + 1) * 8]
+    batch = torch.randn(world * 8, 64, generator=torch.Generator().manual_seed(step))[
+        rank * 8 : (rank + 1) * 8
+    ]
     loss = (model(batch) - batch.flip(1)).square().mean()
     loss.backward()
     optimizer.step()

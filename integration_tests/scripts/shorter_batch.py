@@ -23,12 +23,19 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
 with contextlib.redirect_stdout(io.StringIO()):
-    model = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages=2,
-                           loss_fn=nn.functional.mse_loss)
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config={
-        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": MICRO_BATCHES,
-        "steps_per_print": 10**9,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}}})  # fmt: skip
+    model = PipelineModule(
+        [LayerSpec(nn.Linear, 8, 8) for _ in range(4)], num_stages=2, loss_fn=nn.functional.mse_loss
+    )
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=list(model.parameters()),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "steps_per_print": 10**9,
+            "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "torch_adam": True}},
+        },
+    )
 
 
 def data():

@@ -39,8 +39,11 @@ def main(log: str) -> None:
         torch.cuda.set_device(device)
     dist.init_process_group()
     rank, stages = dist.get_rank(), dist.get_world_size()
-    traced = pipeline(Skips(), mb_args=(torch.zeros(ROWS // MICRO_BATCHES, WIDTH),), split_spec={
-        f"parts.{index}": SplitPoint.BEGINNING for index in range(1, stages)})
+    traced = pipeline(
+        Skips(),
+        mb_args=(torch.zeros(ROWS // MICRO_BATCHES, WIDTH),),
+        split_spec={f"parts.{index}": SplitPoint.BEGINNING for index in range(1, stages)},
+    )
     stage = traced.build_stage(rank, device, dist.new_group(list(range(stages))))
     stage.submod.to(device)
     schedule = ScheduleGPipe(stage, MICRO_BATCHES)
@@ -49,7 +52,11 @@ def main(log: str) -> None:
         x, y = torch.randn(2, ROWS, WIDTH, generator=torch.Generator().manual_seed(step)).to(device)
         with torch.no_grad():
             result = schedule.step(*([x] if rank == 0 else []))
-        total = nn.functional.mse_loss(result, y) if rank == stages - 1 else torch.zeros((), device=device)
+        total = (
+            nn.functional.mse_loss(result, y)
+            if rank == stages - 1
+            else torch.zeros((), device=device)
+        )
         dist.all_reduce(total)
         found.append(total.item())
     if rank == 0:

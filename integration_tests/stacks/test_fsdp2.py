@@ -21,8 +21,9 @@ def test_hybrid_trains_the_same_and_sends_a_gradient_for_each_cluster(two_cluste
     assert same(stock, ours) and any("FSDP hybrid: sharded inside" in line for line in told), told
     _, _, short = train(two_clusters, tmp_path, "short", *hybrid, steps=4)
     _, _, long = train(two_clusters, tmp_path, "long", *hybrid, steps=12)
-    assert (long - short) / 8 < 2 * WEIGHTS_MB * 1.1 + 0.1, ("each of 2 clusters one gradient, and small "
-                                                             "things")
+    assert (long - short) / 8 < 2 * WEIGHTS_MB * 1.1 + 0.1, (
+        "each of 2 clusters one gradient, and small things"
+    )
     assert flat / 8 > 5 * WEIGHTS_MB
 
 
@@ -30,19 +31,31 @@ def test_hybrid_trains_the_same_and_sends_a_gradient_for_each_cluster(two_cluste
 def test_checkpoints_load_under_either_mesh(two_clusters, tmp_path):
     hybrid, place = ("--holmes-fsdp", "hybrid"), str(tmp_path / "checkpoint")
     for first, second in ((hybrid, ()), ((), hybrid)):
-        train(two_clusters, tmp_path, "first", *two_clusters.holmes, *first, "--save", place, steps=3)
-        same_way, *_ = train(two_clusters, tmp_path, "same", *two_clusters.holmes, *first, "--load", place,
-                             steps=6)
-        other_way, *_ = train(two_clusters, tmp_path, "other", *two_clusters.holmes, *second, "--load", place,
-                              steps=6)
+        train(
+            two_clusters, tmp_path, "first", *two_clusters.holmes, *first, "--save", place, steps=3
+        )
+        same_way, *_ = train(
+            two_clusters, tmp_path, "same", *two_clusters.holmes, *first, "--load", place, steps=6
+        )
+        other_way, *_ = train(
+            two_clusters, tmp_path, "other", *two_clusters.holmes, *second, "--load", place, steps=6
+        )
         assert len(other_way) == 3 and same(same_way, other_way)
 
 
 @full
 def test_telemetry_sees_its_collectives(two_clusters, tmp_path):
     before = two_clusters.lab.counters()
-    train(two_clusters, tmp_path, "seen", *two_clusters.holmes, "--holmes-fsdp", "hybrid",
-          "--holmes-telemetry", str(tmp_path / "files"))
+    train(
+        two_clusters,
+        tmp_path,
+        "seen",
+        *two_clusters.holmes,
+        "--holmes-fsdp",
+        "hybrid",
+        "--holmes-telemetry",
+        str(tmp_path / "files"),
+    )
     sent = two_clusters.sent(before)
     run, by_cluster, by_kind = told(tmp_path / "files")
     assert all(len(one.steps) == 8 and one.closed for one in run.ranks)

@@ -57,7 +57,9 @@ def test_skip_connections_of_a_traced_model(two_clusters, tmp_path):
     make."""
     found = []
     for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)):
-        result = two_clusters.run(str(SCRIPTS / "skips.py"), str(tmp_path / name), *flags, timeout=120)
+        result = two_clusters.run(
+            str(SCRIPTS / "skips.py"), str(tmp_path / name), *flags, timeout=120
+        )
         assert result.returncode == 0, result.outputs
         found.append(losses(tmp_path / name))
     stock, ours = found

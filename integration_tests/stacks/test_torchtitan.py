@@ -21,13 +21,19 @@ from integration_tests.stacks.torchtitan_job import INSTALLED, WAYS, job_argumen
 
 pytestmark = [
     pytest.mark.row("torchtitan"),
-    pytest.mark.skipif(not INSTALLED.is_dir(), reason="no torchtitan in build/torchtitan: make torchtitan"),
+    pytest.mark.skipif(
+        not INSTALLED.is_dir(), reason="no torchtitan in build/torchtitan: make torchtitan"
+    ),
 ]
 
 #: Every rank has a cache of data sets of its own: ranks that write to the same cache disturb each other.
-LAUNCH = ("HF_HOME=$(mktemp -d -p .) exec"
-          f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
-          " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train")
+LAUNCH = (
+    "HF_HOME=$(mktemp -d -p .) exec"
+    f" {sys.executable} -m torch.distributed.run --nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK"
+    " --master-addr $MASTER_ADDR --master-port $MASTER_PORT -m torchtitan.train"
+)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return write_job(tmp_path_factory.mktemp("torchtitan"))
@@ -37,8 +43,13 @@ def train(clusters, folder, way, *flags):
     """(losses as the last stage prints them, to five decimals; what holmes said)"""
     options = " ".join(job_arguments(*way.split()))
     path = str(INSTALLED) if ON_GPUS else f"{ROOT}/integration_tests/torchtitan_cpu:{INSTALLED}"
-    result = clusters.run("sh", "-c", f"cd {folder}; {LAUNCH} {options} {' '.join(flags)}", timeout=300,
-                          env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"})
+    result = clusters.run(
+        "sh",
+        "-c",
+        f"cd {folder}; {LAUNCH} {options} {' '.join(flags)}",
+        timeout=300,
+        env={"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"},
+    )
     assert result.returncode == 0, result.outputs
     text = re.sub(r"\x1b\[[0-9;]*m", "", "".join(result.outputs.values()))
     found = re.findall(r"step: *(\d+) +loss: *([0-9.]+)", text)
@@ -46,13 +57,17 @@ def train(clusters, folder, way, *flags):
 
 
 @full  # rows/test_rows.py trains torchtitan in each landing
-@pytest.mark.parametrize("way", [
-    pytest.param(way, marks=[pytest.mark.row("HSDP")] if way == "HSDP" else []) for way in WAYS])
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(way, marks=[pytest.mark.row("HSDP")] if way == "HSDP" else []) for way in WAYS],
+)
 def test_losses_are_stock_s(two_clusters, folder, way):
     stock, _ = train(two_clusters, folder, WAYS[way])
     ours, told = train(two_clusters, folder, WAYS[way], *two_clusters.holmes)
     assert sorted(stock) == sorted(ours) == [1, 2, 3, 4] and float(ours[4]) < float(ours[1])
     # five decimals are printed; NCCL adds up in the order of its ring
-    assert same(*([float(found[step]) for step in stock] for found in (stock, ours)),
-                2e-5 if ON_GPUS else 0.0), (stock, ours)
+    assert same(
+        *([float(found[step]) for step in stock] for found in (stock, ours)),
+        2e-5 if ON_GPUS else 0.0,
+    ), (stock, ours)
     assert any("ranks renumbered" in line for line in told), told

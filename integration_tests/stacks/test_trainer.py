@@ -20,11 +20,14 @@ MODEL = "--layers 2 --hidden 128 --sequence 16 --micro-batch 2 --micro-batches 2
 #: Of 2 layers of 128: what a step reduces.
 GRADIENT_MB = (2 * (12 * 128 * 128 + 13 * 128) + (256 + 16 + 2) * 128) * 4 / 1e6
 PRELOAD = ("torch", "transformers.trainer")
-NODES = ("--nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port "
-         "$MASTER_PORT")
+NODES = (
+    "--nproc-per-node 1 --nnodes 4 --node-rank $NODE_RANK --master-addr $MASTER_ADDR --master-port "
+    "$MASTER_PORT"
+)
 ACCELERATE = (
     "--cpu --num_processes 4 --num_machines 4 --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR"
-              " --main_process_port $MASTER_PORT")
+    " --main_process_port $MASTER_PORT"
+)
 
 
 def train(clusters, directory, script, *flags, name="log", **more):
@@ -40,10 +43,13 @@ def train(clusters, directory, script, *flags, name="log", **more):
     return losses(log), said(result), crossed
 
 
-@pytest.mark.parametrize("script", [
-    pytest.param(TRAINER, id="Trainer", marks=pytest.mark.row("Trainer")),
-    pytest.param(LIGHTNING, id="Lightning", marks=[pytest.mark.row("Lightning"), full]),
-])
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(TRAINER, id="Trainer", marks=pytest.mark.row("Trainer")),
+        pytest.param(LIGHTNING, id="Lightning", marks=[pytest.mark.row("Lightning"), full]),
+    ],
+)
 def test_losses_are_stock_s_and_only_sums_cross(two_clusters, tmp_path, script):
     """Holmes does not change the losses, and only sums of gradients cross between the two clusters.
 
@@ -57,10 +63,12 @@ def test_losses_are_stock_s_and_only_sums_cross(two_clusters, tmp_path, script):
     for name, flags in (("stock", ()), ("holmes", two_clusters.holmes)):
         # Without holmes, gloo uses the only network that all nodes share.
         env = {} if flags else {"GLOO_SOCKET_IFNAME": "eth0"}
-        _, _, mb_of_4_steps = train(two_clusters, tmp_path, script, "--steps", "4", *flags,
-                                    name=f"{name}-4", env=env)
-        losses_of[name], _, mb_of_12_steps = train(two_clusters, tmp_path, script, "--steps", "12", *flags,
-                                                   name=f"{name}-12", env=env)
+        _, _, mb_of_4_steps = train(
+            two_clusters, tmp_path, script, "--steps", "4", *flags, name=f"{name}-4", env=env
+        )
+        losses_of[name], _, mb_of_12_steps = train(
+            two_clusters, tmp_path, script, "--steps", "12", *flags, name=f"{name}-12", env=env
+        )
         step_mb[name] = (mb_of_12_steps - mb_of_4_steps) / 8
     assert len(losses_of["holmes"]) == 12
     assert same(losses_of["stock"], losses_of["holmes"])
@@ -74,8 +82,8 @@ LAUNCHERS = {
     "torchrun": f"{sys.executable} -m torch.distributed.run {NODES}",
     "accelerate": f"{sys.executable} -m accelerate.commands.launch {ACCELERATE}",
     "accelerate's config file": f"{sys.executable} -m accelerate.commands.launch --config_file $CONFIG"
-                                " --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR"
-                                " --main_process_port $MASTER_PORT",
+    " --machine_rank $NODE_RANK --main_process_ip $MASTER_ADDR"
+    " --main_process_port $MASTER_PORT",
 }
 CONFIG = """compute_environment: LOCAL_MACHINE
 distributed_type: MULTI_CPU
@@ -96,8 +104,18 @@ def test_launchers_checkpoints_and_resume(two_clusters, tmp_path, launcher):
 
     def train_with_launcher(name, *flags):
         log = tmp_path / f"{name}.jsonl"
-        script = [TRAINER, *MODEL, "--steps", "4", "--output", str(output), "--log-file", str(log), *flags,
-                  *two_clusters.holmes]
+        script = [
+            TRAINER,
+            *MODEL,
+            "--steps",
+            "4",
+            "--output",
+            str(output),
+            "--log-file",
+            str(log),
+            *flags,
+            *two_clusters.holmes,
+        ]
         command = f"exec {LAUNCHERS[launcher]} {' '.join(script)}"
         result = two_clusters.run("sh", "-c", command, env={"CONFIG": str(config)}, timeout=240)
         assert result.returncode == 0, result.outputs

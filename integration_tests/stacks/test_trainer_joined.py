@@ -11,8 +11,10 @@ from integration_tests.joined.test_examples import OUTER, run
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-TRAINER = [str(ROOT / "examples" / "trainer" / "train.py"),
-           *"--layers 2 --hidden 32 --sequence 16 --steps 9".split()]
+TRAINER = [
+    str(ROOT / "examples" / "trainer" / "train.py"),
+    *"--layers 2 --hidden 32 --sequence 16 --steps 9".split(),
+]
 
 
 def command(micro_batch):

@@ -41,9 +41,15 @@ mode = "none"
 seed = 1
 """
 HSDP = "--parallelism.data_parallel_replicate_degree 2 --parallelism.data_parallel_shard_degree 2"
-PIPELINE = ("--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"
-            " --parallelism.pipeline_parallel_schedule {}")
-WAYS = {"HSDP": HSDP, "1F1B": PIPELINE.format("1F1B"), "breadth first": PIPELINE.format("LoopedBFS")}
+PIPELINE = (
+    "--parallelism.pipeline_parallel_degree 2 --parallelism.data_parallel_shard_degree 2"
+    " --parallelism.pipeline_parallel_schedule {}"
+)
+WAYS = {
+    "HSDP": HSDP,
+    "1F1B": PIPELINE.format("1F1B"),
+    "breadth first": PIPELINE.format("LoopedBFS"),
+}
 #: Configuration of the small job for torchtitan 0.3 and newer. A data set "text" would be a loader of
 #: `datasets` that reads all files of the folder, also the caches of the ranks; so it is "c4_test".
 FLAGS_FROM_0_3 = (
@@ -79,7 +85,11 @@ def write_job(made: Path) -> Path:
     texts = [topics[name] for name in sorted(topics)]
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=512, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+        vocab_size=512,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(made / "tokenizer" / "tokenizer.json"))
     config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "add_eos_token": True}

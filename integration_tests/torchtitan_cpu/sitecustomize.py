@@ -41,9 +41,13 @@ def _device_type(module):
 
 def _device(module):
     module.get_device_name = lambda device=None: "cpu"
-    module.get_device_properties = lambda device=None: types.SimpleNamespace(name="cpu", total_memory=2**34)
+    module.get_device_properties = lambda device=None: types.SimpleNamespace(
+        name="cpu", total_memory=2**34
+    )
     module.memory_stats = lambda device=None: collections.defaultdict(int)
-    module.reset_peak_memory_stats = module.empty_cache = module.set_device = lambda device=None: None
+    module.reset_peak_memory_stats = module.empty_cache = module.set_device = lambda device=None: (
+        None
+    )
     module.current_device = lambda: 0
 
 
@@ -52,7 +56,9 @@ def _attention(module):
     from torch.nn.functional import scaled_dot_product_attention
 
     def dense(q, k, v, *, block_mask, scale, enable_gqa, **more):
-        mask = create_mask(block_mask.mask_mod, len(q), None, q.shape[-2], k.shape[-2], device="cpu")
+        mask = create_mask(
+            block_mask.mask_mod, len(q), None, q.shape[-2], k.shape[-2], device="cpu"
+        )
         return scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=enable_gqa), None
 
     module.FlexAttention._compiled_flex_attn = staticmethod(dense)

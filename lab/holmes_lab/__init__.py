@@ -16,7 +16,12 @@ outside the lab. Labs of one process can share preloaded Pythons (process/templa
 
 import importlib
 
-_HOMES = {"Job": "process.job", "RunResult": "process.job", "Lab": "lab", "interleave": "process.ranks"}
+_HOMES = {
+    "Job": "process.job",
+    "RunResult": "process.job",
+    "Lab": "lab",
+    "interleave": "process.ranks",
+}
 __all__ = sorted(_HOMES)
 
 

@@ -58,16 +58,25 @@ class Series:
     busy: float = 0.0
     lines: list[str] = field(default_factory=list)
 
-    def add(self, seconds: Sequence[float], losses: list[float], skip: int, result: RunResult,
-            before: Counters, after: Counters) -> None:
+    def add(
+        self,
+        seconds: Sequence[float],
+        losses: list[float],
+        skip: int,
+        result: RunResult,
+        before: Counters,
+        after: Counters,
+    ) -> None:
         """A run's steps, of which the first `skip` warm up; before, after: Lab.counters() around it."""
         self.steps.append(list(seconds[skip:]))
         self.losses = losses
         self.emulated, self.realtime = result.emulated, self.realtime and result.realtime
         self.busy = max(self.busy, result.busy_in_last(sum(self.steps[-1])))
         self.lines = [line for _, line in result.lines[0]]
-        self.sent = {node: {nic: (after[node][nic][1] - before[node][nic][1]) / len(seconds) for nic in nics}
-                     for node, nics in after.items()}
+        self.sent = {
+            node: {nic: (after[node][nic][1] - before[node][nic][1]) / len(seconds) for nic in nics}
+            for node, nics in after.items()
+        }
 
     @property
     def medians(self) -> list[float]:
@@ -105,11 +114,21 @@ def tuned(spec: SiteSpec, scale: float = 1.0) -> Lab:
     return Lab(spec, scale, realtime=True, sysctl=TUNED if spec.wan else {})
 
 
-def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: int, steps: int, skip: int,
-            accelerator: Mapping[str, Any] | None, traces: Path | None = None,
-            on_run: Callable[[str, int], None] = lambda name, repetition: None, timeout: float = 300.0,
-            preload: Sequence[str] = ("torch", "deepspeed"), gpus: Gpus | None = None,
-            scale: float = 1.0) -> dict[str, Series]:
+def compare(
+    variants: Sequence[Variant],
+    script: Sequence[str],
+    *,
+    repetitions: int,
+    steps: int,
+    skip: int,
+    accelerator: Mapping[str, Any] | None,
+    traces: Path | None = None,
+    on_run: Callable[[str, int], None] = lambda name, repetition: None,
+    timeout: float = 300.0,
+    preload: Sequence[str] = ("torch", "deepspeed"),
+    gpus: Gpus | None = None,
+    scale: float = 1.0,
+) -> dict[str, Series]:
     """Series of every variant, in the given order.
 
     script: path and arguments of a script that takes --steps N and --log FILE (JSON lines with "loss" and
@@ -128,21 +147,53 @@ def compare(variants: Sequence[Variant], script: Sequence[str], *, repetitions: 
             turn = repetition % len(variants)
             for variant in (*variants[turn:], *variants[:turn]):
                 on_run(variant.name, repetition)
-                env = {"DS_ACCELERATOR": "cuda" if gpus else "cpu", "DS_BUILD_OPS": "0", **variant.env}
+                env = {
+                    "DS_ACCELERATOR": "cuda" if gpus else "cpu",
+                    "DS_BUILD_OPS": "0",
+                    **variant.env,
+                }
                 if traces is not None and repetition == repetitions - 1:
                     (traces / variant.name).mkdir(parents=True, exist_ok=True)
                     env[trace.VARIABLE] = str(traces / variant.name)
-                options = {"env": env, "preload": preload, "timeout": timeout, "accelerator": accelerator,
-                           "gpus": gpus}
-                _run(labs[variant.spec.digest], variant, script, steps, skip, options, series[variant.name])
+                options = {
+                    "env": env,
+                    "preload": preload,
+                    "timeout": timeout,
+                    "accelerator": accelerator,
+                    "gpus": gpus,
+                }
+                _run(
+                    labs[variant.spec.digest],
+                    variant,
+                    script,
+                    steps,
+                    skip,
+                    options,
+                    series[variant.name],
+                )
     return series
 
 
-def _run(lab: Lab, variant: Variant, script: Sequence[str], steps: int, skip: int, options: Mapping[str, Any],
-         series: Series) -> None:
+def _run(
+    lab: Lab,
+    variant: Variant,
+    script: Sequence[str],
+    steps: int,
+    skip: int,
+    options: Mapping[str, Any],
+    series: Series,
+) -> None:
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
-        command = [sys.executable, *script, "--steps", str(steps), "--log", str(log), *variant.flags]
+        command = [
+            sys.executable,
+            *script,
+            "--steps",
+            str(steps),
+            "--log",
+            str(log),
+            *variant.flags,
+        ]
         before = lab.counters()
         result = lab.run(command, order=variant.order, **options)
         after = lab.counters()

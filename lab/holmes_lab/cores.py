@@ -28,7 +28,9 @@ class CoreTimes:
 
 def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
     """From the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc(5))."""
-    user, nice, system, idle, waiting, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    user, nice, system, idle, waiting, *interrupts = map(
+        int, stat.read_text().split("\n", 1)[0].split()[1:9]
+    )
     used = user + nice + system + sum(interrupts)
     return CoreTimes(used, used + idle + waiting)
 

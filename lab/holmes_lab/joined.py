@@ -52,8 +52,13 @@ def coordinator(lab: Lab) -> Iterator[tuple[str, list[str]]]:
     lines: list[str] = []
     command = [sys.executable, "-m", "holmes_ext.cli.main", "join", "serve", "--port", str(_PORT)]
     node = lab.nodes[0]
-    serve = lab.start(command, order=[node.name], processes=1, env={"HOLMES_JOIN_TOKEN": TOKEN},
-                      on_line=lambda rank, line, stream: lines.append(line))  # fmt: skip
+    serve = lab.start(
+        command,
+        order=[node.name],
+        processes=1,
+        env={"HOLMES_JOIN_TOKEN": TOKEN},
+        on_line=lambda rank, line, stream: lines.append(line),
+    )
     try:
         await_(lambda: any("jobs meet" in line for line in lines), 60, "the coordinator")
         yield f"{node.address}:{_PORT}", lines
@@ -79,26 +84,59 @@ class LabJob:
         result = self.job.wait()
         if result.returncode:
             lines = "".join(result.outputs.values()).strip().splitlines()
-            said = [line for line in lines if "Error" in line
-                    or line.startswith("holmes: ")][-2:] or lines[-1:]
-            raise HolmesError(f"lab: job {self.name} ended with status {result.returncode}: {' '.join(said)}")
+            said = [line for line in lines if "Error" in line or line.startswith("holmes: ")][
+                -2:
+            ] or lines[-1:]
+            raise HolmesError(
+                f"lab: job {self.name} ended with status {result.returncode}: {' '.join(said)}"
+            )
 
 
-def start(lab: Lab, name: str, nodes: Sequence[str], flags: Sequence[str], steps: int, seed: int,
-          log: Path, flops: float = FLOPS) -> LabJob:
+def start(
+    lab: Lab,
+    name: str,
+    nodes: Sequence[str],
+    flags: Sequence[str],
+    steps: int,
+    seed: int,
+    log: Path,
+    flops: float = FLOPS,
+) -> LabJob:
     """examples/plain_torch on these nodes."""
     script = str(examples() / "plain_torch" / "train.py")
-    command = [sys.executable, script, *SIZE, "--steps", str(steps), "--seed", str(seed), "--log-file",
-               str(log)]
+    command = [
+        sys.executable,
+        script,
+        *SIZE,
+        "--steps",
+        str(steps),
+        "--seed",
+        str(seed),
+        "--log-file",
+        str(log),
+    ]
     env = {"HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    job = lab.start([*command, *flags], order=nodes, preload=("torch",), timeout=600,
-                    accelerator={"flops": flops, "classes": ["Block"]}, env=env)
+    job = lab.start(
+        [*command, *flags],
+        order=nodes,
+        preload=("torch",),
+        timeout=600,
+        accelerator={"flops": flops, "classes": ["Block"]},
+        env=env,
+    )
     return LabJob(name, job, log)
 
 
 def join_flags(name: str, where: str, outer: str) -> list[str]:
-    return ["--holmes", "--holmes-preflight", "off", "--holmes-join", f"{name}@{where}", "--holmes-outer",
-            outer]
+    return [
+        "--holmes",
+        "--holmes-preflight",
+        "off",
+        "--holmes-join",
+        f"{name}@{where}",
+        "--holmes-outer",
+        outer,
+    ]
 
 
 def await_(done: Callable[[], bool], seconds: float, what: str) -> None:

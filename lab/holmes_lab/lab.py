@@ -37,7 +37,9 @@ from holmes_lab.process.keeper import main
 main(sys.argv[2:])
 """
 #: Folders with the packages holmes_lab and holmes_ext, for Pythons that the lab starts.
-_ROOTS = os.pathsep.join(str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext))
+_ROOTS = os.pathsep.join(
+    str(Path(package.__file__ or "").parents[1]) for package in (holmes_lab, holmes_ext)
+)
 _SWITCH = ""
 _FIRST_PORT = 29500  # the nodes' port space is the lab's own; below the ephemeral ports
 
@@ -54,11 +56,19 @@ class Lab:
     #: Preloaded Pythons that all labs of this process share; None: each lab starts its own.
     templates: ClassVar[Templates | None] = None
 
-    def __init__(self, spec: SiteSpec, scale: float = 1.0, realtime: bool = False,
-                 sysctl: Mapping[str, str] = MappingProxyType({}), login: bool = False):
+    def __init__(
+        self,
+        spec: SiteSpec,
+        scale: float = 1.0,
+        realtime: bool = False,
+        sysctl: Mapping[str, str] = MappingProxyType({}),
+        login: bool = False,
+    ):
         self.spec, self.scale, self.realtime, self.sysctl = spec, scale, realtime, sysctl
         self.nodes = network.lay_out(spec, scale)
-        self.hosts = (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
+        self.hosts = (
+            (*self.nodes, network.login_node(spec, self.nodes, scale)) if login else self.nodes
+        )
         self._by_name = {node.name: node for node in self.hosts}
         self._tools = {name: program(name) for name in ("ip", "tc")}
         self._ports = itertools.count(_FIRST_PORT)
@@ -98,11 +108,22 @@ class Lab:
             job.kill()
             raise
 
-    def start(self, command: Sequence[str], *, order: Sequence[str] | None = None,
-              processes: int | None = None, env: Mapping[str, str] | None = None,
-              preload: Sequence[str] = (), timeout: float | None = None, on_line: OnLine | None = None,
-              logs: Path | None = None, accelerator: Mapping[str, Any] | None = None, grace: float = 5.0,
-              cwd: str | Path | None = None, gpus: Gpus | None = None) -> Job:
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        order: Sequence[str] | None = None,
+        processes: int | None = None,
+        env: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
+        timeout: float | None = None,
+        on_line: OnLine | None = None,
+        logs: Path | None = None,
+        accelerator: Mapping[str, Any] | None = None,
+        grace: float = 5.0,
+        cwd: str | Path | None = None,
+        gpus: Gpus | None = None,
+    ) -> Job:
         """Start `command` once for each process; the Job has pids, poll, wait and kill.
 
         order: the nodes in the launcher's order, default the file's (some of them: a smaller job); processes:
@@ -129,38 +150,62 @@ class Lab:
             script = zygote.script_of(argv)
             if script is None:
                 wanted = "`python SCRIPT ...` or `python -m MODULE ...`"
-                raise HolmesError(f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}")
+                raise HolmesError(
+                    f"--preload: the command must be {wanted}, not {' '.join(argv[:2])!r}"
+                )
             argv = script[1]
             zygote_control = self._zygote(script[0], tuple(preload), common, directory)
         messages: list[dict[str, Any]] = []
         for rank in range(len(nodes) * count):
             node = nodes[rank // count]
-            env = {**common, **ranks.rank_environment(nodes, rank, count, port), **self.variables(node.name),
-                   "HOLMES_LAB_RANK": str(rank)}
+            env = {
+                **common,
+                **ranks.rank_environment(nodes, rank, count, port),
+                **self.variables(node.name),
+                "HOLMES_LAB_RANK": str(rank),
+            }
             env |= gpus.clock.variables(node.cluster) if gpus else {}
             messages.append(self._message(rank, node.name, argv, env, directory))
-        return self._job(messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated,
-                         watch)
+        return self._job(
+            messages, zygote_control, on_line, logs and Path(logs), timeout, grace, emulated, watch
+        )
 
-    def start_programs(self, programs: Sequence[ranks.Program], *, timeout: float | None = None,
-                       on_line: OnLine | None = None, logs: Path | None = None, grace: float = 5.0,
-                       cwd: str | Path | None = None) -> Job:
+    def start_programs(
+        self,
+        programs: Sequence[ranks.Program],
+        *,
+        timeout: float | None = None,
+        on_line: OnLine | None = None,
+        logs: Path | None = None,
+        grace: float = 5.0,
+        cwd: str | Path | None = None,
+    ) -> Job:
         """Start each program on its host, with no variables of a rank; the Job counts them in their order.
         The options are those of start."""
         directory = str(cwd or os.getcwd())
-        messages = [self._message(number, program.host, list(program.argv), dict(program.env), directory)
-                    for number, program in enumerate(programs)]
+        messages = [
+            self._message(number, program.host, list(program.argv), dict(program.env), directory)
+            for number, program in enumerate(programs)
+        ]
         return self._job(messages, None, on_line, logs and Path(logs), timeout, grace, False)
 
-    def _message(self, number: int, host: str, argv: list[str], env: dict[str, str],
-                 directory: str) -> dict[str, Any]:
+    def _message(
+        self, number: int, host: str, argv: list[str], env: dict[str, str], directory: str
+    ) -> dict[str, Any]:
         """What lab/process/launch.py is told of one process."""
         holder = self._pids[self._node(host).name][0]
-        return {"rank": number, "holder": holder, "env": env, "argv": argv, "cwd": directory,
-                "realtime": self.realtime}
+        return {
+            "rank": number,
+            "holder": holder,
+            "env": env,
+            "argv": argv,
+            "cwd": directory,
+            "realtime": self.realtime,
+        }
 
-    def _job(self, messages: list[dict[str, Any]], zygote_control: socket.socket | None,
-             *options: Any) -> Job:
+    def _job(
+        self, messages: list[dict[str, Any]], zygote_control: socket.socket | None, *options: Any
+    ) -> Job:
         ours, theirs = wire.pair()
         try:
             if zygote_control is None:
@@ -178,9 +223,13 @@ class Lab:
         result: dict[str, dict[str, tuple[int, int]]] = {}
         for node in self.nodes:
             lines = Path(f"/proc/{self._pids[node.name][0]}/net/dev").read_text().splitlines()[2:]
-            fields = {name.strip(): rest.split() for name, _, rest in (line.partition(":") for line in lines)}
-            result[node.name] = {nic.name: (int(fields[nic.name][0]), int(fields[nic.name][8]))
-                                 for nic in node.nics}
+            fields = {
+                name.strip(): rest.split()
+                for name, _, rest in (line.partition(":") for line in lines)
+            }
+            result[node.name] = {
+                nic.name: (int(fields[nic.name][0]), int(fields[nic.name][8])) for nic in node.nics
+            }
         return result
 
     def set_link(self, node: str, nic: str, up: bool) -> None:
@@ -192,8 +241,11 @@ class Lab:
     def set_silent(self, node: str, nic: str, silent: bool) -> None:
         """Take the NIC's switch port out of its bridge (or put it back): frames are lost unseen."""
         link = self._node(node).nic(nic)
-        self._tool(_SWITCH, "ip",
-                   f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n")
+        self._tool(
+            _SWITCH,
+            "ip",
+            f"link set dev {link.port} {'nomaster' if silent else f'master {link.bridge}'}\n",
+        )
 
     def configure(self, node: str, line: str) -> None:
         """Run `ip LINE` on the node."""
@@ -204,7 +256,11 @@ class Lab:
         old = self._node(node)
         nics = tuple(replace(nic, name=names.get(nic.name, nic.name), hca=hca) for nic in old.nics)
         for a, b in ((a.name, b.name) for a, b in zip(old.nics, nics) if a.name != b.name):
-            self._tool(node, "ip", f"link set dev {a} down\nlink set dev {a} name {b}\nlink set dev {b} up\n")
+            self._tool(
+                node,
+                "ip",
+                f"link set dev {a} down\nlink set dev {a} name {b}\nlink set dev {b} up\n",
+            )
         new = self._by_name[node] = replace(old, nics=nics)
         self.hosts = tuple(self._by_name.values())
         self.nodes = self.hosts[: len(self.nodes)]
@@ -222,8 +278,12 @@ class Lab:
     def variables(self, host: str) -> dict[str, str]:
         """Those by which a process learns on which emulated host it is."""
         cluster = self._node(host).cluster
-        return {"HOLMES_SYSFS": str(self.sysfs(host)), "HOLMES_LAB_NODE": host, "HOLMES_LAB_CLUSTER": cluster,
-                "HOLMES_LAB_SCALE": f"{self.scale:g}"}
+        return {
+            "HOLMES_SYSFS": str(self.sysfs(host)),
+            "HOLMES_LAB_NODE": host,
+            "HOLMES_LAB_CLUSTER": cluster,
+            "HOLMES_LAB_SCALE": f"{self.scale:g}",
+        }
 
     def sysfs(self, node: str) -> Path:
         return self.directory / "sysfs" / node
@@ -234,7 +294,9 @@ class Lab:
 
     def _node(self, name: str) -> network.LabNode:
         if name not in self._by_name:
-            raise HolmesError(f"{self.spec.source}: no node {name!r}; it has {', '.join(self._by_name)}")
+            raise HolmesError(
+                f"{self.spec.source}: no node {name!r}; it has {', '.join(self._by_name)}"
+            )
         return self._by_name[name]
 
     def _start_keeper(self) -> None:
@@ -248,7 +310,11 @@ class Lab:
             self._keeper = subprocess.Popen(
                 [*boot, str(theirs.fileno()), str(caller), str(self.directory)],
                 pass_fds=(theirs.fileno(), caller),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         theirs.close()
         os.close(caller)
         self._told["keeper"] = state.identity(self._keeper.pid)
@@ -265,12 +331,20 @@ class Lab:
         nsswitch.write_text("passwd: files\ngroup: files\nhosts: files\n")
         rails = network.RAILS_SYSCTL if any(len(node.nics) > 2 for node in self.nodes) else {}
         for node in self.hosts:
-            answer = self._ask("node", name=node.name, hosts=str(hosts), nsswitch=str(nsswitch),
-                               sysctl={**rails, **self.sysctl})
+            answer = self._ask(
+                "node",
+                name=node.name,
+                hosts=str(hosts),
+                nsswitch=str(nsswitch),
+                sysctl={**rails, **self.sysctl},
+            )
             self._pids[node.name] = tuple(answer["pids"])
             sysfs_tree.write_tree(self.sysfs(node.name), node)
-        batches = {_SWITCH: network.switch_batches(self.hosts,
-                                                   {name: pids[1] for name, pids in self._pids.items()})}
+        batches = {
+            _SWITCH: network.switch_batches(
+                self.hosts, {name: pids[1] for name, pids in self._pids.items()}
+            )
+        }
         batches.update({node.name: network.node_batches(node) for node in self.hosts})
         for place, (ip, tc) in batches.items():
             self._tool(place, "ip", ip)
@@ -279,22 +353,34 @@ class Lab:
             where = [(node.address, node.site, node.nics[0].mac) for node in self.hosts]
             settings = crossing.delay_line(self.spec, self.scale, where, network.WIRE)
             self.delay_line = self._ask("wan", **settings)["pids"][0]
-            self._tool(_SWITCH, "ip",
-                       "".join(f"{line}\n" for line in crossing.tap_lines(len(settings["clusters"]))))
-        holders = {name: [state.identity(self.holder(name)), self.variables(name)] for name in self._by_name}
+            self._tool(
+                _SWITCH,
+                "ip",
+                "".join(f"{line}\n" for line in crossing.tap_lines(len(settings["clusters"]))),
+            )
+        holders = {
+            name: [state.identity(self.holder(name)), self.variables(name)]
+            for name in self._by_name
+        }
         state.record(self.directory, **self._told, hosts=holders)
 
     def _tool(self, place: str, tool: str, batch: str) -> None:
         answer = self._ask("tool", name=place, argv=[self._tools[tool], "-batch", "-"], text=batch)
         if answer["status"] != 0:
-            raise HolmesError(f"lab: `{tool}` failed on {place or 'the switch'}: {answer['error'].strip()}")
+            raise HolmesError(
+                f"lab: `{tool}` failed on {place or 'the switch'}: {answer['error'].strip()}"
+            )
 
-    def _zygote(self, interpreter: str, modules: tuple[str, ...], env: dict[str, str],
-                directory: str) -> socket.socket:
+    def _zygote(
+        self, interpreter: str, modules: tuple[str, ...], env: dict[str, str], directory: str
+    ) -> socket.socket:
         """The control socket of a Python with `modules` imported in that environment, started at need."""
-        env = {name: value for name, value in env.items() if name in (ACCELERATOR, *OF_TEMPLATE)
-               or not name.startswith(("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_"))
-               }  # each rank's own
+        env = {
+            name: value
+            for name, value in env.items()
+            if name in (ACCELERATOR, *OF_TEMPLATE)
+            or not name.startswith(("HOLMES", "GLOO_", "NCCL_", "CUDA_DEVICE_MAX", "CUDA_LAUNCH_"))
+        }  # each rank's own
         if OF_TEMPLATE[0] in env:
             # else a module that counts GPUs when imported forbids the fork
             env["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -307,7 +393,8 @@ class Lab:
             if control is None:
                 argv = [interpreter, "-c", zygote.BOOT, _ROOTS, ",".join(modules)]
                 control = zygote.start(
-                    partial(self._ask, "zygote", argv=argv, env=env, cwd=directory), log, modules)
+                    partial(self._ask, "zygote", argv=argv, env=env, cwd=directory), log, modules
+                )
             self._zygotes[key] = control
         return self._zygotes[key]
 

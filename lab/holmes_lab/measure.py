@@ -67,7 +67,9 @@ def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[Cro
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
         links = [row for link, pair in pairs.items() for row in _measure_link(lab, link, *pair)]
         crossings = itertools.combinations(range(len(spec.clusters)), 2) if spec.wan else []
-        return links, [row for first, second in crossings for row in measure_crossing(lab, first, second)]
+        return links, [
+            row for first, second in crossings for row in measure_crossing(lab, first, second)
+        ]
 
 
 def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
@@ -77,17 +79,28 @@ def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
     names = spec.clusters[first].name, spec.clusters[second].name
     wan = spec.wan.scaled(lab.scale)
     link, nic = crossing.link_of(wan, *names), sides[0][0].nics[0].rate_bps
-    shared = [rate for rate in (link.rate_bps, *(wan.uplink_of.get(name, 0) for name in names)) if rate]
+    shared = [
+        rate for rate in (link.rate_bps, *(wan.uplink_of.get(name, 0) for name in names)) if rate
+    ]
     alone = min([nic, *shared])
-    sizes = [size for size in SIZES if size >= COUNTS_FROM and size * 8 / alone < LONGEST_S] or [COUNTS_FROM]
+    sizes = [size for size in SIZES if size >= COUNTS_FROM and size * 8 / alone < LONGEST_S] or [
+        COUNTS_FROM
+    ]
     (single,) = flood(lab, sides, 1, sizes)
     trip = 2 * link.latency_s
     error = abs(single["round_trip"] - trip)
-    rows = [CrossingRow(names, "round trip", trip, single["round_trip"], error <= max(1e-3, 0.05 * trip))]
+    rows = [
+        CrossingRow(
+            names, "round trip", trip, single["round_trip"], error <= max(1e-3, 0.05 * trip)
+        )
+    ]
 
     def rate(what: str, configured: float, achieved: float) -> None:
-        rows.append(CrossingRow(names, what, configured, achieved,
-                                abs(achieved / configured - 1) <= TOLERANCE))
+        rows.append(
+            CrossingRow(
+                names, what, configured, achieved, abs(achieved / configured - 1) <= TOLERANCE
+            )
+        )
 
     for size, seconds in zip(sizes, single["seconds"]):
         rate(f"{size >> 10} KiB", alone, size * 8 / max(seconds - single["round_trip"], 1e-9))
@@ -98,8 +111,9 @@ def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
     return rows
 
 
-def flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int,
-          sizes: Sequence[int]) -> list[dict[str, Any]]:
+def flood(
+    lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]
+) -> list[dict[str, Any]]:
     """What each of `count` senders measured."""
     near, far = (list(side[:count]) for side in sides)
     link = f"{near[0].cluster} to {far[0].cluster}"
@@ -107,8 +121,13 @@ def flood(lab: Lab, sides: Sequence[Sequence[LabNode]], count: int,
 
 
 def _streams(
-    lab: Lab, link: str, what: str, near: Sequence[LabNode], far: Sequence[LabNode],
-    addresses: Sequence[str], sizes: Sequence[int],
+    lab: Lab,
+    link: str,
+    what: str,
+    near: Sequence[LabNode],
+    far: Sequence[LabNode],
+    addresses: Sequence[str],
+    sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
     """What stream.py prints on the nodes `near`; addresses: of those that are `far`."""
     command = [sys.executable, "-I", "-S", _STREAM, what, ",".join(addresses), *map(str, sizes)]
@@ -129,7 +148,9 @@ def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[
         achieved = size * 8 / seconds
         ratio, counts = achieved / configured, size >= COUNTS_FROM
         within = abs(ratio - 1) <= TOLERANCE
-        rows.append(LinkRow(link, names, interfaces, size, configured, achieved, ratio, within, counts))
+        rows.append(
+            LinkRow(link, names, interfaces, size, configured, achieved, ratio, within, counts)
+        )
     return rows
 
 
@@ -138,11 +159,16 @@ def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
     where each has an Ethernet of its own, if there are such."""
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for first, second in itertools.combinations(nodes, 2):
-        for fabric in {nic.fabric for nic in first.nics[1:]} & {nic.fabric for nic in second.nics[1:]}:
+        for fabric in {nic.fabric for nic in first.nics[1:]} & {
+            nic.fabric for nic in second.nics[1:]
+        }:
             pairs.setdefault(fabric, (first, second))
     apart = nodes[0].site is not None
-    best = [pair for pair in itertools.combinations(nodes, 2)
-            if (pair[0].cluster == pair[1].cluster) == apart]
+    best = [
+        pair
+        for pair in itertools.combinations(nodes, 2)
+        if (pair[0].cluster == pair[1].cluster) == apart
+    ]
     if best or len(nodes) > 1 and not apart:
         pairs["ethernet"] = best[0] if best else (nodes[0], nodes[1])
     return pairs

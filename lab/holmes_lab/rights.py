@@ -10,20 +10,34 @@ from holmes_ext.errors import HolmesError
 
 #: Program of lab/launchers/ -> Debian's package of it.
 PACKAGES = {
-    "munged": "munge", "slurmctld": "slurm-wlm", "slurmd": "slurm-wlm", "srun": "slurm-wlm",
-    "sinfo": "slurm-wlm", "sshd": "openssh-server", "ssh-keygen": "openssh-client", "ssh": "openssh-client",
-    "mpirun": "openmpi-bin", "pdsh": "pdsh", "mount": "util-linux",
-}  # fmt: skip
+    "munged": "munge",
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "srun": "slurm-wlm",
+    "sinfo": "slurm-wlm",
+    "sshd": "openssh-server",
+    "ssh-keygen": "openssh-client",
+    "ssh": "openssh-client",
+    "mpirun": "openmpi-bin",
+    "pdsh": "pdsh",
+    "mount": "util-linux",
+}
 
 
 def program(name: str) -> str:
     """Its path; ip, tc and daemons lie where a user's PATH may not look. HolmesError names the package."""
-    path = shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"]))
+    path = shutil.which(
+        name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    )
     if path is None and name in PACKAGES:
-        raise HolmesError(f"the lab's launchers need `{name}`, which is missing; apt-get install "
-                          f"{PACKAGES[name]} (its service need not be started)")
+        raise HolmesError(
+            f"the lab's launchers need `{name}`, which is missing; apt-get install "
+            f"{PACKAGES[name]} (its service need not be started)"
+        )
     if path is None:
-        raise HolmesError(f"the lab needs `{name}`, which is missing; install iproute2 (iproute on Red Hat)")
+        raise HolmesError(
+            f"the lab needs `{name}`, which is missing; install iproute2 (iproute on Red Hat)"
+        )
     return path
 
 
@@ -37,7 +51,11 @@ def denied(reason: str) -> str:
         path = Path("/proc/sys") / sysctl.replace(".", "/")
         if path.exists() and path.read_text().strip() == bad:
             way_out = "run it as root or set that"
-            return (f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); "
-                    f"{way_out}")
-    return (f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); "
-            "run it as root")
+            return (
+                f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); "
+                f"{way_out}"
+            )
+    return (
+        f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); "
+        "run it as root"
+    )

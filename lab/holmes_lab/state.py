@@ -87,7 +87,9 @@ def _clear_one(directory: Path, running_too: bool) -> Found:
         if keeper_alive:
             _end(keeper, directory)
         shutil.rmtree(directory, ignore_errors=True)
-    return Found(str(directory), state["source"], owner[0], owner_alive, keeper[0], keeper_alive, cleared)
+    return Found(
+        str(directory), state["source"], owner[0], owner_alive, keeper[0], keeper_alive, cleared
+    )
 
 
 def _alive(process: list[int]) -> bool:
@@ -101,5 +103,6 @@ def _end(keeper: list[int], directory: Path) -> None:
     while _alive(keeper):
         if time.monotonic() > deadline:
             raise HolmesError(
-                f"{directory}: the lab's keeper (pid {keeper[0]}) does not end: blocked in the kernel?")
+                f"{directory}: the lab's keeper (pid {keeper[0]}) does not end: blocked in the kernel?"
+            )
         time.sleep(0.02)

@@ -25,7 +25,12 @@ from typing import Any
 from holmes_ext.document import write_whole
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches.deepspeed.features import CHECKPOINTS
-from holmes_ext.patches.deepspeed.partition import borders_of, class_name, most_frequent, stock_parts
+from holmes_ext.patches.deepspeed.partition import (
+    borders_of,
+    class_name,
+    most_frequent,
+    stock_parts,
+)
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
@@ -71,7 +76,9 @@ def _record_split(folder: Path, engine: Any) -> None:
     document = {
         "version": 1,
         "tensor": engine.grid.model_parallel_size,
-        "parts": [int(part) for part in engine.module.parts],  # json does not accept numpy's integers
+        "parts": [
+            int(part) for part in engine.module.parts
+        ],  # json does not accept numpy's integers
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / SPLIT, json.dumps(document) + "\n")
@@ -81,7 +88,9 @@ def _record_split(folder: Path, engine: Any) -> None:
 class Split:
     """Pipeline stages and tensor-parallel size of a checkpoint or a job. DeepSpeed calls layers modules."""
 
-    parts: tuple[int, ...]  # index of the first module of each stage, then their number; () if not known
+    parts: tuple[
+        int, ...
+    ]  # index of the first module of each stage, then their number; () if not known
     tensor: int  # tensor-parallel ranks of each stage; 0 if not known
     files: int = 0  # if `parts` is not known: the number of model files of the checkpoint
 
@@ -117,7 +126,11 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
         try:
             document = json.loads(record.read_text())
             return Split(parts=tuple(document["parts"]), tensor=document["tensor"])
-        except (ValueError, KeyError, TypeError):  # no JSON, or not the keys that _record_split writes
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # no JSON, or not the keys that _record_split writes
             way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
             raise HolmesError(f"{record}: damaged; {way_out}") from None
     # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.
@@ -221,7 +234,9 @@ def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only
     """
     module = instance.module
     is_pipeline = hasattr(module, "parts")
-    works_with_any_split = load_module_only or not is_pipeline or instance.load_universal_checkpoint()
+    works_with_any_split = (
+        load_module_only or not is_pipeline or instance.load_universal_checkpoint()
+    )
     if works_with_any_split:
         return call()  # DeepSpeed's load_checkpoint
     folder = Path(load_dir, str(tag_of(load_dir, tag)))  # tag_of() also reads the file `latest`
@@ -241,10 +256,17 @@ def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only
 
 
 PATCHES = (
-    Patch(CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-          "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still "
-          "write it", _save_with_split),
-    Patch(CHECKPOINTS, "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-          "a native checkpoint of another split fails halfway, in errors that do not name the cause",
-          _refuse_other_split),
-)  # fmt: skip
+    Patch(
+        CHECKPOINTS,
+        "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
+        "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still "
+        "write it",
+        _save_with_split,
+    ),
+    Patch(
+        CHECKPOINTS,
+        "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
+        "a native checkpoint of another split fails halfway, in errors that do not name the cause",
+        _refuse_other_split,
+    ),
+)

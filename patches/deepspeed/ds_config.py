@@ -40,8 +40,11 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
             content = json.loads(data)
         except (OSError, ValueError):
             return DsConfig(path, {}, "")
-        return DsConfig(path, content if isinstance(content, dict) else {},
-                        hashlib.sha256(data).hexdigest()[:16])
+        return DsConfig(
+            path,
+            content if isinstance(content, dict) else {},
+            hashlib.sha256(data).hexdigest()[:16],
+        )
     return None
 
 

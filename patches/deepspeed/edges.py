@@ -120,7 +120,9 @@ def _make_mailbox(current, call, instance, grid):
     # grid.p2p_groups has a pair of ranks for each stage and the next one, and for the last stage and the
     # first. Two stages therefore appear in both orders, and a single stage is paired with itself.
     pairs = {(min(pair), max(pair)) for pair in grid.p2p_groups if len(set(pair)) > 1}
-    stage_of_rank = {grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)}
+    stage_of_rank = {
+        grid.stage_to_global(stage_id=stage): stage for stage in range(grid.pipe_parallel_size)
+    }
     # of_pairs() makes the process groups. They get the settings of the group `pipeline`, such as the timeout.
     _mailbox = of_pairs(pairs, current.rank, stages=stage_of_rank, pipeline=dist.group.WORLD)
     # p2p.py uses these groups for blocking transfers while the mailbox is idle, as in evaluation.
@@ -198,7 +200,9 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
 
     # `wire` is the format in which the tensor travels; PLAIN is the unchanged tensor.
     if tensor.dtype in (torch.int32, torch.int64):
-        wire = PLAIN  # the engine sends the shapes of tensors as integers, which must arrive exactly
+        wire = (
+            PLAIN  # the engine sends the shapes of tensors as integers, which must arrive exactly
+        )
     else:
         wire = _wire_to(stage)
     mailbox = _mailbox_in_use()
@@ -209,7 +213,9 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
         return call()
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
-    encoded, decode_into_tensor = wire.incoming(tensor)  # an empty buffer, and a function that decodes it
+    encoded, decode_into_tensor = wire.incoming(
+        tensor
+    )  # an empty buffer, and a function that decodes it
     result = call(tensor=encoded)
     decode_into_tensor()
     return result
@@ -231,7 +237,9 @@ def _announce_shapes(call, instance, buffer, recv_stage):
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
     shapes_and_dtypes = [form_of(tensor) for tensor in tensors]  # of each activation
-    _mailbox.announce(shapes_and_dtypes, peer)  # from now on, the mailbox compares each activation with these
+    _mailbox.announce(
+        shapes_and_dtypes, peer
+    )  # from now on, the mailbox compares each activation with these
     return result
 
 
@@ -273,16 +281,22 @@ def _schedule_class() -> type:
         def __init__(self, own_schedule: Any, flight: Flight, engine: Any, mailbox: Mailbox):
             # Copy the attributes of DeepSpeed's own schedule for this step, such as stage_id.
             self.__dict__.update(vars(own_schedule))
-            self.order = flight.order(self.stage_id, self.micro_batches)  # the planned order of this stage
+            self.order = flight.order(
+                self.stage_id, self.micro_batches
+            )  # the planned order of this stage
             self.engine = engine
-            self.mailbox = mailbox  # sends and receives the messages of this stage in the background
+            self.mailbox = (
+                mailbox  # sends and receives the messages of this stage in the background
+            )
             self.splits_backward = any(letter == "W" for letter, _ in self.order)
             self.weight_gradients = WeightGradients()  # used in W passes only
             self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
             # For each micro-batch: how many gradients the previous stage had received when it sent the
             # activation of that micro-batch. before() counts its backward passes (letters B and I) before
             # each forward pass (letter F). The method steps() reads the result.
-            previous_order = flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id > 0 else ()
+            previous_order = (
+                flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id > 0 else ()
+            )
             self.gradients_received_above = before(previous_order, "BI", "F")
 
         def num_pipe_buffers(self) -> int:
@@ -309,9 +323,14 @@ def _schedule_class() -> type:
             """
             for letter, micro_batch in self.order:
                 if letter == "F":  # forward pass
-                    self.mailbox.unit = ("F", micro_batch)  # Mailbox.send labels the sent tensors with it
+                    self.mailbox.unit = (
+                        "F",
+                        micro_batch,
+                    )  # Mailbox.send labels the sent tensors with it
                     yield from self._forward(micro_batch, self._buffer_idx(micro_batch))
-                    self.mailbox.passed("F", micro_batch)  # post the receives that are due after this pass
+                    self.mailbox.passed(
+                        "F", micro_batch
+                    )  # post the receives that are due after this pass
                     if self.stage_id > 0:
                         gradients_received = self.gradients_received_above[micro_batch]
                         last_received = gradients_received - 1  # micro-batches are counted from 0
@@ -335,11 +354,15 @@ def _schedule_class() -> type:
             inputs: list[Any] = []
             if not is_first:
                 inputs.append(schedule.RecvActivation(buffer))
-            if is_first or is_last:  # the first stage loads the model's inputs, the last one the labels
+            if (
+                is_first or is_last
+            ):  # the first stage loads the model's inputs, the last one the labels
                 inputs.append(schedule.LoadMicroBatch(buffer))
             yield inputs
             # If backward passes are split, the linear layers must keep their inputs for the later part, W.
-            keeps_inputs = self.weight_gradients.of(micro_batch) if self.splits_backward else nullcontext()
+            keeps_inputs = (
+                self.weight_gradients.of(micro_batch) if self.splits_backward else nullcontext()
+            )
             with keeps_inputs:
                 yield [schedule.ForwardPass(buffer)]
             if is_last:
@@ -374,7 +397,9 @@ def _schedule_class() -> type:
             if self.stage_id > 0:
                 instructions.append(schedule.SendGrad(buffer))
             yield instructions
-            engine.grad_layer = receive_buffer  # the next RecvGrad writes into the same buffer again
+            engine.grad_layer = (
+                receive_buffer  # the next RecvGrad writes into the same buffer again
+            )
 
         def _compute_weight_gradients(self, micro_batch: int) -> None:
             """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
@@ -389,7 +414,9 @@ def _schedule_class() -> type:
             if needs_adding:
                 # Delete the bf16 ("lp") gradients of the first part, which the engine has added already.
                 engine.optimizer.clear_lp_grads()
-            engine._running_engine_backward = True  # else DeepSpeed's hooks raise an error in this pass
+            engine._running_engine_backward = (
+                True  # else DeepSpeed's hooks raise an error in this pass
+            )
             try:
                 self.weight_gradients.make(micro_batch)
             finally:
@@ -469,18 +496,46 @@ def _forget_messages(call, instance):
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
-    Patch(EDGES, "deepspeed.runtime.pipe.p2p:init_process_groups",
-          "groups are made where the engine sets up its p2p, on all ranks at once", _make_mailbox),
-    *p2p_patches(EDGES, _through_mailbox, "p2p.send waits until the other end has the message",
-                 "p2p.recv is posted when the message is needed, too late for it to travel before"),
-    *p2p_patches(NARROW, _transfer_compressed, "activations and gradients cross as wide as they are computed",
-                 "what was narrowed is widened"),
-    Patch(EDGES, f"{_ENGINE}._exec_schedule",
-          "the schedule keeps as few micro-batches in flight as free edges need", _exec_schedule),
-    Patch(EDGES, f"{_ENGINE}._send_tensor_meta",
-          "what is announced is what has to come, or nobody says what is wrong", _announce_shapes),
-    Patch(EDGES, f"{_ENGINE}._recv_tensor_meta", "what comes before the first activation comes once",
-          _exclude_shape_messages),
-    Patch(EDGES, f"{_ENGINE}.reset_activation_shape", "shapes of messages change (curriculum learning)",
-          _forget_messages),
-)  # fmt: skip
+    Patch(
+        EDGES,
+        "deepspeed.runtime.pipe.p2p:init_process_groups",
+        "groups are made where the engine sets up its p2p, on all ranks at once",
+        _make_mailbox,
+    ),
+    *p2p_patches(
+        EDGES,
+        _through_mailbox,
+        "p2p.send waits until the other end has the message",
+        "p2p.recv is posted when the message is needed, too late for it to travel before",
+    ),
+    *p2p_patches(
+        NARROW,
+        _transfer_compressed,
+        "activations and gradients cross as wide as they are computed",
+        "what was narrowed is widened",
+    ),
+    Patch(
+        EDGES,
+        f"{_ENGINE}._exec_schedule",
+        "the schedule keeps as few micro-batches in flight as free edges need",
+        _exec_schedule,
+    ),
+    Patch(
+        EDGES,
+        f"{_ENGINE}._send_tensor_meta",
+        "what is announced is what has to come, or nobody says what is wrong",
+        _announce_shapes,
+    ),
+    Patch(
+        EDGES,
+        f"{_ENGINE}._recv_tensor_meta",
+        "what comes before the first activation comes once",
+        _exclude_shape_messages,
+    ),
+    Patch(
+        EDGES,
+        f"{_ENGINE}.reset_activation_shape",
+        "shapes of messages change (curriculum learning)",
+        _forget_messages,
+    ),
+)

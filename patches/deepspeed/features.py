@@ -8,35 +8,69 @@ from holmes_ext.plan.sizes import DEFAULT_ORDER
 
 #: The first and the last release of each minor one, whose functions and what they do were compared.
 _READ = ("0.14.4", "0.14.5", "0.15.0", "0.15.4", "0.16.0", "0.17.0", "0.18.0", "0.18.9", "0.19.0")
-_of = partial(Feature, versions="deepspeed>=0.14.4,<0.20", tried=("0.16.9", "0.17.6", "0.19.8"), read=_READ)
+_of = partial(
+    Feature, versions="deepspeed>=0.14.4,<0.20", tried=("0.16.9", "0.17.6", "0.19.8"), read=_READ
+)
 
 P2P = _of("deepspeed-p2p", what="stages of one cluster send over its fabric")
-EDGES = _of("deepspeed-edges", option="inflight", idle=("off",), what="sends between stages do not block")
-ADAPT = _of("deepspeed-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs")
+EDGES = _of(
+    "deepspeed-edges", option="inflight", idle=("off",), what="sends between stages do not block"
+)
+ADAPT = _of(
+    "deepspeed-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs"
+)
 GRID_CHECK = _of("deepspeed-grid-check", what="checks that the script's pipeline is the plan's")
 PARTITION = _of("deepspeed-partition", what="layers of each stage as planned")
-CHECKPOINTS = _of("deepspeed-checkpoints", what="refuses checkpoints of another split; writes latest last")
-OVERLAP = _of("overlap", option="overlap", idle=("off",), what="gradients travel during the last backward")
+CHECKPOINTS = _of(
+    "deepspeed-checkpoints", what="refuses checkpoints of another split; writes latest last"
+)
+OVERLAP = _of(
+    "overlap", option="overlap", idle=("off",), what="gradients travel during the last backward"
+)
 TWO_LEVEL = _of("two-level", what="gradients of groups over several clusters in two levels")
-NARROW = _of("deepspeed-narrow", option="edges", idle=("off",), what="bf16/int8 activations across clusters")
+NARROW = _of(
+    "deepspeed-narrow", option="edges", idle=("off",), what="bf16/int8 activations across clusters"
+)
 TIED = _of("deepspeed-tied", what="tied weights' gradients cross clusters once, in parts")
-PROFILE = _of("deepspeed-profile", option="profile", idle=("",),
-              what="measures layers for holmes plan --profile")
-JOINED = _of("joined-deepspeed", option="join", idle=("",), binding=True,
-    what="jobs that join: the engine takes new weights")
+PROFILE = _of(
+    "deepspeed-profile",
+    option="profile",
+    idle=("",),
+    what="measures layers for holmes plan --profile",
+)
+JOINED = _of(
+    "joined-deepspeed",
+    option="join",
+    idle=("",),
+    binding=True,
+    what="jobs that join: the engine takes new weights",
+)
 TELEMETRY = _of("telemetry-deepspeed", what="where a step begins and ends")
 
 #: What it does, for the plan.
 DEEPSPEED = EngineTraits(
-    "deepspeed", AWAITED, norm=False, averages_loss=True, buckets_exceed=False, tied_first=True,
-    scatters=False, resplits=False,
+    "deepspeed",
+    AWAITED,
+    norm=False,
+    averages_loss=True,
+    buckets_exceed=False,
+    tied_first=True,
+    scatters=False,
+    resplits=False,
     features={
-        "overlap": (OVERLAP.name,), "two-level": (TWO_LEVEL.name,), "tied": (TIED.name,),
-        "in-flight": (EDGES.name,), "narrow": (NARROW.name,), "passes": (EDGES.name,),
+        "overlap": (OVERLAP.name,),
+        "two-level": (TWO_LEVEL.name,),
+        "tied": (TIED.name,),
+        "in-flight": (EDGES.name,),
+        "narrow": (NARROW.name,),
+        "passes": (EDGES.name,),
     },
-    limits={**dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)),
-            "recompute": ("none", "full"), "order": (DEFAULT_ORDER,)},
-)  # fmt: skip
+    limits={
+        **dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)),
+        "recompute": ("none", "full"),
+        "order": (DEFAULT_ORDER,),
+    },
+)
 
 #: Module of this package -> features of its patches.
 MODULES = {

@@ -85,7 +85,9 @@ class Bf16Gradients(PlainGradients):
     def __init__(self, engine: Any):
         super().__init__(engine)
         groups = self.optimizer.bf16_groups
-        self.positions = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)}
+        self.positions = {
+            id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)
+        }
         self.added: set[int] = set()  # ids of the parameters whose gradients have been added
 
     def gradient(self, parameter: Any) -> Any:
@@ -95,7 +97,9 @@ class Bf16Gradients(PlainGradients):
 
     def _add_to_sum(self, parameter: Any, i: int, j: int) -> None:
         """Add the bf16 gradient of parameter j in group i to its float32 sum, once in a backward pass."""
-        if id(parameter) not in self.added and not read_by_version("immediate_grad_update", self.engine):
+        if id(parameter) not in self.added and not read_by_version(
+            "immediate_grad_update", self.engine
+        ):
             self.optimizer._update_hp_grad(parameter, i, j, clear_lp_grads=False)
         self.added.add(id(parameter))
 
@@ -121,8 +125,11 @@ class ZeroGradients(PlainGradients):
     def __init__(self, engine: Any):
         super().__init__(engine)
         self.communication_dtype = self.optimizer.communication_data_type
-        self.positions = {id(parameter): i for i, group in enumerate(self.optimizer.bit16_groups)
-                      for parameter in group}
+        self.positions = {
+            id(parameter): i
+            for i, group in enumerate(self.optimizer.bit16_groups)
+            for parameter in group
+        }
 
     def gradient(self, parameter: Any) -> Any:
         return self.optimizer.get_gradient_for_reduction(parameter)
@@ -146,7 +153,9 @@ class ZeroGradients(PlainGradients):
         group = self.positions[id(parameter)]  # index of the parameter group
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[group])
-        partitions = optimizer.param_to_partition_ids[group][key]  # those with elements of the parameter
+        partitions = optimizer.param_to_partition_ids[group][
+            key
+        ]  # those with elements of the parameter
         # Partition -> parameter -> the first element of the parameter that is in the partition.
         first_elements = optimizer.grad_start_offset[group]
         starts = []  # (first element, rank) of each partition

@@ -54,8 +54,12 @@ def _make_pair_groups(current, call, instance, grid):
     # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.
     neighbours = sorted({tuple(sorted(pair)) for pair in grid.p2p_groups})
     # Pairs whose shared network is not that of all ranks.
-    pairs = [pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)]
-    new_groups = groups_of(pairs, current.rank, dist.group.WORLD)  # with the settings of the world group
+    pairs = [
+        pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)
+    ]
+    new_groups = groups_of(
+        pairs, current.rank, dist.group.WORLD
+    )  # with the settings of the world group
     groups_by_peer.update(new_groups)  # _over_pair_group sends over them
     return result
 
@@ -109,7 +113,9 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
         return call()  # DeepSpeed's p2p.send or p2p.recv
     # This raises if a later DeepSpeed passes arguments that this function does not have.
     call.refuse_unread_arguments()
-    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)  # DeepSpeed's functions check this first, too
+    p2p._is_valid_send_recv(
+        p2p._grid.get_stage_id(), stage
+    )  # DeepSpeed's functions check this first, too
     transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv
     return transfer(tensor, peer, group=groups_by_peer[peer])
 
@@ -150,12 +156,23 @@ def _check_grid(current, call, instance):
 
 
 PATCHES = (
-    Patch(P2P, "deepspeed.runtime.pipe.p2p:init_process_groups",
-          "pair groups are made where the engine sets up its p2p, on all ranks at once", _make_pair_groups),
-    *p2p_patches(P2P, _over_pair_group,
-                 "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
-                 "the other end of p2p.send"),
-    Patch(GRID_CHECK, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-          "only here the pipeline size of a script with flags of its own becomes known", _check_grid,
-          parameters=("topology",)),
-)  # fmt: skip
+    Patch(
+        P2P,
+        "deepspeed.runtime.pipe.p2p:init_process_groups",
+        "pair groups are made where the engine sets up its p2p, on all ranks at once",
+        _make_pair_groups,
+    ),
+    *p2p_patches(
+        P2P,
+        _over_pair_group,
+        "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
+        "the other end of p2p.send",
+    ),
+    Patch(
+        GRID_CHECK,
+        "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+        "only here the pipeline size of a script with flags of its own becomes known",
+        _check_grid,
+        parameters=("topology",),
+    ),
+)

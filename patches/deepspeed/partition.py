@@ -93,7 +93,9 @@ def borders_of(names: Sequence[str | None], stage_layers: Sequence[int], source:
             actual = "no layer class that repeats"
         else:
             actual = f"{len(block_indices)} layers of class {block_class}"
-        planned = f"{source}: key 'stage_layers': {'+'.join(map(str, stage_layers))} = {total} layers"
+        planned = (
+            f"{source}: key 'stage_layers': {'+'.join(map(str, stage_layers))} = {total} layers"
+        )
         raise HolmesError(f"{planned}, but the model has {actual}; make the plan for this model")
     # The first stage begins at layer 0. Each later stage begins at its first block: with n blocks in all the
     # stages before it, that is block n.
@@ -118,7 +120,9 @@ def check_borders(borders: Sequence[Any], specs: int, stages: int) -> list[int]:
     if not are_ints:
         problem = "the borders must be whole numbers"
     elif len(borders) != stages + 1:
-        problem = f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
+        problem = (
+            f"{len(borders)} borders for {stages} stages; give {stages + 1}, from 0 to {specs}"
+        )
     elif borders[0] != 0 or borders[-1] != specs or list(borders) != sorted(set(borders)):
         problem = f"the borders must rise from 0 to {specs}, the number of layers"
     if problem:
@@ -188,7 +192,9 @@ def _set_borders(module: Any, borders: list[int], source: str) -> None:
     """
     stage = module._topo.get_coord(module.global_rank).pipe
     module.parts = borders
-    module._set_bounds(start=borders[stage], stop=borders[stage + 1])  # the layers of this rank's stage
+    module._set_bounds(
+        start=borders[stage], stop=borders[stage + 1]
+    )  # the layers of this rank's stage
     if module.global_rank == 0:
         first_layers = ", ".join(map(str, borders[:-1]))
         specs = len(module._layer_specs)
@@ -196,7 +202,10 @@ def _set_borders(module: Any, borders: list[int], source: str) -> None:
 
 
 PATCHES = (
-    Patch(PARTITION, "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-          "PipelineModule takes no list of borders, and its methods know nothing of clusters",
-          _partition_layers),
-)  # fmt: skip
+    Patch(
+        PARTITION,
+        "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
+        "PipelineModule takes no list of borders, and its methods know nothing of clusters",
+        _partition_layers,
+    ),
+)

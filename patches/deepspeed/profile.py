@@ -24,10 +24,16 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 #: Class of an instruction -> the kind of work for which the profile sums its time.
 KINDS = {
-    "ForwardPass": "forward", "BackwardPass": "backward", "SendActivation": "send", "SendGrad": "send",
-    "RecvActivation": "receive", "RecvGrad": "receive", "ReduceTiedGrads": "tied", "ReduceGrads": "reduce",
+    "ForwardPass": "forward",
+    "BackwardPass": "backward",
+    "SendActivation": "send",
+    "SendGrad": "send",
+    "RecvActivation": "receive",
+    "RecvGrad": "receive",
+    "ReduceTiedGrads": "tied",
+    "ReduceGrads": "reduce",
     "OptimizerStep": "optimizer",
-}  # fmt: skip
+}
 
 #: Engine -> its profiler; None once the profile has been written.
 _profilers: weakref.WeakKeyDictionary[Any, Profiler | None] = weakref.WeakKeyDictionary()
@@ -53,7 +59,8 @@ def labels_of(module: Any) -> list[str | int]:
     block_class = most_frequent(names)  # the class of the transformer blocks
     if block_class is None:
         raise HolmesError(
-            "--holmes-profile: no layer class of the model repeats: nothing to measure layer by layer")
+            "--holmes-profile: no layer class of the model repeats: nothing to measure layer by layer"
+        )
     block_indices = [index for index, name in enumerate(names) if name == block_class]
     labels: list[str | int] = []
     block_number = -1  # of the latest block; -1: before the first one
@@ -106,8 +113,9 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
     prof = profiler(steps)
-    labelled_modules = [(label, layer) for label, layer in own_layers(engine.module)
-                        if isinstance(layer, Module)]  # functions take no hooks
+    labelled_modules = [
+        (label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)
+    ]  # functions take no hooks
     prof.watch(labelled_modules)  # adds hooks that time each module
 
     timed_kinds = dict(KINDS)  # name of an instruction -> kind of work
@@ -120,7 +128,9 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     for instruction, function in class_table.items():
         kind = timed_kinds.get(instruction.__name__)
         if kind is not None:
-            timed = prof.span(kind)  # a context manager, here used as a decorator: it times each call
+            timed = prof.span(
+                kind
+            )  # a context manager, here used as a decorator: it times each call
             engine._INSTRUCTION_MAP[instruction] = timed(function)
     return prof
 
@@ -143,7 +153,9 @@ def _train_batch(current, call, instance):
     if prof.finished:  # this was the last measured step
         _profilers[instance] = None  # later steps are not measured
         prof.release()  # removes the hooks from the layers
-        del instance._INSTRUCTION_MAP  # the copy with timed functions; the class has the original table
+        del (
+            instance._INSTRUCTION_MAP
+        )  # the copy with timed functions; the class has the original table
         _write_profile(current, instance, prof)
     return result
 
@@ -194,6 +206,10 @@ def _activation_bytes(engine: Any) -> int:
 
 
 PATCHES = (
-    Patch(PROFILE, "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
-          "--holmes-profile: where a step begins and ends; the rest is measured inside it", _train_batch),
+    Patch(
+        PROFILE,
+        "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
+        "--holmes-profile: where a step begins and ends; the rest is measured inside it",
+        _train_batch,
+    ),
 )

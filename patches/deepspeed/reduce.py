@@ -53,26 +53,33 @@ def unsupported(engine: Any) -> str | None:
     optimizer = engine.optimizer
     name = type(optimizer).__name__
     is_supported_wrapper = name in (
-        "BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer",
-    )  # fmt: skip
-    is_plain_optimizer = optimizer is engine.basic_optimizer  # torch's, without a wrapper of DeepSpeed
+        "BF16_Optimizer",
+        "FP16_Optimizer",
+        "FP16_UnfusedOptimizer",
+        "DeepSpeedZeroOptimizer",
+    )
+    is_plain_optimizer = (
+        optimizer is engine.basic_optimizer
+    )  # torch's, without a wrapper of DeepSpeed
     is_zero = name == "DeepSpeedZeroOptimizer"
     reasons = {  # reason -> whether it holds
-        f"the engine is a {type(engine).__name__}, whose schedule is its own":
-            type(engine) is not PipelineEngine,
+        f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine)
+        is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
         f"the optimizer is a {name}": not is_plain_optimizer and not is_supported_wrapper,
         f"ZeRO stage {int(engine.zero_optimization_stage())}": engine.zero_optimization_stage() > 1,
         "mixture-of-experts layers": bool(engine.has_moe_layers),
         "expert parallelism": getattr(engine, "_autoep_folding_spec", None) is not None,
-        "sparse gradients": any(getattr(module, "sparse", False) for module in engine.module.modules()),
+        "sparse gradients": any(
+            getattr(module, "sparse", False) for module in engine.module.modules()
+        ),
         "sequence parallelism": engine.sequence_parallel_size != 1,
         "torch_autocast": read_by_version("torch_autocast", engine),
         "the optimizer's state is offloaded": bool(engine.zero_use_cpu_optimizer()),
         "ZenFlow": read_by_version("zenflow", engine),
         "DeepCompile": read_by_version("deepcompile", engine),
-        "ZeRO 1 accumulates beside the gradients":
-            is_zero and read_by_version("accumulates_apart", optimizer),
+        "ZeRO 1 accumulates beside the gradients": is_zero
+        and read_by_version("accumulates_apart", optimizer),
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
 
@@ -87,7 +94,9 @@ class _Overlap:
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
-        self.holds = one_queue and engine.stage_id > 0  # whether buckets wait for the end of the pass
+        self.holds = (
+            one_queue and engine.stage_id > 0
+        )  # whether buckets wait for the end of the pass
         current = session.active()  # None if this process was started without holmes
         if one_queue and current is not None:
             tell(current, _ONE_QUEUE, once=True)
@@ -103,7 +112,9 @@ class _Overlap:
         An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
         frozen, a new one replaces it. The reducer divides and sums like DeepSpeed's allreduce_bucket.
         """
-        from holmes_ext.runtime.reduce.reducer import GradientReducer  # torch has been loaded by now
+        from holmes_ext.runtime.reduce.reducer import (
+            GradientReducer,
+        )  # torch has been loaded by now
 
         engine = self.engine
         source = self.source
@@ -144,7 +155,9 @@ def overlap_of(engine: Any) -> _Overlap | None:
     """
     if engine in _overlaps:
         return _overlaps[engine]
-    current = session.active()  # has plan and options; None if this process was started without holmes
+    current = (
+        session.active()
+    )  # has plan and options; None if this process was started without holmes
     # For each stage, whether it is to overlap. A stage without data parallelism reduces nothing.
     wanted = [engine.is_data_parallel] * engine.num_stages
     if current is not None and engine.is_data_parallel:
@@ -156,7 +169,9 @@ def overlap_of(engine: Any) -> _Overlap | None:
             problem = "DeepSpeed's gradient reduction cannot be overlapped"
             raise HolmesError(f"--holmes-require overlap: {problem}: {reason}")
         if engine.global_rank == 0:
-            tell_user(f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}")
+            tell_user(
+                f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
+            )
     is_overlapped = wanted[engine.stage_id] and not reason
     # A proxy, because a value that refers to its key would keep the engine in the WeakKeyDictionary for ever.
     _overlaps[engine] = _Overlap(weakref.proxy(engine)) if is_overlapped else None
@@ -195,7 +210,9 @@ def _start_countdown(call, instance, pipe_schedule):
     overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is not None:
         is_training = isinstance(pipe_schedule, TrainSchedule)
-        overlap.backwards_left = instance.micro_batches if is_training else 0  # read by _run_backward
+        overlap.backwards_left = (
+            instance.micro_batches if is_training else 0
+        )  # read by _run_backward
     return call()
 
 
@@ -214,7 +231,9 @@ def _run_backward(call, instance):
     if overlap.backwards_left != 0:
         return call()
     overlap.prepare()  # makes the reducer
-    overlap.reducer.arm(hold=overlap.holds)  # hold=True: send no bucket before _send_held_buckets runs
+    overlap.reducer.arm(
+        hold=overlap.holds
+    )  # hold=True: send no bucket before _send_held_buckets runs
     # BF16_Optimizer has float32 sums of gradients. Inside last_backward(), each gradient is added to its sum
     # when its bucket is sent.
     with overlap.source.last_backward():
@@ -257,13 +276,29 @@ def _finish_reduction(call, instance):
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
-    Patch(OVERLAP, f"{_ENGINE}._exec_schedule",
-          "where a batch begins, to know which backward pass is its last", _start_countdown),
-    Patch(OVERLAP, f"{_ENGINE}._exec_backward_pass",
-          "the engine reduces nothing before its last backward pass has ended", _run_backward,
-          parameters=("buffer_id",)),
-    Patch(OVERLAP, f"{_ENGINE}._exec_reduce_tied_grads",
-          "after the last gradient's send, before any reduction", _send_held_buckets),
-    Patch(OVERLAP, f"{_ENGINE}._exec_reduce_grads",
-          "what is left of the reduction, in place of the whole of it", _finish_reduction),
-)  # fmt: skip
+    Patch(
+        OVERLAP,
+        f"{_ENGINE}._exec_schedule",
+        "where a batch begins, to know which backward pass is its last",
+        _start_countdown,
+    ),
+    Patch(
+        OVERLAP,
+        f"{_ENGINE}._exec_backward_pass",
+        "the engine reduces nothing before its last backward pass has ended",
+        _run_backward,
+        parameters=("buffer_id",),
+    ),
+    Patch(
+        OVERLAP,
+        f"{_ENGINE}._exec_reduce_tied_grads",
+        "after the last gradient's send, before any reduction",
+        _send_held_buckets,
+    ),
+    Patch(
+        OVERLAP,
+        f"{_ENGINE}._exec_reduce_grads",
+        "what is left of the reduction, in place of the whole of it",
+        _finish_reduction,
+    ),
+)

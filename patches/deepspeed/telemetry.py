@@ -1,10 +1,10 @@
 """Reports training steps, passes and process groups of DeepSpeed's engines to other modules of holmes.
 
-    telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and what each
-                process group is for. The watchdog reads these records, too.
-    adapt       (adapt) changes the plan while the job runs, by measured times. Before a training step
-                it may change the number of micro-batches in flight of each pipeline stage: those whose
-                forward pass has begun, and whose backward pass has not ended.
+telemetry   (runtime/measure/telemetry.py) records when each training step begins and ends, and what each
+            process group is for. The watchdog reads these records, too.
+adapt       (adapt) changes the plan while the job runs, by measured times. Before a training step
+            it may change the number of micro-batches in flight of each pipeline stage: those whose
+            forward pass has begun, and whose backward pass has not ended.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def _train_batch(call, instance):
         return call()  # DeepSpeed's train_batch
     recorder.step_begins()
     result = call()
-    recorder.step_done("engine", _tokens(instance))  # "engine": the engine reports the step, not the program
+    recorder.step_done(
+        "engine", _tokens(instance)
+    )  # "engine": the engine reports the step, not the program
     return result
 
 
@@ -52,7 +54,9 @@ def _tokens(engine: Any) -> int:
         if not is_token_numbers or not engine.is_first_stage():
             return 0
         sequence_length = tensor.shape[1]
-        return engine.train_batch_size() * sequence_length  # the batch size counts samples of all ranks
+        return (
+            engine.train_batch_size() * sequence_length
+        )  # the batch size counts samples of all ranks
     except (AttributeError, KeyError, IndexError, TypeError):
         return 0  # the input is something else; telemetry must not stop the training
 
@@ -133,7 +137,9 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if not network_api:  # the backend is neither gloo nor NCCL
         return call()
     is_training = type(pipe_schedule) is TrainSchedule
-    if not is_training or unsupported(instance):  # unsupported(): why edges.py cannot replace the schedule
+    if not is_training or unsupported(
+        instance
+    ):  # unsupported(): why edges.py cannot replace the schedule
         return call()
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)
@@ -148,12 +154,27 @@ _PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
     Patch(TELEMETRY, f"{_PIPE}.train_batch", "a step of the pipeline engine", _train_batch),
-    Patch(TELEMETRY, "deepspeed.runtime.engine:DeepSpeedEngine.step", "a step of the plain engine",
-          _engine_step),
-    *(Patch(TELEMETRY, f"{_PIPE}._exec_{kind}_pass", "spans of the trace",
-            inside(partial(telemetry.span, kind)))
-      for kind in ("forward", "backward")),
-    Patch(TELEMETRY, "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-          "the pipeline's size tells what each group is for", _report_sizes, parameters=("topology",)),
+    Patch(
+        TELEMETRY,
+        "deepspeed.runtime.engine:DeepSpeedEngine.step",
+        "a step of the plain engine",
+        _engine_step,
+    ),
+    *(
+        Patch(
+            TELEMETRY,
+            f"{_PIPE}._exec_{kind}_pass",
+            "spans of the trace",
+            inside(partial(telemetry.span, kind)),
+        )
+        for kind in ("forward", "backward")
+    ),
+    Patch(
+        TELEMETRY,
+        "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
+        "the pipeline's size tells what each group is for",
+        _report_sizes,
+        parameters=("topology",),
+    ),
     Patch(ADAPT, f"{_PIPE}._exec_schedule", "where a step of training begins", _exec_schedule),
-)  # fmt: skip
+)

@@ -66,7 +66,9 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     Raises:
         HolmesError: The two-level sum failed. The message has the bucket, the ranks and their network.
     """
-    is_gradient = bool(_averaging.instances)  # true while DeepSpeed's functions that average a bucket run
+    is_gradient = bool(
+        _averaging.instances
+    )  # true while DeepSpeed's functions that average a bucket run
     holmes_is_off = session.active() is None
     if not is_gradient or holmes_is_off:
         return call()  # deepspeed.comm.all_reduce
@@ -86,7 +88,9 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     except RuntimeError as error:  # gloo and NCCL raise it, e.g. if another rank has died
         bucket = f"a bucket of {tensor.numel()} elements"
         ranks = group_ranks(group)
-        fabric = session.require().fabric_of(ranks, backend_of(group))  # the network between these ranks
+        fabric = session.require().fabric_of(
+            ranks, backend_of(group)
+        )  # the network between these ranks
         raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
 
 
@@ -129,8 +133,11 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
             raise HolmesError(
                 "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
-                "--holmes-overlap on")
-        _hierarchical_reductions[group] = hierarchical_for(group, size, spec)  # makes process groups
+                "--holmes-overlap on"
+            )
+        _hierarchical_reductions[group] = hierarchical_for(
+            group, size, spec
+        )  # makes process groups
     return _hierarchical_reductions[group]
 
 
@@ -158,7 +165,9 @@ def _report_zero_3(current, call, instance):
     result = call()  # DeepSpeedEngine._configure_zero_optimizer
     if instance.zero_optimization_stage() == 3:
         tell(current, _zero_3_message(current, instance))
-        current.keeps_own_reduction = True  # so as_planned.py does not report that the plan has another one
+        current.keeps_own_reduction = (
+            True  # so as_planned.py does not report that the plan has another one
+        )
     return result
 
 
@@ -175,7 +184,9 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     clusters = plan.by_cluster(ranks)  # name of a cluster -> its ranks
     if len(clusters) < 2:
         return ""
-    parameters = engine.module.parameters()  # ZeRO 3 stores the size of the whole parameter in ds_numel
+    parameters = (
+        engine.module.parameters()
+    )  # ZeRO 3 stores the size of the whole parameter in ds_numel
     weight_bytes = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in parameters))
     # ZeRO 3 makes one gather for each module that has parameters of its own.
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
@@ -189,8 +200,10 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     hpz_size = engine.zero_hpz_partition_size()
     gathered_weights = forward_only if hpz_size > 1 else in_both_passes
     seconds = sharded_seconds(plan, ranks, gathered_weights, network_api)
-    text = (f"ZeRO 3 gathers {format_bytes(weight_bytes)} of weights across clusters {', '.join(clusters)} "
-            f"in every micro-batch, {seconds:.3g} s of it (predicted)")
+    text = (
+        f"ZeRO 3 gathers {format_bytes(weight_bytes)} of weights across clusters {', '.join(clusters)} "
+        f"in every micro-batch, {seconds:.3g} s of it (predicted)"
+    )
     if hpz_size > 1:
         hpz_groups = [range(rank, rank + hpz_size) for rank in range(0, plan.world_size, hpz_size)]
         crossing = straddling_rows(plan, hpz_groups)  # names a group with ranks in several clusters
@@ -202,8 +215,10 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     if smallest_cluster < 2:
         return text
     hpz_seconds = sharded_seconds(plan, ranks, forward_only, network_api)
-    return (f"{text}; with zero_hpz_partition_size {smallest_cluster} the backward pass gathers inside "
-            f"clusters: {hpz_seconds:.3g} s; ZeRO 1 and 2 send less still")
+    return (
+        f"{text}; with zero_hpz_partition_size {smallest_cluster} the backward pass gathers inside "
+        f"clusters: {hpz_seconds:.3g} s; ZeRO 1 and 2 send less still"
+    )
 
 
 @with_session
@@ -228,8 +243,12 @@ def _all_reduce_tied(current, call, instance, tensor, group):
 
     engine = engines_with_tied_reduction[-1]  # the innermost one, which calls this all-reduce
     sizes = grid_sizes(current, engine.grid)
-    tied_sum = tied_sum_of(group, sizes, tensor.device.type)  # None if the plan has no two-level sum for it
-    if tied_sum is None or not tied_sum.takes(tensor):  # takes() refuses small and non-contiguous tensors
+    tied_sum = tied_sum_of(
+        group, sizes, tensor.device.type
+    )  # None if the plan has no two-level sum for it
+    if tied_sum is None or not tied_sum.takes(
+        tensor
+    ):  # takes() refuses small and non-contiguous tensors
         return call()
     # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The two-level
     # sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it is the same.
@@ -241,15 +260,36 @@ _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 PATCHES = (
-    Patch(TWO_LEVEL, "deepspeed.comm.comm:all_reduce",
-          "the sum of a bucket of gradients, for a group that straddles clusters", _all_reduce),
-    *(Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _averaging)
-      for target in (f"{_ENGINE}.allreduce_bucket", f"{_ZERO}.allreduce_bucket",
-                     f"{_ZERO}.gradient_reduction_w_predivide")),
-    Patch(TWO_LEVEL, f"{_ENGINE}._configure_zero_optimizer",
-          "says that ZeRO 3 over several clusters is not helped", _report_zero_3),
-    Patch(TIED, "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
-          "tells the all-reduces of tied gradients from others", _reducing_tied),
-    Patch(TIED, "deepspeed.comm.comm:all_reduce",
-          "every data-parallel rank would send the whole gradient to another cluster", _all_reduce_tied),
-)  # fmt: skip
+    Patch(
+        TWO_LEVEL,
+        "deepspeed.comm.comm:all_reduce",
+        "the sum of a bucket of gradients, for a group that straddles clusters",
+        _all_reduce,
+    ),
+    *(
+        Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _averaging)
+        for target in (
+            f"{_ENGINE}.allreduce_bucket",
+            f"{_ZERO}.allreduce_bucket",
+            f"{_ZERO}.gradient_reduction_w_predivide",
+        )
+    ),
+    Patch(
+        TWO_LEVEL,
+        f"{_ENGINE}._configure_zero_optimizer",
+        "says that ZeRO 3 over several clusters is not helped",
+        _report_zero_3,
+    ),
+    Patch(
+        TIED,
+        "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
+        "tells the all-reduces of tied gradients from others",
+        _reducing_tied,
+    ),
+    Patch(
+        TIED,
+        "deepspeed.comm.comm:all_reduce",
+        "every data-parallel rank would send the whole gradient to another cluster",
+        _all_reduce_tied,
+    ),
+)

@@ -29,7 +29,10 @@ def offsets(group: list[Any]) -> list[int]:
     return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
 
 
-_NEVER = ("0", lambda _: False)  # an entry of the table for the oldest releases, which lack the setting
+_NEVER = (
+    "0",
+    lambda _: False,
+)  # an entry of the table for the oldest releases, which lack the setting
 
 
 def _compact(zero: Any) -> bool:
@@ -48,7 +51,10 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
         ("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
         ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
     ),
-    "decoupled_checkpoint": (_NEVER, ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled())),
+    "decoupled_checkpoint": (
+        _NEVER,
+        ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled()),
+    ),
     # Settings of ZeRO's optimizer (stages 1 and 2).
     # Whether get_gradient_for_reduction returns a copy of the gradient, or one in another buffer than the one
     # that is reduced.
@@ -60,7 +66,7 @@ _TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
         ("0.19.7", lambda zero: zero.round_robin_bit16_offsets),
     ),
     "muon": (_NEVER, ("0.17.6", _muon)),
-}  # fmt: skip
+}
 
 
 def read_by_version(name: str, holder: Any) -> Any:
@@ -71,6 +77,8 @@ def read_by_version(name: str, holder: Any) -> Any:
         holder: The engine or optimizer that has the setting. _TABLE says which of them.
     """
     installed = release_of(installed_version("deepspeed") or "")
-    newest_first = reversed(_TABLE[name])  # pairs (release, function that reads the setting from then on)
+    newest_first = reversed(
+        _TABLE[name]
+    )  # pairs (release, function that reads the setting from then on)
     read_setting = next(reader for since, reader in newest_first if Version(since) <= installed)
     return read_setting(holder)

@@ -53,7 +53,9 @@ class Location:
         self.target = patch.target  # "module:qualname"
         self.package = patch.module.partition(".")[0]  # "torch" of "torch.distributed"
         self.parent, self.name = _locate(patch.module, patch.qualname)  # parent: a module or class
-        self.is_inherited = self.name not in vars(self.parent)  # a base class of the parent defines it
+        self.is_inherited = self.name not in vars(
+            self.parent
+        )  # a base class of the parent defines it
         self.original = _stored_value(self.parent, self.name)
         self.value = self.original  # the attribute's value now
         self.patches: list[Patch] = []  # in the order in which they were applied
@@ -67,7 +69,9 @@ class Location:
         if not patch.parameters:
             return
         try:
-            names = signature_of(getattr(self.parent, self.name)).parameters  # name -> inspect.Parameter
+            names = signature_of(
+                getattr(self.parent, self.name)
+            ).parameters  # name -> inspect.Parameter
         except (TypeError, ValueError):
             raise Misfit(f"{patch.target} has no signature to check") from None
         reason = missing_parameters(patch, names)  # in words; None if none is missing
@@ -108,7 +112,9 @@ class Location:
         decorator = type(value) if isinstance(value, (staticmethod, classmethod)) else None
         function = value.__func__ if decorator else value
         is_in_class = not isinstance(self.parent, ModuleType)
-        has_self = is_in_class and decorator is not staticmethod  # of a classmethod, the class is `self`
+        has_self = (
+            is_in_class and decorator is not staticmethod
+        )  # of a classmethod, the class is `self`
 
         @functools.wraps(function)
         def call(*args, **kwargs):
@@ -120,7 +126,9 @@ class Location:
                 # Python's way to bind a function to an instance, as the access `instance.method` does.
                 target = function.__get__(instance, type(instance))
             if patch not in self.patches:
-                return target(*args, **kwargs)  # the patch was removed, but somebody still holds `call`
+                return target(
+                    *args, **kwargs
+                )  # the patch was removed, but somebody still holds `call`
             return patch.wrap(target, instance, args, kwargs)  # the wrapper may call `target`
 
         return decorator(call) if decorator else call
@@ -132,7 +140,9 @@ class Location:
         # Somebody else may have replaced the wrapper that holmes set.
         is_changed_by_others = is_patched and vars(self.parent).get(self.name) is not former
         if is_changed_by_others:
-            _log.warning("holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target)
+            _log.warning(
+                "holmes: %s was changed by somebody else meanwhile: it stays as it is", self.target
+            )
         elif value is self.original and self.is_inherited:
             delattr(self.parent, self.name)  # the base class's attribute is found again
         else:
@@ -186,7 +196,9 @@ def _imported_modules(package):
     """Return all modules of a top-level package that are imported, e.g. of "torch"."""
     # Only names are copied: list(sys.modules.items()) makes tuples, which may start the garbage collector.
     # Its finalizers may import modules, and so change sys.modules while the list is made.
-    names = [name for name in list(sys.modules) if name == package or name.startswith(package + ".")]
+    names = [
+        name for name in list(sys.modules) if name == package or name.startswith(package + ".")
+    ]
     modules = [sys.modules.get(name) for name in names]
     return [module for module in modules if isinstance(module, ModuleType)]
 
@@ -199,16 +211,23 @@ def find_module(name: str) -> ModuleSpec | None:
 
     importlib.util.find_spec() would import the packages above the module. This function imports nothing.
     """
-    path, parent = None, name.rpartition(".")[0]  # path: folders to search; None for a top-level module
+    path, parent = (
+        None,
+        name.rpartition(".")[0],
+    )  # path: folders to search; None for a top-level module
     if parent:
         package = find_module(parent)
         path = package.submodule_search_locations if package else None
         if path is None:
             return None
     # wrapt's import hooks are left out: they would import the packages above the module.
-    finders = [finder for finder in sys.meta_path if not type(finder).__module__.startswith("wrapt")]
+    finders = [
+        finder for finder in sys.meta_path if not type(finder).__module__.startswith("wrapt")
+    ]
     found = (finder.find_spec(name, path) for finder in finders)
-    return next(filter(None, found), None)  # the first finder that knows the module, as in an import
+    return next(
+        filter(None, found), None
+    )  # the first finder that knows the module, as in an import
 
 
 def source_misfit(patch: Patch) -> str | None:
@@ -230,14 +249,21 @@ def source_misfit(patch: Patch) -> str | None:
         bindings = [statement for statement in statements if _binds(statement, part)]
         if not bindings:
             # The name may be inherited or made at run time. Otherwise it certainly does not exist.
-            return None if _may_have_more(node, statements) else f"{patch.module} has no {patch.qualname}"
+            return (
+                None
+                if _may_have_more(node, statements)
+                else f"{patch.module} has no {patch.qualname}"
+            )
         node = bindings[-1]  # the last definition of a name is in effect
         if not isinstance(node, _DEFINITIONS):
             return None  # an assignment or an import made the name: the source does not show its parameters
     if isinstance(node, ast.ClassDef):
         return None  # a class: its parameters are not checked here
     arguments = node.args
-    names = {argument.arg for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    names = {
+        argument.arg
+        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    }
     return missing_parameters(patch, names)
 
 
@@ -267,9 +293,15 @@ def _binds(statement, name):
     if isinstance(statement, _DEFINITIONS):
         return statement.name == name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return any((alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names)
+        return any(
+            (alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names
+        )
     # An assignment `a = b = 1` has several targets. `a: int = 1`, `a += 1` and `for a in ...` have one.
-    targets = statement.targets if isinstance(statement, ast.Assign) else [getattr(statement, "target", None)]
+    targets = (
+        statement.targets
+        if isinstance(statement, ast.Assign)
+        else [getattr(statement, "target", None)]
+    )
     nodes = [node for target in targets if target for node in ast.walk(target)]
     return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
 
@@ -286,7 +318,9 @@ def _may_have_more(node, statements):
     """
     if isinstance(node, ast.ClassDef):
         return bool(node.bases or node.keywords or node.decorator_list)  # a metaclass is a keyword
-    if any(isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in statements):
+    if any(
+        isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in statements
+    ):
         return True
     used_names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
     return bool(used_names & {"globals", "vars", "setattr"}) or any(

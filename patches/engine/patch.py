@@ -59,7 +59,9 @@ class Feature:
 
     name: str  # as HOLMES_DISABLE and --holmes-require take it
     versions: str  # package and PEP 440 range, as in "deepspeed>=0.19,<0.20"
-    tried: tuple[str, ...] = ()  # versions that the feature was run with, at least the oldest and the newest
+    tried: tuple[
+        str, ...
+    ] = ()  # versions that the feature was run with, at least the oldest and the newest
     option: str = ""  # name of the option that switches the feature on; "" if every job uses it
     idle: tuple[str, ...] = ()  # values of `option` that leave the feature off
 
@@ -69,13 +71,17 @@ class Feature:
     version_of: Callable[[], str | None] | None = None
 
     read: tuple[str, ...] = ()  # versions whose source was compared only, without a run
-    binding: bool = False  # whether the job ends if the framework is imported and a patch does not fit it
+    binding: bool = (
+        False  # whether the job ends if the framework is imported and a patch does not fit it
+    )
     what: str = ""  # what the feature does for the user, in a few words
     #: The function of holmes_ext that switches the feature on when a program uses it, instead of an option.
     only_by: str = ""
 
     def __post_init__(self):
-        Requirement(self.versions)  # raises InvalidRequirement, a ValueError, if the range is malformed
+        Requirement(
+            self.versions
+        )  # raises InvalidRequirement, a ValueError, if the range is malformed
 
     @cached_property
     def requirement(self) -> Requirement:
@@ -124,7 +130,11 @@ class Feature:
         if version is None or release_of(version).release[:2] <= newest.release[:2]:
             return ""
         names_no_release = release_of(version) is UNKNOWN
-        status = "says nothing" if names_no_release else f"is newer than {newest}, the newest that was tried"
+        status = (
+            "says nothing"
+            if names_no_release
+            else f"is newer than {newest}, the newest that was tried"
+        )
         return f"{self.requirement.name} {version} {status}: patches that fit are on"
 
 
@@ -156,7 +166,9 @@ class Patch:
     #: by_name (wrap.py) found are added.
     parameters: tuple[str, ...] = ()
 
-    only: str = ""  # PEP 440 range of the feature's versions that have this target; "" for all of them
+    only: str = (
+        ""  # PEP 440 range of the feature's versions that have this target; "" for all of them
+    )
 
     def __post_init__(self):
         read_by_wrap = getattr(self.wrap, "parameters", ())
@@ -183,7 +195,11 @@ class Patch:
         The field `only` limits a patch to the versions that have the patched function. An unknown version
         (None) is accepted.
         """
-        return not self.only or version is None or SpecifierSet(self.only).contains(release_of(version))
+        return (
+            not self.only
+            or version is None
+            or SpecifierSet(self.only).contains(release_of(version))
+        )
 
 
 class PatchModule(NamedTuple):

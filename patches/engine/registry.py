@@ -121,12 +121,15 @@ class Registry:
             progress = self._features.setdefault(name, Progress(patch.feature))
             if any(patch is other for other in progress.patches):
                 continue
-            if patch.feature != progress.feature or target in [other.target for other in progress.patches]:
+            if patch.feature != progress.feature or target in [
+                other.target for other in progress.patches
+            ]:
                 raise ValueError(f"{name}: {target} is given twice, or in two features of one name")
             progress.patches.append(patch)
 
-    def enable(self, names: Iterable[str], required: bool = False,
-               disabled: frozenset[str] | None = None) -> None:
+    def enable(
+        self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
+    ) -> None:
         """Apply the patches of some features.
 
         A patch is applied now if its module is imported, or else when the module is imported later.
@@ -144,7 +147,9 @@ class Registry:
         disabled = self.switched_off() if disabled is None else disabled
         for name in names:
             if name in self._elsewhere and name not in self._features:
-                raise HolmesError(f"feature {name} belongs to an extension that this job does not use")
+                raise HolmesError(
+                    f"feature {name} belongs to an extension that this job does not use"
+                )
             if name not in self._features:
                 raise HolmesError(_unknown(name, self._known_names()))
         for name in names:
@@ -157,7 +162,10 @@ class Registry:
                 progress.required |= required
                 if progress.off is None:
                     continue  # an earlier call has enabled it
-                progress.off, progress.begun = None, False  # it is on from now on, without applied patches
+                progress.off, progress.begun = (
+                    None,
+                    False,
+                )  # it is on from now on, without applied patches
                 # With version_of, the version is known only after the import (_apply_ready_patches).
                 if not progress.feature.version_of:
                     progress.version = progress.feature.installed()
@@ -168,7 +176,9 @@ class Registry:
             self._load_imported(progress.feature)
             # A module whose import has begun may lack functions, so patches cannot be judged.
             half_imported = [
-                module for module in progress.modules if module in sys.modules and not is_imported(module)
+                module
+                for module in progress.modules
+                if module in sys.modules and not is_imported(module)
             ]
             if half_imported:
                 reason = f"{half_imported[0]} is just being imported: enable holmes before"
@@ -261,11 +271,17 @@ class Registry:
             # A required feature must also be in use: another option switches it on (asked_by).
             if not (feature := self._features[name].feature).asked_for(options):
                 raise HolmesError(
-                    f"--holmes-require {name}: it is used with {feature.asked_by}; give that too")
-        wanted = [progress.feature for name, progress in self._features.items() if name not in required]
+                    f"--holmes-require {name}: it is used with {feature.asked_by}; give that too"
+                )
+        wanted = [
+            progress.feature for name, progress in self._features.items() if name not in required
+        ]
         # A framework with version_of may have no package, so installed() does not find it.
-        self.enable(feature.name for feature in wanted
-                    if feature.asked_for(options) and (feature.version_of or feature.installed()))
+        self.enable(
+            feature.name
+            for feature in wanted
+            if feature.asked_for(options) and (feature.version_of or feature.installed())
+        )
         for progress in self._features.values():
             # The job ends if the framework of a binding feature is imported later and a patch does not fit.
             progress.required |= progress.feature.binding and progress.off is None
@@ -305,9 +321,17 @@ class Registry:
         for progress in self._on_features_of(modules):
             self._watch_all(progress)
         with self._lock:
-            return [PatchStatus(name, patch.target, progress.state(patch), progress.off or patch.reason,
-                                progress.version)
-                    for name, progress in self._features.items() for patch in progress.patches]
+            return [
+                PatchStatus(
+                    name,
+                    patch.target,
+                    progress.state(patch),
+                    progress.off or patch.reason,
+                    progress.version,
+                )
+                for name, progress in self._features.items()
+                for patch in progress.patches
+            ]
 
     def summary(self) -> tuple[list[str], dict[str, str]]:
         """Return the features that are on, and those that were wanted but are off, with the reason.
@@ -316,10 +340,16 @@ class Registry:
         is not known whether its framework is there.
         """
         with self._lock:
-            on = [name for name, progress in self._features.items()
-                  if progress.off is None and (progress.applied or not progress.feature.version_of)]
-            return on, {name: progress.off for name, progress in self._features.items()
-                        if progress.off and progress.off != UNWANTED}
+            on = [
+                name
+                for name, progress in self._features.items()
+                if progress.off is None and (progress.applied or not progress.feature.version_of)
+            ]
+            return on, {
+                name: progress.off
+                for name, progress in self._features.items()
+                if progress.off and progress.off != UNWANTED
+            }
 
     def untried(self) -> dict[str, list[str]]:
         """Return the features that are on under a version that they do not support (--holmes-try).
@@ -341,8 +371,11 @@ class Registry:
         Only features that are on count. Those that untried() returns are left out.
         """
         with self._lock:
-            texts = {progress.feature.beyond_tried(progress.version) for progress in self._features.values()
-                     if progress.off is None and not progress.untried}
+            texts = {
+                progress.feature.beyond_tried(progress.version)
+                for progress in self._features.values()
+                if progress.off is None and not progress.untried
+            }
             return sorted(texts - {""})
 
     def states(self) -> dict[str, str]:
@@ -431,7 +464,9 @@ class Registry:
             for patch in progress.patches
             if patch not in progress.applied and patch.is_for_version(progress.version)
         ]
-        ready = [patch for patch in pending if patch.module == imported or is_imported(patch.module)]
+        ready = [
+            patch for patch in pending if patch.module == imported or is_imported(patch.module)
+        ]
         # The attributes to change: a Location is shared by all patches of one attribute.
         locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
         for patch, location in locations.items():

@@ -47,7 +47,9 @@ _NO_DEFAULT = object()  # differs from every argument
 class Parameters:
     """Parameters of one function, without `self`, `*args` and `**kwargs`."""
 
-    positions: dict[str, int]  # name -> position, of parameters that may be passed by position; sorted
+    positions: dict[
+        str, int
+    ]  # name -> position, of parameters that may be passed by position; sorted
     defaults: dict[str, Any]  # name -> default, of parameters that have one
     names: frozenset[str]
     positional_only: frozenset[str]
@@ -72,7 +74,9 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
         return signature  # no decorator hides it
     # The decorator's closure holds the original function. A closure stores each outer variable in a cell.
     cells = getattr(inspect.unwrap(function), "__closure__", None) or ()
-    functions_in_closure = [cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)]
+    functions_in_closure = [
+        cell.cell_contents for cell in cells if inspect.isfunction(cell.cell_contents)
+    ]
     if len(functions_in_closure) != 1:
         return signature  # not a decorator, or it is not certain which function it calls
     return inspect.signature(functions_in_closure[0])
@@ -90,7 +94,9 @@ def parameters_of(target: Callable[..., Any]) -> Parameters:
     return _read_parameters(function, is_method=True)
 
 
-@lru_cache(maxsize=1024)  # reading a signature takes some 20 us, and p2p.send is called for every micro-batch
+@lru_cache(
+    maxsize=1024
+)  # reading a signature takes some 20 us, and p2p.send is called for every micro-batch
 def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameters:
     """Return the parameters of a function. Of a method, the first parameter (`self`) is left out."""
     signature = signature_of(function)
@@ -196,7 +202,9 @@ class Call:
                 values.append(self.kwargs[name])
             elif name in parameters.defaults:
                 values.append(parameters.defaults[name])
-            elif name in fallbacks and name not in parameters.names:  # the installed target lacks it
+            elif (
+                name in fallbacks and name not in parameters.names
+            ):  # the installed target lacks it
                 values.append(fallbacks[name])
             else:
                 # The program left out a required argument: bind() raises Python's own TypeError.
@@ -274,7 +282,9 @@ def arguments_of(
     return {**parameters_of(target).defaults, **_given(target, args, kwargs)}
 
 
-def _given(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def _given(
+    target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of one call of a function, by parameter name. Defaults are not included.
 
     Raises:
@@ -322,12 +332,18 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """
     parameters = list(inspect.signature(wrapper).parameters.values())
     takes_session = parameters[0].name == "current"
-    read = parameters[3:] if takes_session else parameters[2:]  # without `current`, `call` and `instance`
+    read = (
+        parameters[3:] if takes_session else parameters[2:]
+    )  # without `current`, `call` and `instance`
     if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in read):
-        raise TypeError(f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others")
+        raise TypeError(
+            f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others"
+        )
     names = tuple(parameter.name for parameter in read)
     fallbacks = {
-        parameter.name: parameter.default for parameter in read if parameter.default is not parameter.empty
+        parameter.name: parameter.default
+        for parameter in read
+        if parameter.default is not parameter.empty
     }
 
     @wraps(wrapper)

@@ -32,7 +32,11 @@ def _planned_node(current, call, instance):
 
 
 PATCHES = (
-    Patch(RANKS, "lightning.fabric.plugins.environments.lightning:LightningEnvironment.node_rank",
-          "NODE_RANK is the machine's, and stays; the rank that Lightning makes of it must be the renumbered "
-          "one", _planned_node),
-)  # fmt: skip
+    Patch(
+        RANKS,
+        "lightning.fabric.plugins.environments.lightning:LightningEnvironment.node_rank",
+        "NODE_RANK is the machine's, and stays; the rank that Lightning makes of it must be the renumbered "
+        "one",
+        _planned_node,
+    ),
+)

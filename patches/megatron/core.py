@@ -65,24 +65,34 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     ).complete(world_size)
     virtual = arguments["virtual_pipeline_model_parallel_size"]
     if virtual is not None and sizes.pipeline == 1:
-        raise HolmesError(f"virtual_pipeline_model_parallel_size is {virtual}, which needs "
-                          "pipeline_model_parallel_size 2 or more")
+        raise HolmesError(
+            f"virtual_pipeline_model_parallel_size is {virtual}, which needs "
+            "pipeline_model_parallel_size 2 or more"
+        )
     instances = arguments["num_distributed_optimizer_instances"]
     if instances < 1 or (sizes.data * sizes.context) % instances:
-        raise HolmesError(f"num_distributed_optimizer_instances is {instances}, which does not divide "
-                          f"data {sizes.data} x context {sizes.context}")
+        raise HolmesError(
+            f"num_distributed_optimizer_instances is {instances}, which does not divide "
+            f"data {sizes.data} x context {sizes.context}"
+        )
 
     # The experts of a stage can have another grid: expert-parallel, tensor-parallel and data-parallel ranks.
     ranks_of_stage = sizes.data * sizes.tensor * sizes.context
     expert_tensor = arguments["expert_tensor_parallel_size"] or sizes.tensor
-    expert_sizes = f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
+    expert_sizes = (
+        f"expert_model_parallel_size {sizes.expert} x expert_tensor_parallel_size {expert_tensor}"
+    )
     if ranks_of_stage % (expert_tensor * sizes.expert):
         raise HolmesError(f"{expert_sizes} does not divide the {ranks_of_stage} ranks of a stage")
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
-    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1  # in the order of the ranks
+    stages_are_contiguous = (
+        sizes.order.endswith("pp") or sizes.pipeline == 1
+    )  # in the order of the ranks
     if expert_data != sizes.data and not stages_are_contiguous:
-        raise HolmesError(f"order {sizes.order!r} does not end in pp: {expert_sizes} must be tensor "
-                          f"{sizes.tensor} x context {sizes.context}, or let pp stand last")
+        raise HolmesError(
+            f"order {sizes.order!r} does not end in pp: {expert_sizes} must be tensor "
+            f"{sizes.tensor} x context {sizes.context}, or let pp stand last"
+        )
     return sizes
 
 
@@ -92,7 +102,9 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
     holmes plans jobs in which one model uses all ranks, and whose parallel axes are tensor, context, expert,
     data and pipeline. Some versions of megatron-core have arguments for several models or for further axes.
     """
-    has_several_models = arguments.get("rank_offset") or arguments.get("local_world_size") is not None
+    has_several_models = (
+        arguments.get("rank_offset") or arguments.get("local_world_size") is not None
+    )
     if has_several_models:
         return False
     # megatron-core before 0.14: an encoder with pipeline stages of its own.
@@ -101,7 +113,9 @@ def _is_plannable(arguments: Mapping[str, Any]) -> bool:
     if arguments.get("encoder_pipeline_model_parallel_size"):
         return False
     # A further axis, over which tensors are rematerialized (recomputed instead of kept); 1: not used.
-    return arguments.get("gtp_remat_size", 1) == 1 and arguments.get("expert_gtp_remat_size", 1) == 1
+    return (
+        arguments.get("gtp_remat_size", 1) == 1 and arguments.get("expert_gtp_remat_size", 1) == 1
+    )
 
 
 @with_session
@@ -122,7 +136,9 @@ def _initialize(current, call, instance):
     arguments = call.arguments()
     job.sizes = None  # forget the sizes of an earlier call
     if _is_plannable(arguments):
-        job.sizes = _checked_sizes(current, arguments)  # other modules of patches/megatron read job.sizes
+        job.sizes = _checked_sizes(
+            current, arguments
+        )  # other modules of patches/megatron read job.sizes
     # Megatron makes many groups and uses few of them. A communicator occupies memory of the GPU.
     with communicators.postponed():
         result = call()
@@ -168,9 +184,11 @@ def _make_neighbour_groups() -> None:
 #: Fields of TransformerConfig, besides the layout, by which a program splits the layers over the stages. Each
 #: takes precedence over the plan.
 _SPLIT_FIELDS = (
-    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
-)  # fmt: skip
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 
 
 def layout_of(layers: tuple[int, ...], mtp_layers: int = 0) -> str:
@@ -228,7 +246,12 @@ def ends_of(current: session.Session, layers: tuple[int, ...], pipeline: int) ->
 
 
 def planned_layout(
-    current: session.Session, pipeline: int, virtual: int, layers: int, mtp_layers: int, own_split: str
+    current: session.Session,
+    pipeline: int,
+    virtual: int,
+    layers: int,
+    mtp_layers: int,
+    own_split: str,
 ) -> str | None:
     """Return the plan's split of the layers as megatron-core's layout string, such as "Ettt|tL".
 
@@ -269,7 +292,8 @@ def planned_layout(
     total = sum(plan.stage_layers)
     if total != layers:
         raise _stage_layers_error(
-            plan, f" adds up to {total} layers, but the model has {layers}; make the plan for this model"
+            plan,
+            f" adds up to {total} layers, but the model has {layers}; make the plan for this model",
         )
     return layout
 
@@ -287,7 +311,9 @@ def refuse_cut_units(plan: Plan, config: Any, cuts: bool) -> None:
     Raises:
         HolmesError: a stage's number of layers is not a multiple of recompute_num_layers.
     """
-    recomputes_units = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    recomputes_units = (
+        config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    )
     if cuts or not recomputes_units:
         return
     unit = config.recompute_num_layers or 1  # layers
@@ -384,15 +410,25 @@ def _last_unit_may_be_shorter() -> bool:
 
 PATCHES = (
     Patch(
-        GROUPS, "megatron.core.parallel_state:initialize_model_parallel",
-        "here the job's sizes become known, before any group is made", _initialize,
+        GROUPS,
+        "megatron.core.parallel_state:initialize_model_parallel",
+        "here the job's sizes become known, before any group is made",
+        _initialize,
         parameters=(
-            "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size",
-            "virtual_pipeline_model_parallel_size", "expert_model_parallel_size",
-            "expert_tensor_parallel_size", "num_distributed_optimizer_instances", "order",
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "virtual_pipeline_model_parallel_size",
+            "expert_model_parallel_size",
+            "expert_tensor_parallel_size",
+            "num_distributed_optimizer_instances",
+            "order",
         ),
     ),
-    Patch(LAYERS, "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-          "the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
-          _set_layers_before_checks),
-)  # fmt: skip
+    Patch(
+        LAYERS,
+        "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
+        "the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
+        _set_layers_before_checks,
+    ),
+)

@@ -27,7 +27,9 @@ from holmes_ext.runtime.start.store import until_gone
 #: The way out in error messages about a call of holmes_ext.initialize_model_parallel that comes too late.
 _ENABLE_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
 #: Another way out, which keeps init_process_group of torch 2.15 from making a communicator (late_start.py).
-_IMPORT_EARLIER = "write `from holmes_ext import initialize_model_parallel` above init_process_group"
+_IMPORT_EARLIER = (
+    "write `from holmes_ext import initialize_model_parallel` above init_process_group"
+)
 
 
 @functools.cache
@@ -49,8 +51,10 @@ def drop_in(enable: Callable[..., None]):
     try:
         from megatron.core import parallel_state
     except ImportError as error:
-        raise HolmesError("initialize_model_parallel needs megatron-core, which cannot be imported here "
-                          f"({error})") from None
+        raise HolmesError(
+            "initialize_model_parallel needs megatron-core, which cannot be imported here "
+            f"({error})"
+        ) from None
     import torch.distributed as dist
 
     if not dist.is_initialized():
@@ -60,7 +64,9 @@ def drop_in(enable: Callable[..., None]):
     def initialize_model_parallel(*args, **kwargs):
         holmes_is_off = session.active() is None
         if holmes_is_off:
-            arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)  # by name
+            arguments = arguments_of(
+                parallel_state.initialize_model_parallel, args, kwargs
+            )  # by name
             _enable_after_init(arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
@@ -85,12 +91,15 @@ def _enable_after_init(arguments: Mapping[str, Any], enable: Callable[..., None]
     from torch.distributed import distributed_c10d
 
     if not dist.is_initialized():
-        raise HolmesError("initialize_model_parallel: call torch.distributed.init_process_group first")
+        raise HolmesError(
+            "initialize_model_parallel: call torch.distributed.init_process_group first"
+        )
     other_groups_exist = len(distributed_c10d._world.pg_map) > 1  # besides the default group
     if other_groups_exist:
         raise HolmesError(
             "initialize_model_parallel comes too late: the program has made process groups already, and "
-            f"ranks cannot change under them; {_ENABLE_EARLIER}")
+            f"ranks cannot change under them; {_ENABLE_EARLIER}"
+        )
     sizes = sizes_of(arguments, dist.get_world_size())
     # No variable may refer to the old group: it would keep the group's listening sockets open, and ranks of
     # the new group would connect to them.

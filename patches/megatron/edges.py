@@ -52,7 +52,9 @@ class _PlannedWarmUpGroup:
     def __init__(self, group: Any, in_flight: int):
         is_last_stage = group.rank() == group.size() - 1
         if not is_last_stage:
-            in_flight = max(in_flight, 2)  # with 1, the schedule would take this stage for the last one
+            in_flight = max(
+                in_flight, 2
+            )  # with 1, the schedule would take this stage for the last one
         self.group = group
         self.in_flight = in_flight
 
@@ -70,7 +72,9 @@ class _Step:
     is of kind "F" (activation of a forward pass) or of kind "B" (gradient of a backward pass).
     """
 
-    def __init__(self, mailbox: Mailbox, receive_order: ReceiveOrder, stage: int, dtype: Any, device: Any):
+    def __init__(
+        self, mailbox: Mailbox, receive_order: ReceiveOrder, stage: int, dtype: Any, device: Any
+    ):
         self.mailbox = mailbox
         self.in_flight = receive_order.in_flight  # planned micro-batches in flight, by stage
         self.stage = stage
@@ -94,12 +98,16 @@ class _Step:
         for peer, direction in self.mailbox.neighbours.items():
             is_next_stage = direction == 1  # -1: the previous stage
             if is_next_stage:
-                sent_forms = [form_of(tensor) for tensor in tensors]  # a form is a pair (shape, dtype)
+                sent_forms = [
+                    form_of(tensor) for tensor in tensors
+                ]  # a form is a pair (shape, dtype)
             else:
                 sent_forms = []  # sent gradients are not checked
             self.mailbox.announce(sent_forms, peer)
 
-            wire = self.mailbox.wire_to(peer)  # encodes tensors for this neighbour, and decodes received ones
+            wire = self.mailbox.wire_to(
+                peer
+            )  # encodes tensors for this neighbour, and decodes received ones
             received_forms = []
             for tensor in tensors:
                 encoded_buffer, _ = wire.incoming(tensor)
@@ -119,7 +127,9 @@ class _Step:
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
-            self.mailbox.passed(kind, micro_batch)  # the mailbox may now post receives for later passes
+            self.mailbox.passed(
+                kind, micro_batch
+            )  # the mailbox may now post receives for later passes
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
         """Wait for the next message of a neighbouring pipeline stage, and return the received tensor.
@@ -164,13 +174,17 @@ def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
     """
     is_used = {
         "the script brings its own P2PCommunicator": arguments.get("p2p_communicator") is not None,
-        "shapes of messages are adjusted by the script": arguments.get("adjust_tensor_shapes_fn") is not None,
+        "shapes of messages are adjusted by the script": arguments.get("adjust_tensor_shapes_fn")
+        is not None,
         "sequence lengths vary": bool(config.variable_seq_lengths),
-        "multi-token prediction has a stage of its own": bool(getattr(config, "mtp_standalone", False)),
+        "multi-token prediction has a stage of its own": bool(
+            getattr(config, "mtp_standalone", False)
+        ),
         "ring exchange": bool(config.use_ring_exchange_p2p),
-        "micro-batches are recomputed by their number in flight":
-            config.num_microbatches_with_partial_activation_checkpoints is not None,
-    }  # fmt: skip
+        "micro-batches are recomputed by their number in flight": (
+            config.num_microbatches_with_partial_activation_checkpoints is not None
+        ),
+    }
     for feature, used in is_used.items():
         if used:
             return feature
@@ -271,7 +285,8 @@ def _planned_receive_order(
     if isinstance(receive_order, ListedOrder):
         raise HolmesError(
             "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
-            "deepspeed or torch, or without that option")
+            "deepspeed or torch, or without that option"
+        )
     return receive_order
 
 
@@ -309,7 +324,14 @@ def _announce(call, instance):
 
 @by_name
 def _communicate(
-    call, instance, tensor_send_next, tensor_send_prev, recv_prev, recv_next, tensor_shape, wait_on_reqs
+    call,
+    instance,
+    tensor_send_next,
+    tensor_send_prev,
+    recv_prev,
+    recv_next,
+    tensor_shape,
+    wait_on_reqs,
 ):
     """Pass the schedule's messages to the mailbox, which does not wait for sends.
 
@@ -352,7 +374,9 @@ class _DecodingRequest:
     def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
         self._work = work  # torch's request, or None if another request waits for the transfer
         self._finish = finish  # decodes the received message into the schedule's tensor, or None
-        self._keep = keep  # tensors whose memory must not be freed before the message has been transferred
+        self._keep = (
+            keep  # tensors whose memory must not be freed before the message has been transferred
+        )
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         if self._work is not None:
@@ -390,16 +414,22 @@ def wires_of(config: Any) -> dict[int, Wire]:
     network_api = network_api_of(backend_of(pipeline_group))
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return {}
-    stage_links = current.plan_for(sizes).traffic_of(network_api).edges  # link i is from stage i to the next
+    stage_links = (
+        current.plan_for(sizes).traffic_of(network_api).edges
+    )  # link i is from stage i to the next
     ranks = group_ranks(pipeline_group)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     stage = ranks.index(current.rank)
-    next_stage = (stage + 1) % len(ranks)  # of the last stage: the first one, in the interleaved schedule
+    next_stage = (stage + 1) % len(
+        ranks
+    )  # of the last stage: the first one, in the interleaved schedule
     previous_stage = (stage - 1) % len(ranks)
 
     wires = {}
     for neighbour, link_index in ((next_stage, stage), (previous_stage, stage - 1)):
-        link = stage_links[link_index % len(stage_links)]  # index -1 is the last link, to the first stage
+        link = stage_links[
+            link_index % len(stage_links)
+        ]  # index -1 is the last link, to the first stage
         # With sequence parallelism the tensor-parallel ranks have different slices already.
         parts = 1 if config.sequence_parallel else link.slices  # into which an activation is cut
         compression = link.narrow  # "off", "bf16" or "int8"
@@ -432,7 +462,9 @@ def _exchange(call, instance, group):
     wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
     is_pipeline_group = group is parallel_state.get_pipeline_model_parallel_group()
     if is_pipeline_group:
-        wires = wires_of(_running_communicators.instances[-1].config)  # of the communicator that calls now
+        wires = wires_of(
+            _running_communicators.instances[-1].config
+        )  # of the communicator that calls now
     arguments = call.arguments()
     encoded_arguments = {}  # name of an argument -> tensor to pass in its place
     decoders = {}  # name of a request, such as "recv_prev" -> function that decodes the received message
@@ -479,22 +511,53 @@ def _decoding_requests(
 
 
 PATCHES = (
-    Patch(SLICES, f"{P2P_MODULE}:P2PCommunicator._communicate",
-          "whether tensor ranks have whole tensors to send, its configuration says", _running_communicators,
-          parameters=("tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape")),
-    *(Patch(SLICES, f"{P2P_MODULE}:{function}",
-            "every tensor rank would send the same tensor to another cluster", _exchange,
-            parameters=PARAMETERS)
-      for function in ("_p2p_ops", "_batched_p2p_ops")),
-    Patch(EDGES, f"{SCHEDULES}:get_tensor_shapes",
-          "what is announced is what has to come, or nobody says what is wrong", _announce),
-    Patch(EDGES, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
-          "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as "
-          "free edges need",
-          _schedule),
-    Patch(EDGES, f"{P2P_MODULE}:P2PCommunicator.__init__",
-          "the schedule takes the number of its warm-up passes from this group", _plan_warm_up,
-          parameters=("pp_group", "config")),
-    Patch(EDGES, f"{P2P_MODULE}:P2PCommunicator._communicate",
-          "all that the schedule sends and receives passes here, and is waited for", _communicate),
-)  # fmt: skip
+    Patch(
+        SLICES,
+        f"{P2P_MODULE}:P2PCommunicator._communicate",
+        "whether tensor ranks have whole tensors to send, its configuration says",
+        _running_communicators,
+        parameters=(
+            "tensor_send_next",
+            "tensor_send_prev",
+            "recv_prev",
+            "recv_next",
+            "tensor_shape",
+        ),
+    ),
+    *(
+        Patch(
+            SLICES,
+            f"{P2P_MODULE}:{function}",
+            "every tensor rank would send the same tensor to another cluster",
+            _exchange,
+            parameters=PARAMETERS,
+        )
+        for function in ("_p2p_ops", "_batched_p2p_ops")
+    ),
+    Patch(
+        EDGES,
+        f"{SCHEDULES}:get_tensor_shapes",
+        "what is announced is what has to come, or nobody says what is wrong",
+        _announce,
+    ),
+    Patch(
+        EDGES,
+        f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
+        "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as "
+        "free edges need",
+        _schedule,
+    ),
+    Patch(
+        EDGES,
+        f"{P2P_MODULE}:P2PCommunicator.__init__",
+        "the schedule takes the number of its warm-up passes from this group",
+        _plan_warm_up,
+        parameters=("pp_group", "config"),
+    ),
+    Patch(
+        EDGES,
+        f"{P2P_MODULE}:P2PCommunicator._communicate",
+        "all that the schedule sends and receives passes here, and is waited for",
+        _communicate,
+    ),
+)

@@ -77,18 +77,26 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
 
     ranks = dist.get_world_size(layer.ep_group)
     experts = ranks * layer.num_local_experts
-    slots = _slots(layer.experts, layer.num_local_experts)  # the parameters in each slot of this rank
+    slots = _slots(
+        layer.experts, layer.num_local_experts
+    )  # the parameters in each slot of this rank
     where = f"{path}, MoE layer {layer.layer_number}"
     fits_layer = placement.ranks == ranks and len(order) == experts
     if not fits_layer:
-        raise HolmesError(f"{where}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
-                          f"has {experts} on {ranks}")
+        raise HolmesError(
+            f"{where}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
+            f"has {experts} on {ranks}"
+        )
     if layer.config.moe_router_num_groups:
-        raise HolmesError(f"{where}: the router chooses among groups of experts that are neighbours "
-                          "(moe_router_num_groups)")
+        raise HolmesError(
+            f"{where}: the router chooses among groups of experts that are neighbours "
+            "(moe_router_num_groups)"
+        )
     if slots is None:
-        raise HolmesError(f"{where}: experts of {type(layer.experts).__name__} are not supported; use "
-                          "moe_grouped_gemm with Transformer Engine, or no grouped GEMM")
+        raise HolmesError(
+            f"{where}: experts of {type(layer.experts).__name__} are not supported; use "
+            "moe_grouped_gemm with Transformer Engine, or no grouped GEMM"
+        )
     with torch.no_grad():
         _move_weights(slots, order, layer.ep_group)
         # The router has tensors with a row for each expert. Their rows get the same order.
@@ -122,7 +130,9 @@ def _move_weights(slots: list[list[Any]], order: tuple[int, ...], group: Any) ->
     # megatron-core has expert e in slot e % per_rank of rank e // per_rank. In each iteration, every rank
     # sends the expert of one slot to all ranks, and each rank keeps those that its own slots need.
     for source_slot in range(per_rank):
-        gathered = [torch.empty_like(own_weights[source_slot]) for _ in range(dist.get_world_size(group))]
+        gathered = [
+            torch.empty_like(own_weights[source_slot]) for _ in range(dist.get_world_size(group))
+        ]
         dist.all_gather(gathered, own_weights[source_slot], group=group)
         for slot, expert in zip(slots, planned_experts):
             if expert % per_rank != source_slot:
@@ -170,6 +180,11 @@ def _slots(experts: Any, count: int) -> list[list[Any]] | None:
 
 
 PATCHES = (
-    Patch(EXPERTS, "megatron.core.transformer.moe.moe_layer:BaseMoELayer.set_layer_number",
-          "a layer's experts are made", _layer_numbered, parameters=("layer_number",)),
-)  # fmt: skip
+    Patch(
+        EXPERTS,
+        "megatron.core.transformer.moe.moe_layer:BaseMoELayer.set_layer_number",
+        "a layer's experts are made",
+        _layer_numbered,
+        parameters=("layer_number",),
+    ),
+)

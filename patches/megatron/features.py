@@ -36,7 +36,11 @@ def megatron_deepspeed_version() -> str | None:
 #: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM (main: 0.20).
 _TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 _core = partial(
-    Feature, versions="megatron-core>=0.11,<0.21", tried=_TRIED, read=("0.11.0",), version_of=loaded_version
+    Feature,
+    versions="megatron-core>=0.11,<0.21",
+    tried=_TRIED,
+    read=("0.11.0",),
+    version_of=loaded_version,
 )
 #: Sends and receives of a stage are methods of a class in P2P_MODULE from 0.14 on, functions of it before.
 _later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
@@ -45,34 +49,71 @@ _lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.
 
 GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
 LAYERS = _core("megatron-layers", what="layers of each stage as planned")
-REDUCTION = _core("megatron-reduction", what="reductions overlap on every stage, in buckets for its fabric")
-GATHER = _core("megatron-gather", option="overlap", idle=("off", "auto"),
-    what="updated weights travel during the next forward pass")
+REDUCTION = _core(
+    "megatron-reduction", what="reductions overlap on every stage, in buckets for its fabric"
+)
+GATHER = _core(
+    "megatron-gather",
+    option="overlap",
+    idle=("off", "auto"),
+    what="updated weights travel during the next forward pass",
+)
 P2P = _core("megatron-p2p", what="stages of one cluster send over its fabric")
 TIED = _later("megatron-tied", what="tied weights' gradients cross clusters once, in parts")
-SLICES = _later("megatron-slices", what="tensor ranks each send a slice of activations across clusters")
-EDGES = _later("megatron-edges", option="inflight", idle=("off",), what="sends between stages do not block")
-ADAPT = _later("megatron-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs")
-RESTART = _later("megatron-restart", option="restart", idle=("tell",),
-    what="after a checkpoint the job starts again with better layers")
-EXPERTS = _later("megatron-experts", option="experts", idle=("",), binding=True,
-    what="experts live where holmes plan --experts placed them")
-PROFILE = _core("megatron-profile", option="profile", idle=("",),
-                what="measures layers for holmes plan --profile")
+SLICES = _later(
+    "megatron-slices", what="tensor ranks each send a slice of activations across clusters"
+)
+EDGES = _later(
+    "megatron-edges", option="inflight", idle=("off",), what="sends between stages do not block"
+)
+ADAPT = _later(
+    "megatron-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs"
+)
+RESTART = _later(
+    "megatron-restart",
+    option="restart",
+    idle=("tell",),
+    what="after a checkpoint the job starts again with better layers",
+)
+EXPERTS = _later(
+    "megatron-experts",
+    option="experts",
+    idle=("",),
+    binding=True,
+    what="experts live where holmes plan --experts placed them",
+)
+PROFILE = _core(
+    "megatron-profile",
+    option="profile",
+    idle=("",),
+    what="measures layers for holmes plan --profile",
+)
 _JOIN: dict[str, Any] = {"option": "join", "idle": ("",), "binding": True}
-JOINED = _later("joined-megatron", versions="megatron-core>=0.16,<0.21", tried=_TRIED[4:], **_JOIN,
-                what="jobs that join: the optimizer takes new weights")
+JOINED = _later(
+    "joined-megatron",
+    versions="megatron-core>=0.16,<0.21",
+    tried=_TRIED[4:],
+    **_JOIN,
+    what="jobs that join: the optimizer takes new weights",
+)
 _PARTS = "joined jobs read different parts of one data set"
 JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", **_JOIN, what=_PARTS)
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
-_mds = partial(Feature, versions="megatron-deepspeed==0.2.*", tried=("0.2.0",),
-               version_of=megatron_deepspeed_version)
-MEGATRON_DEEPSPEED_FLAGS = _mds("megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help")
+_mds = partial(
+    Feature,
+    versions="megatron-deepspeed==0.2.*",
+    tried=("0.2.0",),
+    version_of=megatron_deepspeed_version,
+)
+MEGATRON_DEEPSPEED_FLAGS = _mds(
+    "megatron-deepspeed-flags", what="--holmes flags in pretrain_gpt.py's --help"
+)
 JOINED_MDS_DATA = _mds("joined-megatron-deepspeed", **_JOIN, what=_PARTS)
-MEGATRON_DEEPSPEED_IMPORTS = _mds("megatron-deepspeed-imports",
-    what="empty stubs for missing imports that a GPT never uses")
+MEGATRON_DEEPSPEED_IMPORTS = _mds(
+    "megatron-deepspeed-imports", what="empty stubs for missing imports that a GPT never uses"
+)
 
 P2P_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -87,12 +128,16 @@ OPTIMIZER_STEPS = tuple(
 MEGATRON = EngineTraits(
     "megatron-core",
     features={
-        "overlap": (REDUCTION.name,), "two-level": (REDUCTION.name,), "tied": (TIED.name,),
-        "in-flight": (EDGES.name,), "slices": (SLICES.name,), "narrow": (SLICES.name,),
+        "overlap": (REDUCTION.name,),
+        "two-level": (REDUCTION.name,),
+        "tied": (TIED.name,),
+        "in-flight": (EDGES.name,),
+        "slices": (SLICES.name,),
+        "narrow": (SLICES.name,),
     },
     limits={"zero": (0, 1)},
     two_level_zero=(1,),
-)  # fmt: skip
+)
 
 #: Module of this package -> features of its patches.
 MODULES = {

@@ -31,9 +31,15 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in names():
         value = current.options.value(name)
-        help_text = help_of(name).replace("%", "%%")  # argparse formats help texts with the % operator
-        group.add_argument(flag(name), default=value, choices=choices_of(name) or None, help=help_text)
-    parser.set_defaults(holmes_plan_digest=current.plan.digest, holmes_nodes=list(current.plan.nodes))
+        help_text = help_of(name).replace(
+            "%", "%%"
+        )  # argparse formats help texts with the % operator
+        group.add_argument(
+            flag(name), default=value, choices=choices_of(name) or None, help=help_text
+        )
+    parser.set_defaults(
+        holmes_plan_digest=current.plan.digest, holmes_nodes=list(current.plan.nodes)
+    )
     _escape_percent_signs(parser)
     return parser
 
@@ -63,7 +69,9 @@ def _teach_megatron_lm(current, call, instance):
     """
     parser = call()
     add_flags(parser, current)
-    parser.set_defaults(holmes_stage_layers=list(current.plan.stage_layers))  # recorded in checkpoints
+    parser.set_defaults(
+        holmes_stage_layers=list(current.plan.stage_layers)
+    )  # recorded in checkpoints
     return parser
 
 
@@ -102,7 +110,9 @@ def tell_near_misses(parser):
             if not word.startswith("--"):
                 continue
             misspelt = word.partition("=")[0]  # without the value
-            match = nearest(misspelt, holmes_flags, cutoff=0.75)  # "" if none is as similar (difflib's ratio)
+            match = nearest(
+                misspelt, holmes_flags, cutoff=0.75
+            )  # "" if none is as similar (difflib's ratio)
             if match:
                 parts.append(f"{misspelt}: did you mean {match}?")
         usage_error("; ".join(parts))
@@ -112,10 +122,17 @@ def tell_near_misses(parser):
 
 
 PATCHES = (
-    Patch(LM, "megatron.training.arguments:add_megatron_arguments",
-          "main's pretrain takes no extra_args_provider, and args are what checkpoints record",
-          _teach_megatron_lm, parameters=("parser",)),
-    Patch(MEGATRON_DEEPSPEED_FLAGS, "megatron.arguments:parse_args",
-          "--help names holmes's flags, a misspelt one its near miss; args are what checkpoints record",
-          _teach_megatron_deepspeed),
-)  # fmt: skip
+    Patch(
+        LM,
+        "megatron.training.arguments:add_megatron_arguments",
+        "main's pretrain takes no extra_args_provider, and args are what checkpoints record",
+        _teach_megatron_lm,
+        parameters=("parser",),
+    ),
+    Patch(
+        MEGATRON_DEEPSPEED_FLAGS,
+        "megatron.arguments:parse_args",
+        "--help names holmes's flags, a misspelt one its near miss; args are what checkpoints record",
+        _teach_megatron_deepspeed,
+    ),
+)

@@ -25,10 +25,13 @@ from holmes_ext.runtime.session import tell
 
 #: Arguments by which a user splits the layers over the pipeline stages.
 _SPLIT_ARGUMENTS = (
-    "pipeline_model_parallel_layout", "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers",
-    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
     "num_layers_per_virtual_pipeline_stage",
-)  # fmt: skip
+)
 
 
 @with_session
@@ -93,7 +96,9 @@ def _set_overlap(current: session.Session, args) -> None:
     sizes = current.plan.sizes
     if not sizes or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
-    planned_reductions = current.stages(sizes, args.distributed_backend)  # one for each pipeline stage
+    planned_reductions = current.stages(
+        sizes, args.distributed_backend
+    )  # one for each pipeline stage
     overlaps = [reduction.overlap for reduction in planned_reductions]
     if not any(overlaps):
         return
@@ -130,7 +135,9 @@ def _compare_plans(current, call, instance, checkpoint_args):
         result = call()
     except AssertionError as error:
         # All ranks get here. told_once() prints the error on one rank, and returns one that prints nothing.
-        raise told_once(HolmesError(f"--load: the checkpoint is another model's: {error}")) from None
+        raise told_once(
+            HolmesError(f"--load: the checkpoint is another model's: {error}")
+        ) from None
     saved_digest = getattr(checkpoint_args, "holmes_plan_digest", None)
     if saved_digest is None:  # saved without holmes
         return result
@@ -138,9 +145,14 @@ def _compare_plans(current, call, instance, checkpoint_args):
         return result
     saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
     own_layers = _describe_layers(current.plan.stage_layers)
-    plans = (f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
-             f"here {current.plan.digest[:8]}, {own_layers}")
-    tell(current, f"the checkpoint was saved under another plan ({plans}); it loads where the layers match")
+    plans = (
+        f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
+        f"here {current.plan.digest[:8]}, {own_layers}"
+    )
+    tell(
+        current,
+        f"the checkpoint was saved under another plan ({plans}); it loads where the layers match",
+    )
     return result
 
 
@@ -181,11 +193,23 @@ def _load(current, call, instance):
 
 
 PATCHES = (
-    Patch(LM, "megatron.training.arguments:validate_args",
-          "layers and overlap are set as arguments, before megatron derives others from them", _validate),
-    Patch(LM_CHECKPOINTS, "megatron.training.checkpointing:check_checkpoint_args",
-          "here the arguments that a checkpoint was saved with are known", _compare_plans),
-    Patch(LM_CHECKPOINTS, "megatron.training.checkpointing:load_checkpoint",
-          "another model's tensors end in one line, not in a traceback of every rank", _load,
-          parameters=("load_arg",)),
-)  # fmt: skip
+    Patch(
+        LM,
+        "megatron.training.arguments:validate_args",
+        "layers and overlap are set as arguments, before megatron derives others from them",
+        _validate,
+    ),
+    Patch(
+        LM_CHECKPOINTS,
+        "megatron.training.checkpointing:check_checkpoint_args",
+        "here the arguments that a checkpoint was saved with are known",
+        _compare_plans,
+    ),
+    Patch(
+        LM_CHECKPOINTS,
+        "megatron.training.checkpointing:load_checkpoint",
+        "another model's tensors end in one line, not in a traceback of every rank",
+        _load,
+        parameters=("load_arg",),
+    ),
+)

@@ -65,7 +65,9 @@ def mailbox_of(pipeline_group: Any) -> Mailbox:
         stage_of_rank = {rank: stage for stage, rank in enumerate(ranks)}
         pairs = zip(ranks, ranks[1:])  # of neighbouring stages
         # of_pairs() makes the process groups. They get the settings of the pipeline group, e.g. the timeout.
-        _mailboxes[pipeline_group] = mailbox.of_pairs(pairs, own_rank, stage_of_rank, pipeline_group)
+        _mailboxes[pipeline_group] = mailbox.of_pairs(
+            pairs, own_rank, stage_of_rank, pipeline_group
+        )
     return _mailboxes[pipeline_group]
 
 
@@ -174,7 +176,9 @@ def _unbatched(
         The requests, by names like "send_next".
     """
     groups = neighbour_groups_of(group)
-    if not groups.by_peer and groups.second_group is None:  # the pipeline group uses the fastest network
+    if (
+        not groups.by_peer and groups.second_group is None
+    ):  # the pipeline group uses the fastest network
         return call()
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
@@ -204,7 +208,9 @@ def _unbatched(
     return requests
 
 
-def _group_of_message(groups: _NeighbourGroups, pipeline_group: Any, peer: int, is_send: bool) -> Any:
+def _group_of_message(
+    groups: _NeighbourGroups, pipeline_group: Any, peer: int, is_send: bool
+) -> Any:
     """Return the process group for one unbatched message between this rank and a neighbouring stage's rank.
 
     With two stages, each direction has a group, so that the two directions do not wait for each other. The
@@ -227,15 +233,27 @@ def _group_of_message(groups: _NeighbourGroups, pipeline_group: Any, peer: int, 
 
 #: Parameters that _p2p_ops and _batched_p2p_ops must have: wrappers of these functions read or replace them.
 PARAMETERS = (
-    "tensor_send_prev", "tensor_recv_prev", "tensor_send_next", "tensor_recv_next", "group",
-    "prev_pipeline_rank", "next_pipeline_rank",
-)  # fmt: skip
+    "tensor_send_prev",
+    "tensor_recv_prev",
+    "tensor_send_next",
+    "tensor_recv_next",
+    "group",
+    "prev_pipeline_rank",
+    "next_pipeline_rank",
+)
 
 PATCHES = (
-    Patch(P2P, f"{P2P_MODULE}:_batched_p2p_ops",
-          "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
-          _batched, parameters=PARAMETERS),
-    Patch(P2P, f"{P2P_MODULE}:_p2p_ops",
-          "the same for unbatched p2p; with two stages it sends one direction over the world group",
-          _unbatched),
-)  # fmt: skip
+    Patch(
+        P2P,
+        f"{P2P_MODULE}:_batched_p2p_ops",
+        "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        _batched,
+        parameters=PARAMETERS,
+    ),
+    Patch(
+        P2P,
+        f"{P2P_MODULE}:_p2p_ops",
+        "the same for unbatched p2p; with two stages it sends one direction over the world group",
+        _unbatched,
+    ),
+)

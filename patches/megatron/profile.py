@@ -32,7 +32,9 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 class _State:
     """What this process measures for --holmes-profile."""
 
-    profiler: Profiler | None = None  # None: before the first step, and once the profile has been written
+    profiler: Profiler | None = (
+        None  # None: before the first step, and once the profile has been written
+    )
     #: Spans that stay open when the wrapper of a schedule returns: the step and its part "optimizer". The
     #: wrapper closes them when the next schedule begins.
     open_spans = ExitStack()
@@ -94,7 +96,9 @@ def gradient_bytes(model: Any) -> dict[str | int, float]:
 
 @with_session
 @by_name
-def _schedule(current, call, instance, model, num_microbatches, seq_length, micro_batch_size, forward_only):
+def _schedule(
+    current, call, instance, model, num_microbatches, seq_length, micro_batch_size, forward_only
+):
     """Measure a training step, from the start of its schedule to the start of the next one.
 
     This wrapper runs in place of megatron-core's forward_backward functions, which call() runs. Such a
@@ -111,21 +115,29 @@ def _schedule(current, call, instance, model, num_microbatches, seq_length, micr
 
     if isinstance(model, list):
         if len(model) > 1:
-            raise HolmesError("--holmes-profile: the interleaved schedule is not measured; run with one "
-                              "chunk on each stage, and give the layers of each chunk")
+            raise HolmesError(
+                "--holmes-profile: the interleaved schedule is not measured; run with one "
+                "chunk on each stage, and give the layers of each chunk"
+            )
         model = model[0]
     if state.profiler is None:  # the first step: start to measure
         state.profiler = profiler(current.options.profile_steps)
-        state.profiler.watch(layers_of(model))  # adds hooks that divide the time of a pass among these layers
+        state.profiler.watch(
+            layers_of(model)
+        )  # adds hooks that divide the time of a pass among these layers
     else:  # a later step: the optimizer has run since, so the previous step and its "optimizer" span end
         state.open_spans.close()
     prof = state.profiler
     config = get_model_config(model)
-    if prof.finished:  # the step that has just ended was the last measured one: later ones are not measured
+    if (
+        prof.finished
+    ):  # the step that has just ended was the last measured one: later ones are not measured
         state.profiler = None
         state.is_finished = True
         prof.release()  # remove the hooks from the layers
-        _publish(current, model, config, prof, num_microbatches, tokens=seq_length * micro_batch_size)
+        _publish(
+            current, model, config, prof, num_microbatches, tokens=seq_length * micro_batch_size
+        )
         return call()
     state.open_spans.enter_context(prof.step())  # this step begins
     with _timed_reduction(config, prof):
@@ -157,7 +169,12 @@ def _timed_reduction(config: Any, prof: Profiler) -> Iterator[None]:
 
 
 def _publish(
-    current: session.Session, model: Any, config: Any, prof: Profiler, micro_batches: int, tokens: int
+    current: session.Session,
+    model: Any,
+    config: Any,
+    prof: Profiler,
+    micro_batches: int,
+    tokens: int,
 ) -> None:
     """Write the profile of all pipeline stages. All ranks must call this function.
 
@@ -204,18 +221,50 @@ def _during(kind: str):
     Args:
         kind: Kind of span in the profile, such as "forward" or "send".
     """
-    return inside(lambda: state.profiler.span(kind) if state.profiler is not None else nullcontext())
+    return inside(
+        lambda: state.profiler.span(kind) if state.profiler is not None else nullcontext()
+    )
 
 
 PATCHES = (
-    *(Patch(PROFILE, f"{SCHEDULES}:forward_backward_{name}", "--holmes-profile: where a step begins",
-            _schedule)
-      for name in ("no_pipelining", "pipelining_without_interleaving", "pipelining_with_interleaving")),
-    *(Patch(PROFILE, f"{SCHEDULES}:{kind}_step", f"--holmes-profile: one micro-batch {kind}", _during(kind))
-      for kind in ("forward", "backward")),
-    *(Patch(PROFILE, f"{P2P_MODULE}:{holder}{name}", "--holmes-profile: sends and receives, with waiting",
-            _during("receive" if "recv" in name else "send"), only=only)
-      for holder, only in (("", "<0.14"), ("P2PCommunicator.", ">=0.14"))
-      for name in ("recv_forward", "recv_backward", "send_forward", "send_backward",
-                   "send_forward_recv_backward", "send_backward_recv_forward")),
-)  # fmt: skip
+    *(
+        Patch(
+            PROFILE,
+            f"{SCHEDULES}:forward_backward_{name}",
+            "--holmes-profile: where a step begins",
+            _schedule,
+        )
+        for name in (
+            "no_pipelining",
+            "pipelining_without_interleaving",
+            "pipelining_with_interleaving",
+        )
+    ),
+    *(
+        Patch(
+            PROFILE,
+            f"{SCHEDULES}:{kind}_step",
+            f"--holmes-profile: one micro-batch {kind}",
+            _during(kind),
+        )
+        for kind in ("forward", "backward")
+    ),
+    *(
+        Patch(
+            PROFILE,
+            f"{P2P_MODULE}:{holder}{name}",
+            "--holmes-profile: sends and receives, with waiting",
+            _during("receive" if "recv" in name else "send"),
+            only=only,
+        )
+        for holder, only in (("", "<0.14"), ("P2PCommunicator.", ">=0.14"))
+        for name in (
+            "recv_forward",
+            "recv_backward",
+            "send_forward",
+            "send_backward",
+            "send_forward_recv_backward",
+            "send_backward_recv_forward",
+        )
+    ),
+)

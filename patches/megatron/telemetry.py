@@ -71,7 +71,9 @@ def _optimizer_step(call, instance):
     others, only the outermost step() is recorded.
     """
     recorder = telemetry.recorder  # None if the telemetry is off
-    is_inner_step = bool(_optimizers.instances)  # another optimizer's step() runs, and calls this one
+    is_inner_step = bool(
+        _optimizers.instances
+    )  # another optimizer's step() runs, and calls this one
     if recorder is None or is_inner_step:
         return call()
     with telemetry.span("optimizer"):
@@ -151,15 +153,35 @@ def _save(call, instance):
 
 
 PATCHES = (
-    Patch(TELEMETRY, "megatron.core.parallel_state:initialize_model_parallel",
-          "the job's sizes tell what each group is for", _learn_sizes),
-    Patch(TELEMETRY, f"{SCHEDULES}:forward_step", "spans of the trace; the first one begins a step",
-          inside(_forward)),
-    Patch(TELEMETRY, f"{SCHEDULES}:backward_step", "spans of the trace",
-          inside(partial(telemetry.span, "backward"))),
+    Patch(
+        TELEMETRY,
+        "megatron.core.parallel_state:initialize_model_parallel",
+        "the job's sizes tell what each group is for",
+        _learn_sizes,
+    ),
+    Patch(
+        TELEMETRY,
+        f"{SCHEDULES}:forward_step",
+        "spans of the trace; the first one begins a step",
+        inside(_forward),
+    ),
+    Patch(
+        TELEMETRY,
+        f"{SCHEDULES}:backward_step",
+        "spans of the trace",
+        inside(partial(telemetry.span, "backward")),
+    ),
     *(Patch(TELEMETRY, target, "the end of a step", _optimizer_step) for target in OPTIMIZER_STEPS),
-    Patch(ADAPT, f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
-          "where a step of training begins", _schedule),
-    Patch(RESTART, "megatron.core.dist_checkpointing.serialization:save",
-          "no callback tells that a checkpoint is whole", _save),
-)  # fmt: skip
+    Patch(
+        ADAPT,
+        f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
+        "where a step of training begins",
+        _schedule,
+    ),
+    Patch(
+        RESTART,
+        "megatron.core.dist_checkpointing.serialization:save",
+        "no callback tells that a checkpoint is whole",
+        _save,
+    ),
+)

@@ -22,8 +22,10 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.session import tell
 
 #: Module -> how to have the real one.
-UNUSED = {"deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'",
-          "torchvision": "pip install torchvision"}
+UNUSED = {
+    "deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'",
+    "torchvision": "pip install torchvision",
+}
 
 
 def _package_of(module: str) -> str:
@@ -32,7 +34,9 @@ def _package_of(module: str) -> str:
 
 def _refuse(module: str, name: str) -> HolmesError:
     package = _package_of(module)
-    return HolmesError(f"{name} of {module} is used, but {package} is not installed: {UNUSED[package]}")
+    return HolmesError(
+        f"{name} of {module} is used, but {package} is not installed: {UNUSED[package]}"
+    )
 
 
 class _Missing(type):
@@ -62,7 +66,11 @@ class _Server(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Last on sys.meta_path: asked only when there is no real module."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if _package_of(name) and registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name) and _asked_by_megatron():
+        if (
+            _package_of(name)
+            and registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name)
+            and _asked_by_megatron()
+        ):
             return ModuleSpec(name, self, is_package=True)
         return None
 
@@ -103,12 +111,19 @@ def _serve(original: Any) -> Any:
         sys.meta_path.append(_server)
         if (current := session.active()) is not None:
             what = " and ".join(missing)
-            tell(current, f"{what}: not installed; Megatron-DeepSpeed imports what a GPT does not use, which "
-                          f"is served empty (HOLMES_DISABLE={MEGATRON_DEEPSPEED_IMPORTS.name}: it is not)")
+            tell(
+                current,
+                f"{what}: not installed; Megatron-DeepSpeed imports what a GPT does not use, which "
+                f"is served empty (HOLMES_DISABLE={MEGATRON_DEEPSPEED_IMPORTS.name}: it is not)",
+            )
     return original
 
 
 PATCHES = (
-    Patch(MEGATRON_DEEPSPEED_IMPORTS, "megatron.arguments:deepspeed",
-          "what it imports and a GPT never uses is served empty when it is missing", replace=_serve),
-)  # fmt: skip
+    Patch(
+        MEGATRON_DEEPSPEED_IMPORTS,
+        "megatron.arguments:deepspeed",
+        "what it imports and a GPT never uses is served empty when it is missing",
+        replace=_serve,
+    ),
+)

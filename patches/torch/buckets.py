@@ -63,10 +63,18 @@ class BucketReducer:
         self.reduction = reduction
         self._planned = planned
         # ddp.py sets these three when the program registers a comm hook or uses join().
-        self.program_hook: tuple[Any, Any] | None = None  # (state, hook) that reduces instead of this object
-        self.has_registered_hook = False  # whether the program has registered its hook: DDP allows one
-        self.wire_dtype: Any = None  # the dtype in which buckets are sent; None: the gradients' dtype
-        self.ranks_with_inputs: Any = None  # under join(): Work whose result is the number of these ranks
+        self.program_hook: tuple[Any, Any] | None = (
+            None  # (state, hook) that reduces instead of this object
+        )
+        self.has_registered_hook = (
+            False  # whether the program has registered its hook: DDP allows one
+        )
+        self.wire_dtype: Any = (
+            None  # the dtype in which buckets are sent; None: the gradients' dtype
+        )
+        self.ranks_with_inputs: Any = (
+            None  # under join(): Work whose result is the number of these ranks
+        )
         # Buckets that finish() waits for at the end of a pipeline's training step, which sets an empty list
         # first. None: DDP waits for each bucket.
         self.postponed: list[StartedBucket] | None = None
@@ -102,7 +110,10 @@ class BucketReducer:
             span: AbstractContextManager[Any] = telemetry.span(telemetry.LAST_BUCKET)
         else:
             span = nullcontext()
-        with self._errors_naming(index), span:  # the message of a network error then names this bucket
+        with (
+            self._errors_naming(index),
+            span,
+        ):  # the message of a network error then names this bucket
             work = self.reduction.all_reduce(sent)
 
         if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
@@ -161,7 +172,9 @@ class BucketReducer:
         if self.wire_dtype is None:
             return flat
         sent = self._wire_tensors.get(index)
-        if sent is None or sent.numel() != flat.numel():  # DDP makes new buckets after the first step
+        if (
+            sent is None or sent.numel() != flat.numel()
+        ):  # DDP makes new buckets after the first step
             sent = torch.empty_like(flat, dtype=self.wire_dtype)
             self._wire_tensors[index] = sent
         sent.copy_(flat)

@@ -43,8 +43,11 @@ _reducers: weakref.WeakKeyDictionary[Any, BucketReducer] = weakref.WeakKeyDictio
 class HookEffect(NamedTuple):
     """What a comm hook of the program does with a bucket of gradients."""
 
-    is_average: bool  # whether it only averages, so that a hierarchical all-reduce can take its place
-    wire_dtype: Any = None  # the dtype in which it sends the gradients; None: the gradients' own dtype
+    #: Whether it only averages, so that a hierarchical all-reduce can take its place.
+    is_average: bool
+    wire_dtype: Any = (
+        None  # the dtype in which it sends the gradients; None: the gradients' own dtype
+    )
 
 
 def postpone_reductions(module: Any) -> BucketReducer | None:
@@ -122,7 +125,9 @@ def _construct(current, call, instance):
     """
     arguments = call.given()  # of DDP's constructor, by name
     planned = _planned_reduction(arguments)
-    obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook, in words; else ""
+    obstacle = _obstacle_to_hook(
+        arguments
+    )  # an option that excludes a comm hook, in words; else ""
     # planned.hierarchical sums in two levels. It is None if the plan does not.
     is_two_level = planned is not None and planned.hierarchical is not None
     needs_hook = is_two_level and not obstacle
@@ -194,7 +199,9 @@ def _planned_reduction(arguments: dict[str, Any]) -> Any:
 
     from holmes_ext.runtime.reduce.planned import PlannedReduction
 
-    trained = [parameter for parameter in arguments["module"].parameters() if parameter.requires_grad]
+    trained = [
+        parameter for parameter in arguments["module"].parameters() if parameter.requires_grad
+    ]
     has_uninitialized = any(isinstance(parameter, UninitializedParameter) for parameter in trained)
     if not trained or has_uninitialized:
         return None
@@ -237,7 +244,9 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
     optimize_ddp = str(torch._dynamo.config.optimize_ddp)
     if optimize_ddp.startswith("python_reducer"):
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
-    trained = [parameter for parameter in arguments["module"].parameters() if parameter.requires_grad]
+    trained = [
+        parameter for parameter in arguments["module"].parameters() if parameter.requires_grad
+    ]
     device = trained[0].device.type if trained else "cpu"
     # A process group may use one backend for the CPU and another for GPUs.
     if device != "cpu" and backend_of(_group(arguments), device) == "gloo":
@@ -268,7 +277,9 @@ def _register(call, instance, state, hook):
     instance.logger._set_comm_hook_name(hook.__qualname__)
     effect = _effect_of(hook)
     reducer.has_registered_hook = True  # so torch refuses the program's next hook (see above)
-    hook_group = state or dist.group.WORLD  # the state of torch's averaging hooks is their process group
+    hook_group = (
+        state or dist.group.WORLD
+    )  # the state of torch's averaging hooks is their process group
     if effect.is_average and hook_group is instance.process_group:
         reducer.wire_dtype = effect.wire_dtype  # holmes's hook sends gradients in this dtype
         return
@@ -282,7 +293,9 @@ def _register(call, instance, state, hook):
         f"two levels do not",
         once=True,
     )
-    noted = current.reductions.get(tuple(ranks))  # ranks of a group -> the reduction that was noted for it
+    noted = current.reductions.get(
+        tuple(ranks)
+    )  # ranks of a group -> the reduction that was noted for it
     if noted:  # the constructor noted for the job's report that two levels reduce: correct this
         session.note_reduction(
             ranks,
@@ -351,19 +364,36 @@ def _keep_join_count(call, instance, joinable):
     work = call()
     reducer = _reducers.get(joinable)
     if reducer:
-        reducer.ranks_with_inputs = work  # BucketReducer._divisor() waits for it and reads the number
+        reducer.ranks_with_inputs = (
+            work  # BucketReducer._divisor() waits for it and reads the number
+        )
     return work
 
 
 PATCHES = (
-    Patch(DDP_HOOK, f"{_DDP}.__init__",
-          "the comm hook must be there before the first forward pass; scripts do not know it", _construct,
-          parameters=("module", "process_group", "bucket_cap_mb")),
-    Patch(DDP_HOOK, f"{_DDP}.register_comm_hook",
-          "a reducer takes one hook: the program's own goes before ours", _register),
-    Patch(DDP_HOOK, f"{_DDP}._register_builtin_comm_hook", "the same for hooks written in C++",
-          _register_builtin),
-    Patch(DDP_HOOK, "torch.distributed.algorithms.join:Join.notify_join_context",
-          "join(divide_by_initial_world_size=False) divides by a count that only this work holds",
-          _keep_join_count),
-)  # fmt: skip
+    Patch(
+        DDP_HOOK,
+        f"{_DDP}.__init__",
+        "the comm hook must be there before the first forward pass; scripts do not know it",
+        _construct,
+        parameters=("module", "process_group", "bucket_cap_mb"),
+    ),
+    Patch(
+        DDP_HOOK,
+        f"{_DDP}.register_comm_hook",
+        "a reducer takes one hook: the program's own goes before ours",
+        _register,
+    ),
+    Patch(
+        DDP_HOOK,
+        f"{_DDP}._register_builtin_comm_hook",
+        "the same for hooks written in C++",
+        _register_builtin,
+    ),
+    Patch(
+        DDP_HOOK,
+        "torch.distributed.algorithms.join:Join.notify_join_context",
+        "join(divide_by_initial_world_size=False) divides by a count that only this work holds",
+        _keep_join_count,
+    ),
+)

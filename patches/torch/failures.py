@@ -64,13 +64,27 @@ def _mark_and_abort_backend(original_abort: Any) -> Any:
 _ABORT_REASON = "a group that the program aborts has the same state as one that has lost a rank"
 
 PATCHES = (
-    Patch(FAILURES, f"{_C10D}:_register_pg_in_world",
-          "torch may abort the process before holmes looks for a failure; every new group is registered here",
-          _register_with_abort_hook, only=">=2.13"),
-    Patch(FAILURES, f"{_C10D}:ProcessGroup.abort", _ABORT_REASON, replace=_mark_and_abort_group,
-          only=">=2.7"),
+    Patch(
+        FAILURES,
+        f"{_C10D}:_register_pg_in_world",
+        "torch may abort the process before holmes looks for a failure; every new group is registered here",
+        _register_with_abort_hook,
+        only=">=2.13",
+    ),
+    Patch(
+        FAILURES,
+        f"{_C10D}:ProcessGroup.abort",
+        _ABORT_REASON,
+        replace=_mark_and_abort_group,
+        only=">=2.7",
+    ),
     # This target is in the module torch._C._distributed_c10d. The module is part of torch's C++ library, so
     # its import cannot be observed. The target is named by the Python module that has imported it.
-    Patch(FAILURES, f"{_C10D}:torch._C._distributed_c10d.Backend.abort", _ABORT_REASON,
-          replace=_mark_and_abort_backend, only=">=2.7"),
-)  # fmt: skip
+    Patch(
+        FAILURES,
+        f"{_C10D}:torch._C._distributed_c10d.Backend.abort",
+        _ABORT_REASON,
+        replace=_mark_and_abort_backend,
+        only=">=2.7",
+    ),
+)

@@ -7,58 +7,102 @@ from holmes_ext.patches.engine.patch import Feature
 from holmes_ext.plan.engine import PAIRED, POSTED, EngineTraits
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
-_TRIED = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+_TRIED = (
+    "2.6.0",
+    "2.7.1",
+    "2.8.0",
+    "2.9.1",
+    "2.10.0",
+    "2.11.0",
+    "2.12.1",
+    "2.13.0",
+    "2.14.1",
+    "2.15.0",
+)
 _of = partial(Feature, versions="torch>=2.6", tried=_TRIED)
 #: Of what is older the Python sources were compared: torch/distributed, _C/_distributed_c10d.pyi.
 _older = partial(_of, versions="torch>=2.4", read=("2.4.1", "2.5.1"))
 
 RANKS = _older("ranks", what="ranks follow the plan; rank 0 may live on another node")
 NICS = _older("nics", what="every process group gets the fastest network of its members")
-JOINED = _older("joined-torch", option="join", idle=("",), binding=True,
-    what="jobs that join: weights, steps and parts of the data set")
+JOINED = _older(
+    "joined-torch",
+    option="join",
+    idle=("",),
+    binding=True,
+    what="jobs that join: weights, steps and parts of the data set",
+)
 TELEMETRY = _older("telemetry", what="times operations, for reports and the watchdog")
 # Older versions of torch do not have the functions that these two features patch (Patch.only).
 FAILURES = Feature(
-    "nccl-failures", "torch>=2.4", tried=("2.13.0", "2.15.0"), read=("2.7.1", "2.10.0", "2.14.1"),
+    "nccl-failures",
+    "torch>=2.4",
+    tried=("2.13.0", "2.15.0"),
+    read=("2.7.1", "2.10.0", "2.14.1"),
     what="failures of NCCL are reported before torch ends the process",
-)  # fmt: skip
+)
 CHANGED_GROUPS = Feature(
-    "changed-groups", "torch>=2.4", tried=("2.13.0", "2.15.0"), read=("2.10.0", "2.14.1"),
+    "changed-groups",
+    "torch>=2.4",
+    tried=("2.13.0", "2.15.0"),
+    read=("2.10.0", "2.14.1"),
     what="groups that lose or change their ranks keep a planned network",
-)  # fmt: skip
+)
 DDP_HOOK = _of("ddp", what="DistributedDataParallel sums in two levels across clusters")
 FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
-PASSES = _of("torch-passes", option="passes", idle=("1f1b",), versions="torch>=2.8", tried=_TRIED[2:],
-             what="torch's pipelining: passes as the plan lists them")
-PIPELINING = _of("pipelining",
-                 what="torch's pipelining: stages on their fabric, reductions do not hold them up")
-LATE_START = _of("late-start",
+PASSES = _of(
+    "torch-passes",
+    option="passes",
+    idle=("1f1b",),
+    versions="torch>=2.8",
+    tried=_TRIED[2:],
+    what="torch's pipelining: passes as the plan lists them",
+)
+PIPELINING = _of(
+    "pipelining", what="torch's pipelining: stages on their fabric, reductions do not hold them up"
+)
+LATE_START = _of(
+    "late-start",
     only_by="holmes_ext.initialize_model_parallel",
-    what="init_process_group leaves NCCL's first communicator to the first operation")
+    what="init_process_group leaves NCCL's first communicator to the first operation",
+)
 
 #: What torch's own ways to train do, for the plan.
 _SIZES = "tensor", "context", "expert", "pipeline", "virtual"
-_DATA_ONLY: dict[str, tuple[Any, ...]] = {**dict.fromkeys(_SIZES, (1,)), "recompute": ("none", "full")}
+_DATA_ONLY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_SIZES, (1,)),
+    "recompute": ("none", "full"),
+}
 _engine = partial(EngineTraits, norm=False, reports_loss=False)
 
 #: A loop or torch.distributed.pipelining, with GradientReducer's buckets. Schedule1F1B exchanges what a pass
 #: made with what the next one needs, and waits for both.
 LOOP = _engine(
-    "torch", PAIRED, buckets_exceed=False, breadth_first=True,
+    "torch",
+    PAIRED,
+    buckets_exceed=False,
+    breadth_first=True,
     features={"overlap": (), "two-level": (), "passes": (PASSES.name,)},
     limits={**dict.fromkeys(_SIZES[:3], (1,)), "zero": (0,), "recompute": ("none", "full")},
-)  # fmt: skip
+)
 #: DistributedDataParallel: Hugging Face's Trainer, Lightning.
 DDP = _engine(
-    "ddp", POSTED, overlaps="on", features={"overlap": (), "two-level": (DDP_HOOK.name,)},
+    "ddp",
+    POSTED,
+    overlaps="on",
+    features={"overlap": (), "two-level": (DDP_HOOK.name,)},
     limits={**_DATA_ONLY, "zero": (0,)},
-)  # fmt: skip
+)
 FSDP2 = _engine("fsdp2", POSTED, prefetches=True, features={}, limits={**_DATA_ONLY, "zero": (3,)})
 TORCHTITAN = _engine(
-    "torchtitan", PAIRED, prefetches=True, features={"overlap": (), "two-level": ()},
+    "torchtitan",
+    PAIRED,
+    prefetches=True,
+    features={"overlap": (), "two-level": ()},
     limits={"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
-    two_level_zero=(1,), breadth_first=True,
-)  # fmt: skip
+    two_level_zero=(1,),
+    breadth_first=True,
+)
 
 #: Module of this package -> features of its patches.
 MODULES = {

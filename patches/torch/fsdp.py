@@ -40,7 +40,10 @@ STATES = 4
 def tell_unused(current: Session) -> None:
     """Print at the end of the job that --holmes-fsdp hybrid had no effect, if FSDP was not used."""
     if not _meshes:
-        tell(current, "--holmes-fsdp hybrid did nothing: no model was sharded by FSDP over several clusters")
+        tell(
+            current,
+            "--holmes-fsdp hybrid did nothing: no model was sharded by FSDP over several clusters",
+        )
 
 
 @with_session
@@ -64,7 +67,9 @@ def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
 
 @with_session
 @by_name
-def _construct_fsdp1(current, call, instance, module, process_group, sharding_strategy, device_mesh):
+def _construct_fsdp1(
+    current, call, instance, module, process_group, sharding_strategy, device_mesh
+):
     """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if --holmes-fsdp hybrid is given.
 
     Wrapper of FullyShardedDataParallel.__init__, which `call()` runs.
@@ -79,7 +84,9 @@ def _construct_fsdp1(current, call, instance, module, process_group, sharding_st
         ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
     }
     program_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD  # FSDP1's default
-    hybrid_strategy = hybrid_strategies.get(program_strategy)  # None: it is hybrid, or does not shard
+    hybrid_strategy = hybrid_strategies.get(
+        program_strategy
+    )  # None: it is hybrid, or does not shard
     has_hybrid_groups = isinstance(process_group, tuple)
     has_shaped_mesh = device_mesh is not None and device_mesh.ndim != 1
     if hybrid_strategy is None or has_hybrid_groups or has_shaped_mesh:
@@ -139,8 +146,11 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
         if len(ranks) < plan.world_size:
             raise HolmesError(
                 f"FSDP shards over {len(ranks)} of {plan.world_size} ranks, beside another kind of "
-                f"parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead")
-        ranks_of_clusters = equal_groups(plan, ranks)  # one list of ranks a cluster, all of one length
+                f"parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
+            )
+        ranks_of_clusters = equal_groups(
+            plan, ranks
+        )  # one list of ranks a cluster, all of one length
     except HolmesError as error:
         # All ranks raise this error. told_once() lets one of them print the message.
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
@@ -196,7 +206,9 @@ def _parameter_groups(root: Any) -> list[Any]:
     """
     groups: list[Any] = []
     for state in root._state_ctx.all_states:
-        if getattr(state, "_fsdp_param_groups", ()):  # since torch 2.12 a module may have several groups
+        if getattr(
+            state, "_fsdp_param_groups", ()
+        ):  # since torch 2.12 a module may have several groups
             groups += state._fsdp_param_groups
         else:
             groups.append(state._fsdp_param_group)  # torch before 2.12
@@ -216,14 +228,20 @@ def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
     weight_bytes = regathered_bytes = gradient_bytes = stored_bytes = 0.0
     for group in groups:
         for parameter in group.fsdp_params:
-            policy = parameter.mp_policy  # mixed precision: dtypes of gathered weights and of gradients
+            policy = (
+                parameter.mp_policy
+            )  # mixed precision: dtypes of gathered weights and of gradients
             count = prod(parameter._orig_size)  # elements of the whole parameter
             # Bytes per element: as stored, as gathered, and of the gradient as reduced.
             stored_itemsize = parameter.sharded_param.itemsize
             sent_itemsize = policy.param_dtype.itemsize if policy.param_dtype else stored_itemsize
-            gradient_itemsize = policy.reduce_dtype.itemsize if policy.reduce_dtype else sent_itemsize
+            gradient_itemsize = (
+                policy.reduce_dtype.itemsize if policy.reduce_dtype else sent_itemsize
+            )
             weight_bytes += count * sent_itemsize
-            if group.post_forward_mesh_info is not None:  # the backward pass gathers the weights again
+            if (
+                group.post_forward_mesh_info is not None
+            ):  # the backward pass gathers the weights again
                 regathered_bytes += count * sent_itemsize
             gradient_bytes += count * gradient_itemsize
             stored_bytes += count * stored_itemsize
@@ -266,7 +284,9 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     sent_dtype = state.mixed_precision.param_dtype
     if sent_dtype:  # weights are gathered in this dtype
         sent_bytes = stored_bytes * (sent_dtype.itemsize / flat_parameters[0].dtype.itemsize)
-    sent = ShardedWeights(units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes)
+    sent = ShardedWeights(
+        units=len(flat_parameters), weight_bytes=sent_bytes, gradient_bytes=sent_bytes
+    )
     shard_group = None if is_hybrid else state.process_group  # None: --holmes-fsdp hybrid is in use
     _print_cost(current, shard_group, sent, stored_bytes)
     return result
@@ -303,14 +323,19 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     hybrid_memory = format_bytes(all_states_bytes / cluster_sizes[0])
     flat_memory = format_bytes(all_states_bytes / len(ranks))
     memory = (
-        f"{hybrid_memory} of weights, gradients and AdamW's moments on each rank in place of {flat_memory}"
+        f"{hybrid_memory} of weights, gradients and AdamW's moments on each rank in place of "
+        f"{flat_memory}"
     )
     if group is None:  # --holmes-fsdp hybrid is in use
-        text = (f"FSDP hybrid: sharded inside each of {len(clusters)} clusters, {hybrid_s:.3g} s of a step "
-                f"in place of {flat_s:.3g} s (predicted), with {memory}")
+        text = (
+            f"FSDP hybrid: sharded inside each of {len(clusters)} clusters, {hybrid_s:.3g} s of a step "
+            f"in place of {flat_s:.3g} s (predicted), with {memory}"
+        )
     else:
-        text = (f"FSDP gathers {format_bytes(sent.weight_bytes)} of weights across clusters "
-                f"{', '.join(clusters)} in every step, {flat_s:.3g} s of it (predicted)")
+        text = (
+            f"FSDP gathers {format_bytes(sent.weight_bytes)} of weights across clusters "
+            f"{', '.join(clusters)} in every step, {flat_s:.3g} s of it (predicted)"
+        )
         if is_hybrid_possible:
             text += f"; --holmes-fsdp hybrid: {hybrid_s:.3g} s, with {memory}"
     tell(current, text)
@@ -351,12 +376,29 @@ _FSDP2 = "torch.distributed.fsdp._fully_shard"
 _FSDP1 = "torch.distributed.fsdp"
 
 PATCHES = (
-    Patch(FSDP, f"{_FSDP2}._fully_shard:fully_shard", "scripts know no clusters: here their mesh is given",
-          _fully_shard),
-    Patch(FSDP, f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
-          "the first time that all units of a model are known", _print_cost_of_fsdp2),
-    Patch(FSDP, f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
-          "the same for FSDP1: groups and strategy are given here", _construct_fsdp1),
-    Patch(FSDP, f"{_FSDP1}._runtime_utils:_lazy_init", "the first time that all units of a model are known",
-          _print_cost_of_fsdp1, parameters=("state", "root_module")),
-)  # fmt: skip
+    Patch(
+        FSDP,
+        f"{_FSDP2}._fully_shard:fully_shard",
+        "scripts know no clusters: here their mesh is given",
+        _fully_shard,
+    ),
+    Patch(
+        FSDP,
+        f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
+        "the first time that all units of a model are known",
+        _print_cost_of_fsdp2,
+    ),
+    Patch(
+        FSDP,
+        f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
+        "the same for FSDP1: groups and strategy are given here",
+        _construct_fsdp1,
+    ),
+    Patch(
+        FSDP,
+        f"{_FSDP1}._runtime_utils:_lazy_init",
+        "the first time that all units of a model are known",
+        _print_cost_of_fsdp1,
+        parameters=("state", "root_module"),
+    ),
+)

@@ -95,7 +95,9 @@ def _give_group_its_nic(
     """
     is_default_group = not global_ranks_in_group
     if is_default_group:
-        is_fake = str(backend) == "fake"  # one process stands for all ranks: no other rank would come
+        is_fake = (
+            str(backend) == "fake"
+        )  # one process stands for all ranks: no other rank would come
         agree_on_patches(store, current, waits=not is_fake)
     if is_default_group:
         ranks = tuple(range(current.plan.world_size))
@@ -108,7 +110,9 @@ def _give_group_its_nic(
     else:
         options_name = "pg_options"
         options = pg_options
-    nccl_backend = nccl_backend_in(str(backend))  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
+    nccl_backend = nccl_backend_in(
+        str(backend)
+    )  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
     is_postponed = False
     if nccl_backend and not is_default_group:
         is_postponed = communicators.are_postponed(nccl_backend, options)
@@ -135,14 +139,24 @@ def _give_group_its_nic(
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**{options_name: options}, **new_arguments)
     # Note the group and its network, for the job's report.
-    record_group(current, str(group_desc or group_name), ranks, backend_named(str(backend)), options)
+    record_group(
+        current, str(group_desc or group_name), ranks, backend_named(str(backend)), options
+    )
     return new_group
 
 
 @with_session
 @by_name
 def _give_split_group_its_nic(
-    current, call, instance, parent_pg, split_ranks, timeout, pg_options, group_desc=None, backend=None
+    current,
+    call,
+    instance,
+    parent_pg,
+    split_ranks,
+    timeout,
+    pg_options,
+    group_desc=None,
+    backend=None,
 ):
     """Split a process group (torch.distributed.split_group) into parts, which become groups of their own.
 
@@ -166,7 +180,13 @@ def _give_split_group_its_nic(
     if traits_of(backend_name).is_nccl:
         name = communicator_name(current, ranks, group_desc or "")
         pg_options = planned_nccl_options(
-            current, ranks, backend_name, pg_options, timeout, name, parent_options=options_of(parent)
+            current,
+            ranks,
+            backend_name,
+            pg_options,
+            timeout,
+            name,
+            parent_options=options_of(parent),
         )
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(pg_options=pg_options)
@@ -213,8 +233,13 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
         HolmesError: this rank is the first that found a difference, or other ranks did not come in time.
         RemoteError: another rank found a difference first, and prints it.
     """
-    prefix = f"{current.round}/agree/{next(_default_group_numbers)}"  # new for each start of the job
-    mine = {"who": f"rank {current.rank} on {current.node.name}", "plan's digest": current.plan.digest}
+    prefix = (
+        f"{current.round}/agree/{next(_default_group_numbers)}"  # new for each start of the job
+    )
+    mine = {
+        "who": f"rank {current.rank} on {current.node.name}",
+        "plan's digest": current.plan.digest,
+    }
     mine.update(registry().states())  # feature -> "off" or "on VERSION"
     # compare_set(key, "", value) sets the key if it does not exist, and returns the key's value.
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
@@ -363,7 +388,9 @@ def planned_nccl_options(
     transport = current.transport(ranks, backend)  # the planned network of these ranks
     try:
         # Raises an error if a configuration file of NCCL forces another network than the planned one.
-        refuse_forced(transport, current.forced_nets)  # forced_nets: network -> file of NCCL that forces it
+        refuse_forced(
+            transport, current.forced_nets
+        )  # forced_nets: network -> file of NCCL that forces it
     except HolmesError as error:
         # All ranks of the group fail. told_once() lets one of them print the message.
         raise told_once(error) from None
@@ -377,7 +404,9 @@ def planned_nccl_options(
     )
 
 
-def record_group(current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any) -> None:
+def record_group(
+    current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any
+) -> None:
     """Add a process group to the list of groups in the session of holmes, with the network that it uses.
 
     With --holmes-verbose on, the group's first rank prints the entry.
@@ -397,15 +426,29 @@ def record_group(current: Session, name: str, ranks: tuple[int, ...], backend: s
 
 
 PATCHES = (
-    Patch(RANKS, "torch.distributed.rendezvous:_create_c10d_store",
-          "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
-          _host_store_where_launched),
-    Patch(NICS, f"{_C10D}:_new_process_group_helper",
-          "torch has no hook for the transport of a group; every group is made here", _give_group_its_nic),
-    Patch(NICS, f"{_C10D}:split_group",
-          "split_group copies the parent's options, so a split would keep the parent's network",
-          _give_split_group_its_nic, only=">=2.5"),
-    Patch(RANKS, f"{_C10D}:destroy_process_group",
-          "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
-          _destroy_after_gloo_threads),
-)  # fmt: skip
+    Patch(
+        RANKS,
+        "torch.distributed.rendezvous:_create_c10d_store",
+        "rank 0 may have moved away from MASTER_ADDR, where the store is hosted",
+        _host_store_where_launched,
+    ),
+    Patch(
+        NICS,
+        f"{_C10D}:_new_process_group_helper",
+        "torch has no hook for the transport of a group; every group is made here",
+        _give_group_its_nic,
+    ),
+    Patch(
+        NICS,
+        f"{_C10D}:split_group",
+        "split_group copies the parent's options, so a split would keep the parent's network",
+        _give_split_group_its_nic,
+        only=">=2.5",
+    ),
+    Patch(
+        RANKS,
+        f"{_C10D}:destroy_process_group",
+        "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
+        _destroy_after_gloo_threads,
+    ),
+)

@@ -87,11 +87,17 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
 
     stage = schedule._stage
     group = stage.group or dist.group.WORLD
-    network_api = network_api_of(backend_of(group))  # the plan depends on whether gloo or NCCL is used
-    sizes = sizes_of(current, group_ranks(group))  # parallel sizes of the job: stages, replicas, ...
+    network_api = network_api_of(
+        backend_of(group)
+    )  # the plan depends on whether gloo or NCCL is used
+    sizes = sizes_of(
+        current, group_ranks(group)
+    )  # parallel sizes of the job: stages, replicas, ...
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
-    passes_of_stages = current.plan_for(sizes).traffic_of(network_api).passes  # a text for each stage
+    passes_of_stages = (
+        current.plan_for(sizes).traffic_of(network_api).passes
+    )  # a text for each stage
     if not passes_of_stages:
         return None
     order = listed_passes(passes_of_stages, network_api)  # parses the texts
@@ -105,7 +111,9 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
     torch_actions = actions_of_rank[runtime.rank]
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
-    _weight_gradients[stage] = WeightGradients()  # from now on _run_backward() postpones weight gradients
+    _weight_gradients[stage] = (
+        WeightGradients()
+    )  # from now on _run_backward() postpones weight gradients
     last_letter, _ = order.stages[stage.stage_index][-1]  # a pass is (letter, micro-batch)
     ends_with_weight_gradients = last_letter == "W"
     is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")  # torch 2.10 added it
@@ -142,8 +150,10 @@ def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
     micro_batches = schedule._n_microbatches
     planned_stages = len(order.stages)
     if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
-        return ("its stages reduce under their last backward (DistributedDataParallel, fully_shard); give "
-                "plain modules")
+        return (
+            "its stages reduce under their last backward (DistributedDataParallel, fully_shard); give "
+            "plain modules"
+        )
     if micro_batches != order.micro_batches:
         return f"a step has {micro_batches} micro-batches, the plan's passes are of {order.micro_batches}"
     if stage.num_stages != planned_stages:
@@ -168,7 +178,8 @@ def _load_passes(runtime: Any, order: PassOrder) -> None:
     for stage, passes in enumerate(order.stages):
         rank = stage  # in the pipeline's group; there is one stage a rank
         passes_of_rank[rank] = [
-            schedules._Action(stage, type_of_letter(letter), micro_batch) for letter, micro_batch in passes
+            schedules._Action(stage, type_of_letter(letter), micro_batch)
+            for letter, micro_batch in passes
         ]
     if hasattr(runtime, "_prepare_schedule_with_comms"):
         runtime._prepare_schedule_with_comms(passes_of_rank)
@@ -203,10 +214,14 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
             link = stage - 1  # activations arrive from the preceding stage
         else:
             link = stage  # gradients arrive from the next stage
-        sent_before = order.posted_after(link, letter, action.microbatch_index)  # or None: at_beginning
+        sent_before = order.posted_after(
+            link, letter, action.microbatch_index
+        )  # or None: at_beginning
         receives_after[sent_before].append(action)
 
-    ordered = receives_after[at_beginning]  # the result, in which these receives are the first actions
+    ordered = receives_after[
+        at_beginning
+    ]  # the result, in which these receives are the first actions
     for action in passes_and_sends:
         ordered.append(action)
         operation, _, letter = action.computation_type.name.partition("_")
@@ -227,7 +242,9 @@ def _run_forward(call, instance, fwd_chunk_id):
     runs_planned_passes = instance in _weight_gradients
     if not runs_planned_passes or not instance.has_backward:
         return call()
-    with _weight_gradients[instance].of(fwd_chunk_id):  # linear layers register with this micro-batch
+    with _weight_gradients[instance].of(
+        fwd_chunk_id
+    ):  # linear layers register with this micro-batch
         return call()
 
 
@@ -250,7 +267,9 @@ def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
     # the program's value of last_backward is replaced without being read.
     result = call(full_backward=True, last_backward=False)
     if full_backward:
-        _weight_gradients[instance].make(bwd_chunk_id)  # computes the weight gradients of this micro-batch
+        _weight_gradients[instance].make(
+            bwd_chunk_id
+        )  # computes the weight gradients of this micro-batch
     return result
 
 
@@ -273,12 +292,28 @@ def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False)
 _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 
 PATCHES = (
-    Patch(PASSES, "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step",
-          "a schedule of one stage a rank has no other passes than its own", _step),
-    Patch(PASSES, f"{_STAGE}.forward_one_chunk", "linear layers keep what their weights' gradients need",
-          _run_forward),
-    Patch(PASSES, f"{_STAGE}.backward_one_chunk",
-          "torch's own keeps the whole graph for the weights' gradients", _run_backward),
-    Patch(PASSES, f"{_STAGE}.backward_weight_one_chunk", "the weights' gradients of what linear layers kept",
-          _compute_weight_gradients),
-)  # fmt: skip
+    Patch(
+        PASSES,
+        "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step",
+        "a schedule of one stage a rank has no other passes than its own",
+        _step,
+    ),
+    Patch(
+        PASSES,
+        f"{_STAGE}.forward_one_chunk",
+        "linear layers keep what their weights' gradients need",
+        _run_forward,
+    ),
+    Patch(
+        PASSES,
+        f"{_STAGE}.backward_one_chunk",
+        "torch's own keeps the whole graph for the weights' gradients",
+        _run_backward,
+    ),
+    Patch(
+        PASSES,
+        f"{_STAGE}.backward_weight_one_chunk",
+        "the weights' gradients of what linear layers kept",
+        _compute_weight_gradients,
+    ),
+)

@@ -105,7 +105,9 @@ def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
     if stage_count < 2 or world_size % stage_count:
         return None  # no pipeline, or not a part of equal pipelines
     if planned is not None:
-        planned_pipeline = planned.group(pipeline_ranks[0], "pp")  # ranks of the first rank's pipeline
+        planned_pipeline = planned.group(
+            pipeline_ranks[0], "pp"
+        )  # ranks of the first rank's pipeline
         if planned_pipeline == tuple(pipeline_ranks):
             return planned
 
@@ -128,17 +130,25 @@ def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    modules = [stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)]
+    modules = [
+        stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)
+    ]
     has_replicas = any(module.process_group.size() != 1 for module in modules)
     computation_types = set()  # names of the passes in the schedule
-    actions_of_ranks = getattr(schedule, "pipeline_order", {})  # rank -> its passes, None where it idles
+    actions_of_ranks = getattr(
+        schedule, "pipeline_order", {}
+    )  # rank -> its passes, None where it idles
     for actions in actions_of_ranks.values():
-        computation_types |= {action.computation_type.name for action in actions if action is not None}
+        computation_types |= {
+            action.computation_type.name for action in actions if action is not None
+        }
     has_weight_passes = "BACKWARD_WEIGHT" in computation_types
     if not has_replicas or not has_weight_passes:
         return ""
-    return (f"{type(schedule).__name__} computes weight gradients where DistributedDataParallel's hooks do "
-            f"not see them: torch leaves them unreduced, so replicas drift apart; use fully_shard")
+    return (
+        f"{type(schedule).__name__} computes weight gradients where DistributedDataParallel's hooks do "
+        f"not see them: torch leaves them unreduced, so replicas drift apart; use fully_shard"
+    )
 
 
 class _WorkList(list[Any]):
@@ -165,7 +175,9 @@ def _send_over_pair_groups(call, instance, p2p_ops):
     if not p2p_ops:
         return call()
     pipeline_group = p2p_ops[0].group
-    group_of_peer = _pair_groups.get(pipeline_group)  # rank of a neighbouring stage -> group of the pair
+    group_of_peer = _pair_groups.get(
+        pipeline_group
+    )  # rank of a neighbouring stage -> group of the pair
     if not group_of_peer:
         return call()  # the pipeline has no groups of pairs
 
@@ -206,7 +218,9 @@ def _step(current, call, instance):
     reducer_of: dict[Any, BucketReducer] = {}
     if instance._has_backward:
         for stage in stages:
-            reducer = ddp.postpone_reductions(stage.submod)  # None: DistributedDataParallel waits itself
+            reducer = ddp.postpone_reductions(
+                stage.submod
+            )  # None: DistributedDataParallel waits itself
             if reducer:
                 reducer_of[stage] = reducer
     if not reducer_of:
@@ -242,21 +256,38 @@ def _postpone_scaling(call, instance):
     division afterwards.
     """
     if instance not in _postponed_scaling:
-        return call()  # DistributedDataParallel has waited for the reduction itself, or there is none
-    _postponed_scaling[instance] = call  # _step() calls it, with the divisor that torch has passed here
+        return (
+            call()
+        )  # DistributedDataParallel has waited for the reduction itself, or there is none
+    _postponed_scaling[instance] = (
+        call  # _step() calls it, with the divisor that torch has passed here
+    )
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
 
 PATCHES = (
-    *(Patch(PIPELINING, f"{_SCHEDULES}:{schedule}.step",
+    *(
+        Patch(
+            PIPELINING,
+            f"{_SCHEDULES}:{schedule}.step",
             "a pipeline's ranks first meet here; a stage's reduction is awaited before the pipeline goes on",
-            _step)
-      for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")),
-    Patch(PIPELINING, f"{_SCHEDULES}:_batch_p2p",
-          "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters",
-          _send_over_pair_groups),
-    Patch(PIPELINING, "torch.distributed.pipelining.stage:_PipelineStageBase.scale_grads",
-          "gradients are scaled as soon as a stage's last backward is over", _postpone_scaling,
-          parameters=("grad_scale_factor",), only=">=2.7"),
-)  # fmt: skip
+            _step,
+        )
+        for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")
+    ),
+    Patch(
+        PIPELINING,
+        f"{_SCHEDULES}:_batch_p2p",
+        "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters",
+        _send_over_pair_groups,
+    ),
+    Patch(
+        PIPELINING,
+        "torch.distributed.pipelining.stage:_PipelineStageBase.scale_grads",
+        "gradients are scaled as soon as a stage's last backward is over",
+        _postpone_scaling,
+        parameters=("grad_scale_factor",),
+        only=">=2.7",
+    ),
+)

@@ -41,7 +41,9 @@ class _Membership(NamedTuple):
     """Members of a process group between two reconfigurations."""
 
     uuid: int  # identifies the communicator; chosen by the program, _NO_UUID before any reconfiguration
-    planned_ranks: tuple[int, ...]  # the member with group rank i has the planned rank planned_ranks[i]
+    planned_ranks: tuple[
+        int, ...
+    ]  # the member with group rank i has the planned rank planned_ranks[i]
 
 
 #: Process group -> its members since the last reconfiguration.
@@ -84,7 +86,9 @@ def _shrink_group_with_planned_network(
             parent_options=options_of(parent),
         )
     shrunk_group = call(pg_options=pg_options)  # also destroys `parent`
-    record_group(current, f"{description or parent.group_name}:shrunk", remaining, backend, pg_options)
+    record_group(
+        current, f"{description or parent.group_name}:shrunk", remaining, backend, pg_options
+    )
     if is_default_group:
         _update_renumbered_rounds(current, remaining)
     return shrunk_group
@@ -222,16 +226,32 @@ def _raise_if_renumbered(current: Session) -> None:
 
 
 PATCHES = (
-    Patch(CHANGED_GROUPS, f"{_C10D}:shrink_group",
-          "a shrunk group is made by the backend, without _new_process_group_helper",
-          _shrink_group_with_planned_network, only=">=2.10"),
-    Patch(CHANGED_GROUPS, f"{_C10D}:_reconfigure",
-          "a group gets other members, and torch's list of its ranks stays as it was",
-          _reconfigure_and_record_group, only=">=2.14"),
-    Patch(CHANGED_GROUPS, f"{_C10D}:_new_process_group_helper",
-          "after a change of the default group, ranks have other numbers than in the plan",
-          _make_group_unless_renumbered, only=">=2.10"),
-    Patch(CHANGED_GROUPS, f"{_C10D}:split_group",
-          "after a change of the default group, ranks have other numbers than in the plan",
-          _split_group_unless_renumbered, only=">=2.10"),
-)  # fmt: skip
+    Patch(
+        CHANGED_GROUPS,
+        f"{_C10D}:shrink_group",
+        "a shrunk group is made by the backend, without _new_process_group_helper",
+        _shrink_group_with_planned_network,
+        only=">=2.10",
+    ),
+    Patch(
+        CHANGED_GROUPS,
+        f"{_C10D}:_reconfigure",
+        "a group gets other members, and torch's list of its ranks stays as it was",
+        _reconfigure_and_record_group,
+        only=">=2.14",
+    ),
+    Patch(
+        CHANGED_GROUPS,
+        f"{_C10D}:_new_process_group_helper",
+        "after a change of the default group, ranks have other numbers than in the plan",
+        _make_group_unless_renumbered,
+        only=">=2.10",
+    ),
+    Patch(
+        CHANGED_GROUPS,
+        f"{_C10D}:split_group",
+        "after a change of the default group, ranks have other numbers than in the plan",
+        _split_group_unless_renumbered,
+        only=">=2.10",
+    ),
+)

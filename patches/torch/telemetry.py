@@ -27,12 +27,20 @@ _GROUP = f"{_C10D}:ProcessGroup"
 #: Method of ProcessGroup -> arguments of _recording(), except for the method: the operation's name, position
 #: of the payload, position of the peer. The payload of a gather or scatter is this rank's share.
 METHODS: dict[str, tuple[Any, ...]] = {
-    "allreduce": ("all_reduce", 0), "allreduce_coalesced": ("all_reduce", 0), "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0), "allgather": ("all_gather", 1), "allgather_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1), "scatter": ("scatter", 0), "reduce_scatter": ("reduce_scatter", 0),
-    "alltoall": ("all_to_all", 1), "barrier": ("barrier", None), "send": ("send", 0, 1),
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "reduce": ("reduce", 0),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "gather": ("gather", 1),
+    "scatter": ("scatter", 0),
+    "reduce_scatter": ("reduce_scatter", 0),
+    "alltoall": ("all_to_all", 1),
+    "barrier": ("barrier", None),
+    "send": ("send", 0, 1),
     "recv": ("receive", 0, 1),
-}  # fmt: skip
+}
 #: Methods that torch 2.13 renamed: new name, old name, arguments of _recording().
 RENAMED = (
     ("all_gather_single", "_allgather_base", ("all_gather", 1)),
@@ -80,11 +88,15 @@ def _recording(original: Any, name: str, payload: int | None, peer: int | None =
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
         operation = None  # None: the operation is not recorded
-        has_arguments = len(args) > last_position  # else they were passed by keyword: nothing is recorded
+        has_arguments = (
+            len(args) > last_position
+        )  # else they were passed by keyword: nothing is recorded
         if has_arguments:
             size = 0 if payload is None else _size_in_bytes(args[payload])
             peer_rank = None if peer is None else args[peer]
-            operation = recorder.launch(self, name, size, peer_rank)  # None while a CUDA graph is captured
+            operation = recorder.launch(
+                self, name, size, peer_rank
+            )  # None while a CUDA graph is captured
         if operation is None:
             return original(self, *args, **kwargs)
         try:
@@ -127,7 +139,9 @@ def _start_coalescing(call, instance):
     timed (see _end_coalescing).
     """
     if telemetry.recorder is not None:
-        telemetry.recorder.coalescing[id(instance)] = []  # the recorder appends operations to the list
+        telemetry.recorder.coalescing[
+            id(instance)
+        ] = []  # the recorder appends operations to the list
     return call()
 
 
@@ -152,18 +166,32 @@ def _patch_of(method: str, arguments: tuple[Any, ...], only: str = "") -> Patch:
         arguments: Further arguments of _recording().
         only: Versions of torch that have the method, e.g. ">=2.13"; "" for all.
     """
-    return Patch(TELEMETRY, f"{_GROUP}.{method}",
-                 "operations are timed, and seen by the watchdog, where torch starts them",
-                 replace=lambda original: _recording(original, *arguments), only=only)
+    return Patch(
+        TELEMETRY,
+        f"{_GROUP}.{method}",
+        "operations are timed, and seen by the watchdog, where torch starts them",
+        replace=lambda original: _recording(original, *arguments),
+        only=only,
+    )
 
 
 PATCHES = (
     *(_patch_of(method, arguments) for method, arguments in METHODS.items()),
     *(_patch_of(new_name, arguments, ">=2.13") for new_name, _, arguments in RENAMED),
     *(_patch_of(old_name, arguments, "<2.13") for _, old_name, arguments in RENAMED),
-    Patch(TELEMETRY, f"{_GROUP}._start_coalescing", "operations inside a block have no work of their own",
-          _start_coalescing),
-    Patch(TELEMETRY, f"{_GROUP}._end_coalescing", "the work of a block of operations", _end_coalescing),
-    Patch(TELEMETRY, f"{_C10D}:Work.wait", "what the program waits for is what communication costs it",
-          replace=_recording_wait),
-)  # fmt: skip
+    Patch(
+        TELEMETRY,
+        f"{_GROUP}._start_coalescing",
+        "operations inside a block have no work of their own",
+        _start_coalescing,
+    ),
+    Patch(
+        TELEMETRY, f"{_GROUP}._end_coalescing", "the work of a block of operations", _end_coalescing
+    ),
+    Patch(
+        TELEMETRY,
+        f"{_C10D}:Work.wait",
+        "what the program waits for is what communication costs it",
+        replace=_recording_wait,
+    ),
+)

@@ -50,7 +50,11 @@ def _refuse_torchcomms(current, call, instance):
 
 
 PATCHES = (
-    Patch(NICS, "torch.distributed.distributed_c10d:_use_torchcomms_enabled",
-          "torchcomms does not read the network in the options of a group", _refuse_torchcomms,
-          only=">=2.13"),
-)  # fmt: skip
+    Patch(
+        NICS,
+        "torch.distributed.distributed_c10d:_use_torchcomms_enabled",
+        "torchcomms does not read the network in the options of a group",
+        _refuse_torchcomms,
+        only=">=2.13",
+    ),
+)

@@ -10,7 +10,10 @@ from holmes_ext.plan.cost.pipeline import walked_ends
 
 
 def test_clocks_that_differ_do_not_matter():
-    sent, back = {0: 10.0, 1: 11.0}, {0: 1012.0, 1: 1013.0}  # the other node's clock is 1000 s ahead
+    sent, back = (
+        {0: 10.0, 1: 11.0},
+        {0: 1012.0, 1: 1013.0},
+    )  # the other node's clock is 1000 s ahead
     came = {0: (1009.0, 1010.5, True), 1: (1010.5, 1011.5, True)}
     returned = {0: (11.5, 12.5, True), 1: (12.5, 13.5, True)}
     assert edge_of((sent, came), (back, returned)) == pytest.approx(0.5)
@@ -30,16 +33,32 @@ def reports_of(found):
     for stage, way, other in ((0, "0>2", "2>0"), (1, "2>0", "0>2")):
         hour, passes = 3600 * stage, found[stage]
         out, into = ("f", "b") if stage == 0 else ("b", "f")
-        sent = [[index, span.end + hour] for (letter, index), (span, _) in passes.items() if letter == out]
-        came = [[index, -1e9, span.start + hour, waited]
-                for (letter, index), (span, waited) in passes.items() if letter == into]
-        told.append({"rank": 2 * stage, "stage": stage,
-                     "messages": {f"g {way}": [sent], f"g {other}": [came]}})
+        sent = [
+            [index, span.end + hour]
+            for (letter, index), (span, _) in passes.items()
+            if letter == out
+        ]
+        came = [
+            [index, -1e9, span.start + hour, waited]
+            for (letter, index), (span, waited) in passes.items()
+            if letter == into
+        ]
+        told.append(
+            {
+                "rank": 2 * stage,
+                "stage": stage,
+                "messages": {f"g {way}": [sent], f"g {other}": [came]},
+            }
+        )
     return told
 
 
-SCENES = [(layers, each, rate) for layers in ((3, 3), (2, 4)) for each in (0.008, 0.02)
-          for rate in (5, 12, 40)]
+SCENES = [
+    (layers, each, rate)
+    for layers in ((3, 3), (2, 4))
+    for each in (0.008, 0.02)
+    for rate in (5, 12, 40)
+]
 
 
 @pytest.mark.parametrize("scene", SCENES)
@@ -47,11 +66,22 @@ def test_what_a_step_told_predicts_steps_that_nobody_saw(scene):
     seen = step_of(scene, (2, 1), 8)
     edges = edges_of(reports_of(seen))
     assert set(edges) == {0}
-    busy = [[median(span.end - span.start for (letter, _), (span, _) in seen[stage].items() if letter == kind)
-             for stage in (0, 1)] for kind in "fb"]
+    busy = [
+        [
+            median(
+                span.end - span.start
+                for (letter, _), (span, _) in seen[stage].items()
+                if letter == kind
+            )
+            for stage in (0, 1)
+        ]
+        for kind in "fb"
+    ]
     for held, micro_batches in (((3, 1), 8), ((4, 1), 8), ((2, 1), 16), ((4, 1), 12)):
         unseen = step_of(scene, held, micro_batches)
         end = max(span.end for passes in unseen.values() for span, _ in passes.values())
         predicted = max(walked_ends(*busy, [edges[0]], micro_batches, held))
-        if edges[0] < 0.8 * max(map(sum, zip(*busy))):  # else messages queue, of which the walk knows nothing
+        if edges[0] < 0.8 * max(
+            map(sum, zip(*busy))
+        ):  # else messages queue, of which the walk knows nothing
             assert predicted == pytest.approx(end, rel=0.02), (held, micro_batches)

@@ -45,7 +45,9 @@ def test_a_job_learns_follows_a_rate_that_drifts_and_flaps_not(job, tmp_path):
     models = [told for told in one.documents if "model" in told]
     assert models[-1]["edges"] == [0]
     (tmp_path / "model.json").write_text(json.dumps(models[0]["model"]))
-    assert load_profile(tmp_path / "model.json").stages[0].edge_s == pytest.approx(8 * 32768 / 5e6, rel=0.1)
+    assert load_profile(tmp_path / "model.json").stages[0].edge_s == pytest.approx(
+        8 * 32768 / 5e6, rel=0.1
+    )
 
 
 def test_a_free_edge_changes_nothing(job):
@@ -60,7 +62,11 @@ def test_a_rank_that_becomes_slow_is_told_with_what_a_restart_would_bring(job):
     for _ in range(10):
         one.step()
     one.slower = 3.0
-    one.until(lambda: any("a restart with --holmes-partition 5,1 would take" in line for line in one.lines))
+    one.until(
+        lambda: any(
+            "a restart with --holmes-partition 5,1 would take" in line for line in one.lines
+        )
+    )
 
 
 def elastic(monkeypatch, one, restarts="3"):

@@ -19,8 +19,12 @@ PLAN = build_plan(site(), Sizes(2), options=OPTIONS)
 
 def learned(plan, edge_s=0.03, forward_s=0.02, micro_batches=8, **memory):
     """`plan` as measured: two equal stages, backward twice the forward."""
-    loads = tuple(StageLoad(forward_s, 2 * forward_s, edge_s=edge, **memory) for edge in (edge_s, 0.0))
-    return replace(plan, loads=loads, workload=Workload(micro_batches=micro_batches), basis="measured")
+    loads = tuple(
+        StageLoad(forward_s, 2 * forward_s, edge_s=edge, **memory) for edge in (edge_s, 0.0)
+    )
+    return replace(
+        plan, loads=loads, workload=Workload(micro_batches=micro_batches), basis="measured"
+    )
 
 
 def took(plan, edge_s, **more):
@@ -99,8 +103,10 @@ def test_memory_bounds_what_is_in_flight():
 def test_more_are_in_flight_than_hide_the_edge_where_few_micro_batches_fill_the_pipeline():
     def change(forward_s, **more):
         plan = learned(PLAN, 0.045, **more)
-        loads = tuple(replace(load, forward_s=own, backward_s=2 * own)
-                      for load, own in zip(plan.loads, (0.03, forward_s)))
+        loads = tuple(
+            replace(load, forward_s=own, backward_s=2 * own)
+            for load, own in zip(plan.loads, (0.03, forward_s))
+        )
         plan = replace(plan, loads=loads)
         return evaluator().next(plan, 0.02 + pipeline_s(plan, [0.045], (2, 1))).in_flight
 
@@ -119,7 +125,10 @@ def test_what_the_user_asked_for_stays():
 
 def test_layers_that_only_a_restart_can_give():
     def costs(*factors):
-        rows = [tuple(tuple(each * factor for _ in range(8)) for factor in factors) for each in (0.01, 0.02)]
+        rows = [
+            tuple(tuple(each * factor for _ in range(8)) for factor in factors)
+            for each in (0.01, 0.02)
+        ]
         none = ((0.0,) * 8,) * 2
         return StageCosts(*rows, none, none, 16, before=0, after=0)
 

@@ -25,7 +25,9 @@ KNOWN = "sockets", OPTIONS, ENGINE
 def plan_of(ethernet, fast="1.2Gb/s", processes=4):
     """Four ranks of a node share its fast NIC, which makes two levels slower than one ring on such an
     Ethernet."""
-    clusters = site(f"a ib {fast} a[0-1]", f"b roce {fast} b[0-1]", ethernet=ethernet, processes=processes)
+    clusters = site(
+        f"a ib {fast} a[0-1]", f"b roce {fast} b[0-1]", ethernet=ethernet, processes=processes
+    )
     return build_plan(clusters, Sizes(), options=OPTIONS)
 
 
@@ -50,7 +52,9 @@ def evaluator():
 def test_a_network_is_as_fast_as_the_sums_on_it():
     plan = plan_of("1Gb/s")
     assert not plan.traffic_of("sockets").reductions[0].clusters
-    rates = {one.name: one.rate_bps for one in measured_networks(plan, *KNOWN, summed(plan, 20)).fabrics}
+    rates = {
+        one.name: one.rate_bps for one in measured_networks(plan, *KNOWN, summed(plan, 20)).fabrics
+    }
     assert rates["ethernet"] == pytest.approx(5e7, rel=0.01)
     assert {rate for name, rate in rates.items() if name != "ethernet"} == {1_200_000_000}
 
@@ -67,7 +71,11 @@ def test_one_ring_becomes_two_levels_where_ethernet_is_slower_than_told():
     then = summed(after, 20)
     assert then[0].seconds < slow[0].seconds / 1.5
     assert change.then_s == pytest.approx(2.5 + then[0].seconds, rel=0.02)
-    assert own.next(after, then, change.then_s) is None and own.trials.ended == (change, change.then_s, True)
+    assert own.next(after, then, change.then_s) is None and own.trials.ended == (
+        change,
+        change.then_s,
+        True,
+    )
 
 
 def test_what_was_told_rightly_changes_nothing():

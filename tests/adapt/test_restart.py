@@ -19,16 +19,37 @@ def agent(launcher="torchrun", agent_store=True):
     return Process(0, 2, 0, 1, "host", 1, launcher, agent_store)
 
 
-@pytest.mark.parametrize("process, options, engine, environ, said", [
-    (agent(), {}, {}, ELASTIC, ""),
-    (agent("srun", False), {}, {}, {}, "no launcher here"),
-    (agent(agent_store=False), {}, {}, ELASTIC, "no launcher here"),
-    (agent(), {}, {}, {**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "0"}, "no launcher here"),
-    (agent(), {}, {}, {**ELASTIC, "TORCHELASTIC_RESTART_COUNT": "2"}, "torchrun has done its 2 restarts"),
-    (agent(), {}, {"name": "deepspeed", "resplits": False}, ELASTIC, "checkpoints of deepspeed do not load"),
-    (agent(), {"partition": "4,2", "given": frozenset({"partition"})}, {}, ELASTIC, "--holmes-partition is"),
-    (agent(), {"given": frozenset({"plan"})}, {}, ELASTIC, "--holmes-plan is given"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "process, options, engine, environ, said",
+    [
+        (agent(), {}, {}, ELASTIC, ""),
+        (agent("srun", False), {}, {}, {}, "no launcher here"),
+        (agent(agent_store=False), {}, {}, ELASTIC, "no launcher here"),
+        (agent(), {}, {}, {**ELASTIC, "TORCHELASTIC_MAX_RESTARTS": "0"}, "no launcher here"),
+        (
+            agent(),
+            {},
+            {},
+            {**ELASTIC, "TORCHELASTIC_RESTART_COUNT": "2"},
+            "torchrun has done its 2 restarts",
+        ),
+        (
+            agent(),
+            {},
+            {"name": "deepspeed", "resplits": False},
+            ELASTIC,
+            "checkpoints of deepspeed do not load",
+        ),
+        (
+            agent(),
+            {"partition": "4,2", "given": frozenset({"partition"})},
+            {},
+            ELASTIC,
+            "--holmes-partition is",
+        ),
+        (agent(), {"given": frozenset({"plan"})}, {}, ELASTIC, "--holmes-plan is given"),
+    ],
+)
 def test_why_not(process, options, engine, environ, said):
     why = restart.why_not(
         process, replace(options_from(restart="auto"), **options), EngineTraits(**engine), environ

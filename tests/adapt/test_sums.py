@@ -15,10 +15,15 @@ SMALL, LARGE = ReductionSpec(True, 10**6), ReductionSpec(True, 10**8)
 GROWS, SHRINKS = ((SMALL,), (LARGE,)), ((LARGE,), (SMALL,))
 
 
-@pytest.mark.parametrize("ways, free, pieces, room", [
-    (GROWS, 10**9, False, True), (GROWS, 10**8, False, False), (GROWS, 10**9, True, False),
-    (SHRINKS, 0, True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ways, free, pieces, room",
+    [
+        (GROWS, 10**9, False, True),
+        (GROWS, 10**8, False, False),
+        (GROWS, 10**9, True, False),
+        (SHRINKS, 0, True, True),
+    ],
+)
 def test_buckets_that_grow_need_memory_that_is_there(monkeypatch, ways, free, pieces, room):
     told = {"mem_get_info": (free, 10**10), "memory_reserved": 0, "max_memory_allocated": 0}
     for name, value in told.items():
@@ -33,27 +38,40 @@ def test_buckets_that_grow_need_memory_that_is_there(monkeypatch, ways, free, pi
     assert fits(SumChange(*ways, 1e9, 1.0, 0.5), recorder) == room
 
 
-@pytest.mark.parametrize("spans, reduction, exposed", [
-    ([], {"exposed": 0.3}, 0.3),  # the reducer's own figures
-    ([("reduce", 2.0, 2.5), ("backward", 0.0, 2.0)], {"bytes": 1}, 0.5),  # of a GPU: its compute stream's
-    ([("last bucket", 1.0, 1.4)], None, 1.6),  # DistributedDataParallel's backward pass ended
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "spans, reduction, exposed",
+    [
+        ([], {"exposed": 0.3}, 0.3),  # the reducer's own figures
+        (
+            [("reduce", 2.0, 2.5), ("backward", 0.0, 2.0)],
+            {"bytes": 1},
+            0.5,
+        ),  # of a GPU: its compute stream's
+        ([("last bucket", 1.0, 1.4)], None, 1.6),  # DistributedDataParallel's backward pass ended
+    ],
+)
 def test_what_the_program_waited_for_sums(spans, reduction, exposed):
     done = DoneReduction(SMALL, 1e6, False, True, follows=True)
-    group = SimpleNamespace(ranks=(0, 1), description="", transport=SimpleNamespace(fabric="ethernet"))
-    op = SimpleNamespace(peer=None, group=group, name="all_reduce", payload=1e6, start=1.0, end=3.0,
-                         waited=0.0)
+    group = SimpleNamespace(
+        ranks=(0, 1), description="", transport=SimpleNamespace(fabric="ethernet")
+    )
+    op = SimpleNamespace(
+        peer=None, group=group, name="all_reduce", payload=1e6, start=1.0, end=3.0, waited=0.0
+    )
     window = SumWindow(SimpleNamespace(reductions={(0, 1): done}), None)
     window.step([op], spans, reduction)
     report = window.report()
     assert report["exposed"] == pytest.approx(exposed) and report["busy"] == {"ethernet": 2.0}
 
 
-@pytest.mark.parametrize("clusters, in_flight, applies", [
-    (("a",), False, False),  # gradients are summed in one way only
-    (("a", "b"), False, True),
-    (("a",), True, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "clusters, in_flight, applies",
+    [
+        (("a",), False, False),  # gradients are summed in one way only
+        (("a", "b"), False, True),
+        (("a",), True, True),
+    ],
+)
 def test_a_plan_in_which_nothing_can_change_needs_no_adapting(clusters, in_flight, applies):
     abilities = {"two-level", "in-flight"} if in_flight else {"two-level"}
     current = SimpleNamespace(

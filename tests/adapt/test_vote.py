@@ -36,7 +36,9 @@ class Rank:
                     return
                 if fault == "late":
                     self.stopped.wait(0.1)
-                proposal, verdict = self.vote.round(number, {"rank": self.rank}, self.propose, self.agree)
+                proposal, verdict = self.vote.round(
+                    number, {"rank": self.rank}, self.propose, self.agree
+                )
                 if verdict:
                     self.boundary.settle(number, verdict)
                     self.verdicts.append(verdict)
@@ -55,7 +57,9 @@ class Rank:
             raise Stopped
         if fault == "late in the vote":
             self.stopped.wait(random.uniform(0, 0.1))
-        yes = fault != "no memory" and self.boundary.agree(number, proposal["at"], proposal["change"])
+        yes = fault != "no memory" and self.boundary.agree(
+            number, proposal["at"], proposal["change"]
+        )
         if fault == "dies bound":
             raise Stopped
         return yes
@@ -96,9 +100,14 @@ def test_all_ranks_take_a_change_at_the_same_step():
 @pytest.mark.parametrize("seed", range(50))
 def test_whatever_a_rank_does_no_two_plans_are_at_work_and_nobody_waits(seed):
     random.seed(seed)
-    store, world, kinds = dist.HashStore(), 5, (
-        "dies", "late", "dies in the vote", "late in the vote", "no memory", "dies bound")  # fmt: skip
-    faults = {rank: {random.randrange(3): random.choice(kinds)} for rank in random.sample(range(world), 2)}
+    store, world, kinds = (
+        dist.HashStore(),
+        5,
+        ("dies", "late", "dies in the vote", "late in the vote", "no memory", "dies bound"),
+    )
+    faults = {
+        rank: {random.randrange(3): random.choice(kinds)} for rank in random.sample(range(world), 2)
+    }
     ranks = [Rank(store, rank, world, faults.get(rank, {}), 0.1) for rank in range(world)]
     train(ranks, 60)
     end(ranks)
@@ -117,7 +126,9 @@ def test_a_rank_without_room_keeps_the_old_plan_for_all():
 def test_who_comes_to_the_step_first_decides_for_all():
     store = dist.HashStore()
     votes = [Vote(Client(store), "p", rank, 2, threading.Event()) for rank in range(2)]
-    one, two = (Boundary(lambda number, vote=vote: vote.set_verdict(store, number, KEEP)) for vote in votes)
+    one, two = (
+        Boundary(lambda number, vote=vote: vote.set_verdict(store, number, KEEP)) for vote in votes
+    )
     assert one.agree(0, 2, "new") and two.agree(0, 2, "new")
     assert one.begin() is None and two.begin() is None
     assert one.begin() is None  # no verdict yet: it keeps the old plan, and so do the others

@@ -41,13 +41,25 @@ def test_table(dgx, rows, capsys):
     assert holmes("--sysfs", dgx) == 0
     assert "NICs of dgx07" in capsys.readouterr().out
     table = rows
-    assert list(table)[:11] == [f"mlx5_{i}:1"
-                                for i in (0, 1, 2, 3, 6, 7, 8, 9, 4)] + ["enp225s0f0", "enp226s0"]
+    assert list(table)[:11] == [f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9, 4)] + [
+        "enp225s0f0",
+        "enp226s0",
+    ]
     assert list(table)[-2:] == ["enx0a94ef2c1d05", "docker0"]  # set aside: last
     assert table["mlx5_1:1"] == {
-        "NIC": "mlx5_1:1", "kind": "ib", "state": "up", "rate": "200 Gb/s", "net device": "ibp18s0",
-        "addresses": "172.16.1.11/24", "v2 GID": "", "subnet prefix": "fe80:0000:0000:0000", "LID": "29",
-        "NUMA": "3", "PCI": "0000:12:00.0", "note": ""}
+        "NIC": "mlx5_1:1",
+        "kind": "ib",
+        "state": "up",
+        "rate": "200 Gb/s",
+        "net device": "ibp18s0",
+        "addresses": "172.16.1.11/24",
+        "v2 GID": "",
+        "subnet prefix": "fe80:0000:0000:0000",
+        "LID": "29",
+        "NUMA": "3",
+        "PCI": "0000:12:00.0",
+        "note": "",
+    }
     assert table["mlx5_4:1"]["v2 GID"] == "3"
     assert table["enp225s0f0"]["note"] == "net device of mlx5_4:1"
     assert table["mlx5_5:1"]["note"] == "the roce port is DOWN/Disabled"
@@ -56,8 +68,10 @@ def test_table(dgx, rows, capsys):
 
 def test_default_subnet_prefix_is_pointed_out(dgx, tmp_path, capsys):
     holmes("--sysfs", dgx)
-    assert ("fe80:0000:0000:0000 is the default; two clusters with this prefix cannot be told apart: "
-            "say which nodes belong together in cluster.toml") in capsys.readouterr().out
+    assert (
+        "fe80:0000:0000:0000 is the default; two clusters with this prefix cannot be told apart: "
+        "say which nodes belong together in cluster.toml"
+    ) in capsys.readouterr().out
     holmes("--sysfs", dual_port(tmp_path / "own"))
     assert "cannot be told apart" not in capsys.readouterr().out
 
@@ -77,14 +91,33 @@ def test_json_of_this_machine(capsys):
 
 
 def test_include_and_exclude(dgx, capsys):
-    assert holmes("--sysfs", dgx, "--json", "--exclude", "mlx5_4", "mlx5_5", "--exclude", "enp227s0",
-                  "--include", "mlx5_*", "enp226s0", "enp227s0") == 0
+    assert (
+        holmes(
+            "--sysfs",
+            dgx,
+            "--json",
+            "--exclude",
+            "mlx5_4",
+            "mlx5_5",
+            "--exclude",
+            "enp227s0",
+            "--include",
+            "mlx5_*",
+            "enp226s0",
+            "enp227s0",
+        )
+        == 0
+    )
     nics = [nic_of(d) for d in json.loads(capsys.readouterr().out)["nics"]]
     assert [n.name for n in nics if not n.skipped] == [
-        n.name for n in select(read_nics(dgx), ["mlx5_*", "enp226s0"], ["mlx5_4", "mlx5_5"])]
+        n.name for n in select(read_nics(dgx), ["mlx5_*", "enp226s0"], ["mlx5_4", "mlx5_5"])
+    ]
     why = {n.name: n.skipped for n in nics if n.skipped}
     assert why["mlx5_4:1"] == why["enp227s0"] == "excluded (--exclude)"
-    assert why["enp225s0f0"] == "not in --include" and why["docker0"] == "container network (by its name)"
+    assert (
+        why["enp225s0f0"] == "not in --include"
+        and why["docker0"] == "container network (by its name)"
+    )
 
 
 def test_included_management_nic_is_used(dgx, rows):
@@ -128,28 +161,39 @@ def test_the_table_fits_the_screen_and_says_what_it_lacks(dgx, capsys, monkeypat
     monkeypatch.setenv("COLUMNS", str(columns))
     assert holmes("--sysfs", dgx) == 0
     lines = capsys.readouterr().out.splitlines()
-    table = lines[: next(i for i, line in enumerate(lines) if line.startswith(("too narrow", "note:")))]
+    table = lines[
+        : next(i for i, line in enumerate(lines) if line.startswith(("too narrow", "note:")))
+    ]
     assert max(len(line.rstrip()) for line in table) <= columns
     assert all(word in table[1] for word in ("NIC", "kind", "state", "rate", "note"))
     assert any(line.startswith("mlx5_0:1  ") and "200 Gb/s" in line for line in table)
-    assert ("PCI" in table[1]) == (columns == 200) != any(line.startswith("too narrow for: ")
-                                                          for line in lines)
+    assert (
+        ("PCI" in table[1])
+        == (columns == 200)
+        != any(line.startswith("too narrow for: ") for line in lines)
+    )
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["--sysfs", "DIR/nothing"], "DIR/nothing: No such file or directory"),
-    (["--sysfs", "DIR"], "is not the root of a /sys tree"),
-    (["--sysfs", "DIR/dgx07", "--include", "eth99"], "include pattern 'eth99' matches no NIC"),
-    (["--sysfs", "DIR/dgx07", "--exclude", "eth99"], "exclude pattern 'eth99' matches no NIC"),
-    (["--sysfs", "DIR/broken"], "DIR/broken/class/net/eth0: leads nowhere"),
-])
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--sysfs", "DIR/nothing"], "DIR/nothing: No such file or directory"),
+        (["--sysfs", "DIR"], "is not the root of a /sys tree"),
+        (["--sysfs", "DIR/dgx07", "--include", "eth99"], "include pattern 'eth99' matches no NIC"),
+        (["--sysfs", "DIR/dgx07", "--exclude", "eth99"], "exclude pattern 'eth99' matches no NIC"),
+        (["--sysfs", "DIR/broken"], "DIR/broken/class/net/eth0: leads nowhere"),
+    ],
+)
 def test_bad_input_is_one_line(dgx, tmp_path, capsys, argv, message):
     (tmp_path / "broken/class/net").mkdir(parents=True)
     (tmp_path / "broken/class/net/eth0").symlink_to("../../devices/gone")
     assert holmes(*(a.replace("DIR", str(tmp_path)) for a in argv)) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
-    assert captured.err.startswith("holmes: ") and message.replace("DIR", str(tmp_path)) in captured.err
+    assert (
+        captured.err.startswith("holmes: ")
+        and message.replace("DIR", str(tmp_path)) in captured.err
+    )
 
 
 def test_help_says_how_to_capture(capsys):
@@ -181,5 +225,12 @@ def test_captured_tree_reads_the_same(tmp_path, scene):
 def test_captured_tree_of_this_machine_reads_the_same(tmp_path):
     copy = capture("/sys", tmp_path)
     assert read_nics(copy) == read_nics()
-    assert sum(os.path.getsize(os.path.join(d, f)) for d, _, files in os.walk(copy) for f in files
-               if not os.path.islink(os.path.join(d, f))) < 50e6
+    assert (
+        sum(
+            os.path.getsize(os.path.join(d, f))
+            for d, _, files in os.walk(copy)
+            for f in files
+            if not os.path.islink(os.path.join(d, f))
+        )
+        < 50e6
+    )

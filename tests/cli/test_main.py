@@ -15,13 +15,21 @@ from holmes_ext.cli.main import commands, main, parser_of
 
 CLUSTER = str(Path(__file__).parents[2] / "examples/clusters/two_clusters_4.toml")
 PRINTING = [
-    ["--help"], *([name, "--help"] for name in commands()), ["discover"], ["discover", "--json"], ["doctor"],
-    ["patches"], ["patches", "--json"], ["plan", "--cluster", CLUSTER, "--sizes", "pipeline=2"],
+    ["--help"],
+    *([name, "--help"] for name in commands()),
+    ["discover"],
+    ["discover", "--json"],
+    ["doctor"],
+    ["patches"],
+    ["patches", "--json"],
+    ["plan", "--cluster", CLUSTER, "--sizes", "pipeline=2"],
     ["plan", "--cluster", CLUSTER, "--sizes", "pipeline=2", "--json"],
 ]
 
 
-@pytest.mark.parametrize("arguments", PRINTING, ids=lambda words: " ".join(map(os.path.basename, words)))
+@pytest.mark.parametrize(
+    "arguments", PRINTING, ids=lambda words: " ".join(map(os.path.basename, words))
+)
 def test_a_closed_pipe_is_no_error(arguments):
     reader, writer = os.pipe()
     os.close(reader)
@@ -31,12 +39,15 @@ def test_a_closed_pipe_is_no_error(arguments):
     assert (result.returncode, result.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("arguments",
-                         [["discover"], ["plan", "--cluster", CLUSTER, "--sizes", "pipeline=2", "--json"]])
+@pytest.mark.parametrize(
+    "arguments", [["discover"], ["plan", "--cluster", CLUSTER, "--sizes", "pipeline=2", "--json"]]
+)
 def test_a_full_disk_is_one_line(arguments):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "holmes_ext.cli.main", *arguments]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+        result = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
     assert result.returncode == 2
     assert result.stderr == "holmes: the output cannot be written: No space left on device\n"
 
@@ -52,17 +63,24 @@ def test_a_socket_that_breaks_is_no_closed_pipe(monkeypatch):
 
 def test_a_misspelt_command_is_named(capsys):
     assert main(["discovr"]) == 2
-    assert capsys.readouterr().err == "holmes: there is no command 'discovr'; did you mean 'discover'?\n"
+    assert (
+        capsys.readouterr().err
+        == "holmes: there is no command 'discovr'; did you mean 'discover'?\n"
+    )
     assert main(["zzz"]) == 2
     assert "known: discover, doctor" in capsys.readouterr().err
 
 
 def test_a_flag_is_not_abbreviated(capsys):
     assert main(["plan", "--cluster", CLUSTER, "--pipelin", "2"]) == 2
-    assert capsys.readouterr().err == "holmes: plan has no option --pipelin; did you mean '--pipeline'?\n"
+    assert (
+        capsys.readouterr().err
+        == "holmes: plan has no option --pipelin; did you mean '--pipeline'?\n"
+    )
     assert main(["lab", "run", "--cluster", CLUSTER, "--interleav", "--", "true"]) == 2
-    assert capsys.readouterr().err == ("holmes: lab run has no option --interleav; did you mean "
-                                       "'--interleave'?\n")
+    assert capsys.readouterr().err == (
+        "holmes: lab run has no option --interleav; did you mean '--interleave'?\n"
+    )
 
 
 def test_holmes_alone_says_what_to_do_first(capsys):
@@ -70,7 +88,9 @@ def test_holmes_alone_says_what_to_do_first(capsys):
     assert main([]) == 0
     said = capsys.readouterr().out
     assert set(re.findall(r"^  holmes (\w+)", said, re.MULTILINE)) <= set(commands())
-    assert all(words in said for words in ("holmes demo", "holmes plan --cluster", "YOUR COMMAND --holmes"))
+    assert all(
+        words in said for words in ("holmes demo", "holmes plan --cluster", "YOUR COMMAND --holmes")
+    )
     assert max(map(len, said.splitlines())) <= 120
 
 

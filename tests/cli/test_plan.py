@@ -26,30 +26,54 @@ def test_table(capsys):
 def test_the_network_between_clusters_is_a_matrix_and_a_flat_one_is_none(capsys):
     assert holmes("--sizes", "pipeline=3", sample="three_links_6") == 0
     table = capsys.readouterr().out.partition("between clusters, one way")[2]
-    rows = {line.split()[0]: " ".join(line.split()) for line in table.splitlines()
-            if line[:2] in ("a ", "b ", "c ")}
-    assert rows == {"a": "a 200 Mb/s 20 ms 50 Mb/s 20 ms", "b": "b 200 Mb/s 20 ms 200 Mb/s 20 ms",
-                    "c": "c 50 Mb/s 20 ms 200 Mb/s 20 ms"}
-    assert holmes("--sizes", "pipeline=2") == 0 and "between clusters, one way" not in capsys.readouterr().out
+    rows = {
+        line.split()[0]: " ".join(line.split())
+        for line in table.splitlines()
+        if line[:2] in ("a ", "b ", "c ")
+    }
+    assert rows == {
+        "a": "a 200 Mb/s 20 ms 50 Mb/s 20 ms",
+        "b": "b 200 Mb/s 20 ms 200 Mb/s 20 ms",
+        "c": "c 50 Mb/s 20 ms 200 Mb/s 20 ms",
+    }
+    assert (
+        holmes("--sizes", "pipeline=2") == 0
+        and "between clusters, one way" not in capsys.readouterr().out
+    )
 
 
 def test_straddling_exits_1(capsys):
     assert holmes("--pipeline", "2", sample="two_clusters_3_5") == 1
-    assert "1 data group straddles (one has a0, b4): on ethernet, costs" in capsys.readouterr().out.replace(
-        "\n", " ")
+    assert (
+        "1 data group straddles (one has a0, b4): on ethernet, costs"
+        in capsys.readouterr().out.replace("\n", " ")
+    )
 
 
 def test_json_is_the_plan(capsys, tmp_path):
     assert holmes("--pipeline", "2", "--json", "--output", str(tmp_path / "plan.json")) == 0
-    printed, written = json.loads(capsys.readouterr().out), json.loads((tmp_path / "plan.json").read_text())
+    printed, written = (
+        json.loads(capsys.readouterr().out),
+        json.loads((tmp_path / "plan.json").read_text()),
+    )
     assert printed.pop("traffic") and printed.keys() == written.keys()
     assert all(printed[key] == written[key] for key in written if key != "digest")
     assert load_plan(tmp_path / "plan.json").nodes == ("a0", "a1", "b0", "b1")
 
 
 def test_options_override_sizes(capsys):
-    assert holmes("--sizes", "pipeline=4,tensor=1", "--pipeline", "2", "--order", "tp-cp-ep-pp-dp",
-                  "--json") == 0
+    assert (
+        holmes(
+            "--sizes",
+            "pipeline=4,tensor=1",
+            "--pipeline",
+            "2",
+            "--order",
+            "tp-cp-ep-pp-dp",
+            "--json",
+        )
+        == 0
+    )
     sizes = json.loads(capsys.readouterr().out)["sizes"]
     assert (sizes["pipeline"], sizes["data"], sizes["order"]) == (2, 2, "tp-cp-ep-pp-dp")
 
@@ -61,17 +85,34 @@ def test_unknown_sizes(capsys):
 
 def test_workload(capsys, tmp_path):
     (tmp_path / "w.toml").write_text(
-        "forward_seconds = 1\nbackward_seconds = 2.0\nmicro_batches = 3\ngradient_bytes = 1e6\n")
-    assert holmes("--pipeline", "2", "--workload", str(tmp_path / "w.toml"), "--micro-batches", "4",
-                  "--activation-bytes", "0") == 0
+        "forward_seconds = 1\nbackward_seconds = 2.0\nmicro_batches = 3\ngradient_bytes = 1e6\n"
+    )
+    assert (
+        holmes(
+            "--pipeline",
+            "2",
+            "--workload",
+            str(tmp_path / "w.toml"),
+            "--micro-batches",
+            "4",
+            "--activation-bytes",
+            "0",
+        )
+        == 0
+    )
     text = capsys.readouterr().out
     assert "nominal" not in text
     assert "predicted step: 15" in text  # (4 + 2 - 1) * 3
 
 
-@pytest.mark.parametrize("text,message", [
-    ("forward = 1", "'forward' is not known"), ("micro_batches = 1.5", "'micro_batches'"),
-    ("x", "not valid TOML")])
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("forward = 1", "'forward' is not known"),
+        ("micro_batches = 1.5", "'micro_batches'"),
+        ("x", "not valid TOML"),
+    ],
+)
 def test_bad_workload_file(text, message, tmp_path):
     (tmp_path / "w.toml").write_text(text)
     with pytest.raises(HolmesError, match=message):
@@ -85,8 +126,14 @@ def test_bad_workload_file(text, message, tmp_path):
         (("--pipeline", "0"), "pipeline is 0"),
         (("--sizes", "pipes=2"), "--sizes: 'pipes' is not known; did you mean 'pipeline'?"),
         (("--order", "dp-tp", "--pipeline", "2"), "lacks pp"),
-        (("--pipeline", "2", "--micro-batches", "0"), "key 'micro_batches' must be 1 or more, not 0"),
-        (("--pipeline", "2", "--forward-seconds", "nan"), "key 'forward_s' must be 0 or more, not nan"),
+        (
+            ("--pipeline", "2", "--micro-batches", "0"),
+            "key 'micro_batches' must be 1 or more, not 0",
+        ),
+        (
+            ("--pipeline", "2", "--forward-seconds", "nan"),
+            "key 'forward_s' must be 0 or more, not nan",
+        ),
         (("--pipeline", "2", "--output", "/nonexistent/plan.json"), "cannot be written"),
         (("--pipeline", "2", "--workload", "/nonexistent.toml"), "/nonexistent.toml"),
     ],
@@ -110,7 +157,8 @@ def test_a_probed_cluster_is_predicted_by_what_was_measured(capsys, tmp_path):
         parser = argparse.ArgumentParser()
         command.add_parser(parser.add_subparsers())
         args = parser.parse_args(
-            ["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--sizes", "pipeline=2", "--json"])
+            ["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--sizes", "pipeline=2", "--json"]
+        )
         assert args.run(args) == 0
         steps.append(json.loads(capsys.readouterr().out)["predicted"]["stock_step_seconds"])
     assert steps[1] > 5 * steps[0]

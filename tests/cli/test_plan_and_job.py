@@ -22,10 +22,13 @@ SITES = {
     "two clusters": ("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]"),
     "one": ("a ib 100Gb/s a[0-3]",),
 }
-GPT = ("pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --bf16"
-       " --micro-batch-size 2 --global-batch-size 64 --vocab-size 50257")
-DEEPSPEED = "pretrain_gpt.py --deepspeed --deepspeed_config ds.json " + GPT.partition(" ")[2].replace(
-    "--bf16 ", "")
+GPT = (
+    "pretrain_gpt.py --num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --bf16"
+    " --micro-batch-size 2 --global-batch-size 64 --vocab-size 50257"
+)
+DEEPSPEED = "pretrain_gpt.py --deepspeed --deepspeed_config ds.json " + GPT.partition(" ")[
+    2
+].replace("--bf16 ", "")
 ONE = "--pipeline-model-parallel-size 1"
 TWO, TENSOR = "--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2"
 #: Framework and layout.
@@ -46,8 +49,10 @@ OPTIONS = {
     "as it is": ("", ""),
     "rounded": ("--holmes-edges int8 --holmes-compress bf16", ""),
     "in flight": ("--holmes-inflight 2 --holmes-overlap on", ""),
-    "features off": ("--holmes-overlap off",
-                     "megatron-slices,megatron-edges,deepspeed-edges,two-level,megatron-tied"),
+    "features off": (
+        "--holmes-overlap off",
+        "megatron-slices,megatron-edges,deepspeed-edges,two-level,megatron-tied",
+    ),
 }
 
 
@@ -67,7 +72,8 @@ def test_they_decide_the_same(name, options, tmp_path, monkeypatch, capsys):
     flags, off = OPTIONS[options]
     monkeypatch.setenv("HOLMES_DISABLE", off)
     (tmp_path / "ds.json").write_text(
-        json.dumps({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2}))
+        json.dumps({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2})
+    )
     words = [*JOBS[name].split(), *flags.split(), "--holmes-cluster", "c.toml"]
     for site, lines in SITES.items():
         (tmp_path / "c.toml").write_text(clusters.toml(*lines, ethernet="1Gb/s", processes=2))
@@ -75,7 +81,10 @@ def test_they_decide_the_same(name, options, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(maker, "resolve_site", lambda nodes, spec, *_: site_from_spec(spec))
         job = of_the_job(words[1:], off)
         sizes = job.sizes
-        assert sizes is not None and site_from_spec(load_spec("c.toml")).world_size == job.world_size == 8
+        assert (
+            sizes is not None
+            and site_from_spec(load_spec("c.toml")).world_size == job.world_size == 8
+        )
         given = f"pipeline={sizes.pipeline},tensor={sizes.tensor}"
         status = main(["plan", "--cluster", "c.toml", "--sizes", given, "--json", "--", *words])
         assert status in (0, 1), "1: a group straddles"

@@ -22,13 +22,28 @@ def commands(tmp_path):
     write(tmp_path / "telemetry", between=[["a", "b", 1e8, 0.02], ["b", "a", 1e8, 0.02]])
     dgx = str(dgx_a100(tmp_path / "dgx"))
     return {
-        "discover": ["discover", "--sysfs", dgx], "discover of a node that is down": [
-            "discover", "--sysfs", str(ports_down(tmp_path / "down"))],
-        "patches": ["patches"], "patches --all": ["patches", "--all"],
+        "discover": ["discover", "--sysfs", dgx],
+        "discover of a node that is down": [
+            "discover",
+            "--sysfs",
+            str(ports_down(tmp_path / "down")),
+        ],
+        "patches": ["patches"],
+        "patches --all": ["patches", "--all"],
         "report": ["report", str(tmp_path / "telemetry")],
         "plan": ["plan", "--cluster", CLUSTER, *SIZES],
-        "plan --joined": ["plan", "--cluster", CLUSTER, "--model", MODEL, "--global-batch", "24", "--seconds",
-                          "1", "--joined"],
+        "plan --joined": [
+            "plan",
+            "--cluster",
+            CLUSTER,
+            "--model",
+            MODEL,
+            "--global-batch",
+            "24",
+            "--seconds",
+            "1",
+            "--joined",
+        ],
     }
 
 
@@ -52,9 +67,14 @@ def test_one_row_a_feature(capsys, monkeypatch):
     main(["patches"])
     out = capsys.readouterr().out
     names = [patch.feature.name for patch in all_patches()]
-    missing = re.findall(r"[\w-]+(?= \d)", out.partition("not installed here (and their features): ")[2])
-    here = dict.fromkeys(patch.feature.name
-                         for patch in all_patches() if patch.feature.requirement.name not in missing)
+    missing = re.findall(
+        r"[\w-]+(?= \d)", out.partition("not installed here (and their features): ")[2]
+    )
+    here = dict.fromkeys(
+        patch.feature.name
+        for patch in all_patches()
+        if patch.feature.requirement.name not in missing
+    )
     firsts = [line.split()[0] for line in out.splitlines()[2:] if line[:1].isalpha()]
     assert here and firsts[: len(here)] == list(here)
     assert f"{len(names)} functions of {len(set(names))} features; --all" in out

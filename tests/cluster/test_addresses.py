@@ -24,8 +24,9 @@ def test_every_device_is_listed():
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="needs ip (iproute2)")
 def test_agrees_with_ip_addr(tmp_path):
-    (tmp_path / "ip_addr.json").write_text(subprocess.run(["ip", "-j", "addr"], capture_output=True,
-                                                          text=True).stdout)
+    (tmp_path / "ip_addr.json").write_text(
+        subprocess.run(["ip", "-j", "addr"], capture_output=True, text=True).stdout
+    )
     captured, live = captured_addresses(tmp_path), interface_addresses()
     assert {k: set(v) for k, v in captured.items()} == {k: set(v) for k, v in live.items()}
 
@@ -34,7 +35,8 @@ def test_in_a_namespace_with_link_local():
     out = in_namespace(
         "import json; from holmes_ext.cluster.addresses import *; print(json.dumps(interface_addresses()))",
         *VETH,
-        "until ip -6 addr show dev vb | grep -q fe80; do sleep 0.05; done")
+        "until ip -6 addr show dev vb | grep -q fe80; do sleep 0.05; done",
+    )
     found = json.loads(out)
     assert set(found) == {"lo", "va", "vb"}
     assert set(found["va"]) == {"10.1.2.3/20", "fd01::3/64"}  # its link-local one is left out
@@ -45,11 +47,26 @@ EGRESS = "from holmes_ext.cluster.addresses import egress_interface as e; print(
 
 
 def test_egress_follows_the_routes():
-    hosts = ["10.1.2.3", "10.1.15.9", "fd01::77", "10.9.0.1", "10.8.0.5", "localhost", "127.0.1.1",
-             "198.51.100.7"]
-    out = in_namespace(EGRESS.format(hosts=hosts), *VETH, "ip link add vc type veth peer name vd",
-                       "ip link set vc up", "ip link set vd up", "ip addr add 10.9.0.3/24 dev vc",
-                       "ip route add 10.8.0.0/16 via 10.1.0.1", "ip route add default via 10.9.0.1")
+    hosts = [
+        "10.1.2.3",
+        "10.1.15.9",
+        "fd01::77",
+        "10.9.0.1",
+        "10.8.0.5",
+        "localhost",
+        "127.0.1.1",
+        "198.51.100.7",
+    ]
+    out = in_namespace(
+        EGRESS.format(hosts=hosts),
+        *VETH,
+        "ip link add vc type veth peer name vd",
+        "ip link set vc up",
+        "ip link set vd up",
+        "ip addr add 10.9.0.3/24 dev vc",
+        "ip route add 10.8.0.0/16 via 10.1.0.1",
+        "ip route add default via 10.9.0.1",
+    )
     assert out.split() == ["va", "va", "va", "vc", "va", "vc", "vc", "vc"]
 
 
@@ -63,8 +80,10 @@ def test_egress_with_nothing_but_loopback():
 
 
 def test_egress_without_route_says_so():
-    script = ("from holmes_ext.cluster.addresses import *\n"
-              "try: egress_interface('192.0.2.77')\nexcept HolmesError as error: print(error)")
+    script = (
+        "from holmes_ext.cluster.addresses import *\n"
+        "try: egress_interface('192.0.2.77')\nexcept HolmesError as error: print(error)"
+    )
     assert "no route to 192.0.2.77" in in_namespace(script, *VETH)
 
 
@@ -76,8 +95,11 @@ def test_egress_to_an_unknown_host(host):
 
 def test_address_on_loopback_only(monkeypatch):
     """A host whose own address lies on lo (routing on the host) still gets a real device."""
-    monkeypatch.setattr(addresses, "_all_addresses", lambda: {"lo": ("127.0.0.1/8", "10.0.0.1/32"), "x": (),
-                                                              "eth1": ("10.0.1.1/31",)})
+    monkeypatch.setattr(
+        addresses,
+        "_all_addresses",
+        lambda: {"lo": ("127.0.0.1/8", "10.0.0.1/32"), "x": (), "eth1": ("10.0.1.1/31",)},
+    )
     monkeypatch.setattr(addresses, "_local_address", lambda family, target: ("10.0.0.1", 0))
     assert egress_interface("10.0.0.9") == "eth1"
 
@@ -88,23 +110,50 @@ def info(local, prefix=24):
 
 def test_captured(tmp_path):
     assert captured_addresses(tmp_path) is None
-    (tmp_path / "ip_addr.json").write_text(json.dumps([
-        {"ifname": "lo", "addr_info": [info("127.0.0.1", 8)]}, {}, {"ifname": "eth0", "addr_info": []},
-        {"ifname": "eth1", "addr_info": [info("10.0.0.1"), {}, info("fd00::1", 64), info("fe80::1", 64)]},
-        {"ifname": "eth2", "addr_info": [info("fe80::2", 64)]}]))
-    assert captured_addresses(tmp_path) == {"lo": ("127.0.0.1/8",), "eth0": (),
-                                            "eth1": ("10.0.0.1/24", "fd00::1/64"),
-                                            "eth2": ("fe80::2/64",)}
+    (tmp_path / "ip_addr.json").write_text(
+        json.dumps(
+            [
+                {"ifname": "lo", "addr_info": [info("127.0.0.1", 8)]},
+                {},
+                {"ifname": "eth0", "addr_info": []},
+                {
+                    "ifname": "eth1",
+                    "addr_info": [info("10.0.0.1"), {}, info("fd00::1", 64), info("fe80::1", 64)],
+                },
+                {"ifname": "eth2", "addr_info": [info("fe80::2", 64)]},
+            ]
+        )
+    )
+    assert captured_addresses(tmp_path) == {
+        "lo": ("127.0.0.1/8",),
+        "eth0": (),
+        "eth1": ("10.0.0.1/24", "fd00::1/64"),
+        "eth2": ("fe80::2/64",),
+    }
 
 
-@pytest.mark.parametrize("text", [
-    "", "{}", "3", "[3]", "[[]]", '["ifname"]', '[{"ifname": "a"}]', '[{"ifname": [], "addr_info": []}]',
-    '[{"ifname": "a", "addr_info": 3}]', '[{"ifname": "a", "addr_info": [3]}]',
-    '[{"ifname": "a", "addr_info": [{"family": "inet"}]}]', "[" * 100000, "\udcff", "\0" * 4096,
-    json.dumps([{"ifname": "a", "addr_info": [info("10.0.0.1", 33)]}]),
-    json.dumps([{"ifname": "a", "addr_info": [info("10.0.0.1", 8.5)]}]),
-    json.dumps([{"ifname": "a", "addr_info": [info("10.0.0.999")]}]),
-])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "3",
+        "[3]",
+        "[[]]",
+        '["ifname"]',
+        '[{"ifname": "a"}]',
+        '[{"ifname": [], "addr_info": []}]',
+        '[{"ifname": "a", "addr_info": 3}]',
+        '[{"ifname": "a", "addr_info": [3]}]',
+        '[{"ifname": "a", "addr_info": [{"family": "inet"}]}]',
+        "[" * 100000,
+        "\udcff",
+        "\0" * 4096,
+        json.dumps([{"ifname": "a", "addr_info": [info("10.0.0.1", 33)]}]),
+        json.dumps([{"ifname": "a", "addr_info": [info("10.0.0.1", 8.5)]}]),
+        json.dumps([{"ifname": "a", "addr_info": [info("10.0.0.999")]}]),
+    ],
+)
 def test_captured_damaged(tmp_path, text):
     (tmp_path / "ip_addr.json").write_text(text, errors="surrogateescape")
     with pytest.raises(HolmesError, match="ip_addr.json"):

@@ -41,8 +41,14 @@ clusters = ["a", "b"]
 rate = "1Gb/s"
 latency = "1ms"
 """
-_TABLES = {"cluster": "[[cluster]]", "between": "[[between]]", "node": "[node.HOST]", "link": "[link.FABRIC]",
-           "measured": "[[measured]]", "ethernet": "[ethernet]"}  # fmt: skip
+_TABLES = {
+    "cluster": "[[cluster]]",
+    "between": "[[between]]",
+    "node": "[node.HOST]",
+    "link": "[link.FABRIC]",
+    "measured": "[[measured]]",
+    "ethernet": "[ethernet]",
+}
 
 
 def test_every_key_that_is_read_is_listed(monkeypatch):
@@ -54,16 +60,21 @@ def test_every_key_that_is_read_is_listed(monkeypatch):
 
     monkeypatch.setattr(Table, "done", watched)
     parse_spec(FILE)
-    tables = {(_TABLES.get(top, ""), key) for top, path, key in read if path not in ("node", "link")}
+    tables = {
+        (_TABLES.get(top, ""), key) for top, path, key in read if path not in ("node", "link")
+    }
     tables -= {("", name) for name in _TABLES}  # the tables themselves
     assert tables == {(key.table, key.name) for key in KEYS}
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if not key.default],
-                         ids=lambda key: key.table + key.name)
+@pytest.mark.parametrize(
+    "key", [key for key in KEYS if not key.default], ids=lambda key: key.table + key.name
+)
 def test_what_is_needed_is_refused_without(key):
     head = re.sub(r"\.(HOST|FABRIC)", r".\\w+", re.escape(key.table).replace(r"\.", "."))
-    pattern = rf"({head}\n(?:\w+ = .*\n)*?){key.name} = .*\n" if key.table else rf"()^{key.name} = .*\n"
+    pattern = (
+        rf"({head}\n(?:\w+ = .*\n)*?){key.name} = .*\n" if key.table else rf"()^{key.name} = .*\n"
+    )
     without, count = re.subn(pattern, r"\1", FILE, count=1)
     assert count == 1
     with pytest.raises(HolmesError, match=key.name):

@@ -26,25 +26,33 @@ def files(tmp_path, monkeypatch):
 
 
 def test_files_set_what_the_environment_lacks_and_the_first_wins(files, tmp_path):
-    environ = files("home/.nccl.conf", "#NCCL_ALGO=Ring\nNCCL_NET=IB\nNCCL_DEBUG=WARN\nno value here\n")
+    environ = files(
+        "home/.nccl.conf", "#NCCL_ALGO=Ring\nNCCL_NET=IB\nNCCL_DEBUG=WARN\nno value here\n"
+    )
     files("etc", "NCCL_NET=Socket\nNCCL_IB_TC=106\nNCCL_DEBUG=INFO\n")
     found = file_settings({**environ, "NCCL_DEBUG": "VERSION"})
     home, system = str(tmp_path / "home/.nccl.conf"), str(tmp_path / "etc")
     assert found == {"NCCL_NET": ("IB", home), "NCCL_IB_TC": ("106", system)}
     other = files("other", "NCCL_NET=Mine\n")
-    assert file_settings({**other, "NCCL_CONF_FILE": str(tmp_path / "other")})["NCCL_NET"][0] == "Mine"
+    assert (
+        file_settings({**other, "NCCL_CONF_FILE": str(tmp_path / "other")})["NCCL_NET"][0] == "Mine"
+    )
 
 
 def test_a_forced_network_is_found_although_the_variable_is_set(files, tmp_path):
     """Holmes unsets the variable, and NCCL then sets it again from the file."""
     environ = files("etc", "NCCL_NET=IB\n")
-    assert nccl_of_node({**environ, "NCCL_NET": "Socket"}, ()) == NcclOfNode("", "IB", str(tmp_path / "etc"))
+    assert nccl_of_node({**environ, "NCCL_NET": "Socket"}, ()) == NcclOfNode(
+        "", "IB", str(tmp_path / "etc")
+    )
 
 
 def test_verbs_need_a_device_a_library_and_no_veto(files, tmp_path):
     environ, devices = files("etc", ""), tmp_path / "infiniband"
     devices.mkdir()
-    assert "there is no" in no_verbs(environ, str(devices)) and "container" in no_verbs(environ, str(devices))
+    assert "there is no" in no_verbs(environ, str(devices)) and "container" in no_verbs(
+        environ, str(devices)
+    )
     (devices / "uverbs0").write_text("")
     assert "libnone.so.1 cannot be loaded" in no_verbs(environ, str(devices), "libnone.so.1")
     assert no_verbs(environ, str(devices), "libc.so.6") == ""
@@ -61,7 +69,9 @@ def test_verbs_need_a_device_a_library_and_no_veto(files, tmp_path):
 def test_a_node_without_fast_nics_says_nothing_of_verbs(files, monkeypatch):
     monkeypatch.setattr(nccl, "no_verbs", lambda environ: "none")
     environ = files("etc", "")
-    assert nccl_of_node(environ, ()).no_verbs == "" and nccl_of_node(environ, (IB,)).no_verbs == "none"
+    assert (
+        nccl_of_node(environ, ()).no_verbs == "" and nccl_of_node(environ, (IB,)).no_verbs == "none"
+    )
 
 
 def test_a_network_plugin_is_found_as_nccl_would(files, tmp_path):
@@ -69,10 +79,15 @@ def test_a_network_plugin_is_found_as_nccl_would(files, tmp_path):
     (tmp_path / "libnccl-net.so").write_text("")
     (tmp_path / "libnccl-net-ofi.so").write_text("")
     environ["LD_LIBRARY_PATH"] = f"/nowhere:{tmp_path}"
-    for asked, found in ((None, "libnccl-net.so"), ("ofi", "libnccl-net-ofi.so"),
-                         ("spcx,ofi", "libnccl-net-ofi.so"),
-                         (str(tmp_path / "libnccl-net.so"), "libnccl-net.so"), ("none", ""), ("", ""),
-                         ("spcx", "")):
+    for asked, found in (
+        (None, "libnccl-net.so"),
+        ("ofi", "libnccl-net-ofi.so"),
+        ("spcx,ofi", "libnccl-net-ofi.so"),
+        (str(tmp_path / "libnccl-net.so"), "libnccl-net.so"),
+        ("none", ""),
+        ("", ""),
+        ("spcx", ""),
+    ):
         given = environ if asked is None else {**environ, "NCCL_NET_PLUGIN": asked}
         assert net_plugin(given) == (str(tmp_path / found) if found else "")
 

@@ -13,11 +13,33 @@ V2_IPV4 = Gid(3, "0000:0000:0000:0000:0000:ffff:0a0a:0015", "roce_v2", "bond0")
 V2_VLAN = Gid(0, "0000:0000:0000:0000:0000:ffff:0a14:0015", "roce_v2", "bond0.200")
 V2_IPV6 = Gid(5, "fd10:0000:0000:0000:0000:0000:0000:0021", "roce_v2", "bond0")
 
-IB = Nic(kind="ib", device="mlx5_0", port=1, netdevs=("ib0",), state="up", state_text="ACTIVE",
-         rate_bps=200 * 10**9, max_rate_bps=252 * 10**9, addresses=("172.16.0.11/24", "fd00::1/64"), mtu=4092,
-         subnet_prefix="fe80:0000:0000:0000", gids=(Gid(0, "fe80:0000:0000:0000:0c42:a103:0065:5c00", "ib"),),
-         lid=28, sm_lid=1, numa=3, pci="0000:0c:00.0", driver="mlx5_core")
-ETH = Nic(kind="ethernet", device="eth0", netdevs=("eth0",), state="up", members=("a", "b"), rdma="mlx5_1:1")
+IB = Nic(
+    kind="ib",
+    device="mlx5_0",
+    port=1,
+    netdevs=("ib0",),
+    state="up",
+    state_text="ACTIVE",
+    rate_bps=200 * 10**9,
+    max_rate_bps=252 * 10**9,
+    addresses=("172.16.0.11/24", "fd00::1/64"),
+    mtu=4092,
+    subnet_prefix="fe80:0000:0000:0000",
+    gids=(Gid(0, "fe80:0000:0000:0000:0c42:a103:0065:5c00", "ib"),),
+    lid=28,
+    sm_lid=1,
+    numa=3,
+    pci="0000:0c:00.0",
+    driver="mlx5_core",
+)
+ETH = Nic(
+    kind="ethernet",
+    device="eth0",
+    netdevs=("eth0",),
+    state="up",
+    members=("a", "b"),
+    rdma="mlx5_1:1",
+)
 
 
 def read(values, where="here"):
@@ -25,11 +47,14 @@ def read(values, where="here"):
 
 
 def roce(*gids, **more):
-    return Nic(kind="roce", device="mlx5_bond_0", port=1, netdevs=("bond0", "bond0.200"), gids=gids, **more)
+    return Nic(
+        kind="roce", device="mlx5_bond_0", port=1, netdevs=("bond0", "bond0.200"), gids=gids, **more
+    )
 
 
-@pytest.mark.parametrize("nic", [IB, ETH, roce(V2_LOCAL, V2_IPV4, parent="mlx5_0", skipped="storage (by its "
-                                                                                           "name)")])
+@pytest.mark.parametrize(
+    "nic", [IB, ETH, roce(V2_LOCAL, V2_IPV4, parent="mlx5_0", skipped="storage (by its name)")]
+)
 def test_round_trip_through_json(nic):
     assert read(json.loads(json.dumps(asdict(nic)))) == read(asdict(nic)) == nic
 
@@ -46,34 +71,72 @@ def test_names():
     assert aside.up and not aside.usable
 
 
-@pytest.mark.parametrize("gids, index", [
-    ((), None),
-    ((V1_IPV4,), None),
-    ((V2_LOCAL,), 1),
-    ((V2_LOCAL, V2_IPV6), 5),
-    ((V2_LOCAL, V1_IPV4, V2_IPV4, V2_IPV6), 3),
-    ((V2_VLAN, V2_IPV4), 3),  # the net device's own address before its VLAN's
-    ((V2_VLAN, V2_IPV6), 0),
-    ((Gid(7, "0000:0000:0000:0000:0000:ffff:a9fe:0001", "roce_v2"), V2_IPV6), 5),  # 169.254.0.1 is link-local
-])
+@pytest.mark.parametrize(
+    "gids, index",
+    [
+        ((), None),
+        ((V1_IPV4,), None),
+        ((V2_LOCAL,), 1),
+        ((V2_LOCAL, V2_IPV6), 5),
+        ((V2_LOCAL, V1_IPV4, V2_IPV4, V2_IPV6), 3),
+        ((V2_VLAN, V2_IPV4), 3),  # the net device's own address before its VLAN's
+        ((V2_VLAN, V2_IPV6), 0),
+        (
+            (Gid(7, "0000:0000:0000:0000:0000:ffff:a9fe:0001", "roce_v2"), V2_IPV6),
+            5,
+        ),  # 169.254.0.1 is link-local
+    ],
+)
 def test_roce_v2_index(gids, index):
     assert roce(*gids).roce_v2_index == index
 
 
-@pytest.mark.parametrize("key, value", [
-    ("kind", "IB"), ("kind", ["ib"]), ("device", ""), ("device", "a b"), ("device", "a/b"),
-    ("device", "x" * 65),
-    ("device", 3), ("device", "caf\u00e9"), ("port", 0), ("port", -1), ("port", 256), ("port", True),
-    ("port", "1"),
-    ("netdevs", "ib0"), ("netdevs", [1]), ("state", "UP"), ("state_text", "a\nb"), ("rate_bps", -1),
-    ("rate_bps", 1.5), ("max_rate_bps", None), ("addresses", ["10.0.0.1"]), ("addresses", ["10.0.0.1/33"]),
-    ("addresses", ["x/8"]),
-    ("addresses", {"a": 1}), ("mtu", "1500"), ("subnet_prefix", "fe80::"), ("gids", 3), ("gids", [3]),
-    ("gids", [{"index": 0, "value": "fe80", "type": "ib"}]), ("gids", [{"index": 0, "value": V2_IPV4.value}]),
-    ("gids", [{"index": 0, "value": V2_IPV4.value, "type": "RoCE v2"}]), ("lid", -1), ("lid", 2**32),
-    ("numa", -2), ("pci", "41:00.0"), ("driver", None), ("parent", 1), ("members", None), ("rdma", "x" * 201),
-    ("skipped", False), ("speed", 1),
-])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("kind", "IB"),
+        ("kind", ["ib"]),
+        ("device", ""),
+        ("device", "a b"),
+        ("device", "a/b"),
+        ("device", "x" * 65),
+        ("device", 3),
+        ("device", "caf\u00e9"),
+        ("port", 0),
+        ("port", -1),
+        ("port", 256),
+        ("port", True),
+        ("port", "1"),
+        ("netdevs", "ib0"),
+        ("netdevs", [1]),
+        ("state", "UP"),
+        ("state_text", "a\nb"),
+        ("rate_bps", -1),
+        ("rate_bps", 1.5),
+        ("max_rate_bps", None),
+        ("addresses", ["10.0.0.1"]),
+        ("addresses", ["10.0.0.1/33"]),
+        ("addresses", ["x/8"]),
+        ("addresses", {"a": 1}),
+        ("mtu", "1500"),
+        ("subnet_prefix", "fe80::"),
+        ("gids", 3),
+        ("gids", [3]),
+        ("gids", [{"index": 0, "value": "fe80", "type": "ib"}]),
+        ("gids", [{"index": 0, "value": V2_IPV4.value}]),
+        ("gids", [{"index": 0, "value": V2_IPV4.value, "type": "RoCE v2"}]),
+        ("lid", -1),
+        ("lid", 2**32),
+        ("numa", -2),
+        ("pci", "41:00.0"),
+        ("driver", None),
+        ("parent", 1),
+        ("members", None),
+        ("rdma", "x" * 201),
+        ("skipped", False),
+        ("speed", 1),
+    ],
+)
 def test_bad_values_name_place_and_key(key, value):
     with pytest.raises(HolmesError, match=rf"^node 'a': .*'{key}['\[]") as caught:
         read({**asdict(IB), key: value}, "node 'a'")

@@ -50,7 +50,9 @@ def test_clusters_on_one_fabric():
 
 
 def test_unequal_processes():
-    with pytest.raises(HolmesError, match="cluster.toml: node 'b0' has 1 processes and node 'a0' has 2"):
+    with pytest.raises(
+        HolmesError, match="cluster.toml: node 'b0' has 1 processes and node 'a0' has 2"
+    ):
         clusters.site("a ib 2Gb/s a[0-1] processes=2", "b roce 1.6Gb/s b0")
 
 
@@ -58,7 +60,8 @@ def test_json_round_trip():
     here = site()
     node = replace(
         here.nodes[0],
-        ports=(Port("a", "ib0", "10.0.0.1", ("mlx5_0", "mlx5_1"), 3, 5), here.nodes[0].ports[1]))
+        ports=(Port("a", "ib0", "10.0.0.1", ("mlx5_0", "mlx5_1"), 3, 5), here.nodes[0].ports[1]),
+    )
     here = Site((node, *here.nodes[1:]), here.fabrics)
     assert Site.from_dict(json.loads(json.dumps(here.to_dict()))) == here
 
@@ -66,8 +69,13 @@ def test_json_round_trip():
 def test_digest():
     here = site()
     assert Site(tuple(reversed(here.nodes)), here.fabrics).digest == here.digest
-    named = replace(here.nodes[0],
-                    ports=(replace(here.nodes[0].ports[0], interface="ib7"), here.nodes[0].ports[1]))
+    named = replace(
+        here.nodes[0],
+        ports=(replace(here.nodes[0].ports[0], interface="ib7"), here.nodes[0].ports[1]),
+    )
     assert Site((named, *here.nodes[1:]), here.fabrics).digest == here.digest
     assert Site(here.nodes[:-1], here.fabrics).digest != here.digest
-    assert Site(here.nodes, (replace(here.fabrics[0], rate_bps=1), *here.fabrics[1:])).digest != here.digest
+    assert (
+        Site(here.nodes, (replace(here.fabrics[0], rate_bps=1), *here.fabrics[1:])).digest
+        != here.digest
+    )

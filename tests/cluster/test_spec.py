@@ -45,7 +45,11 @@ ethernet = "bond0"
 
 def test_good_file():
     spec = parse_spec(GOOD, "lab.toml")
-    assert (spec.name, spec.ethernet_rate_bps, spec.ethernet_interface) == ("lab", 25 * 10**9, "eth0")
+    assert (spec.name, spec.ethernet_rate_bps, spec.ethernet_interface) == (
+        "lab",
+        25 * 10**9,
+        "eth0",
+    )
     assert spec.ethernet_latency_s == pytest.approx(40e-6)
     a, b = spec.clusters
     assert a.nodes == ("a08", "a09", "a10", "a11", "extra")
@@ -54,7 +58,10 @@ def test_good_file():
     assert b.latency_s == pytest.approx(5e-6)
     assert spec.overrides["a08"].ethernet == "bond0"
     assert spec.cluster_of("b1") is b and spec.owner["a10"] is a
-    assert spec.known_as("b1") == spec.known_as("b1.site.org") == "b1" and spec.known_as("zz.site.org") == ""
+    assert (
+        spec.known_as("b1") == spec.known_as("b1.site.org") == "b1"
+        and spec.known_as("zz.site.org") == ""
+    )
     with pytest.raises(HolmesError, match="node 'zz' is in no cluster"):
         spec.cluster_of("zz")
 
@@ -80,8 +87,11 @@ def test_digest_is_of_the_content():
     [
         ("version = 2", "", "'version' is missing"),
         ("version = 2", "version = 3", "'version' is 3; this holmes_ext reads version 2$"),
-        ("version = 2", "version = 1",
-         "'version' is 1; this holmes_ext reads version 2; write \"version = 2\""),
+        (
+            "version = 2",
+            "version = 1",
+            "'version' is 1; this holmes_ext reads version 2; write \"version = 2\"",
+        ),
         ("version = 2", "version = true", "'version': True is not a whole number"),
         ("version = 2", "version = " + "9" * 5000, "not valid TOML"),
         ('[ethernet]\nrate = "25Gb/s"', "[ethernet]", "'ethernet.rate' is missing"),
@@ -89,10 +99,16 @@ def test_digest_is_of_the_content():
         ('"25Gb/s"', '"25GB/s"', "'ethernet.rate': '25GB/s' is not a rate"),
         ('"40us"', '"40"', "'ethernet.latency': '40' is not a time"),
         ('interface = "eth0"', "interface = 3", "'ethernet.interface': 3 is not a text"),
-        ('interface = "eth0"', 'interfaces = "eth0"',
-         "'ethernet.interfaces' is not known; did you mean 'interface'"),
-        ('kind = "ib"', 'kind = "infiniband"',
-         "'cluster.a.kind': 'infiniband' is not one of ib, roce, ethernet"),
+        (
+            'interface = "eth0"',
+            'interfaces = "eth0"',
+            "'ethernet.interfaces' is not known; did you mean 'interface'",
+        ),
+        (
+            'kind = "ib"',
+            'kind = "infiniband"',
+            "'cluster.a.kind': 'infiniband' is not one of ib, roce, ethernet",
+        ),
         ('kind = "ib"', "", "'cluster.a.kind' is missing"),
         ('name = "b"', 'name = "a"', "'cluster.a': two clusters have this name"),
         ('name = "b"', 'name = "b b"', "'b b' is not a name"),
@@ -107,22 +123,42 @@ def test_digest_is_of_the_content():
         ('["b[0-1]"]', '["-[0-1]"]', "'-0' is not a host name"),
         ('["b[0-1]"]', '["a09"]', "'cluster.b.nodes': node 'a09' is already in cluster 'a'"),
         ('["b[0-1]"]', '["b0", "b0"]', "node 'b0' is already in the same list"),
-        ("processes = 8\nlatency", "processes = 0\nlatency",
-         "'cluster.b.processes' must be 1 to 1024, not 0"),
+        (
+            "processes = 8\nlatency",
+            "processes = 0\nlatency",
+            "'cluster.b.processes' must be 1 to 1024, not 0",
+        ),
         ("processes = 8\nlatency", "rails = 9\nlatency", "'cluster.b.rails' must be 1 to 8, not 9"),
-        ('kind = "roce"\nrate = "100Gb/s"', 'kind = "ethernet"\nrails = 1',
-         "'cluster.b.rails': nodes of kind 'ethernet' have no fast NIC; remove it"),
-        ("processes = 8\nlatency", "processes = 1.5\nlatency",
-         "'cluster.b.processes': 1.5 is not a whole number"),
+        (
+            'kind = "roce"\nrate = "100Gb/s"',
+            'kind = "ethernet"\nrails = 1',
+            "'cluster.b.rails': nodes of kind 'ethernet' have no fast NIC; remove it",
+        ),
+        (
+            "processes = 8\nlatency",
+            "processes = 1.5\nlatency",
+            "'cluster.b.processes': 1.5 is not a whole number",
+        ),
         ('rate = "100Gb/s"\n', "", "'cluster.b.rate' is missing"),
         ('rate = "100Gb/s"', 'rate = "0Gb/s"', "'cluster.b.rate': a rate must be above 0"),
-        ('kind = "roce"\nrate = "100Gb/s"', 'kind = "ethernet"\nfabric = "x"', "'cluster.b.rate' is missing"),
-        ('latency = "5us"', 'fabric = "a"',
-         "'cluster.b.fabric': fabric 'a' is ib in cluster 'a' and roce here"),
+        (
+            'kind = "roce"\nrate = "100Gb/s"',
+            'kind = "ethernet"\nfabric = "x"',
+            "'cluster.b.rate' is missing",
+        ),
+        (
+            'latency = "5us"',
+            'fabric = "a"',
+            "'cluster.b.fabric': fabric 'a' is ib in cluster 'a' and roce here",
+        ),
         ('latency = "5us"', 'fabric = "ethernet"', "'ethernet' is the network of all nodes"),
         ('latency = "5us"', 'fabric = ""', "'cluster.b.fabric': '' is not a name"),
         ('latency = "5us"', 'speed = "5us"', "'cluster.b.speed' is not known"),
-        ('latency = "5us"', "rate_bps = 5", "'cluster.b.rate_bps' is not known; did you mean 'rate'"),
+        (
+            'latency = "5us"',
+            "rate_bps = 5",
+            "'cluster.b.rate_bps' is not known; did you mean 'rate'",
+        ),
         ("[node.a08]", "[node.a8]", "'node.a8': no cluster has a node of that name; did you mean"),
         ("[node.a08]\n", "[node]\na08 = 3\n", "not known|not a table"),
         ("[[cluster]]", "[[clusters]]", "'cluster' is missing"),
@@ -162,8 +198,28 @@ def test_entries_of_nodes_are_lists_of_hosts():
 
 def mutated(text, rng):
     """`text` after a few random cuts, copies, swaps and replacements."""
-    junk = ['"', "[", "]", "=", "\n", "-1", "1e999", "9" * 400, "nan", "true", "[[", "'''", "\x00", "é", "{",
-            "}", ",", "0", "[0-9]", '""']
+    junk = [
+        '"',
+        "[",
+        "]",
+        "=",
+        "\n",
+        "-1",
+        "1e999",
+        "9" * 400,
+        "nan",
+        "true",
+        "[[",
+        "'''",
+        "\x00",
+        "é",
+        "{",
+        "}",
+        ",",
+        "0",
+        "[0-9]",
+        '""',
+    ]
     for _ in range(rng.randint(1, 4)):
         start = rng.randrange(len(text) + 1)
         stop = min(len(text), start + rng.choice((0, 1, 3, 20)))

@@ -9,8 +9,12 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from tests.clusters import TWO, spec, toml
 
-THREE = toml("a ib 2Gb/s a[0-1] uplink=300Mb/s", "b roce 1Gb/s b[0-1]", "c ib 1Gb/s c0 fabric=a",
-             latency="3us")
+THREE = toml(
+    "a ib 2Gb/s a[0-1] uplink=300Mb/s",
+    "b roce 1Gb/s b[0-1]",
+    "c ib 1Gb/s c0 fabric=a",
+    latency="3us",
+)
 PAIRS = """
 [[between]]
 clusters = ["a", "b"]
@@ -27,12 +31,18 @@ rate = "10Mb/s"
 def test_path_lists_what_is_shared():
     site = site_from_spec(parse_spec(THREE + PAIRS))
     keys = [hop.key for hop in site.path("a0", "b1")]
-    assert keys == [("out", "a0", "ethernet"), ("uplink", "a"), ("between", "a", "b"),
-                    ("in", "b1", "ethernet")]
+    assert keys == [
+        ("out", "a0", "ethernet"),
+        ("uplink", "a"),
+        ("between", "a", "b"),
+        ("in", "b1", "ethernet"),
+    ]
     assert [hop.rate_bps for hop in site.path("a0", "b1")] == [250e6, 300e6, 100e6, 250e6]
     assert sum(hop.latency_s for hop in site.path("a0", "b1")) == pytest.approx(0.02)
     assert [hop.key[0] for hop in site.path("b1", "a0")] == ["out", "between", "downlink", "in"]
-    assert sum(hop.latency_s for hop in site.path("b1", "c0")) == pytest.approx(30e-6)  # [ethernet]'s, once
+    assert sum(hop.latency_s for hop in site.path("b1", "c0")) == pytest.approx(
+        30e-6
+    )  # [ethernet]'s, once
     assert site.path("a0", "a0") == ()
 
 
@@ -44,15 +54,21 @@ def test_a_shared_fabric_does_not_pass_the_links_between():
 def test_without_links_the_network_is_flat():
     site = site_from_spec(spec(*TWO))
     assert not site.wan
-    assert [(hop.rate_bps, hop.latency_s) for hop in site.path("a0", "b0")] == [(250e6, 30e-6), (250e6, 0.0)]
+    assert [(hop.rate_bps, hop.latency_s) for hop in site.path("a0", "b0")] == [
+        (250e6, 30e-6),
+        (250e6, 0.0),
+    ]
 
 
 def test_site_travels_and_digest_counts_the_links():
-    site, flat = (site_from_spec(parse_spec(text))
-                  for text in (THREE + PAIRS, THREE.replace("uplink", "gpu")))
+    site, flat = (
+        site_from_spec(parse_spec(text)) for text in (THREE + PAIRS, THREE.replace("uplink", "gpu"))
+    )
     assert Site.from_dict(site.to_dict()) == site
     assert site.digest != flat.digest
-    assert parse_spec(THREE + PAIRS).digest != parse_spec(THREE + PAIRS.replace("20ms", "21ms")).digest
+    assert (
+        parse_spec(THREE + PAIRS).digest != parse_spec(THREE + PAIRS.replace("20ms", "21ms")).digest
+    )
 
 
 @pytest.mark.parametrize(
@@ -63,7 +79,11 @@ def test_site_travels_and_digest_counts_the_links():
         ('"c", "b"', '"b", "b"', "a link of 'b' with itself"),
         ('"c", "b"', '"b"', "1 names; a link joins two clusters"),
         ('"c", "b"', '"c", "bb"', "no cluster is called 'bb'; did you mean 'b'"),
-        ('[[between]]\nclusters = ["a", "c"]\n', "", "'between': 'a' and 'c' missing; give every pair"),
+        (
+            '[[between]]\nclusters = ["a", "c"]\n',
+            "",
+            "'between': 'a' and 'c' missing; give every pair",
+        ),
         ('rate = "10Mb/s"', 'rate = "0Mb/s"', "'between[2].rate': a rate must be above 0"),
         ('"20ms"', '"3600s"', "'between[0].latency': 3600 s one way; it must be at most 10 s"),
         ('"20ms"', '"-1ms"', "'between[0].latency': '-1ms' is not a time"),
@@ -85,7 +105,9 @@ def test_notes_name_what_looks_unmeant():
 
 
 def test_what_was_measured_takes_the_place_of_what_is_stated():
-    text = merge(THREE + PAIRS, {}, "c.toml", [MeasuredPair(("b", "a"), 90_000_000, 0.021, 40_000_000)])
+    text = merge(
+        THREE + PAIRS, {}, "c.toml", [MeasuredPair(("b", "a"), 90_000_000, 0.021, 40_000_000)]
+    )
     found = parse_spec(merge(text, {}, "c.toml", parse_spec(text).pairs))
     assert found.digest == parse_spec(THREE + PAIRS).digest  # what was measured does not count
     assert found.pairs == (MeasuredPair(("b", "a"), 90_000_000, 0.021, 40_000_000),)

@@ -55,8 +55,11 @@ def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
     status, output = doctor("--json", "--nodes", tmp_path / "n0.json", tmp_path / "n1.json")
     assert len(json.loads(output.out)["nodes"]) == 2
     status, output = doctor("--nodes", tmp_path / "n0.json", tmp_path / "n0.json")
-    assert (status == 2 and output.err.count("\n") == 1
-            and "two of the reports are from a node called 'n0'" in output.err)
+    assert (
+        status == 2
+        and output.err.count("\n") == 1
+        and "two of the reports are from a node called 'n0'" in output.err
+    )
 
 
 def test_a_machine_without_gpu_and_fast_nic_is_told_so(monkeypatch):
@@ -104,9 +107,12 @@ def script(tmp_path, text="import torch\n"):
 
 
 def findings(tmp_path, *arguments, launcher_words=(sys.executable,), text="import torch\n"):
-    return [f"{f.level} {f.about}: {f.what}"
-            for f in check_command([*launcher_words, script(tmp_path, text), *arguments], load_spec(CLUSTER),
-                                   {})]
+    return [
+        f"{f.level} {f.about}: {f.what}"
+        for f in check_command(
+            [*launcher_words, script(tmp_path, text), *arguments], load_spec(CLUSTER), {}
+        )
+    ]
 
 
 def test_a_good_command_has_no_findings(tmp_path):
@@ -119,10 +125,14 @@ def test_what_is_wrong_with_a_command(tmp_path):
     (line,) = findings(tmp_path, "--holmes-plam", "x")
     assert "did you mean --holmes-plan?" in line
     (line,) = findings(tmp_path, "--holmes", "--pipeline-model-parallel-size", "3")
-    assert (line.startswith("problem")
-            and "for tensor 1: pipeline 1, 2, 4; or 3 or 6 processes for pipeline 3" in line)
-    gpt = ("--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
-           " --global-batch-size 15 --pipeline-model-parallel-size 2").split()
+    assert (
+        line.startswith("problem")
+        and "for tensor 1: pipeline 1, 2, 4; or 3 or 6 processes for pipeline 3" in line
+    )
+    gpt = (
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1"
+        " --global-batch-size 15 --pipeline-model-parallel-size 2"
+    ).split()
     (line,) = findings(tmp_path, "--holmes", *gpt)
     assert "15 is not divisible by micro_batch 1 x data 2; 14 or 16 is" in line
     (line,) = findings(tmp_path, "--holmes", "--holmes-plan", str(tmp_path / "no.json"))
@@ -130,22 +140,39 @@ def test_what_is_wrong_with_a_command(tmp_path):
     (line,) = findings(tmp_path, "--holmes", "--deepspeed_config", str(tmp_path / "no.json"))
     assert "cannot be read as JSON" in line
     assert any(
-        "mindspeed" in line for line in findings(tmp_path, "--holmes", text="import "
-        "mindspeed.megatron_adaptor\n"))
-    lines = findings(tmp_path, "--holmes",
-                     launcher_words=("no-such-launcher", "--nnodes=3", "--nproc_per_node", "8"))
+        "mindspeed" in line
+        for line in findings(tmp_path, "--holmes", text="import mindspeed.megatron_adaptor\n")
+    )
+    lines = findings(
+        tmp_path,
+        "--holmes",
+        launcher_words=("no-such-launcher", "--nnodes=3", "--nproc_per_node", "8"),
+    )
     assert any("no such program" in line for line in lines) and any(
-        "--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines)
+        "--nnodes: is 3, but the clusters have 4 nodes" in line for line in lines
+    )
     assert any("--nproc-per-node: is 8, but node a0 has 1" in line for line in lines)
-    (line,) = [f.what for f in check_command([sys.executable, str(tmp_path / "gone.py"), "--holmes"],
-                                             load_spec(CLUSTER), {}) if f.level == "problem"]
+    (line,) = [
+        f.what
+        for f in check_command(
+            [sys.executable, str(tmp_path / "gone.py"), "--holmes"], load_spec(CLUSTER), {}
+        )
+        if f.level == "problem"
+    ]
     assert "there is no such file" in line
 
 
 def test_the_script_of_a_command_line():
-    assert split_command(["torchrun", "--nnodes", "2", "a/train.py", "--x", "y.py"]).script == "a/train.py"
+    assert (
+        split_command(["torchrun", "--nnodes", "2", "a/train.py", "--x", "y.py"]).script
+        == "a/train.py"
+    )
     command = split_command(["torchrun", "-m", "holmes_ext", "train.py", "--x"])
-    assert command.script == "train.py" and "holmes_ext" in command.launcher and command.arguments == ("--x",)
+    assert (
+        command.script == "train.py"
+        and "holmes_ext" in command.launcher
+        and command.arguments == ("--x",)
+    )
     command = split_command(["python", "-m", "my.train", "--x"])
     assert command.script == "" and command.arguments == ("--x",)
     with pytest.raises(HolmesError, match="no training script"):
@@ -166,8 +193,11 @@ def test_a_lock_that_a_killed_compiler_left_is_told(tmp_path):
     assert not [*health.check_compilers({"HOME": str(tmp_path)})]
     lock.parent.mkdir(parents=True)
     lock.touch()
-    folders = {"HOME": tmp_path}, {"XDG_CACHE_HOME": lock.parents[3]}, {
-        "TORCH_EXTENSIONS_DIR": lock.parents[1]}
+    folders = (
+        {"HOME": tmp_path},
+        {"XDG_CACHE_HOME": lock.parents[3]},
+        {"TORCH_EXTENSIONS_DIR": lock.parents[1]},
+    )
     for environ in folders:
         (found,) = health.check_compilers({name: str(folder) for name, folder in environ.items()})
         assert found.about == str(lock) and "fused_adam" in found.why and found.level == "problem"
@@ -186,32 +216,45 @@ def test_a_target_that_another_library_replaced_is_told(monkeypatch):
     module.kept, module.lost = own, other
     monkeypatch.setitem(sys.modules, "frame.work", module)
     feature = Feature("f", "torch>=1")
-    patches = [Patch(feature, f"frame.work:{name}", "test", lambda w, i, a, k: w(*a, **k))
-               for name in ("kept", "lost")]
+    patches = [
+        Patch(feature, f"frame.work:{name}", "test", lambda w, i, a, k: w(*a, **k))
+        for name in ("kept", "lost")
+    ]
     assert [(f.about, f.what) for f in health.check_replaced(patches)] == [
-        ("frame.work:lost", "was replaced by odd_patcher.core")]
+        ("frame.work:lost", "was replaced by odd_patcher.core")
+    ]
 
 
 def test_patches_that_do_not_fit_are_told_once_with_what_would_switch_them_on():
     patches = all_patches()
     told = [*health.check_patches(health.Fit(patch, "9.9", "off", "too new") for patch in patches)]
-    assert [one.about for one in told] == [f"{name} 9.9" for name in dict.fromkeys(
-        patch.feature.requirement.name for patch in patches)]
+    assert [one.about for one in told] == [
+        f"{name} 9.9" for name in dict.fromkeys(patch.feature.requirement.name for patch in patches)
+    ]
     assert "ddp, fsdp, torch-passes, pipelining" in told[0].what and "too new" in told[0].what
     assert "torch 2.6.0 to 2.15.0 have them: pip install 'torch>=2." in told[0].mend
     # Each patch has its own reason. Two features may patch the same function.
-    fits = [health.Fit(patch, "1", "off", f"{patch.feature.name} {patch.target}") for patch in patches[:9]]
+    fits = [
+        health.Fit(patch, "1", "off", f"{patch.feature.name} {patch.target}")
+        for patch in patches[:9]
+    ]
     alone = list(health.check_patches(fits))
     assert len(alone) == len({patch.feature for patch in patches[:9]}), "a feature is told once"
     assert not [*health.check_patches(health.Fit(patch, "1", "fits", None) for patch in patches)]
-    assert not [*health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)]
+    assert not [
+        *health.check_patches(health.Fit(patch, None, "off", "not installed") for patch in patches)
+    ]
 
 
 def test_an_import_that_fails_in_several_lines_is_one_finding(tmp_path, monkeypatch):
     """As transformers' do."""
-    (tmp_path / "broken_framework.py").write_text("raise RuntimeError('Failed to import:\\nno Triton')")
+    (tmp_path / "broken_framework.py").write_text(
+        "raise RuntimeError('Failed to import:\\nno Triton')"
+    )
     monkeypatch.syspath_prepend(tmp_path)
-    patch = Patch(Feature("f", "torch>=2"), "broken_framework:f", "test", lambda w, i, a, k: w(*a, **k))
+    patch = Patch(
+        Feature("f", "torch>=2"), "broken_framework:f", "test", lambda w, i, a, k: w(*a, **k)
+    )
     (told,) = health.check_patches([health.fit_of(patch, check=True)])
     assert told.what == "RuntimeError while importing broken_framework: Failed to import: no Triton"
 
@@ -219,16 +262,39 @@ def test_an_import_that_fails_in_several_lines_is_one_finding(tmp_path, monkeypa
 def test_nodes_meet_through_a_launchers_variables(tmp_path):
     """Two processes as srun would start them; rank 0 prints both."""
     store, environ = ranks.hosted_store()
-    base = {**environ, "PATH": "/usr/bin:/bin", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
-            "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "holmes_ext.cli.main", "doctor", "--sysfs",
-               str(dgx_a100(tmp_path / "dgx"))]
-    processes = [subprocess.Popen(command, env={**base, "RANK": str(rank), "HOLMES_NODE": f"n{rank}"},
-                                  text=True,
-                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for rank in range(2)]
+    base = {
+        **environ,
+        "PATH": "/usr/bin:/bin",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "holmes_ext.cli.main",
+        "doctor",
+        "--sysfs",
+        str(dgx_a100(tmp_path / "dgx")),
+    ]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**base, "RANK": str(rank), "HOLMES_NODE": f"n{rank}"},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
     outputs = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    assert ("n0" in outputs[0][0] and "n1" in outputs[0][0] and "2 nodes" in outputs[0][0]
-            and not outputs[1][0])
+    assert (
+        "n0" in outputs[0][0]
+        and "n1" in outputs[0][0]
+        and "2 nodes" in outputs[0][0]
+        and not outputs[1][0]
+    )
     del store
     assert launcher.detect({}).world_size == 1

@@ -13,10 +13,25 @@ from holmes_ext.cluster.spec import parse_spec
 from holmes_ext.doctor import nccl
 
 GID = Gid(3, "0000:0000:0000:0000:0000:ffff:0a02:0007", "roce_v2", "roce0")
-ROCE = Nic(kind="roce", device="mlx5_0", port=1, netdevs=("roce0",), state="up", state_text="ACTIVE",
-           rate_bps=10**11, addresses=("10.2.0.7/16",), gids=(GID,))
-ETHERNET = Nic(kind="ethernet", device="eth0", netdevs=("eth0",), state="up", state_text="up",
-               addresses=("10.0.0.1/16",))
+ROCE = Nic(
+    kind="roce",
+    device="mlx5_0",
+    port=1,
+    netdevs=("roce0",),
+    state="up",
+    state_text="ACTIVE",
+    rate_bps=10**11,
+    addresses=("10.2.0.7/16",),
+    gids=(GID,),
+)
+ETHERNET = Nic(
+    kind="ethernet",
+    device="eth0",
+    netdevs=("eth0",),
+    state="up",
+    state_text="up",
+    addresses=("10.0.0.1/16",),
+)
 NODE = NodeReport("b0.site.org", "id", "eth0", (ROCE, ETHERNET))
 SPEC = clusters.toml("a ib 200Gb/s a0", "b roce 100Gb/s b0,b1", ethernet="25Gb/s")
 
@@ -39,16 +54,22 @@ def test_variables_and_the_network_of_each_kind_of_group(spec):
 
 
 def test_a_node_without_verbs_has_sockets_alone():
-    lines = nccl.handed_over(replace(NODE, nccl=NcclOfNode("there is no uverbs")), parse_spec(SPEC, "c.toml"),
-                             {})
+    lines = nccl.handed_over(
+        replace(NODE, nccl=NcclOfNode("there is no uverbs")), parse_spec(SPEC, "c.toml"), {}
+    )
     assert not any("network 'IB'" in line or "NCCL_IB_HCA" in line for line in lines)
     assert any("NCCL cannot use mlx5_0:1" in line and "over sockets" in line for line in lines)
 
 
-@pytest.mark.parametrize("version, said", [
-    ("2.16.2", "cannot be given a network by name"), ("2.18.1", "by name (case-insensitive)"),
-    ("2.30.7", "by name (case-insensitive)"), ("2.31.1", "outside the versions that were checked"),
-])
+@pytest.mark.parametrize(
+    "version, said",
+    [
+        ("2.16.2", "cannot be given a network by name"),
+        ("2.18.1", "by name (case-insensitive)"),
+        ("2.30.7", "by name (case-insensitive)"),
+        ("2.31.1", "outside the versions that were checked"),
+    ],
+)
 def test_what_the_installed_version_makes_of_it(monkeypatch, version, said):
     monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nvidia-nccl-cu12", Version(version)))
     assert any(said in line for line in nccl.handed_over(NODE, None, {}))
@@ -58,7 +79,9 @@ def test_before_2_21_an_unset_gid_index_is_roce_v1(monkeypatch):
     unlike = replace(ROCE, device="mlx5_1", gids=(replace(GID, index=5),))
     node = replace(NODE, nics=(ROCE, unlike, ETHERNET))
     for version, warned in (("2.20.5", True), ("2.21.5", False)):
-        monkeypatch.setattr(nccl, "installed_nccl", lambda version=version: ("nccl", Version(version)))
+        monkeypatch.setattr(
+            nccl, "installed_nccl", lambda version=version: ("nccl", Version(version))
+        )
         lines = nccl.handed_over(node, parse_spec(SPEC, "c.toml"), {})
         assert any("takes GID 0" in line for line in lines) == warned
         assert not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)
@@ -73,13 +96,23 @@ def test_files_and_plugins_are_findings(no_files):
     (no_files / "nccl.conf").write_text("NCCL_IB_HCA=mlx5_7\n")
     forced = NcclOfNode("", "IB", "/etc/nccl.conf", "/opt/libnccl-net.so")
     levels = {finding.about: finding.level for finding in nccl.check_nccl(forced, {})}
-    assert levels == {"/etc/nccl.conf": "problem", str(no_files / "nccl.conf"): "note",
-                      "/opt/libnccl-net.so": "note"}
+    assert levels == {
+        "/etc/nccl.conf": "problem",
+        str(no_files / "nccl.conf"): "note",
+        "/opt/libnccl-net.so": "note",
+    }
 
 
-@pytest.mark.parametrize("version, environ, told", [
-    ("2.27.7", {}, 0), ("2.28.9", {}, 1), ("2.29.7", {}, 1), ("2.29.7", {nccl.KEEP_PLUGIN: "1"}, 0),
-    ("2.30.7", {}, 0)])
+@pytest.mark.parametrize(
+    "version, environ, told",
+    [
+        ("2.27.7", {}, 0),
+        ("2.28.9", {}, 1),
+        ("2.29.7", {}, 1),
+        ("2.29.7", {nccl.KEEP_PLUGIN: "1"}, 0),
+        ("2.30.7", {}, 0),
+    ],
+)
 def test_what_a_version_makes_of_a_plugin(monkeypatch, no_files, version, environ, told):
     monkeypatch.setattr(nccl, "installed_nccl", lambda: ("nccl", Version(version)))
     found = list(nccl.check_nccl(NcclOfNode("", "", "", "/opt/libnccl-net.so"), environ))

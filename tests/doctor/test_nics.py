@@ -23,23 +23,52 @@ def test_a_healthy_node_has_no_findings():
 @pytest.mark.parametrize(
     "nics, key, words",
     [
-        ([replace(IB, state="down", state_text="INIT"), ETHERNET], ("problem", "mlx5_0:1"),
-         "no subnet manager"),
-        ([replace(IB, state="down", state_text="DOWN/Polling"), ETHERNET], ("note", "mlx5_0:1"),
-         "DOWN/Polling"),
-        ([replace(ROCE, gids=(replace(V2, type="roce_v1"),)), ETHERNET], ("problem", "mlx5_1:1"),
-         "no RoCE v2 GID"),
+        (
+            [replace(IB, state="down", state_text="INIT"), ETHERNET],
+            ("problem", "mlx5_0:1"),
+            "no subnet manager",
+        ),
+        (
+            [replace(IB, state="down", state_text="DOWN/Polling"), ETHERNET],
+            ("note", "mlx5_0:1"),
+            "DOWN/Polling",
+        ),
+        (
+            [replace(ROCE, gids=(replace(V2, type="roce_v1"),)), ETHERNET],
+            ("problem", "mlx5_1:1"),
+            "no RoCE v2 GID",
+        ),
         ([replace(ETHERNET, addresses=()), IB], ("note", "eth0"), "no IP address"),
-        ([replace(IB, subnet_prefix="fe80:0000:0000:0000"), ETHERNET], ("note", "mlx5_0:1"), "default"),
-        ([replace(IB, max_rate_bps=63 * 10**9), ETHERNET], ("problem", "mlx5_0:1"),
-         "PCIe carries 63 Gb/s, the link 200 Gb/s"),
-        ([IB, replace(IB, device="mlx5_2", rate_bps=100 * 10**9), ETHERNET], ("note", "mlx5_2:1"),
-         "the link runs at 100 Gb/s, mlx5_0:1 at 200 Gb/s"),
-        ([ROCE, replace(ROCE, device="mlx5_2", gids=(replace(V2, index=5),)), ETHERNET],
-         ("note", "GID indices"), "mlx5_1:1 at 3, mlx5_2:1 at 5"),
-        ([ROCE, replace(ROCE, device="mlx5_2", mtu=1500), ETHERNET], ("problem", "MTU"),
-         "mlx5_1:1 9000, mlx5_2:1 1500"),
-        ([replace(ETHERNET, driver="mlx5_core")], ("note", "eth0"), "/sys/class/infiniband shows no port"),
+        (
+            [replace(IB, subnet_prefix="fe80:0000:0000:0000"), ETHERNET],
+            ("note", "mlx5_0:1"),
+            "default",
+        ),
+        (
+            [replace(IB, max_rate_bps=63 * 10**9), ETHERNET],
+            ("problem", "mlx5_0:1"),
+            "PCIe carries 63 Gb/s, the link 200 Gb/s",
+        ),
+        (
+            [IB, replace(IB, device="mlx5_2", rate_bps=100 * 10**9), ETHERNET],
+            ("note", "mlx5_2:1"),
+            "the link runs at 100 Gb/s, mlx5_0:1 at 200 Gb/s",
+        ),
+        (
+            [ROCE, replace(ROCE, device="mlx5_2", gids=(replace(V2, index=5),)), ETHERNET],
+            ("note", "GID indices"),
+            "mlx5_1:1 at 3, mlx5_2:1 at 5",
+        ),
+        (
+            [ROCE, replace(ROCE, device="mlx5_2", mtu=1500), ETHERNET],
+            ("problem", "MTU"),
+            "mlx5_1:1 9000, mlx5_2:1 1500",
+        ),
+        (
+            [replace(ETHERNET, driver="mlx5_core")],
+            ("note", "eth0"),
+            "/sys/class/infiniband shows no port",
+        ),
         ([replace(ETHERNET, state="down")], ("problem", "NICs"), "no NIC of this node can be used"),
     ],
 )
@@ -49,21 +78,29 @@ def test_each_finding(nics, key, words):
 
 
 def test_what_is_set_aside_is_not_judged():
-    down = replace(ROCE, device="mlx5_5", state="down", state_text="DOWN", skipped="storage (by its name)")
+    down = replace(
+        ROCE, device="mlx5_5", state="down", state_text="DOWN", skipped="storage (by its name)"
+    )
     assert found(IB, down, ETHERNET) == {}
 
 
 def test_links_below_what_the_adapter_can_do(tmp_path):
     tree = Sysfs(tmp_path)
     pci = tree.pci("0000:41:00.0", "mlx5_core")
-    links = [("200 Gb/sec (4X HDR)", "4: ACTIVE"), ("25 Gb/sec (1X EDR)", "4: ACTIVE"),
-             ("100 Gb/sec (4X EDR)", "4: ACTIVE"), ("10 Gb/sec (4X SDR)", "1: DOWN")]
+    links = [
+        ("200 Gb/sec (4X HDR)", "4: ACTIVE"),
+        ("25 Gb/sec (1X EDR)", "4: ACTIVE"),
+        ("100 Gb/sec (4X EDR)", "4: ACTIVE"),
+        ("10 Gb/sec (4X SDR)", "1: DOWN"),
+    ]
     for number, (rate, state) in enumerate(links):
         tree.write(f"class/infiniband/mlx5_{number}/hca_type", "MT4123")
         tree.write(f"class/infiniband/mlx5_{number}/ports/1/rate", rate)
         tree.write(f"class/infiniband/mlx5_{number}/ports/1/state", state)
-    assert pci and [(f.level, f.about)
-                    for f in check_hcas(tmp_path)] == [("problem", "mlx5_1:1"), ("note", "mlx5_2:1")]
+    assert pci and [(f.level, f.about) for f in check_hcas(tmp_path)] == [
+        ("problem", "mlx5_1:1"),
+        ("note", "mlx5_2:1"),
+    ]
 
 
 def test_a_finding_is_checked():

@@ -8,9 +8,17 @@ from holmes_ext.cluster.addresses import TcpLimits
 from holmes_ext.cluster.wan import Between, Wan
 from holmes_ext.doctor.tcp import check_tcp
 
-SPEC = replace(clusters.spec("a ib 200Gb/s a0,a1", "b roce 100Gb/s b0", "c ethernet - c0", ethernet="10Gb/s"),
-               wan=Wan((), (Between(("a", "b"), 10**10, 0.03), Between(("a", "c"), 10**10, 1e-4),
-                            Between(("b", "c"), 10**10, 0.03))))
+SPEC = replace(
+    clusters.spec("a ib 200Gb/s a0,a1", "b roce 100Gb/s b0", "c ethernet - c0", ethernet="10Gb/s"),
+    wan=Wan(
+        (),
+        (
+            Between(("a", "b"), 10**10, 0.03),
+            Between(("a", "c"), 10**10, 1e-4),
+            Between(("b", "c"), 10**10, 0.03),
+        ),
+    ),
+)
 SMALL = TcpLimits(4 << 20, 6 << 20, True)
 
 
@@ -22,7 +30,9 @@ def test_a_node_hears_of_its_own_links():
 
 
 def test_a_login_node_hears_of_all():
-    problems = [each.what for each in check_tcp(SPEC, "login", SMALL, {}) if each.level == "problem"]
+    problems = [
+        each.what for each in check_tcp(SPEC, "login", SMALL, {}) if each.level == "problem"
+    ]
     ways = ["from a to b", "from b to a", "from b to c", "from c to b"]
     assert len(problems) == 4 and all(way in what for way, what in zip(ways, problems))
 
@@ -37,5 +47,7 @@ def test_bbr_paces_small_messages_where_round_trips_are_long():
     paced = TcpLimits(256 << 20, 256 << 20, False, True)
     (finding,) = check_tcp(SPEC, "a0", paced, {})
     assert finding.level == "note" and "BBR" in finding.what and "cubic" in finding.mend
-    near = replace(SPEC, wan=Wan((), tuple(replace(link, latency_s=1e-4) for link in SPEC.wan.between)))
+    near = replace(
+        SPEC, wan=Wan((), tuple(replace(link, latency_s=1e-4) for link in SPEC.wan.between))
+    )
     assert not list(check_tcp(near, "a0", paced, {}))

@@ -35,9 +35,17 @@ def test_each_finding(environ, level, words):
 
 
 def test_what_is_right_or_not_ours_has_no_finding():
-    environ = {"NCCL_IB_HCA": "^mlx5_9", "NCCL_IB_GID_INDEX": "3", "NCCL_IB_DISABLE": "0", "HOLMES": "1",
-               "HOLMES_LAB_CLUSTER": "x", "PATH": "/bin",
-               "HOLMES_GPU_WATCH": "/tmp", "HOLMES_NCCL_SOURCE": "x"}
+    environ = {
+        "NCCL_IB_HCA": "^mlx5_9",
+        "NCCL_IB_GID_INDEX": "3",
+        "NCCL_IB_DISABLE": "0",
+        "HOLMES": "1",
+        "HOLMES_LAB_CLUSTER": "x",
+        "PATH": "/bin",
+        "HOLMES_GPU_WATCH": "/tmp",
+        "HOLMES_NCCL_SOURCE": "x",
+    }
     assert list(check_variables(environ, [ROCE, ETHERNET])) == []
     assert settings({**environ, "NCCL_DEBUG": "INFO"}) == {
-        k: environ[k] for k in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "HOLMES")}
+        k: environ[k] for k in ("NCCL_IB_HCA", "NCCL_IB_GID_INDEX", "NCCL_IB_DISABLE", "HOLMES")
+    }

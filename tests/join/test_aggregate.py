@@ -22,7 +22,9 @@ from holmes_ext.join.rounds.aggregate import (
 from holmes_ext.join.settings import AGGREGATES, parse_outer
 
 
-def vectors(count: int, length: int = 4000, seed: int = 0, outlier: float = 0.0) -> list[torch.Tensor]:
+def vectors(
+    count: int, length: int = 4000, seed: int = 0, outlier: float = 0.0
+) -> list[torch.Tensor]:
     """Vectors about a common one; the last a far one where `outlier` says so."""
     generator = torch.Generator().manual_seed(seed)
     common = torch.randn(length, generator=generator)
@@ -38,7 +40,10 @@ def aggregate(
     """As `parts` ranks of a job do it: each its elements, the products summed."""
     settings = parse_outer(f"aggregate={name}")
     shares = shares or [1 / len(gradients)] * len(gradients)
-    cut = [one.tensor_split([k * len(one) // parts + 7 * k for k in range(1, parts)]) for one in gradients]
+    cut = [
+        one.tensor_split([k * len(one) // parts + 7 * k for k in range(1, parts)])
+        for one in gradients
+    ]
     gram = sum(products([one[k] for one in cut]) for k in range(parts))
     factors = coefficients(settings, gram, shares)
     return torch.cat([combine(settings, [one[k] for one in cut], factors) for k in range(parts)])
@@ -54,7 +59,9 @@ def test_shards_do_not_change_the_result(name, count):
 @pytest.mark.parametrize("name", AGGREGATES)
 def test_jobs_that_agree_are_followed(name):
     one = vectors(1)[0]
-    torch.testing.assert_close(aggregate(name, [one.clone() for _ in range(4)]), one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        aggregate(name, [one.clone() for _ in range(4)]), one, rtol=1e-5, atol=1e-6
+    )
 
 
 def test_the_mean_counts_tokens():
@@ -65,8 +72,12 @@ def test_the_mean_counts_tokens():
 def test_median_and_trimmed_mean_are_those_of_each_element():
     odd, even = vectors(5), vectors(4)
     torch.testing.assert_close(aggregate("median", odd), torch.stack(odd).median(0).values)
-    torch.testing.assert_close(aggregate("median", even), torch.stack(even).sort(0).values[1:3].mean(0))
-    torch.testing.assert_close(aggregate("trimmed", odd), torch.stack(odd).sort(0).values[1:4].mean(0))
+    torch.testing.assert_close(
+        aggregate("median", even), torch.stack(even).sort(0).values[1:3].mean(0)
+    )
+    torch.testing.assert_close(
+        aggregate("trimmed", odd), torch.stack(odd).sort(0).values[1:4].mean(0)
+    )
 
 
 def test_the_geometric_median_has_the_least_sum_of_distances():
@@ -82,7 +93,8 @@ def test_the_geometric_median_has_the_least_sum_of_distances():
     for _ in range(20):
         assert (
             cost(found)
-            < cost(found + 0.05 * torch.randn(len(found), generator=generator, dtype=torch.float64)) + 1e-9
+            < cost(found + 0.05 * torch.randn(len(found), generator=generator, dtype=torch.float64))
+            + 1e-9
         )
 
 
@@ -93,7 +105,9 @@ def test_centered_clipping_is_the_papers_step_on_whole_vectors():
         v = v + sum(
             (one.double() - v) * min(1.0, radius / float((one.double() - v).norm())) for one in made
         ) / len(made)
-    c = centered_clipping(products(made), torch.full((4,), 0.25, dtype=torch.float64), radius, steps)
+    c = centered_clipping(
+        products(made), torch.full((4,), 0.25, dtype=torch.float64), radius, steps
+    )
     torch.testing.assert_close(torch.stack(made).T.double() @ c, v, rtol=1e-9, atol=1e-9)
 
 

@@ -1,26 +1,26 @@
 """What a security engineer did to joined jobs, by number, and what happens now. Where a test of each stands:
 
-     1  `serve` restarted with another token ended all jobs      test_token (it is kept),
-                                                                 coordinator/test_server
-     2  whoever answers at its address ended them                coordinator/test_server (whoever_answers)
-     3  a flipped bit made two jobs diverge                      here; sockets/test_channel
-     4  a malformed report of one job ended the others           here (hello); test_liars (malformed)
-     5  a lying job ruined the others                            test_liars; coordinator/test_rules (versions)
-     6  a byte now and then, a stopped coordinator               test_links, sockets/test_channel,
-                                                                 .../test_server
-     7  half-open connections, no descriptors left               test_bad_inputs, sockets/test_listener
-     8  idle connections kept jobs out                           coordinator/test_server (idle_strangers)
-     9  an empty token                                           test_token
-    10  weights that take longer than 600 s                      test_take (slow_link)
-    11  the metrics port: all addresses, a thread a request      test_bad_inputs
-    12  the purpose was outside the HMAC                         sockets/test_handshake
-                                                                 (what_the_caller_wants)
-    13  no IPv6                                                  here; coordinator/test_server
-    14  --holmesX, and HOLMES=1 under -I                         here
-    15  tracebacks, pipes, escapes, damaged outer states         test_bad_inputs,
-                                                                 tests/test_document.py, here (layers)
-    16  status without a token, closed ports, silent logs        here; coordinator/test_server,
-                                                                 cli/test_join.py
+ 1  `serve` restarted with another token ended all jobs      test_token (it is kept),
+                                                             coordinator/test_server
+ 2  whoever answers at its address ended them                coordinator/test_server (whoever_answers)
+ 3  a flipped bit made two jobs diverge                      here; sockets/test_channel
+ 4  a malformed report of one job ended the others           here (hello); test_liars (malformed)
+ 5  a lying job ruined the others                            test_liars; coordinator/test_rules (versions)
+ 6  a byte now and then, a stopped coordinator               test_links, sockets/test_channel,
+                                                             .../test_server
+ 7  half-open connections, no descriptors left               test_bad_inputs, sockets/test_listener
+ 8  idle connections kept jobs out                           coordinator/test_server (idle_strangers)
+ 9  an empty token                                           test_token
+10  weights that take longer than 600 s                      test_take (slow_link)
+11  the metrics port: all addresses, a thread a request      test_bad_inputs
+12  the purpose was outside the HMAC                         sockets/test_handshake
+                                                             (what_the_caller_wants)
+13  no IPv6                                                  here; coordinator/test_server
+14  --holmesX, and HOLMES=1 under -I                         here
+15  tracebacks, pipes, escapes, damaged outer states         test_bad_inputs,
+                                                             tests/test_document.py, here (layers)
+16  status without a token, closed ports, silent logs        here; coordinator/test_server,
+                                                             cli/test_join.py
 """
 
 import contextlib
@@ -68,7 +68,9 @@ class FlippingProxy:
                 caller, _ = self._listening.accept()
                 port = socket.create_connection(("127.0.0.1", self.to))
                 for source, target, flips in ((caller, port, False), (port, caller, True)):
-                    threading.Thread(target=self._hand_on, args=(source, target, flips), daemon=True).start()
+                    threading.Thread(
+                        target=self._hand_on, args=(source, target, flips), daemon=True
+                    ).start()
 
     def _hand_on(self, source, target, flips):
         seen = 0
@@ -110,11 +112,14 @@ def test_3_a_flipped_bit_of_a_pseudo_gradient_costs_a_round_at_most():
     proxy.to = own
     with coordinator() as server:
         east, west = [], []
-        found = in_threads({
-            "east": lambda: train("east", server.port, 1.0, records=east),
-            "west": lambda: train("west", server.port, 3.0, PortRange((own, own), "127.0.0.1", proxy.port),
-                                  west),
-        })  # fmt: skip
+        found = in_threads(
+            {
+                "east": lambda: train("east", server.port, 1.0, records=east),
+                "west": lambda: train(
+                    "west", server.port, 3.0, PortRange((own, own), "127.0.0.1", proxy.port), west
+                ),
+            }
+        )
     proxy.close()
     assert proxy.flipped == 1
     assert torch.equal(found["east"], found["west"])
@@ -122,17 +127,42 @@ def test_3_a_flipped_bit_of_a_pseudo_gradient_costs_a_round_at_most():
     assert committed >= 4 and found["east"].abs().max() <= 12 * 3.0
 
 
-@pytest.mark.parametrize("change", [
-    {"maps": {}}, {"addresses": []}, {"maps": {"all": [0, 3000, 7]}}, {"maps": {"all": [5, 10, 0]}},
-    {"versions": []}, {"agreed": None}, {"min": 10**9}, {"timeout": "x"}, {"round": -1},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"maps": {}},
+        {"addresses": []},
+        {"maps": {"all": [0, 3000, 7]}},
+        {"maps": {"all": [5, 10, 0]}},
+        {"versions": []},
+        {"agreed": None},
+        {"min": 10**9},
+        {"timeout": "x"},
+        {"round": -1},
+    ],
+)
 def test_4_a_malformed_hello_is_refused_and_ends_nobody(change):
-    hello = {"op": "hello", "agreed": {}, "maps": {"all": [0, 3000, 0]}, "addresses": ["127.0.0.1:1"],
-             "versions": [0],
-             "checksums": [""], "min": 1, "timeout": 5.0, "round": 0, "entered": False, "peers": []}
+    hello = {
+        "op": "hello",
+        "agreed": {},
+        "maps": {"all": [0, 3000, 0]},
+        "addresses": ["127.0.0.1:1"],
+        "versions": [0],
+        "checksums": [""],
+        "min": 1,
+        "timeout": 5.0,
+        "round": 0,
+        "entered": False,
+        "peers": [],
+    }
     with coordinator() as server:
         deadline = Deadline(10, "a test")
-        purpose = {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s"}
+        purpose = {
+            "purpose": "job",
+            "job": "zero",
+            "incarnation": incarnation_of("s"),
+            "secret": "s",
+        }
         channel = call("127.0.0.1", server.port, Credentials(TOKEN), purpose, deadline)
         channel.send({**hello, **change}, deadline)
         assert "error" in channel.receive(deadline)
@@ -150,7 +180,9 @@ def test_13_jobs_join_over_ipv6():
     def job(name):
         model = torch.nn.ParameterList([torch.zeros(100)])
         place = JoinPlace(JoinAddress(name, "::1", server.port), Credentials(TOKEN))
-        loop = join(place, parse_outer(SETTINGS), lambda: weights_of(model), {}, torch.device("cpu"))
+        loop = join(
+            place, parse_outer(SETTINGS), lambda: weights_of(model), {}, torch.device("cpu")
+        )
         assert split_address(loop.rounds.links.address)[0] == "::1"
         loop.begin()
         for _ in range(4):
@@ -165,18 +197,33 @@ def test_13_jobs_join_over_ipv6():
     assert torch.equal(found["east"], found["northwest"]) and found["east"].abs().max() > 0
 
 
-@pytest.mark.parametrize("flags, argument, environ, armed", [
-    ((), "--holmesX", {}, False), ((), "--holmes", {}, True), ((), "--holmes-verbose", {}, True),
-    ((), "x", {"HOLMES": "1"}, True), (("-I",), "x", {"HOLMES": "1"}, False),
-    (("-E",), "x", {"HOLMES": "1"}, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "flags, argument, environ, armed",
+    [
+        ((), "--holmesX", {}, False),
+        ((), "--holmes", {}, True),
+        ((), "--holmes-verbose", {}, True),
+        ((), "x", {"HOLMES": "1"}, True),
+        (("-I",), "x", {"HOLMES": "1"}, False),
+        (("-E",), "x", {"HOLMES": "1"}, False),
+    ],
+)
 def test_14_what_activates_holmes(flags, argument, environ, armed):
     line = (ROOT / "holmes_ext.pth").read_text()
-    code = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); exec({line!r}); print('holmes_ext._pth' in "
-            f"sys.modules)")
-    env = {**{key: value for key, value in os.environ.items() if not key.startswith("HOLMES")}, **environ}
-    done = subprocess.run([sys.executable, *flags, "-S", "-c", code, argument], env=env, capture_output=True,
-                          text=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r}); exec({line!r}); print('holmes_ext._pth' in "
+        f"sys.modules)"
+    )
+    env = {
+        **{key: value for key, value in os.environ.items() if not key.startswith("HOLMES")},
+        **environ,
+    }
+    done = subprocess.run(
+        [sys.executable, *flags, "-S", "-c", code, argument],
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.stdout.split()[-1] == str(armed), done.stderr
 
 
@@ -213,5 +260,8 @@ def test_16_status_beside_serve_needs_no_token(capsys, monkeypatch, tmp_path):
     token, _ = served_token(os.environ, port)
     with coordinator(port, token):
         assert main(["join", "status", f"127.0.0.1:{port}", "--json"]) == 0
-        assert main(["join", "status", f"[::ffff:127.0.0.1]:{port}", "--json"]) in (0, 2)  # 2: no IPv6 here
+        assert main(["join", "status", f"[::ffff:127.0.0.1]:{port}", "--json"]) in (
+            0,
+            2,
+        )  # 2: no IPv6 here
     assert '"jobs"' in capsys.readouterr().out

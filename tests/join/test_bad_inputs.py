@@ -54,8 +54,12 @@ class Training:
 
     def __init__(self, port):
         settings = parse_outer("every=2,fragments=2,delay=0,compress=off,min=2,timeout=30")
-        self.models = {name: torch.nn.ParameterList([torch.zeros(500)]) for name in ("east", "west")}
-        self.loops = {name: joined_of(model, name, port, settings) for name, model in self.models.items()}
+        self.models = {
+            name: torch.nn.ParameterList([torch.zeros(500)]) for name in ("east", "west")
+        }
+        self.loops = {
+            name: joined_of(model, name, port, settings) for name, model in self.models.items()
+        }
         self.until = threading.Event()
         self.thread = threading.Thread(target=self._run)
         self.error = None
@@ -124,10 +128,15 @@ def count_threads_by_line():
     frames = sys._current_frames()
     found = collections.Counter()
     for thread in threading.enumerate():
-        lines = [line for line in traceback.extract_stack(frames.get(thread.ident))
-                 if "holmes_ext" in line.filename]
-        found[thread.name,
-              f"{lines[-1].filename.rpartition('/')[2]}:{lines[-1].lineno}" if lines else ""] += 1
+        lines = [
+            line
+            for line in traceback.extract_stack(frames.get(thread.ident))
+            if "holmes_ext" in line.filename
+        ]
+        found[
+            thread.name,
+            f"{lines[-1].filename.rpartition('/')[2]}:{lines[-1].lineno}" if lines else "",
+        ] += 1
     return found.most_common()
 
 
@@ -141,8 +150,16 @@ def garbage(rng):
     # The first frame of the handshake. A frame is a length, a sequence number (here 0), and a content.
     hello = documents.pack({"holmes": 2, "challenge": "00" * 16})
     frame = len(hello).to_bytes(4, "big") + bytes(8) + hello
-    kinds = ("random bytes", "HTTP", "TLS", "a part of the frame", "a flipped bit", "a wrong length",
-             "a wrong proof", "the frame twice")
+    kinds = (
+        "random bytes",
+        "HTTP",
+        "TLS",
+        "a part of the frame",
+        "a flipped bit",
+        "a wrong length",
+        "a wrong proof",
+        "the frame twice",
+    )
     kind = rng.choice(kinds)
     if kind == "random bytes":
         return rng.randbytes(rng.choice([0, 1, 3, 12, 100, 5000]))
@@ -159,8 +176,9 @@ def garbage(rng):
     if kind == "a wrong length":
         return rng.choice([2**32 - 1, 8193, 0]).to_bytes(4, "big") + rng.randbytes(8)
     # The second frame must prove that the sender has the token of the jobs.
-    proof = documents.pack({"purpose": rng.choice(['{"purpose":"job"}', "[]", "{", "\x00"]),
-                            "proof": "f" * 64})
+    proof = documents.pack(
+        {"purpose": rng.choice(['{"purpose":"job"}', "[]", "{", "\x00"]), "proof": "f" * 64}
+    )
     second_frame = len(proof).to_bytes(4, "big") + (1).to_bytes(8, "big") + proof
     if kind == "a wrong proof":
         return frame + second_frame
@@ -172,7 +190,10 @@ def send_bytes(port, data, rng):
 
     Sometimes the connection is half closed first, or an answer is awaited.
     """
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=2) as raw:
+    with (
+        contextlib.suppress(OSError),
+        socket.create_connection(("127.0.0.1", port), timeout=2) as raw,
+    ):
         raw.sendall(data)
         if rng.random() < 0.3:
             raw.shutdown(socket.SHUT_WR)  # half close: no more bytes follow
@@ -181,8 +202,31 @@ def send_bytes(port, data, rng):
             raw.recv(1000)
 
 
-ODD = [None, True, -1, 0, 2**63, 10**19, 1e300, -0.5, "", "x", "\x1b[31m", "a" * 5000, [], {}, [[]], [1],
-       ["x"], {"a": {}}, "0" * 16, "f" * 16, [-1], [2**62], ["é" * 100]]  # fmt: skip
+ODD = [
+    None,
+    True,
+    -1,
+    0,
+    2**63,
+    10**19,
+    1e300,
+    -0.5,
+    "",
+    "x",
+    "\x1b[31m",
+    "a" * 5000,
+    [],
+    {},
+    [[]],
+    [1],
+    ["x"],
+    {"a": {}},
+    "0" * 16,
+    "f" * 16,
+    [-1],
+    [2**62],
+    ["é" * 100],
+]
 
 
 def deep(rng):
@@ -215,28 +259,73 @@ def mutated(document, rng):
 
 CLAIMS = {"versions": [0, 0], "checksums": ["", "f" * 16]}
 QUESTIONS = [
-    {"op": "hello", "agreed": {"outer": {"every": 2}}, "maps": {"all": [0, 500, 0]},
-     "addresses": ["127.0.0.1:1"],
-     **CLAIMS, "min": 1, "timeout": 5.0, "round": 0, "entered": False, "peers": ["east"]},
+    {
+        "op": "hello",
+        "agreed": {"outer": {"every": 2}},
+        "maps": {"all": [0, 500, 0]},
+        "addresses": ["127.0.0.1:1"],
+        **CLAIMS,
+        "min": 1,
+        "timeout": 5.0,
+        "round": 0,
+        "entered": False,
+        "peers": ["east"],
+    },
     {"op": "enter"},
-    {"op": "ready", "round": 1, "fragment": 0, "tokens": 5, "norm": 1.0, "salted": "f" * 16, "salt_round": 1,
-     **CLAIMS},
+    {
+        "op": "ready",
+        "round": 1,
+        "fragment": 0,
+        "tokens": 5,
+        "norm": 1.0,
+        "salted": "f" * 16,
+        "salt_round": 1,
+        **CLAIMS,
+    },
     {"op": "next", "offers": [{"fragment": 0, "tokens": 5, "norm": 1.0, "slack_s": 1.0}], **CLAIMS},
     {"op": "done", "round": 1, "attempt": 1, "unreached": ["east"], "faults": {"east": "x"}},
-    {"op": "checked", "round": 1, "attempt": 1, "check": 1, "digests": {"east": "f" * 16},
-     "factors": {"east": 1.0}, "gap": 1.0},
-    {"op": "maps", "of": "east"}, {"op": "dance"}, {},
-]  # fmt: skip
-HEARTBEAT = {"round": 1, "step": 2, "steps_per_second": 1.0, "bits_per_second": 1.0, "drift": 0.1, "ends": ""}
+    {
+        "op": "checked",
+        "round": 1,
+        "attempt": 1,
+        "check": 1,
+        "digests": {"east": "f" * 16},
+        "factors": {"east": 1.0},
+        "gap": 1.0,
+    },
+    {"op": "maps", "of": "east"},
+    {"op": "dance"},
+    {},
+]
+HEARTBEAT = {
+    "round": 1,
+    "step": 2,
+    "steps_per_second": 1.0,
+    "bits_per_second": 1.0,
+    "drift": 0.1,
+    "ends": "",
+}
 
 
 def lie_to_coordinator(port, rng):
     """Send a random, mostly wrong message to the coordinator, as someone who has the token of the jobs."""
-    kind = rng.choice(["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"])
+    kind = rng.choice(
+        ["job", "job", "job", "heartbeat", "status", "standby", "relay", "reachable", "else"]
+    )
     # The handshake states the purpose of the connection. The coordinator reads these values.
-    purpose = {"purpose": kind, "job": rng.choice(["east", "zero", "one"]), "secret": "s",
-               "incarnation": incarnation_of("s"), "port": rng.choice([0, 1, 70000, "x"]), "rank": 0,
-               "to_job": "east", "to": "1", "to_rank": 0, "call": "c", "address": ""}  # fmt: skip
+    purpose = {
+        "purpose": kind,
+        "job": rng.choice(["east", "zero", "one"]),
+        "secret": "s",
+        "incarnation": incarnation_of("s"),
+        "port": rng.choice([0, 1, 70000, "x"]),
+        "rank": 0,
+        "to_job": "east",
+        "to": "1",
+        "to_rank": 0,
+        "call": "c",
+        "address": "",
+    }
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
     deadline = Deadline(3, "a lie")
@@ -262,7 +351,15 @@ def send_any(channel, document, rng, deadline):
     if draw < 0.8:  # valid JSON, 80 % of all
         text = json.dumps(document).encode()
     elif draw < 0.9:  # invalid or unusual JSON
-        odd = [b'{"a":NaN}', b'{"a":"\\ud800"}', b"[" * 100_000, b"\xff", b"", b"null", b'{"op":1e999}']
+        odd = [
+            b'{"a":NaN}',
+            b'{"a":"\\ud800"}',
+            b"[" * 100_000,
+            b"\xff",
+            b"",
+            b"null",
+            b'{"op":1e999}',
+        ]
         text = rng.choice(odd)
     else:  # random bytes
         text = rng.randbytes(30)
@@ -277,12 +374,19 @@ def lie_to_rank(loop, rng):
     host, port = loop.rounds.links.address.split(":")
     identity = loop.rounds.links.routes.identity
     # The handshake states the purpose of the connection. The rank reads these values.
-    purpose = {"purpose": rng.choice(["exchange", "fetch", "reversed", "else"]), "job": "zero",
-               "incarnation": "1", "rank": rng.choice([0, -1, "x"]), "lane": rng.choice([0, 99, None]),
-               "to": identity.incarnation}  # fmt: skip
+    purpose = {
+        "purpose": rng.choice(["exchange", "fetch", "reversed", "else"]),
+        "job": "zero",
+        "incarnation": "1",
+        "rank": rng.choice([0, -1, "x"]),
+        "lane": rng.choice([0, 99, None]),
+        "to": identity.incarnation,
+    }
     if rng.random() < 0.3:
         purpose = mutated(purpose, rng)
-    ticket = loop.rounds.links.routes._own_ticket(purpose).encode()  # lets the rank accept the connection
+    ticket = loop.rounds.links.routes._own_ticket(
+        purpose
+    ).encode()  # lets the rank accept the connection
     deadline = Deadline(3, "a lie")
     with contextlib.suppress(OSError, HolmesError, ValueError):
         # call() makes the handshake, in which it proves that it has the token.
@@ -298,7 +402,10 @@ def lie_to_rank(loop, rng):
 def test_ports_while_two_jobs_train(quiet, input_divisor):
     """Two joined jobs, east and west, go on training while their ports get bad input."""
     rng = random.Random(SEED)
-    with coordinator() as server, Training(server.port) as training:  # trains in threads of this process
+    with (
+        coordinator() as server,
+        Training(server.port) as training,
+    ):  # trains in threads of this process
         training.assert_goes_on()
         before = threads_and_memory()
         # Random bytes and damaged handshakes, as from someone without the token of the jobs.
@@ -347,8 +454,15 @@ def test_the_metrics_port(quiet, monkeypatch, input_divisor):
     rng = random.Random(SEED)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # is free when the server is closed
-    process = Process(rank=0, world_size=1, local_rank=0, local_world_size=1, master_addr="127.0.0.1",
-                      master_port=0, launcher="test")
+    process = Process(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        master_addr="127.0.0.1",
+        master_port=0,
+        launcher="test",
+    )
     metrics = open_metrics(Options(metrics=str(port)), process)
     assert metrics.place == f"http://127.0.0.1:{port}/metrics"  # other hosts cannot connect
     before = threads_and_memory()
@@ -379,8 +493,9 @@ def test_damaged_outer_states(input_divisor):
     rng = random.Random(SEED)
     with coordinator() as server:
         # A joined job of one rank, which takes four steps.
-        loop = joined_of(torch.nn.Linear(20, 30), "east", server.port,
-                         parse_outer("every=2,fragments=2,delay=0"))
+        loop = joined_of(
+            torch.nn.Linear(20, 30), "east", server.port, parse_outer("every=2,fragments=2,delay=0")
+        )
         loop.begin()
         for _ in range(4):
             loop.after_step(1)
@@ -435,20 +550,38 @@ def test_outer_states_that_somebody_made(input_divisor):
         loop.end()
 
 
-@pytest.mark.parametrize("value", [None, 5, [], {}, {"version": 2}, {"version": 1, "digest": "", "outer": {}},
-                                   {"version": 2, "digest": "x", "outer": {"a": object()}},
-                                   {"version": "x"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        5,
+        [],
+        {},
+        {"version": 2},
+        {"version": 1, "digest": "", "outer": {}},
+        {"version": 2, "digest": "x", "outer": {"a": object()}},
+        {"version": "x"},
+    ],
+)
 def test_what_is_no_outer_state(value):
     with pytest.raises(HolmesError, match="file.pt: "):
         opened(value, "file.pt")
 
 
 def test_a_changed_number_of_an_outer_state_is_noticed():
-    state = {"a": 1, "b": torch.ones(3), "c": [1.5, "x", None, {"d": torch.zeros(2, dtype=torch.bfloat16)}]}
+    state = {
+        "a": 1,
+        "b": torch.ones(3),
+        "c": [1.5, "x", None, {"d": torch.zeros(2, dtype=torch.bfloat16)}],
+    }
     assert opened(sealed(state), "file.pt") is state
-    for change in (lambda s: s["outer"].update(a=2), lambda s: s["outer"]["b"].__setitem__(1, float("nan")),
-                   lambda s: s["outer"]["c"].append(1), lambda s: s["outer"].update(a=True),
-                   lambda s: s["outer"].pop("a")):  # fmt: skip
+    for change in (
+        lambda s: s["outer"].update(a=2),
+        lambda s: s["outer"]["b"].__setitem__(1, float("nan")),
+        lambda s: s["outer"]["c"].append(1),
+        lambda s: s["outer"].update(a=True),
+        lambda s: s["outer"].pop("a"),
+    ):
         broken = sealed(copy.deepcopy(state))
         change(broken)
         with pytest.raises(HolmesError, match="is damaged"):

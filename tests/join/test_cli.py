@@ -21,8 +21,9 @@ def token(monkeypatch):
 def test_status(token, capsys):
     with coordinator() as server:
         where = f"127.0.0.1:{server.port}"
-        job = joined_of(torch.nn.Linear(3, 4), "east", server.port,
-                        parse_outer("every=2,fragments=1,delay=0"))
+        job = joined_of(
+            torch.nn.Linear(3, 4), "east", server.port, parse_outer("every=2,fragments=1,delay=0")
+        )
         job.begin()
         for _ in range(2):
             job.after_step()
@@ -37,11 +38,14 @@ def test_status(token, capsys):
         assert "gone" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, why", [
-    (["status", "nowhere"], "'nowhere' is not HOST:PORT"),
-    (["status", "127.0.0.1:1"], "127.0.0.1:1"),
-    (["serve", "--port", "70000"], "--port 70000 is not a port from 0 to 65535"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, why",
+    [
+        (["status", "nowhere"], "'nowhere' is not HOST:PORT"),
+        (["status", "127.0.0.1:1"], "127.0.0.1:1"),
+        (["serve", "--port", "70000"], "--port 70000 is not a port from 0 to 65535"),
+    ],
+)
 def test_one_line(arguments, why, token, capsys):
     assert main(["join", *arguments]) == 2
     err = capsys.readouterr().err
@@ -65,11 +69,17 @@ def test_serve_takes_all_descriptors_that_it_may_have_and_names_an_open_token(tm
     path = tmp_path / "token"
     path.write_text(TOKEN)
     path.chmod(0o644)
-    code = ("import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)); "
-            "from holmes_ext.cli.main import main; "
-            "main(['join', 'serve', '--host', '127.0.0.1', '--port', '0'])")
-    serve = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                             env={"HOLMES_JOIN_TOKEN_FILE": str(path), "PYTHONPATH": ":".join(sys.path)})
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 256)); "
+        "from holmes_ext.cli.main import main; "
+        "main(['join', 'serve', '--host', '127.0.0.1', '--port', '0'])"
+    )
+    serve = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"HOLMES_JOIN_TOKEN_FILE": str(path), "PYTHONPATH": ":".join(sys.path)},
+    )
     try:
         lines = [serve.stdout.readline() for _ in range(2)]
         assert "jobs meet at port" in lines[0] and f"chmod 600 {path}" in lines[1]

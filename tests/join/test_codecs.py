@@ -36,8 +36,11 @@ def test_any_bytes_are_some_values():
 def test_two_bits_are_a_sign_and_one_of_two_magnitudes(count):
     x, codec = values(count), TwoBits()
     wire = codec.encode(x, None)
-    assert wire.numel() == codec.buffer(x).numel() == sum(
-        4 + -(-min(CHUNK, count - start) // 4) for start in range(0, count, CHUNK))
+    assert (
+        wire.numel()
+        == codec.buffer(x).numel()
+        == sum(4 + -(-min(CHUNK, count - start) // 4) for start in range(0, count, CHUNK))
+    )
     got = codec.decode(wire, torch.empty(count))
     for start in range(0, count, CHUNK):
         part, there = x[start : start + CHUNK], got[start : start + CHUNK]
@@ -51,8 +54,10 @@ def test_no_other_two_magnitudes_are_much_nearer(power):
     x = torch.randn(CHUNK, generator=torch.Generator().manual_seed(3)) ** power
     error = (x - TwoBits().decode(TwoBits().encode(x, None), x)).square().sum()
     sizes = x.abs().sort().values.double()
-    least = min(float(sum((part - part.mean()).square().sum() for part in (sizes[:k], sizes[k:])))
-                for k in range(1, CHUNK))
+    least = min(
+        float(sum((part - part.mean()).square().sum() for part in (sizes[:k], sizes[k:])))
+        for k in range(1, CHUNK)
+    )
     assert error <= 1.03 * least
 
 
@@ -128,7 +133,9 @@ def test_joined_jobs_have_the_weights_of_the_equations():
     settings = parse_outer(f"min=2,every={STEPS},fragments=1,delay=0,momentum=0,compress=2bit")
     with coordinator() as server:
         jobs = ("east", "westward")
-        found = in_threads({name: lambda name=name: train(name, server.port, settings) for name in jobs})
+        found = in_threads(
+            {name: lambda name=name: train(name, server.port, settings) for name in jobs}
+        )
     for number, theta in enumerate(with_error_feedback(jobs)):
         for history in found.values():
             torch.testing.assert_close(history[number], theta, rtol=1e-5, atol=1e-5)

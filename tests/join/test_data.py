@@ -18,7 +18,9 @@ from holmes_ext.options import options_from
 
 @pytest.fixture
 def second_of_three():
-    training.request(options_from(join="east@127.0.0.1:1", outer="part=1/3"), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(
+        options_from(join="east@127.0.0.1:1", outer="part=1/3"), {"HOLMES_JOIN_TOKEN": TOKEN}
+    )
     yield
     training.end()
 

@@ -36,11 +36,21 @@ def test_seconds_of_a_round():
     # a link for each pair
     assert joined.round_seconds(site(0, 0, 0), 5e8, 4) == pytest.approx(bits / 1e9 + 0.3)
     # a's one NIC
-    assert joined.round_seconds(site(0, 1, flat=True), 5e8, 4) == pytest.approx(bits / 10e9, rel=1e-3)
+    assert joined.round_seconds(site(0, 1, flat=True), 5e8, 4) == pytest.approx(
+        bits / 10e9, rel=1e-3
+    )
 
 
-@pytest.mark.parametrize("clusters, parameters, delay", [
-    ((0, 0), 5e8, 3), ((0, 0, 0), 5e8, 30), ((3, 3), 5e8, 3), ((0, 0), 0.0, 2), ((1, 1, 1), 5e8, 0)])
+@pytest.mark.parametrize(
+    "clusters, parameters, delay",
+    [
+        ((0, 0), 5e8, 3),
+        ((0, 0, 0), 5e8, 30),
+        ((3, 3), 5e8, 3),
+        ((0, 0), 0.0, 2),
+        ((1, 1, 1), 5e8, 0),
+    ],
+)
 def test_the_simulation_is_the_closed_form_where_nothing_is_shared(clusters, parameters, delay):
     """Jobs of one size, a link for each pair, steps that send nothing."""
     where = site(*clusters)
@@ -53,13 +63,22 @@ def test_the_simulation_is_the_closed_form_where_nothing_is_shared(clusters, par
 
 def test_jobs_share_uplinks_and_links_are_not_equal():
     """a's uplink carries 2 of the 3 streams that leave: those to b and c; c's link to b is slow by itself."""
-    links = [BETWEEN.format(*pair).replace("1Gb/s", rate) for pair, rate in
-             ((("a", "b"), "10Gb/s"), (("a", "c"), "10Gb/s"), (("b", "c"), "0.1Gb/s"))]
-    found = [simulate_round(
-        site_from_spec(parse_spec(text_of(0, 0, 0, between="".join(some), a=" uplink=1Gb/s"), "c.toml")),
-        [JoinedJob(name, 8, 1.0) for name in "abc"], 1e9, 2, 1).round_s
-             for some in (links, links[:2] + [links[0].replace(
-            '"a", "b"', '"b", "c"')])]
+    links = [
+        BETWEEN.format(*pair).replace("1Gb/s", rate)
+        for pair, rate in ((("a", "b"), "10Gb/s"), (("a", "c"), "10Gb/s"), (("b", "c"), "0.1Gb/s"))
+    ]
+    found = [
+        simulate_round(
+            site_from_spec(
+                parse_spec(text_of(0, 0, 0, between="".join(some), a=" uplink=1Gb/s"), "c.toml")
+            ),
+            [JoinedJob(name, 8, 1.0) for name in "abc"],
+            1e9,
+            2,
+            1,
+        ).round_s
+        for some in (links, links[:2] + [links[0].replace('"a", "b"', '"b", "c"')])
+    ]
     assert found[0] == pytest.approx(10 + 0.3)  # a tenth of a Gb/s
     assert found[1] == pytest.approx(2 + 0.3)  # the uplink: twice 10^9 bits
 
@@ -70,15 +89,21 @@ def test_steps_that_use_ethernet_and_a_round_are_in_each_others_way():
     between = BETWEEN.format("a", "b").replace("1Gb/s", "10Gb/s").replace("50ms", "1us")
     text = text_of(0, 0, between=between)
     wide = site_from_spec(parse_spec(text, "c.toml"))
-    one, two = (simulate_round(wide, [JoinedJob(name, 8, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
-                for ethernet_s in (0.0, 0.5))
+    one, two = (
+        simulate_round(wide, [JoinedJob(name, 8, 1.0, ethernet_s) for name in "ab"], 20e9, 3, 8)
+        for ethernet_s in (0.0, 0.5)
+    )
     assert (one.round_s, one.longer_s) == (pytest.approx(2, rel=1e-4), 0)
     assert two.waited_s == 0
     assert two.round_s == pytest.approx(3, rel=0.05)  # 1 of 3 alone, 2 shared: 2 s of bits
     assert two.longer_s == pytest.approx(1, rel=0.05)  # half of what was shared
-    narrow = [simulate_round(site(0, 0), [JoinedJob(name, 8, 1.0, share) for name in "ab"], 2e9, 3, 5)
-              for share in (0, 0.5)]
-    assert narrow[1].round_s == pytest.approx(narrow[0].round_s)  # a tenth of the NIC: the link decides
+    narrow = [
+        simulate_round(site(0, 0), [JoinedJob(name, 8, 1.0, share) for name in "ab"], 2e9, 3, 5)
+        for share in (0, 0.5)
+    ]
+    assert narrow[1].round_s == pytest.approx(
+        narrow[0].round_s
+    )  # a tenth of the NIC: the link decides
     assert 0 < narrow[1].longer_s < 0.1 * narrow[0].round_s
 
 
@@ -90,17 +115,28 @@ def test_what_is_said_to_be_hidden_is_and_can_be_asked_for(step_s, ethernet):
     rounds = joined.RoundPrices(site(0, 0), 5e8, jobs)
     default, *hidden = joined.settings(rounds)
     given = OuterSettings()
-    assert (default.every, default.fragments, default.delay) == (given.every, given.fragments, given.delay)
-    assert default.samples_per_s == pytest.approx(16 / (step_s + default.exposed_s + default.slower_s))
-    assert len(hidden) == (2 if step_s > 0.06 else 1), "with 5 steps of delay the trips alone must fit"
+    assert (default.every, default.fragments, default.delay) == (
+        given.every,
+        given.fragments,
+        given.delay,
+    )
+    assert default.samples_per_s == pytest.approx(
+        16 / (step_s + default.exposed_s + default.slower_s)
+    )
+    assert len(hidden) == (2 if step_s > 0.06 else 1), (
+        "with 5 steps of delay the trips alone must fit"
+    )
     for one in hidden:
-        assert not one.exposed_s and one.samples_per_s == pytest.approx(16 / (step_s + one.slower_s))
+        assert not one.exposed_s and one.samples_per_s == pytest.approx(
+            16 / (step_s + one.slower_s)
+        )
         assert (one.slower_s > 0) == bool(ethernet) and one.slower_s < 0.11 * step_s
         assert parse_outer(str(one)).period == one.delay + 1
         assert one.round_s <= one.delay * (step_s + one.slower_s * (one.delay + 1)) * (1 + 1e-9)
     least = hidden[0]
-    assert least.delay == 1 or rounds.of(least.every - 4, 4, least.delay - 1).exposed_s, ("with less delay "
-                                                                                          "it is exposed")
+    assert least.delay == 1 or rounds.of(least.every - 4, 4, least.delay - 1).exposed_s, (
+        "with less delay it is exposed"
+    )
     if not ethernet:
         assert default.exposed_s == pytest.approx(max(0, default.round_s - 5 * step_s) / 8)
 
@@ -148,20 +184,33 @@ def test_holmes_plan_joined(tmp_path, capsys):
     for name, last, options in (("two", (1, 1), more), ("one", (1,), [])):
         between = BETWEEN.format("a", "b") if len(last) > 1 else ""
         (tmp_path / f"{name}.toml").write_text(text_of(*last, between=between))
-        arguments = ["plan", "--cluster", str(tmp_path / f"{name}.toml"), "--model",
-                     str(tmp_path / "model.toml")]
-        found.append((main([*arguments, "--joined", "--seconds", "2", *options]), *capsys.readouterr()))
+        arguments = [
+            "plan",
+            "--cluster",
+            str(tmp_path / f"{name}.toml"),
+            "--model",
+            str(tmp_path / "model.toml"),
+        ]
+        found.append(
+            (main([*arguments, "--joined", "--seconds", "2", *options]), *capsys.readouterr())
+        )
     assert found[1][0] == 2 and "--joined needs two clusters or more; it has 1" in found[1][2]
     assert found[0][0] == 0
     told = json.loads(found[0][1])["joined"]
-    assert [job["cluster"] for job in told["jobs"]] == ["a", "b"] and told["settings"][0]["every"] == 32
+    assert [job["cluster"] for job in told["jobs"]] == ["a", "b"] and told["settings"][0][
+        "every"
+    ] == 32
     choices = told["choices"]
     assert [one["name"].split()[0] for one in choices] == ["one", "one", "joined"]
     assert choices[-1]["flags"] == "--holmes --holmes-join a@HOST:29600"
-    assert choices[-1]["tokens_per_second"] == told["settings"][0]["tokens_per_second"], "of the default"
+    assert choices[-1]["tokens_per_second"] == told["settings"][0]["tokens_per_second"], (
+        "of the default"
+    )
     assert (tmp_path / "pictures" / "joined.png").stat().st_size > 10_000
     text = page.read_text()
-    assert "Joined jobs in its place" in text and "one job that crosses, the best plan</text>" in text
+    assert (
+        "Joined jobs in its place" in text and "one job that crosses, the best plan</text>" in text
+    )
     assert "nothing is exposed from every=" in text
     assert all(f"every={one['every']},fragments" in text for one in told["settings"])
 

@@ -20,7 +20,9 @@ class Job:
 
     def __init__(self, name, port, text=SETTINGS, speed=1.0, state=None):
         self.model, self.records, self.speed = torch.nn.ParameterList([torch.zeros(600)]), [], speed
-        self.joined = joined_of(self.model, name, port, parse_outer(f"timeout=3,{text}"), self.records)
+        self.joined = joined_of(
+            self.model, name, port, parse_outer(f"timeout=3,{text}"), self.records
+        )
         if state is not None:
             with torch.no_grad():
                 self.model[0].copy_(state["weights"])
@@ -83,7 +85,9 @@ def test_a_job_that_begins_does_not_end_with_a_giver_that_does_not_answer(monkey
     with coordinator() as server:
         east = Job("east", server.port).step(4)
         west = Job("west", server.port, speed=3)
-        assert not silent and "of job east" in west.begun and torch.equal(west.model[0], east.model[0])
+        assert (
+            not silent and "of job east" in west.begun and torch.equal(west.model[0], east.model[0])
+        )
         both(east, west)
         assert east.members[-1] == west.members[-1] == ["east", "west"]
         silent += ["timed out"] * 99
@@ -142,7 +146,10 @@ def test_without_a_coordinator_training_goes_on():
         east.step(2)
     begin = time.monotonic()
     east.step(4)
-    assert east.verdicts == ["commit", "void", "void"] and "did not answer" in east.records[-1].outcome.why
+    assert (
+        east.verdicts == ["commit", "void", "void"]
+        and "did not answer" in east.records[-1].outcome.why
+    )
     assert time.monotonic() - begin < 40
     east.joined.end()
 
@@ -168,15 +175,21 @@ def test_a_job_resumes_from_its_checkpoint_and_an_older_one_takes_what_the_other
             one.joined.end()
 
 
-@pytest.mark.parametrize("text", [
-    "every=4,fragments=2,delay=1,compress=int8",
-    "algorithm=co2,every=4,fragments=2,compress=bf16,momentum=0.5",
-    "algorithm=muon,every=4,fragments=1,delay=1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "every=4,fragments=2,delay=1,compress=int8",
+        "algorithm=co2,every=4,fragments=2,compress=bf16,momentum=0.5",
+        "algorithm=muon,every=4,fragments=1,delay=1",
+    ],
+)
 def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(text):
     def run(stop):
         with coordinator() as server:
-            jobs = [Job(name, server.port, text, speed) for name, speed in (("east", 1.0), ("west", 3.0))]
+            jobs = [
+                Job(name, server.port, text, speed)
+                for name, speed in (("east", 1.0), ("west", 3.0))
+            ]
             both(*jobs, stop)
             saved = [job.state() for job in jobs]
             for job in jobs:
@@ -185,8 +198,10 @@ def test_a_checkpoint_with_a_sum_under_way_goes_on_as_if_there_had_been_none(tex
 
     def go_on(saved, steps):
         with coordinator() as server:
-            jobs = [Job(name, server.port, text, speed, state)
-                    for (name, speed), state in zip((("east", 1.0), ("west", 3.0)), saved)]  # fmt: skip
+            jobs = [
+                Job(name, server.port, text, speed, state)
+                for (name, speed), state in zip((("east", 1.0), ("west", 3.0)), saved)
+            ]
             both(*jobs, steps)
             weights = [job.model[0].detach().clone() for job in jobs]
             for job in jobs:

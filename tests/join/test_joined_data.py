@@ -22,7 +22,9 @@ def job():
     """Makes this process's job one that reads part k of K."""
 
     def of(outer):
-        training.request(options_from(join="east@127.0.0.1:1", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+        training.request(
+            options_from(join="east@127.0.0.1:1", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN}
+        )
 
     yield of
     training.end()
@@ -33,15 +35,21 @@ def loader(dataset, consumed_samples, micro_batch=2, rank=0, ranks=1):
     consumed."""
     places = range(consumed_samples, len(dataset))
     size = micro_batch * ranks
-    return [dataset[i] for start in range(0, len(places) - size + 1, size)
-            for i in places[start + rank * micro_batch : start + (rank + 1) * micro_batch]]  # fmt: skip
+    return [
+        dataset[i]
+        for start in range(0, len(places) - size + 1, size)
+        for i in places[start + rank * micro_batch : start + (rank + 1) * micro_batch]
+    ]
 
 
 def read(dataset, outer, job, **sizes):
     job(outer)
     try:
-        return [sample for rank in range(sizes.get("ranks", 1))
-                for sample in joined._share_out(loader, None, (dataset, 0), {**sizes, "rank": rank})]
+        return [
+            sample
+            for rank in range(sizes.get("ranks", 1))
+            for sample in joined._share_out(loader, None, (dataset, 0), {**sizes, "rank": rank})
+        ]
     finally:
         training.end()
 
@@ -64,7 +72,9 @@ def test_all_jobs_build_an_index_of_all_parts(job):
     job("part=1/3")  # this job reads the second of three parts
     needed = (100, None, 8)  # samples for training, validation and test; None: all samples
     numbers_for_provider = []
-    provider = numbers_for_provider.append  # stands in for the script's function that builds the data sets
+    provider = (
+        numbers_for_provider.append
+    )  # stands in for the script's function that builds the data sets
 
     def build_train_valid_test_datasets(build_train_valid_test_datasets_provider, numbers):
         build_train_valid_test_datasets_provider(numbers)

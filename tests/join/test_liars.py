@@ -35,7 +35,9 @@ class Job:
         self.model = torch.nn.ParameterList([torch.zeros(4000)])
         self.wanted = torch.linspace(-1, 1, 4000)
         self.generator = torch.Generator().manual_seed(len(name) * 100 + ord(name[0]))
-        self.loop = joined_of(self.model, name, port, parse_outer(f"{SETTINGS}{text}"), self.records)
+        self.loop = joined_of(
+            self.model, name, port, parse_outer(f"{SETTINGS}{text}"), self.records
+        )
         self.lie = None
 
     def train(self, begun):
@@ -58,7 +60,9 @@ def run(*names, lie=None, text="", timeout=20):
         jobs = {name: Job(name, server.port, text) for name in names}
         if lie is not None:
             lie(jobs[LIAR])
-        found = in_threads({name: lambda job=job: job.train(begun) for name, job in jobs.items()}, 120)
+        found = in_threads(
+            {name: lambda job=job: job.train(begun) for name, job in jobs.items()}, 120
+        )
     return found, server.told, jobs
 
 
@@ -163,8 +167,13 @@ def sends_less(job):
     swap = job.loop.rounds.links.swap
 
     def less(number, attempt, outgoing, incoming, patience_s):
-        return swap(number, attempt, {peer: [parts[0][:-8]] for peer, parts in outgoing.items()}, incoming,
-                    patience_s)
+        return swap(
+            number,
+            attempt,
+            {peer: [parts[0][:-8]] for peer, parts in outgoing.items()},
+            incoming,
+            patience_s,
+        )
 
     job.loop.rounds.links.swap = less
 
@@ -182,18 +191,28 @@ WAYS = {
     "NaN": (sends(lambda x: x.fill_(float("nan"))), "what it sent is not finite"),
     "1e30": (sends(lambda x: x.fill_(1e30)), "what it sent has length"),
     "sign flipped": (sends(lambda x: -x), "it points another way"),
-    "scaled": (both(sends(lambda x: 100 * x), says("ready", scaled_claims(100))), "times as long as usual"),
+    "scaled": (
+        both(sends(lambda x: 100 * x), says("ready", scaled_claims(100))),
+        "times as long as usual",
+    ),
     "stale": (sends(repeated()), "it sent again"),
     "random": (sends(random_like), "it points another way"),
     "wrong length": (sends_less, "is lost on the way"),
-    "false norm": (both(sends(lambda x: 9 * x), says("ready", scaled_claims(0.5))),
-                   "what it sent has length"),
-    "false version": (is_dropped_for("ready", lambda told: {**told, "versions": [10**9]}),
-                      "cannot be of round 1000000000"),
-    "false tokens": (says("ready", lambda told: {**told, "tokens": 1e12}), "times the others' tokens"),
+    "false norm": (
+        both(sends(lambda x: 9 * x), says("ready", scaled_claims(0.5))),
+        "what it sent has length",
+    ),
+    "false version": (
+        is_dropped_for("ready", lambda told: {**told, "versions": [10**9]}),
+        "cannot be of round 1000000000",
+    ),
+    "false tokens": (
+        says("ready", lambda told: {**told, "tokens": 1e12}),
+        "times the others' tokens",
+    ),
     "replay": (of_another, "it sent again"),
     "silent": (never_sends, "is lost on the way"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -223,12 +242,26 @@ def test_the_mean_leaves_the_liar_out_and_names_it(way, honest):
     assert all(len(job.records) == ROUNDS for name, job in jobs.items() if name in HONEST)
 
 
-ROBUST = [f"{aggregate}, {way}" for aggregate in ("median", "trimmed", "geometric", "clipping", "flag")
-          for way in WAYS if way != "silent"]  # fmt: skip
+ROBUST = [
+    f"{aggregate}, {way}"
+    for aggregate in ("median", "trimmed", "geometric", "clipping", "flag")
+    for way in WAYS
+    if way != "silent"
+]
 
 
-@pytest.mark.parametrize("case", some(ROBUST, "median, 1e30", "trimmed, false version", "geometric, NaN",
-                                      "geometric, scaled", "clipping, sign flipped", "flag, random"))
+@pytest.mark.parametrize(
+    "case",
+    some(
+        ROBUST,
+        "median, 1e30",
+        "trimmed, false version",
+        "geometric, NaN",
+        "geometric, scaled",
+        "clipping, sign flipped",
+        "flag, random",
+    ),
+)
 def test_robust_aggregates_hold(case, honest):
     aggregate, way = case.split(", ")
     found, _, _ = run(*HONEST, LIAR, lie=WAYS[way][0], text=f",aggregate={aggregate}")
@@ -250,7 +283,10 @@ def test_who_sends_different_things_to_different_jobs_is_found_out(honest):
             def differently(number, attempt, outgoing, incoming, patience_s):
                 for peer, parts in outgoing.items():
                     if peer.job == "west":
-                        changed = torch.frombuffer(bytearray(parts[0]), dtype=torch.float32).clone() * 1.01
+                        changed = (
+                            torch.frombuffer(bytearray(parts[0]), dtype=torch.float32).clone()
+                            * 1.01
+                        )
                         outgoing[peer] = [changed.view(torch.uint8).numpy().data]
                 return swap(number, attempt, outgoing, incoming, patience_s)
 
@@ -264,7 +300,10 @@ def test_who_sends_different_things_to_different_jobs_is_found_out(honest):
 
     found, told, _ = run(*HONEST, LIAR, lie=lie)
     assert all(torch.equal(found[name], found["east"]) for name in HONEST)
-    assert any("what it sent to one is not what it sent to others" in line and LIAR in line for line in told)
+    assert any(
+        "what it sent to one is not what it sent to others" in line and LIAR in line
+        for line in told
+    )
     assert (found["east"] - honest["east"]).norm() < 0.1 * honest["east"].norm()
 
 
@@ -278,38 +317,54 @@ def test_false_accusations_cost_the_accuser_as_much(honest):
     same(found["east"], honest["east"])  # of one who accuses all, nothing is believed
 
 
-@pytest.mark.parametrize("change", [
-    lambda told: {**told, "factors": dict.fromkeys(told["factors"], 1e6), "gap": 1e20},
-    lambda told: {**told, "factors": {}}, lambda told: {**told, "factors": {"nobody": 1.0}},
-    lambda told: {**told, "digests": dict.fromkeys(told["digests"], "f" * 16)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: {**told, "factors": dict.fromkeys(told["factors"], 1e6), "gap": 1e20},
+        lambda told: {**told, "factors": {}},
+        lambda told: {**told, "factors": {"nobody": 1.0}},
+        lambda told: {**told, "digests": dict.fromkeys(told["digests"], "f" * 16)},
+    ],
+)
 def test_false_factors_and_sums_do_not_move_the_others(change, honest, four):
     """What it sent is right, so it counts, or it is left out for its sums."""
     found, _, _ = run(*HONEST, LIAR, lie=says("checked", change))
     assert all(torch.equal(found[name], found["east"]) for name in HONEST)
-    assert min((found["east"] - one["east"]).norm() for one in (honest, four)) < 0.01 * honest["east"].norm()
+    assert (
+        min((found["east"] - one["east"]).norm() for one in (honest, four))
+        < 0.01 * honest["east"].norm()
+    )
 
 
 MALFORMED = {
-    "norm": {"norm": "x"}, "tokens": {"tokens": -1}, "versions": {"versions": "x"},
+    "norm": {"norm": "x"},
+    "tokens": {"tokens": -1},
+    "versions": {"versions": "x"},
     "no versions": {"versions": []},
-    "fragment": {"fragment": 99}, "round": {"round": "x"}, "checksums": {"checksums": [1]},
-    "a table": {"norm": {}}, "a huge number": {"tokens": 1e300}, "a bool": {"round": True},
-}  # fmt: skip
+    "fragment": {"fragment": 99},
+    "round": {"round": "x"},
+    "checksums": {"checksums": [1]},
+    "a table": {"norm": {}},
+    "a huge number": {"tokens": 1e300},
+    "a bool": {"round": True},
+}
 
 
 @pytest.mark.parametrize("what", some(MALFORMED, "norm", "versions", "a table"))
 def test_a_malformed_report_drops_its_sender_alone(what, honest):
-    found, told, _ = run(*HONEST, LIAR,
-                         lie=is_dropped_for("ready", lambda report: {**report, **MALFORMED[what]}))
+    found, told, _ = run(
+        *HONEST, LIAR, lie=is_dropped_for("ready", lambda report: {**report, **MALFORMED[what]})
+    )
     same(found["east"], honest["east"])
     assert any(f"job {LIAR} is gone: dropped: " in line for line in told)
 
 
 OF_WHAT_CAME = {
-    "attempt": {"attempt": "x"}, "round": {"round": -1}, "a list, a number": {"faults": [1], "digests": 5},
+    "attempt": {"attempt": "x"},
+    "round": {"round": -1},
+    "a list, a number": {"faults": [1], "digests": 5},
     "a text, nothing": {"unreached": "east", "factors": None},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("op", ["done", "checked"])

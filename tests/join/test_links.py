@@ -59,7 +59,8 @@ def together(*calls):
 def exchange(ranks, data, number=1):
     """What each of them got."""
     sends = (
-        lambda k=k: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], number) for k in range(len(ranks))
+        lambda k=k: swap(ranks[k], ranks[:k] + ranks[k + 1 :], data[k], number)
+        for k in range(len(ranks))
     )
     return together(*sends)
 
@@ -86,7 +87,9 @@ def test_split_is_in_order_and_whole():
         buffers = [data[a:b] for a, b in zip(cuts, cuts[1:])]
         for parts in (1, 2, 3, 4):
             made = split(buffers, parts)
-            assert len(made) == parts and b"".join(bytes(one) for part in made for one in part) == bytes(data)
+            assert len(made) == parts and b"".join(
+                bytes(one) for part in made for one in part
+            ) == bytes(data)
     assert split([], 3) == [[], [], []]
 
 
@@ -136,13 +139,17 @@ def test_a_peer_that_calls_again_during_an_exchange_fails_and_keeps_nobody(ranks
     it."""
     east, _, west = ranks
     waits, move = threading.Event(), transfer.PeerTransfer.move
-    monkeypatch.setattr(transfer.PeerTransfer, "move", lambda one, mask: (move(one, mask), waits.set()))
+    monkeypatch.setattr(
+        transfer.PeerTransfer, "move", lambda one, mask: (move(one, mask), waits.set())
+    )
 
     def calls_again():
         connected(east, west)
         waits.wait(30)
         again = Deadline(10, "calling again")
-        return east.links.routes.dial(west.as_seen_by(east), {"purpose": "exchange", "lane": 0}, again)
+        return east.links.routes.dial(
+            west.as_seen_by(east), {"purpose": "exchange", "lane": 0}, again
+        )
 
     found, again = together(lambda: swap(west, [east], bytes(10), patience=30.0), calls_again)
     again.close()
@@ -160,7 +167,9 @@ def test_a_connection_that_is_closed_between_two_moves_ends_no_training(ranks, m
 
     monkeypatch.setattr(transfer.PeerTransfer, "move", closed_then)
     east, _, west = ranks
-    first, second = together(lambda: swap(east, [west], b"1234"), lambda: swap(west, [east], b"5678"))
+    first, second = together(
+        lambda: swap(east, [west], b"1234"), lambda: swap(west, [east], b"5678")
+    )
     assert isinstance(first, PeersFailed) and isinstance(second, PeersFailed)
 
 
@@ -168,7 +177,9 @@ def test_a_silent_peer_is_given_up_after_the_patience(ranks):
     east, _, west = ranks
     found = swap(west, [east], b"x", patience=0.5)  # east never calls
     assert found.jobs == {"east"} and "it did not call within 0.25 s" in str(found)
-    found = together(lambda: swap(east, [west], bytes(10), patience=1.0), lambda: connected(west, east))[0]
+    found = together(
+        lambda: swap(east, [west], bytes(10), patience=1.0), lambda: connected(west, east)
+    )[0]
     assert found.jobs == {"west"} and "silent for 1 s" in str(found)
 
 
@@ -204,7 +215,9 @@ def test_how_long_a_peer_may_take_follows_what_it_took():
     speed.took(peer, 8_000_000, 1.0)
     assert speed.deadline(peer, 64_000_000, 2.0).seconds == pytest.approx(2 + 4 * 8)
     speed.took(peer, 100, 50.0)
-    assert speed.deadline(peer, 64_000_000, 2.0).seconds == pytest.approx(2 + 4 * 8), "few bytes say nothing"
+    assert speed.deadline(peer, 64_000_000, 2.0).seconds == pytest.approx(2 + 4 * 8), (
+        "few bytes say nothing"
+    )
     speed.failed("west")
     assert speed.deadline(peer, 64_000_000, 2.0).seconds == first
 
@@ -217,7 +230,8 @@ def test_another_round_is_not_taken_for_this_one(ranks):
     )
     assert all(isinstance(one, PeersFailed) for one in found)
     again = together(
-        lambda: swap(east, [west], bytes(10), number=5), lambda: swap(west, [east], bytes(10), number=5)
+        lambda: swap(east, [west], bytes(10), number=5),
+        lambda: swap(west, [east], bytes(10), number=5),
     )
     assert again == [{"west": bytes(10)}, {"east": bytes(10)}]
 
@@ -255,7 +269,9 @@ def test_no_job_speaks_for_another(ranks):
     for shown in ("", own.ticket, "f" * 64):
         peer = Peer("west", own.incarnation, 0, own.address, shown)
         with pytest.raises(PeersFailed, match="token"):
-            thief.links.swap(1, 1, {peer: [memoryview(b"x")]}, {peer: [memoryview(bytearray(1))]}, 1.0)
+            thief.links.swap(
+                1, 1, {peer: [memoryview(b"x")]}, {peer: [memoryview(bytearray(1))]}, 1.0
+            )
     assert not west.links._open
     thief.links.close()
 
@@ -290,7 +306,8 @@ def test_a_port_in_use_is_named_and_another_of_the_range_is_taken():
     first = open_port(place_at("", 1), 0)
     port = first.getsockname()[1]
     with pytest.raises(
-        HolmesError, match=f"rank 3 cannot listen on port {port} of 127.0.0.1 .* --holmes-join-ports"
+        HolmesError,
+        match=f"rank 3 cannot listen on port {port} of 127.0.0.1 .* --holmes-join-ports",
     ):
         open_port(place_at("", 1, PortRange((port, port))), 3)
     second = open_port(place_at("", 1, PortRange((port, min(port + 50, 65535)))), 0)

@@ -111,9 +111,8 @@ def expected(text, steps, jobs=2, alpha=None):
 @pytest.mark.parametrize("fragments", [1, 3])
 @pytest.mark.parametrize("delay, alpha", [(0, None), (2, None), (2, 0.0), (2, 0.5)])
 def test_diloco_is_the_papers(fragments, delay, alpha):
-    text = (
-        f"every=12,fragments={fragments},delay={delay},compress=off,mix={'keep' if alpha is None else alpha}"
-    )
+    mix = "keep" if alpha is None else alpha
+    text = f"every=12,fragments={fragments},delay={delay},compress=off,mix={mix}"
     found = run(text, 30)
     for mine, theirs in zip(found.values(), expected(text, 30, alpha=alpha)):
         torch.testing.assert_close(torch.stack(mine), torch.stack(theirs), rtol=1e-5, atol=1e-6)
@@ -129,7 +128,13 @@ def test_four_jobs_move_further_and_one_moves_as_far_as_alone():
 
 def test_auto_momentum_counts_jobs_by_their_shares():
     auto, given = (parse_outer(text).outer_algorithm() for text in ("", "momentum=0.7"))
-    assert [auto.momentum_of([1 / jobs] * jobs) for jobs in (1, 2, 3, 4, 16)] == [0.0, 0.3, 0.4, 0.5, 0.8]
+    assert [auto.momentum_of([1 / jobs] * jobs) for jobs in (1, 2, 3, 4, 16)] == [
+        0.0,
+        0.3,
+        0.4,
+        0.5,
+        0.8,
+    ]
     assert auto.momentum_of([0.98, 0.02]) == 0.0 and auto.momentum_of([0.51, 0.49]) == 0.3
     assert given.momentum_of([1.0]) == 0.7
 
@@ -169,7 +174,9 @@ def test_co2_applies_what_is_one_round_old():
                 torch.nn.utils.vector_to_parameters(start.clone(), model.parameters())
     for k, history in enumerate(found.values()):
         torch.testing.assert_close(history[-1], flat(models[k]), rtol=1e-5, atol=1e-6)
-        assert float(momentum.abs().max()) == pytest.approx(0.02)  # it was clipped, or this tests nothing
+        assert float(momentum.abs().max()) == pytest.approx(
+            0.02
+        )  # it was clipped, or this tests nothing
 
 
 @pytest.mark.parametrize("compress", ["off", "bf16", "int8"])
@@ -192,7 +199,8 @@ def test_robust_aggregates_run(aggregate):
 
 def test_int8_is_close_to_float32():
     exact, coded = (
-        run(f"every=4,fragments=1,delay=0,compress={kind}", 40)["east"][-1] for kind in ("off", "int8")
+        run(f"every=4,fragments=1,delay=0,compress={kind}", 40)["east"][-1]
+        for kind in ("off", "int8")
     )
     assert 0 < (coded - exact).norm() < 0.05 * (exact - flat(model_of())).norm()
 
@@ -276,9 +284,13 @@ def test_a_not_finite_pseudo_gradient_is_left_out_and_its_job_brought_back():
 
 def test_jobs_with_other_settings_or_models_are_refused():
     with coordinator() as server:
-        first = joined_of(model_of(), "east", server.port, parse_outer("every=6,fragments=2,delay=0"))
+        first = joined_of(
+            model_of(), "east", server.port, parse_outer("every=6,fragments=2,delay=0")
+        )
         first.begin()
-        second = joined_of(model_of(), "west", server.port, parse_outer("every=6,fragments=2,delay=0,lr=0.5"))
+        second = joined_of(
+            model_of(), "west", server.port, parse_outer("every=6,fragments=2,delay=0,lr=0.5")
+        )
         with pytest.raises(
             HolmesError,
             match=r"'west' cannot join: it differs from job 'east' in outer lr \(0.5 here, 1.0 in east\)",

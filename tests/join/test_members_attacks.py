@@ -25,8 +25,18 @@ from holmes_ext.join.sockets.channel import BrokenFrame
 from holmes_ext.join.sockets.documents import MOST_VALUES
 from holmes_ext.join.sockets.handshake import Credentials, Refused, call
 
-HELLO = {"agreed": {"outer": {}}, "maps": {"all": [0, 8, 0]}, "addresses": ["127.0.0.1:1"], "versions": [0],
-         "checksums": [""], "min": 1, "timeout": 30.0, "round": 0, "entered": False, "peers": []}
+HELLO = {
+    "agreed": {"outer": {}},
+    "maps": {"all": [0, 8, 0]},
+    "addresses": ["127.0.0.1:1"],
+    "versions": [0],
+    "checksums": [""],
+    "min": 1,
+    "timeout": 30.0,
+    "round": 0,
+    "entered": False,
+    "peers": [],
+}
 
 
 def called(port, purpose):
@@ -37,7 +47,12 @@ def test_after_a_restart_nobody_takes_the_name_of_a_job_before_it_is_back():
     """The first secret that was told for an incarnation, which all jobs know, was believed."""
     with coordinator() as server:
         east = CoordinatorClient(place_at("east", server.port), lambda: HELLO)
-        thief = {"purpose": "job", "job": "east", "incarnation": east.incarnation, "secret": "another"}
+        thief = {
+            "purpose": "job",
+            "job": "east",
+            "incarnation": east.incarnation,
+            "secret": "another",
+        }
         channel = called(server.port, thief)  # the coordinator is new: east has not been heard yet
         assert "but is another" in channel.receive(soon())["error"]
         channel.close()
@@ -94,7 +109,9 @@ def test_who_lets_the_others_wait_round_after_round_sits_out(is_ready):
     """Each round cost the honest jobs a timeout, for ever. is_ready: it is ready, and never exchanges."""
     run, waited = Run("east", "west", "zero"), []
     for number in range(1, 101):
-        verdict = run.ready("zero", number) if is_ready or number == 1 else run.ready("zero", number - 1)
+        verdict = (
+            run.ready("zero", number) if is_ready or number == 1 else run.ready("zero", number - 1)
+        )
         run.ready("east", number)
         reply = run.ready("west", number)
         if reply is None:
@@ -110,7 +127,9 @@ def test_who_lets_the_others_wait_round_after_round_sits_out(is_ready):
             assert run.done("east", number)["attempt"] == 2
             waited.append(number)
             attempt = 2
-        assert [one["verdict"] for one in run.end(number, "east", "west", attempt=attempt)] == ["commit"] * 2
+        assert [one["verdict"] for one in run.end(number, "east", "west", attempt=attempt)] == [
+            "commit"
+        ] * 2
         run.fragments["zero"] = [list(one) for one in run.fragments["east"]]
     assert 3 <= len(waited) <= 12, waited
 
@@ -130,7 +149,10 @@ def test_who_is_back_for_good_sits_nothing_out():
 @pytest.mark.parametrize("incarnation", ["1", "2"])
 def test_who_says_hello_again_sits_out_all_the_same(incarnation):
     run = Run("east", "west", "zero")
-    run.coordinator.state.members["zero"].in_vain, run.coordinator.state.members["zero"].rests_until = 5, 40
+    (
+        run.coordinator.state.members["zero"].in_vain,
+        run.coordinator.state.members["zero"].rests_until,
+    ) = 5, 40
     run.coordinator.gone("zero", "1", "over")
     run.hello("zero", incarnation)
     member = run.coordinator.state.members["zero"]
@@ -149,8 +171,10 @@ def test_a_peer_that_takes_longer_each_time_is_not_given_more_each_time():
 def test_a_document_of_tens_of_millions_of_values_is_not_parsed():
     """64 MB of "[]," are 2 GB of lists. Who sends it is dropped; the others go on."""
     with coordinator() as server:
-        channel = called(server.port, {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"),
-                                       "secret": "s"})
+        channel = called(
+            server.port,
+            {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s"},
+        )
         bomb = b'{"op":"hello","maps":[' + b"[]," * MOST_VALUES + b"[]]}"
         header = channel._sent.header(len(bomb))
         channel._write(memoryview(header + bomb + channel._sent.tag(header, bomb)), soon())
@@ -163,10 +187,17 @@ def test_a_document_of_tens_of_millions_of_values_is_not_parsed():
 def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
     """A standing rank is told of each address by whoever has the token."""
     monkeypatch.setattr(routes_module, "_NOT_CALLED", 16)
-    monkeypatch.setattr(routes_module, "call", lambda *arguments: (_ for _ in ()).throw(OSError("closed")))
-    routes = Routes(RankIdentity("east", "1", 0, "s"), place_at("east", 1), None, "127.0.0.1:1", print)
+    monkeypatch.setattr(
+        routes_module, "call", lambda *arguments: (_ for _ in ()).throw(OSError("closed"))
+    )
+    routes = Routes(
+        RankIdentity("east", "1", 0, "s"), place_at("east", 1), None, "127.0.0.1:1", print
+    )
     for port in range(1, 200):
-        assert routes._called_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"}) is None
+        assert (
+            routes._called_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"})
+            is None
+        )
     assert len(routes._not_called) <= 16
 
 
@@ -188,8 +219,17 @@ def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):
 
     monkeypatch.setattr(relay, "WAIT_S", 0.2)
     with coordinator() as server:
-        purpose = {"purpose": "relay", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s",
-                   "to_job": "10.0.0.1", "to": "22", "to_rank": 0, "call": "c", "address": "10.0.0.1:22"}
+        purpose = {
+            "purpose": "relay",
+            "job": "zero",
+            "incarnation": incarnation_of("s"),
+            "secret": "s",
+            "to_job": "10.0.0.1",
+            "to": "22",
+            "to_rank": 0,
+            "call": "c",
+            "address": "10.0.0.1:22",
+        }
         channel = called(server.port, purpose)
         assert channel.receive(soon()) == {"relay": "alone"}
         channel.close()
@@ -198,7 +238,9 @@ def test_a_relay_is_none_for_those_without_a_standing_line(monkeypatch):
 
 @pytest.mark.parametrize("compress", ["bf16", "int8", "2bit"])
 @pytest.mark.parametrize("count", [1, 511, 513, 4097, 10_000])
-def test_any_bytes_of_a_compressed_pseudo_gradient_are_as_many_elements_as_there_should_be(compress, count):
+def test_any_bytes_of_a_compressed_pseudo_gradient_are_as_many_elements_as_there_should_be(
+    compress, count
+):
     """What comes is as long as the receiver says, and becomes no more than that."""
     codec, like = codec_of(parse_outer(f"compress={compress}")), torch.zeros(count)
     wire = codec.buffer(like)
@@ -211,8 +253,18 @@ def test_any_bytes_of_a_compressed_pseudo_gradient_are_as_many_elements_as_there
 
 def test_a_caller_of_another_incarnation_or_without_a_name_is_refused():
     with coordinator() as server:
-        for change in ({"incarnation": "x" * 65}, {"job": "a b"}, {"secret": ""}, {"incarnation": ""}):
-            purpose = {"purpose": "job", "job": "zero", "incarnation": incarnation_of("s"), "secret": "s"}
+        for change in (
+            {"incarnation": "x" * 65},
+            {"job": "a b"},
+            {"secret": ""},
+            {"incarnation": ""},
+        ):
+            purpose = {
+                "purpose": "job",
+                "job": "zero",
+                "incarnation": incarnation_of("s"),
+                "secret": "s",
+            }
             channel = called(server.port, {**purpose, **change})
             assert "error" in channel.receive(soon())
             channel.close()
@@ -221,7 +273,9 @@ def test_a_caller_of_another_incarnation_or_without_a_name_is_refused():
 def test_many_jobs_of_one_liar_do_not_keep_others_from_answers():
     """64 jobs is the most; the next one is refused in words, and those that are there are answered."""
     with coordinator() as server:
-        clients = [CoordinatorClient(place_at(f"j{k}", server.port), lambda: HELLO) for k in range(65)]
+        clients = [
+            CoordinatorClient(place_at(f"j{k}", server.port), lambda: HELLO) for k in range(65)
+        ]
         for client in clients[:64]:
             client.ask("enter", {}, soon())
         with pytest.raises((Refused, HolmesError), match="there are 64 jobs already"):

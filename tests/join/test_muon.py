@@ -15,7 +15,13 @@ from holmes_ext.join.shards.ownership import any_cut, fragment_cuts, owners
 from holmes_ext.join.shards.state import OuterState, Pending
 from holmes_ext.join.shards.weights import Part, Tensor, Weights
 
-SHAPES = {"a.weight": (24, 40), "a.bias": (24,), "b.weight": (64, 16), "table": (900, 8), "c.weight": (8, 8)}
+SHAPES = {
+    "a.weight": (24, 40),
+    "a.bias": (24,),
+    "b.weight": (64, 16),
+    "table": (900, 8),
+    "c.weight": (8, 8),
+}
 MATRICES = ["a.weight", "b.weight", "c.weight"]
 
 
@@ -73,15 +79,22 @@ def test_layers_are_matrices_and_tables_and_vectors_are_not():
     assert is_matrix((4096, 11008)) and is_matrix((28672, 4096)) and is_matrix((2, 3))
     assert not is_matrix((128_000, 4096)) and not is_matrix((64,)) and not is_matrix((1, 8))
     assert not is_matrix((3, 3, 8))
-    assert [(one.rows, one.columns) for one in weights().matrices] == [SHAPES[name] for name in MATRICES]
+    assert [(one.rows, one.columns) for one in weights().matrices] == [
+        SHAPES[name] for name in MATRICES
+    ]
 
 
 def test_only_matrices_are_made_orthogonal():
     here = weights()
-    state = OuterState(OuterSettings(algorithm="muon", fragments=1), here, owners(here.total, [0, here.total],
-                       {0: here.holdings}), 0)  # fmt: skip
-    plain = OuterState(OuterSettings(fragments=1), here, owners(here.total, [0, here.total],
-                       {0: here.holdings}), 0)  # fmt: skip
+    state = OuterState(
+        OuterSettings(algorithm="muon", fragments=1),
+        here,
+        owners(here.total, [0, here.total], {0: here.holdings}),
+        0,
+    )
+    plain = OuterState(
+        OuterSettings(fragments=1), here, owners(here.total, [0, here.total], {0: here.holdings}), 0
+    )
     gradient = torch.randn(here.total, generator=torch.Generator().manual_seed(3))
     for one in (state, plain):
         one.fragments[0].pending.append(Pending(1, gradient.clone(), mu=0.3))
@@ -130,7 +143,9 @@ def test_cuts_go_around_matrices_for_any_model():
         whole = list(zip(edges[::2], edges[1::2]))
         cuts = fragment_cuts(5000, source.randint(1, 6), whole)
         assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == 5000
-        maps = owners(5000, cuts, {rank: [(0, 5000)] for rank in range(source.randint(1, 5))}, whole)
+        maps = owners(
+            5000, cuts, {rank: [(0, 5000)] for rank in range(source.randint(1, 5))}, whole
+        )
         assert not any_cut(maps, whole)
 
 
@@ -147,7 +162,9 @@ class Holders:
 
     def gather(self, fragment, mine):
         middle = (fragment.start + fragment.stop) // 2
-        return [Part(a, self.row[a:b]) for a, b in ((fragment.start, middle), (middle, fragment.stop))]
+        return [
+            Part(a, self.row[a:b]) for a, b in ((fragment.start, middle), (middle, fragment.stop))
+        ]
 
 
 @pytest.mark.parametrize("fragments", [1, 2])

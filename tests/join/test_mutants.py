@@ -4,7 +4,9 @@ from integration_tests.joined.mutants import MUTANTS, PACKAGE, ROOT
 
 
 def test_each_mutant_has_one_place_to_break():
-    texts = {file: (ROOT / PACKAGE / file).read_text() for file in {mutant.file for mutant in MUTANTS}}
+    texts = {
+        file: (ROOT / PACKAGE / file).read_text() for file in {mutant.file for mutant in MUTANTS}
+    }
     assert not [mutant.name for mutant in MUTANTS if texts[mutant.file].count(mutant.old) != 1]
 
 

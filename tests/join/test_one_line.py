@@ -40,16 +40,39 @@ def port():
         first.end()
 
 
-@pytest.mark.parametrize("name, outer, token, why", [
-    ("west", "every=4", "a token that is wrong", "the token is not this run's; set HOLMES_JOIN_TOKEN"),
-    ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
-    pytest.param("west", "every=4,lr=0.5", TOKEN,
-                 "it differs from job 'first' in outer lr (0.5 here, 1.0 in first)",
-                 marks=full),
-    pytest.param("west", "every=4,min=3,timeout=1", TOKEN,
-                 "has waited 1 s for min=3 jobs, but there are only first, west", marks=full),
-    pytest.param("west", "every=6,fragments=4", TOKEN, "every=6 is not divisible by fragments=4", marks=full),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, outer, token, why",
+    [
+        (
+            "west",
+            "every=4",
+            "a token that is wrong",
+            "the token is not this run's; set HOLMES_JOIN_TOKEN",
+        ),
+        ("first", "every=4", TOKEN, "there is a job named 'first' in this run already"),
+        pytest.param(
+            "west",
+            "every=4,lr=0.5",
+            TOKEN,
+            "it differs from job 'first' in outer lr (0.5 here, 1.0 in first)",
+            marks=full,
+        ),
+        pytest.param(
+            "west",
+            "every=4,min=3,timeout=1",
+            TOKEN,
+            "has waited 1 s for min=3 jobs, but there are only first, west",
+            marks=full,
+        ),
+        pytest.param(
+            "west",
+            "every=6,fragments=4",
+            TOKEN,
+            "every=6 is not divisible by fragments=4",
+            marks=full,
+        ),
+    ],
+)
 def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.format(width=4))
     flags = [
@@ -61,11 +84,16 @@ def test_one_line_and_status_2(name, outer, token, why, port, tmp_path):
         "off",
     ]
     environment = {**os.environ, "HOLMES_JOIN_TOKEN": token, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(tmp_path / "train.py"), *flags], env=environment, text=True,
-                          timeout=90, capture_output=True)  # fmt: skip
-    assert done.returncode == 2 and "stepped" not in done.stdout and "Traceback" not in done.stderr, (
-        done.stderr
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py"), *flags],
+        env=environment,
+        text=True,
+        timeout=90,
+        capture_output=True,
     )
+    assert (
+        done.returncode == 2 and "stepped" not in done.stdout and "Traceback" not in done.stderr
+    ), done.stderr
     (line,) = [line for line in done.stderr.splitlines() if why in line]
     assert line.startswith("holmes: ")
 
@@ -81,8 +109,15 @@ def test_another_model_is_named_tensor_by_tensor(port, tmp_path):
         "off",
     ]
     environment = {**os.environ, "HOLMES_JOIN_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, str(tmp_path / "train.py"), *flags], env=environment, text=True,
-                          timeout=90, capture_output=True)  # fmt: skip
-    what = ("it differs from job 'first' in weights at all ranks group 0 parameter 0 ([5, 3] torch.float32 "
-            "here, [4, 3]")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "train.py"), *flags],
+        env=environment,
+        text=True,
+        timeout=90,
+        capture_output=True,
+    )
+    what = (
+        "it differs from job 'first' in weights at all ranks group 0 parameter 0 ([5, 3] torch.float32 "
+        "here, [4, 3]"
+    )
     assert done.returncode == 2 and what in done.stderr, done.stderr

@@ -37,7 +37,10 @@ def test_every_element_crosses_once_between_two_ranks_that_hold_it(seed):
     source = random.Random(seed)
     total = source.choice([7, 300, 5000, 40_000])
     cuts = fragment_cuts(total, source.randint(1, 5))
-    holdings = {name: random_job(source, total) for name in ("east", "west", "south")[: source.randint(1, 3)]}
+    holdings = {
+        name: random_job(source, total)
+        for name in ("east", "west", "south")[: source.randint(1, 3)]
+    }
     maps = {name: owners(total, cuts, one) for name, one in holdings.items()}
     for name, owned in maps.items():
         assert [one.start for one in owned] == [0, *(one.stop for one in owned)][:-1] and owned[
@@ -45,7 +48,8 @@ def test_every_element_crosses_once_between_two_ranks_that_hold_it(seed):
         ].stop == total
         for one in owned:
             assert any(
-                start <= one.start and one.stop <= stop for start, stop in joined_up(holdings[name][one.rank])
+                start <= one.start and one.stop <= stop
+                for start, stop in joined_up(holdings[name][one.rank])
             )
     for start, stop in zip(cuts, cuts[1:]):
         found = shard_pairs(maps, start, stop) if start < stop else []
@@ -54,9 +58,14 @@ def test_every_element_crosses_once_between_two_ranks_that_hold_it(seed):
             if found
             else start == stop
         )
-        for name, owned in maps.items():  # the pieces of a rank are what it owns, no more and no less
+        for (
+            name,
+            owned,
+        ) in maps.items():  # the pieces of a rank are what it owns, no more and no less
             for rank in holdings[name]:
-                mine = joined_up((piece.start, piece.stop) for piece in found if piece.owners[name] == rank)
+                mine = joined_up(
+                    (piece.start, piece.stop) for piece in found if piece.owners[name] == rank
+                )
                 assert mine == joined_up(owned_ranges(owned, rank, start, stop))
 
 
@@ -76,13 +85,16 @@ def test_replicas_share_each_fragment_evenly():
     cuts = fragment_cuts(total, 4)
     owned = owners(total, cuts, {rank: [(0, total)] for rank in range(4)})
     for start, stop in zip(cuts, cuts[1:]):
-        assert [sum(b - a for a, b in owned_ranges(owned, rank, start, stop)) for rank in range(4)] == [
-            total // 16
-        ] * 4
+        assert [
+            sum(b - a for a, b in owned_ranges(owned, rank, start, stop)) for rank in range(4)
+        ] == [total // 16] * 4
 
 
 def test_shards_stay_with_the_rank_that_holds_them():
-    assert owners(10, [0, 10], {0: [(0, 6)], 1: [(6, 10)]}) == [RankRange(0, 6, 0), RankRange(6, 10, 1)]
+    assert owners(10, [0, 10], {0: [(0, 6)], 1: [(6, 10)]}) == [
+        RankRange(0, 6, 0),
+        RankRange(6, 10, 1),
+    ]
 
 
 def test_shares_of_replicas_keep_the_blocks_of_int8_whole():

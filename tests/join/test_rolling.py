@@ -41,8 +41,11 @@ class Job:
 
     @property
     def contributed(self):
-        shares = [one.outcome.members.get(self.name, 0) for one in self.records
-                  if one.outcome.verdict == "commit"]
+        shares = [
+            one.outcome.members.get(self.name, 0)
+            for one in self.records
+            if one.outcome.verdict == "commit"
+        ]
         return sum(share > 0 for share in shares)
 
     @property
@@ -56,8 +59,10 @@ def train_all(jobs, rounds):
 
     def watch():
         end = time.monotonic() + 90
-        while sum(one.outcome.verdict == "commit"
-                  for one in jobs[0].records) < rounds and time.monotonic() < end:
+        while (
+            sum(one.outcome.verdict == "commit" for one in jobs[0].records) < rounds
+            and time.monotonic() < end
+        ):
             time.sleep(0.01)
         until.set()
 
@@ -103,8 +108,10 @@ def test_jobs_learn_together_and_have_the_same_bits():
 
 def test_a_job_of_a_fifth_of_the_speed_costs_the_others_nothing_and_contributes():
     with coordinator() as server:
-        jobs = [Job(name, server.port, ",grace=0", pace_s) for name, pace_s in
-                (("east", 0.02), ("north", 0.02), ("west", 0.1))]
+        jobs = [
+            Job(name, server.port, ",grace=0", pace_s)
+            for name, pace_s in (("east", 0.02), ("north", 0.02), ("west", 0.1))
+        ]
         in_threads({job.name: job.begin for job in jobs})
         steps = train_all(jobs, 16)
         end(*jobs)
@@ -187,8 +194,11 @@ def test_jobs_of_both_kinds_do_not_meet():
         job = Job("east", server.port).begin()
         settings = parse_outer("every=8,fragments=2,delay=1,compress=off,timeout=20")
         other = joined_of(job.model, "west", server.port, settings)
-        with pytest.raises(HolmesError, match=r"it differs from job 'east' in outer rounds .sync here, async "
-                                              r"in east"):
+        with pytest.raises(
+            HolmesError,
+            match=r"it differs from job 'east' in outer rounds .sync here, async "
+            r"in east",
+        ):
             other.begin()
         other.end()
         end(job)

@@ -45,8 +45,12 @@ def pair(request):
 def both_ways(east, west, size, number=1):
     """Bytes of each reach the other."""
     ours, theirs = os.urandom(size), os.urandom(size)
-    came = in_threads({"east": lambda: swap(east, west, ours, number),
-                       "west": lambda: swap(west, east, theirs, number)})  # fmt: skip
+    came = in_threads(
+        {
+            "east": lambda: swap(east, west, ours, number),
+            "west": lambda: swap(west, east, theirs, number),
+        }
+    )
     assert came == {"east": theirs, "west": ours}
 
 
@@ -94,7 +98,9 @@ def test_the_relay_sees_ciphertext_alone(pair, encrypted, monkeypatch):
     monkeypatch.setattr(relay._Direction, "read", watched)
     _, east, west = pair
     data = b"the weights of this run " * 20_000
-    came = in_threads({"east": lambda: swap(east, west, data), "west": lambda: swap(west, east, data)})
+    came = in_threads(
+        {"east": lambda: swap(east, west, data), "west": lambda: swap(west, east, data)}
+    )
     assert came == {"east": data, "west": data}
     assert len(seen) > 2 * len(data)
     for text in (b"weights of this run", b"challenge", b"exchange", b"incarnation"):
@@ -155,8 +161,13 @@ def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
     """A closed one was kept for ever where unread bytes hid its end."""
     monkeypatch.setattr(relay, "_LOOK_S", 0.05)
     with coordinator() as server:
-        told = {"purpose": "standby", "job": "west", "incarnation": incarnation_of("s"), "secret": "s",
-                "rank": 0}
+        told = {
+            "purpose": "standby",
+            "job": "west",
+            "incarnation": incarnation_of("s"),
+            "secret": "s",
+            "rank": 0,
+        }
         deadline = soon()
         line = handshake.call("127.0.0.1", server.port, Credentials(TOKEN), told, deadline)
         await_(lambda: server.relay._lines)
@@ -167,7 +178,11 @@ def test_a_standing_line_on_which_something_else_came_is_dropped(monkeypatch):
 
 
 def test_no_thread_or_connection_is_left():
-    await_(lambda: not [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")])
+    await_(
+        lambda: (
+            not [one for one in threading.enumerate() if one.name.startswith("holmes-serve guest")]
+        )
+    )
 
 
 # Whole jobs
@@ -196,8 +211,11 @@ def run(east_listens, west_listens):
     begun = threading.Barrier(2)
     with coordinator() as server:
         found = in_threads(
-            {name: (lambda name=name, listens=listens: train(name, server.port, listens, begun))
-             for name, listens in (("east", east_listens), ("west", west_listens))})  # fmt: skip
+            {
+                name: (lambda name=name, listens=listens: train(name, server.port, listens, begun))
+                for name, listens in (("east", east_listens), ("west", west_listens))
+            }
+        )
         assert sum("commit (" in line for line in server.told) == 10, server.told
         status = ask_status("127.0.0.1", server.port, Credentials(TOKEN))
     return found, {job["job"]: job["relayed"] for job in status["jobs"] if job["relayed"]}
@@ -218,7 +236,10 @@ def test_a_port_that_is_closed_from_outside_is_found_at_the_start(monkeypatch):
 
     monkeypatch.setattr(listening, "is_loopback", lambda host: False)
     with coordinator() as server:
-        place, identity = place_at("east", server.port), RankIdentity("east", incarnation_of("s"), 0, "s")
+        place, identity = (
+            place_at("east", server.port),
+            RankIdentity("east", incarnation_of("s"), 0, "s"),
+        )
         opened = open_port(place, 0)
 
         def told(one):

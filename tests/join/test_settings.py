@@ -11,36 +11,54 @@ from holmes_ext.options import Options, options_from
 
 def test_what_is_not_given_suits_what_is():
     assert parse_outer("").period == 8 and parse_outer("").delay == 5
-    assert (parse_outer("").lr, parse_outer("").momentum) == (1.0, None)  # docs/benchmarks/joined.md has why
+    assert (parse_outer("").lr, parse_outer("").momentum) == (
+        1.0,
+        None,
+    )  # docs/benchmarks/joined.md has why
     assert (parse_outer("every=6").fragments, parse_outer("every=6").delay) == (3, 1)
     assert (parse_outer("every=1").fragments, parse_outer("every=1").delay) == (1, 0)
     assert parse_outer("fragments=5").every == 35
     assert parse_outer("every=60s").seconds == 60 and parse_outer("every=60s").every == 0
-    assert (parse_outer("algorithm=average").lr, parse_outer("algorithm=average").momentum) == (1.0, 0.0)
+    assert (parse_outer("algorithm=average").lr, parse_outer("algorithm=average").momentum) == (
+        1.0,
+        0.0,
+    )
     co2 = parse_outer("algorithm=co2,momentum=0.3")
     assert (co2.lr, co2.momentum, co2.fragments, co2.every) == (0.5, 0.3, 1, 32)
     assert parse_outer("algorithm=co2,fragments=2").fragments == 2
     assert parse_outer("algorithm=co2,momentum=auto").momentum is None
     assert (
-        parse_outer("").agreed()["momentum"] == "auto" and parse_outer("momentum=0").agreed()["momentum"] == 0
+        parse_outer("").agreed()["momentum"] == "auto"
+        and parse_outer("momentum=0").agreed()["momentum"] == 0
     )
 
 
-@pytest.mark.parametrize("text, why", [
-    ("every=30,fragments=4", r"every=30 is not divisible by fragments=4: .*; write every=28 or every=32"),
-    ("every=8,fragments=4,delay=2", r"delay=2 must be less than every / fragments = 2 steps"),
-    ("every=0", "every=0 is not above 0"), ("every=x", "'x' is not steps or seconds"),
-    ("evry=30", "'evry' is not known; did you mean 'every'"), ("lr", "'lr' is not NAME=VALUE"),
-    ("lr=0.1,lr=0.2", "lr is given twice"), ("lr=nan", "'nan' is not a number"),
-    ("momentum=1", "momentum=1 is not 0 to 0.9999"), ("momentum=much", "'much' is not a number, or auto"),
-    ("mix=2", "mix='2' is neither keep nor a share"),
-    ("compress=int4", "'int4' is not one of off, bf16, int8"),
-    ("compress=topk", "compress=topk was removed; compress is one of off, bf16, int8, 2bit$"),
-    ("every=8, compress = topk, topk=128", "compress=topk was removed"),
-    ("topk=128", "compress=topk was removed"),
-    ("aggregate=best", "is not one of mean, median"), ("part=2/2", "part='2/2' is not k/K"),
-    ("min=0", "min=0 is not 1 to 64"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        (
+            "every=30,fragments=4",
+            r"every=30 is not divisible by fragments=4: .*; write every=28 or every=32",
+        ),
+        ("every=8,fragments=4,delay=2", r"delay=2 must be less than every / fragments = 2 steps"),
+        ("every=0", "every=0 is not above 0"),
+        ("every=x", "'x' is not steps or seconds"),
+        ("evry=30", "'evry' is not known; did you mean 'every'"),
+        ("lr", "'lr' is not NAME=VALUE"),
+        ("lr=0.1,lr=0.2", "lr is given twice"),
+        ("lr=nan", "'nan' is not a number"),
+        ("momentum=1", "momentum=1 is not 0 to 0.9999"),
+        ("momentum=much", "'much' is not a number, or auto"),
+        ("mix=2", "mix='2' is neither keep nor a share"),
+        ("compress=int4", "'int4' is not one of off, bf16, int8"),
+        ("compress=topk", "compress=topk was removed; compress is one of off, bf16, int8, 2bit$"),
+        ("every=8, compress = topk, topk=128", "compress=topk was removed"),
+        ("topk=128", "compress=topk was removed"),
+        ("aggregate=best", "is not one of mean, median"),
+        ("part=2/2", "part='2/2' is not k/K"),
+        ("min=0", "min=0 is not 1 to 64"),
+    ],
+)
 def test_bad_settings(text, why):
     with pytest.raises(HolmesError, match=why):
         parse_outer(text)
@@ -68,13 +86,23 @@ def test_ports_and_addresses():
     assert port_range("", "", {}).ports == (0, 0) and port_range("none", "", {}).ports is None
     assert port_range("29700", "", {}).ports == (29700, 29700)
     assert port_range("29700-29763", "", {"HOLMES_JOIN_PORT": "5"}).ports == (29700, 29763)
-    assert port_range("", "", {"HOLMES_JOIN_PORT": "29700", "LOCAL_RANK": "3"}).ports == (29703, 29703)
+    assert port_range("", "", {"HOLMES_JOIN_PORT": "29700", "LOCAL_RANK": "3"}).ports == (
+        29703,
+        29703,
+    )
     told = port_range("29700-29763", "gate.example.org:4000", {})
     assert (told.host, told.advertised(29702)) == ("gate.example.org", 4002)
     assert port_range("29700", "[fd00::1]", {}).advertised(29700) == 29700
-    for ports, address, environ in (("x", "", {}), ("5-4", "", {}), ("0", "", {}), ("70000", "", {}),
-                                    ("5-", "", {}), ("", "host:5", {}), ("", "a b", {}),
-                                    ("", "", {"HOLMES_JOIN_PORT": "x"})):  # fmt: skip
+    for ports, address, environ in (
+        ("x", "", {}),
+        ("5-4", "", {}),
+        ("0", "", {}),
+        ("70000", "", {}),
+        ("5-", "", {}),
+        ("", "host:5", {}),
+        ("", "a b", {}),
+        ("", "", {"HOLMES_JOIN_PORT": "x"}),
+    ):
         with pytest.raises(HolmesError):
             port_range(ports, address, environ)
 
@@ -87,9 +115,12 @@ def test_what_others_can_read_is_said(monkeypatch):
         in training.request(options_from(join="east@10.0.0.1"), environ)[0]
     )
     assert (
-        "NOT encrypted" in training.request(options_from(join="east@10.0.0.1", join_plain="on"), environ)[0]
+        "NOT encrypted"
+        in training.request(options_from(join="east@10.0.0.1", join_plain="on"), environ)[0]
     )
-    guessed = training.request(options_from(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"})
+    guessed = training.request(
+        options_from(join="east@10.0.0.1"), {"HOLMES_JOIN_TOKEN": "aaaaaaaaaaaa"}
+    )
     assert "can be guessed" in guessed[1]
     monkeypatch.setattr(training, "find_spec", lambda name: None)
     with pytest.raises(HolmesError, match=r"pip install 'holmes_ext\[join\]'"):

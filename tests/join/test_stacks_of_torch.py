@@ -26,7 +26,9 @@ def script(model, optimizer, job, rank, ranks, steps, after=lambda step: None):
 
 def rank_of(rank, ranks, kind, job, name, port, outer, steps, sgd=False):
     """One rank; all weights after the last step."""
-    training.request(options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN})
+    training.request(
+        options_from(join=f"{name}@127.0.0.1:{port}", outer=outer), {"HOLMES_JOIN_TOKEN": TOKEN}
+    )
     joined.attach()
     model = model_of(3 + (rank if kind == "not replicated" else 0))
     if kind == "ddp":
@@ -42,7 +44,9 @@ def rank_of(rank, ranks, kind, job, name, port, outer, steps, sgd=False):
     script(model, optimizer, job, rank, ranks, steps)
     training.end()
     joined.detach()
-    found = [getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in model.parameters()]
+    found = [
+        getattr(p, "full_tensor", lambda p=p: p)().detach().flatten() for p in model.parameters()
+    ]
     return torch.cat(found).tolist()
 
 
@@ -50,23 +54,33 @@ def run(kinds, outer, steps=12, sgd=False):
     """{name: [of each rank]} of jobs named by `kinds`, {name: (kind, ranks)}."""
     outer = f"min={len(kinds)},{outer}"
     with coordinator() as server:
-        return in_threads({
-            name: lambda k=k, name=name, kind=kind, ranks=ranks: run_ranks(
-                rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, sgd)
-            for k, (name, (kind, ranks)) in enumerate(kinds.items())})  # fmt: skip
+        return in_threads(
+            {
+                name: lambda k=k, name=name, kind=kind, ranks=ranks: run_ranks(
+                    rank_of, ranks, ranks, kind, k, name, server.port, outer, steps, sgd
+                )
+                for k, (name, (kind, ranks)) in enumerate(kinds.items())
+            }
+        )
 
 
 @pytest.fixture(scope="module")
 def expected():
     return run(
-        {"east": ("plain", 1), "west": ("plain", 1)}, "every=6,fragments=2,delay=1,compress=off,weight=equal"
+        {"east": ("plain", 1), "west": ("plain", 1)},
+        "every=6,fragments=2,delay=1,compress=off,weight=equal",
     )
 
 
-@pytest.mark.parametrize("kinds", [
-    {"east": ("ddp", 2), "west": ("ddp", 2)}, {"east": ("ddp", 3), "west": ("plain", 1)},
-    {"east": ("fsdp2", 2), "west": ("fsdp2", 3)}, {"east": ("fsdp2", 3), "west": ("ddp", 2)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        {"east": ("ddp", 2), "west": ("ddp", 2)},
+        {"east": ("ddp", 3), "west": ("plain", 1)},
+        {"east": ("fsdp2", 2), "west": ("fsdp2", 3)},
+        {"east": ("fsdp2", 3), "west": ("ddp", 2)},
+    ],
+)
 def test_the_same_weights_whatever_the_jobs_are_made_of(kinds, expected):
     found = run(kinds, "every=6,fragments=2,delay=1,compress=off,weight=equal")
     for name, ranks in found.items():
@@ -106,7 +120,17 @@ def test_ranks_that_hold_different_weights_are_refused():
         coordinator() as server,
         pytest.raises(RankError, match="ranks 0, 1 of job east should hold the same"),
     ):
-        run_ranks(rank_of, 2, 2, "not replicated", 0, "east", server.port, "every=4,fragments=1,delay=0", 4)
+        run_ranks(
+            rank_of,
+            2,
+            2,
+            "not replicated",
+            0,
+            "east",
+            server.port,
+            "every=4,fragments=1,delay=0",
+            4,
+        )
 
 
 def two_optimizers(rank, port):

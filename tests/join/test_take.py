@@ -23,7 +23,10 @@ def state():
     """Of 8 ones, one fragment of version 0; an outer step takes the gradient off."""
     weights = Weights("all", [Tensor("w", (8,), "float32")], [Part(0, torch.ones(8))])
     return OuterState(
-        parse_outer("algorithm=average,every=1,fragments=1,timeout=60"), weights, [RankRange(0, 8, 0)], 0
+        parse_outer("algorithm=average,every=1,fragments=1,timeout=60"),
+        weights,
+        [RankRange(0, 8, 0)],
+        0,
     )
 
 
@@ -72,11 +75,15 @@ def test_a_taker_that_comes_before_the_commit_waits_for_it(state, taker, monkeyp
     monkeypatch.setattr(deadlines, "time", clock)
     version, anchor = ask(taker, 5)
     assert version == 5 and torch.equal(anchor, torch.full((8,), 0.75))
-    assert clock.slept == 1 and state.fragments[0].version == 0, "the giver's own step is still to come"
+    assert clock.slept == 1 and state.fragments[0].version == 0, (
+        "the giver's own step is still to come"
+    )
     assert ask(taker, 5)[0] == 5 and clock.slept == 1, "what is there is given at once"
 
 
-def test_a_version_that_never_comes_is_not_waited_for_longer_than_half_the_timeout(state, taker, monkeypatch):
+def test_a_version_that_never_comes_is_not_waited_for_longer_than_half_the_timeout(
+    state, taker, monkeypatch
+):
     monkeypatch.setattr(take, "time", clock := Clock())
     monkeypatch.setattr(deadlines, "time", clock)
     version, anchor = ask(taker, 5)
@@ -84,14 +91,18 @@ def test_a_version_that_never_comes_is_not_waited_for_longer_than_half_the_timeo
     assert clock.now == pytest.approx(30, abs=1)
 
 
-@pytest.mark.parametrize("question", [
-    {}, {"fragment": 1, "version": 0, "start": 0, "stop": 8},
-    {"fragment": -1, "version": 0, "start": 0, "stop": 8},
-    {"fragment": 0, "version": 0, "start": 0, "stop": 9},
-    {"fragment": 0, "version": 0, "start": 5, "stop": 2},
-    {"fragment": 0, "version": "x", "start": 0, "stop": 8},
-    {"fragment": 0, "version": True, "start": 0, "stop": 8},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "question",
+    [
+        {},
+        {"fragment": 1, "version": 0, "start": 0, "stop": 8},
+        {"fragment": -1, "version": 0, "start": 0, "stop": 8},
+        {"fragment": 0, "version": 0, "start": 0, "stop": 9},
+        {"fragment": 0, "version": 0, "start": 5, "stop": 2},
+        {"fragment": 0, "version": "x", "start": 0, "stop": 8},
+        {"fragment": 0, "version": True, "start": 0, "stop": 8},
+    ],
+)
 def test_a_question_for_what_is_not_there_ends_the_connection(question, taker):
     deadline = Deadline(10, "a test")
     taker.send(question, deadline)
@@ -99,13 +110,17 @@ def test_a_question_for_what_is_not_there_ends_the_connection(question, taker):
         taker.receive(deadline)
 
 
-@pytest.mark.parametrize("told, data", [
-    ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("nan"))),
-    ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("inf"))),
-    ({"version": 5, "anchor": 16, "momentum": 0}, torch.ones(4)),
-    ({"version": 5, "anchor": 32, "momentum": 32}, torch.ones(8)),
-    ({"version": 5}, torch.ones(8)), ({"version": "x", "anchor": 32, "momentum": 0}, torch.ones(8)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "told, data",
+    [
+        ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("nan"))),
+        ({"version": 5, "anchor": 32, "momentum": 0}, torch.full((8,), float("inf"))),
+        ({"version": 5, "anchor": 16, "momentum": 0}, torch.ones(4)),
+        ({"version": 5, "anchor": 32, "momentum": 32}, torch.ones(8)),
+        ({"version": 5}, torch.ones(8)),
+        ({"version": "x", "anchor": 32, "momentum": 0}, torch.ones(8)),
+    ],
+)
 def test_what_cannot_be_weights_is_refused(told, data):
     ours, theirs = map(Channel, socket.socketpair())
     deadline = Deadline(10, "a test")
@@ -176,11 +191,16 @@ class Alone:
         return [one]
 
 
-@pytest.mark.parametrize("versions, stored", [({5}, True), ({7}, True), ({3}, False), ({5, 6}, False)])
+@pytest.mark.parametrize(
+    "versions, stored", [({5}, True), ({7}, True), ({3}, False), ({5, 6}, False)]
+)
 def test_what_is_older_than_it_should_be_or_of_two_versions_is_not_taken(
-        versions, stored, state, monkeypatch):
+    versions, stored, state, monkeypatch
+):
     asked, kept = [], []
     monkeypatch.setattr(take, "_fetch", lambda *arguments: asked.append(1) or versions)
     why = take.take(state, {0: 5}, None, Alone(), 1.0, lambda *what: kept.append(what[1]))
     assert (kept == list(versions)) is stored and bool(why) is not stored
-    assert len(asked) == 1 or versions == {5, 6}, "a giver that has waited for the version is not asked again"
+    assert len(asked) == 1 or versions == {5, 6}, (
+        "a giver that has waited for the version is not asked again"
+    )

@@ -21,11 +21,18 @@ def test_from_the_environment_or_a_file(tmp_path):
         token_from({})
 
 
-@pytest.mark.parametrize("data, why", [
-    (b"", "is empty"), (b" \n", "is empty"), (b"short", "has 5 characters"), (b"\xff" * 20, "not UTF-8"),
-    (b"a" * 5000, "at most 4096"), (b"two lines of\na token here", "one line"),
-    (b"with an \x1b[1m escape", "be printed"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "data, why",
+    [
+        (b"", "is empty"),
+        (b" \n", "is empty"),
+        (b"short", "has 5 characters"),
+        (b"\xff" * 20, "not UTF-8"),
+        (b"a" * 5000, "at most 4096"),
+        (b"two lines of\na token here", "one line"),
+        (b"with an \x1b[1m escape", "be printed"),
+    ],
+)
 def test_what_is_no_token(data, why, tmp_path):
     (tmp_path / "token").write_bytes(data)
     with pytest.raises(HolmesError, match=why) as told:
@@ -76,7 +83,9 @@ def test_an_empty_kept_file_is_refused(tmp_path):
 
 def test_a_token_that_can_be_guessed_is_said():
     assert (
-        warning_of("aaaaaaaaaaaaaaaaaaaaaaaa") and warning_of("123412341234") and warning_of("passwordpass")
+        warning_of("aaaaaaaaaaaaaaaaaaaaaaaa")
+        and warning_of("123412341234")
+        and warning_of("passwordpass")
     )
     assert not warning_of("dGhpcyBpcyBub3QgYSB0b2tlbg")
 

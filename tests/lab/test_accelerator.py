@@ -173,7 +173,9 @@ def test_nested_layers_and_tuples(paced):
     Wrapped()((x), mask=torch.ones(1))[0].sum().backward()
     assert pacer.calls == 1
     parameters = 2 * (HIDDEN * HIDDEN + HIDDEN)
-    assert clock.now == pytest.approx(3 * (2 * parameters * TOKENS + 4 * TOKENS * SEQUENCE * HIDDEN) / 1e6)
+    assert clock.now == pytest.approx(
+        3 * (2 * parameters * TOKENS + 4 * TOKENS * SEQUENCE * HIDDEN) / 1e6
+    )
 
 
 def test_an_exception_in_a_layer_leaves_the_pacer_usable(paced):
@@ -190,7 +192,9 @@ def test_speed_by_cluster_and_layout(monkeypatch):
     bare = pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "classes")
     assert bare == pytest.approx((2 * 100 * TOKENS + 4 * TOKENS * SEQUENCE * HIDDEN) / 1e6)
     assert sbh.seconds(100, (SEQUENCE, BATCH, HIDDEN), "classes") == pytest.approx(bare)
-    assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "plain") == pytest.approx(2 * 100 * TOKENS / 1e6)
+    assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "plain") == pytest.approx(
+        2 * 100 * TOKENS / 1e6
+    )
     monkeypatch.setenv("HOLMES_LAB_CLUSTER", "b")
     assert pacer.seconds(100, (BATCH, SEQUENCE, HIDDEN), "classes") == pytest.approx(bare / 2)
 
@@ -201,7 +205,10 @@ def test_speed_by_cluster_and_layout(monkeypatch):
         ({"classes": ["Block"]}, "'flops' is missing"),
         ({"flops": 0, "classes": ["Block"]}, "'flops'"),
         ({"flops": 1e9}, "'classes' and 'plain'"),
-        ({"flops": 1e9, "classes": ["Block"], "sped": {}}, "'sped' is not known; did you mean 'speed'"),
+        (
+            {"flops": 1e9, "classes": ["Block"], "sped": {}},
+            "'sped' is not known; did you mean 'speed'",
+        ),
         ({"flops": 1e9, "classes": ["Block"], "speed": {"a": -1}}, "'speed.a'"),
         ({"flops": 1e9, "classes": ["Block"], "layout": "hsb"}, "'layout'"),
         (["Block"], "not a JSON object"),
@@ -216,20 +223,30 @@ def run_python(tmp_path, code, classes):
     """A Python that knows nothing of the lab, started as the lab starts it; a sitecustomize of the user's is
     chained to."""
     (tmp_path / "sitecustomize.py").write_text("import os; os.environ['USERS_SITE'] = 'was here'\n")
-    env = {**os.environ,
-           "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(
+            [str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
+    }
     env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": classes})
     accelerator.add_to_environment(env)
     assert env[accelerator.MARKER] == "1"
-    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120
+    )
 
 
 def test_it_installs_itself_in_any_python_and_chains_sitecustomize(tmp_path):
     code = "import os, sys; print(os.environ['USERS_SITE'], 'torch' in sys.modules)"
-    code += ("\nimport torch; print(torch.nn.Module.__call__.__qualname__); torch.nn.Linear(1, "
-             "1)(torch.ones(1, 1, 1))")
+    code += (
+        "\nimport torch; print(torch.nn.Module.__call__.__qualname__); torch.nn.Linear(1, "
+        "1)(torch.ones(1, 1, 1))"
+    )
     done = run_python(tmp_path, code, ["Linear"])
-    assert done.stdout.split() == ["was", "here", "False", "Pacer.install.<locals>.__call__"], done.stderr
+    assert done.stdout.split() == ["was", "here", "False", "Pacer.install.<locals>.__call__"], (
+        done.stderr
+    )
     assert done.stderr == ""
 
 
@@ -241,14 +258,19 @@ def test_it_installs_itself_in_a_python_that_knows_holmes_only_by_its_place(tmp_
     env = venvs.clean_environ(PYTHONPATH=str(packages))
     code = "import sys, wrapt; print('holmes_lab.emulate.accelerator' in sys.modules)"
     env[accelerator.VARIABLE] = accelerator.dump({"flops": 1e12, "classes": ["Linear"]})
-    assert subprocess.run([python, "-c", code], env=env, capture_output=True, text=True).stdout == "False\n"
+    assert (
+        subprocess.run([python, "-c", code], env=env, capture_output=True, text=True).stdout
+        == "False\n"
+    )
     accelerator.add_to_environment(env)
     done = subprocess.run([python, "-c", code], env=env, capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
 
 
 def test_a_misspelt_class_is_reported_at_the_end(tmp_path):
-    done = run_python(tmp_path, "import torch; torch.nn.Linear(1, 1)(torch.ones(1, 1, 1))", ["Linaer"])
+    done = run_python(
+        tmp_path, "import torch; torch.nn.Linear(1, 1)(torch.ones(1, 1, 1))", ["Linaer"]
+    )
     assert "paced nothing: no layer of class Linaer ran" in done.stderr
 
 

@@ -16,7 +16,9 @@ def parse(tmp_path):
     (tmp_path / "c.toml").write_text(FILE)
     parser, file = argparse.ArgumentParser(), str(tmp_path / "c.toml")
     lab.add_parser(parser.add_subparsers())
-    return lambda *words: parser.parse_args(["lab", *(file if word == "FILE" else word for word in words)])
+    return lambda *words: parser.parse_args(
+        ["lab", *(file if word == "FILE" else word for word in words)]
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,12 +29,18 @@ def parse(tmp_path):
         (["run", "--cluster", "no.toml", "--", "true"], "no.toml"),
         (["run", "--cluster", "FILE", "--env", "X", "--", "true"], "--env: 'X'"),
         (["run", "--cluster", "FILE", "--scale", "0", "--", "true"], "--scale"),
-        (["run", "--cluster", "FILE", "--", "torchrun", "--nproc-per-node", "2", "t.py", "--x"],
-         "-- python t.py --x$"),
-        (["run", "--cluster", "FILE", "--", "python", "-m", "torch.distributed.run", "t.py"],
-         "a job of its own"),
-        (["run", "--cluster", "FILE", "--", "/usr/bin/deepspeed", "--num_gpus", "2", "t.py"],
-         "-- python t.py$"),
+        (
+            ["run", "--cluster", "FILE", "--", "torchrun", "--nproc-per-node", "2", "t.py", "--x"],
+            "-- python t.py --x$",
+        ),
+        (
+            ["run", "--cluster", "FILE", "--", "python", "-m", "torch.distributed.run", "t.py"],
+            "a job of its own",
+        ),
+        (
+            ["run", "--cluster", "FILE", "--", "/usr/bin/deepspeed", "--num_gpus", "2", "t.py"],
+            "-- python t.py$",
+        ),
         (["measure", "--cluster", "no.toml"], "no.toml"),
     ],
 )
@@ -43,16 +51,32 @@ def test_bad_usage_is_one_line(parse, words, message):
 
 
 def test_agents_of_one_job_and_plain_scripts_are_no_launcher_of_their_own():
-    for words in (["torchrun", "--nnodes=4", "--rdzv-endpoint", "a0:29400", "t.py"],
-                  ["python", "deepspeed.py"],
-                  ["sh", "-c", "torchrun t.py"], ["python", "t.py", "deepspeed"][:2]):
+    for words in (
+        ["torchrun", "--nnodes=4", "--rdzv-endpoint", "a0:29400", "t.py"],
+        ["python", "deepspeed.py"],
+        ["sh", "-c", "torchrun t.py"],
+        ["python", "t.py", "deepspeed"][:2],
+    ):
         lab.refuse_launcher(words)
 
 
 def test_the_command_keeps_its_own_flags(parse):
-    args = parse("run", "--cluster", "FILE", "--quiet", "--", "python", "x.py", "--quiet", "--", "--cluster",
-                 "z")
-    assert args.command == ["--", "python", "x.py", "--quiet", "--", "--cluster", "z"] and args.quiet
+    args = parse(
+        "run",
+        "--cluster",
+        "FILE",
+        "--quiet",
+        "--",
+        "python",
+        "x.py",
+        "--quiet",
+        "--",
+        "--cluster",
+        "z",
+    )
+    assert (
+        args.command == ["--", "python", "x.py", "--quiet", "--", "--cluster", "z"] and args.quiet
+    )
 
 
 def test_lines_carry_node_and_local_rank(capsys):
@@ -71,4 +95,8 @@ def test_quiet_prints_rank_0_and_the_end_of_one_that_failed(capsys):
     printer.failed(1, 3, lines)
     out, err = capsys.readouterr()
     assert out == "zero\n"
-    assert err.splitlines()[0] == "[a1:0] line 10" and len(err.splitlines()) == 21 and "rank 1 (a1:0)" in err
+    assert (
+        err.splitlines()[0] == "[a1:0] line 10"
+        and len(err.splitlines()) == 21
+        and "rank 1 (a1:0)" in err
+    )

@@ -26,8 +26,12 @@ def test_megabytes_are_the_mean_over_the_nodes():
 
 
 def test_largest_loss_difference():
-    assert max_loss_difference(Series("a", losses=[1.0, 2.0, 3.0]),
-                               Series("b", losses=[1.0, 2.5, 3.1])) == 0.5
+    assert (
+        max_loss_difference(
+            Series("a", losses=[1.0, 2.0, 3.0]), Series("b", losses=[1.0, 2.5, 3.1])
+        )
+        == 0.5
+    )
 
 
 def test_the_bound_is_one_cluster_of_the_fastest_fabric():
@@ -40,11 +44,17 @@ def test_the_bound_is_one_cluster_of_the_fastest_fabric():
 
 
 def events(offset):
-    step = [["forward", 0.0, 0.1, 0], ["send", 0.1, 0.12, 100], ["backward", 0.2, 0.4, 0],
-            ["reduce", 0.4, 0.7, 10**6]]
+    step = [
+        ["forward", 0.0, 0.1, 0],
+        ["send", 0.1, 0.12, 100],
+        ["backward", 0.2, 0.4, 0],
+        ["reduce", 0.4, 0.7, 10**6],
+    ]
     made = []
     for number in range(4):
-        made += [[kind, number + a + offset, number + b + offset, size] for kind, a, b, size in step]
+        made += [
+            [kind, number + a + offset, number + b + offset, size] for kind, a, b, size in step
+        ]
         made.append(["optimizer", number + 0.7 + offset, number + 0.8 + offset, 0])
     return made
 
@@ -68,7 +78,9 @@ def test_pictures_are_drawn(traced, monkeypatch):
     nodes = [node.name for node in site.nodes]
     bound = site_from_spec(all_rdma(SPEC).spec)
     sizes = Sizes(pipeline=2).complete(4)
-    figure = pictures.placement_figure([("x", site, nodes, True), ("y", bound, nodes, False)], sizes)
+    figure = pictures.placement_figure(
+        [("x", site, nodes, True), ("y", bound, nodes, False)], sizes
+    )
     texts = [text.get_text() for text in figure.axes[0].texts]
     assert "a0: rank 0\nstage 0" in texts and "b1: rank 3\nstage 1" in texts
     assert "a0: rank 0" in pictures.svg(figure)
@@ -78,7 +90,11 @@ def test_pictures_are_drawn(traced, monkeypatch):
     many = pictures.timeline_figure({"stock": traced})
     assert len(many.axes[0].images) == 2 and "<image" in pictures.svg(many)
     alone = pictures.svg_file(timeline)
-    assert alone.startswith("<svg") and "prefers-color-scheme" in alone and "gradient reduction" in alone
+    assert (
+        alone.startswith("<svg")
+        and "prefers-color-scheme" in alone
+        and "gradient reduction" in alone
+    )
 
 
 def test_traced_calls_count_once_and_until_their_wait():
@@ -91,7 +107,9 @@ def test_traced_calls_count_once_and_until_their_wait():
     inner = trace._traced(lambda value: Work(), "send", made)
     outer = trace._traced(lambda value: inner(value).wait(), "send", made)
     tensor = __import__("torch").zeros(10)
-    assert outer(tensor) == "waited" and len(made) == 1 and made[0][0] == "send" and made[0][3] == 40
+    assert (
+        outer(tensor) == "waited" and len(made) == 1 and made[0][0] == "send" and made[0][3] == 40
+    )
     work = inner(tensor)
     assert len(made) == 1  # not over before wait()
     assert work.wait() == "waited" and len(made) == 2
@@ -99,9 +117,11 @@ def test_traced_calls_count_once_and_until_their_wait():
 
 
 def test_a_smaller_picture_shows_the_same():
-    bar = ('<path d="M 1.234 2 \nL 1.234 5.67 \nL 9 5.67 \nL 9 2 \nz\n" clip-path="url(#p)" style="fill: '
-           '#4c78a8"/>\n')
-    found = pictures._smaller(f"<g>\n{bar}{bar}</g>\n<text x=\"1.239\">0.8436 s</text>")
+    bar = (
+        '<path d="M 1.234 2 \nL 1.234 5.67 \nL 9 5.67 \nL 9 2 \nz\n" clip-path="url(#p)" style="fill: '
+        '#4c78a8"/>\n'
+    )
+    found = pictures._smaller(f'<g>\n{bar}{bar}</g>\n<text x="1.239">0.8436 s</text>')
     place = "M1.2 2V5.6H9V2z"
     look = 'clip-path="url(#p)" style="fill: #4c78a8"'
     assert found == f'<g>\n<path d="{place}{place}" {look}/>\n</g>\n<text x="1.2">0.8436 s</text>'
@@ -109,12 +129,17 @@ def test_a_smaller_picture_shows_the_same():
 
 def test_spans_too_short_to_be_seen_are_shares_of_the_time():
     """A thousand passes, a quarter of each forward and the rest backward, then nothing for as long."""
-    spans = [one for number in range(1000)
-             for one in (("forward", number, number + 0.25), ("backward", number + 0.25, number + 1))]
+    spans = [
+        one
+        for number in range(1000)
+        for one in (("forward", number, number + 0.25), ("backward", number + 0.25, number + 1))
+    ]
     (axis,) = pictures.timeline({"x": ([("stage 0", spans)], 2000.0)}, "seconds").axes
     (image,) = (one.get_array() for one in axis.images)
-    share = {kind: (image == to_rgba(pictures.KINDS[kind][0])).all(axis=2).mean(axis=0)
-             for kind in ("forward", "backward")}
+    share = {
+        kind: (image == to_rgba(pictures.KINDS[kind][0])).all(axis=2).mean(axis=0)
+        for kind in ("forward", "backward")
+    }
     half = pictures.PIECES // 2
     assert share["forward"][:half].mean() == pytest.approx(0.25, abs=0.02)
     assert share["forward"][:half].max() < 0.4, "no piece differs much from its neighbours"

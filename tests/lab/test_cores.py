@@ -18,8 +18,9 @@ def test_the_median_of_its_pieces(monkeypatch):
     """Busy while it starts and ends, a quarter busy between."""
     clock, used = iter(range(100)), iter([0, 100, 125, 150, 175, 275])
     monkeypatch.setattr(cores.time, "monotonic", lambda: float(next(clock)))
-    monkeypatch.setattr(cores, "core_times",
-                        lambda at=iter(range(0, 10_000, 100)): CoreTimes(next(used), next(at)))
+    monkeypatch.setattr(
+        cores, "core_times", lambda at=iter(range(0, 10_000, 100)): CoreTimes(next(used), next(at))
+    )
     meter = CoreMeter()
     for _ in range(5):
         meter.sample()

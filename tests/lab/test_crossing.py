@@ -11,13 +11,19 @@ from holmes_lab.network.delay_line import LEAST_BUFFER_S, Router
 from holmes_ext.cluster.wan import Between, Uplink, Wan
 
 A0, A1, B0, C0 = "10.77.0.1", "10.77.0.2", "10.77.1.1", "10.77.2.1"
-MACS = {A0: (0, "02:00:00:00:00:0a"), A1: (0, "02:00:00:00:01:0a"), B0: (1, "02:00:00:00:00:0b"),
-        C0: (2, "02:00:00:00:00:0c")}
+MACS = {
+    A0: (0, "02:00:00:00:00:0a"),
+    A1: (0, "02:00:00:00:01:0a"),
+    B0: (1, "02:00:00:00:00:0b"),
+    C0: (2, "02:00:00:00:00:0c"),
+}
 
 
 def router(links, uplinks=(0, 0, 0)):
-    names = [{"mac": f"02:00:00:00:ff:{number:02x}", "uplink_bps": rate}
-             for number, rate in enumerate(uplinks)]
+    names = [
+        {"mac": f"02:00:00:00:ff:{number:02x}", "uplink_bps": rate}
+        for number, rate in enumerate(uplinks)
+    ]
     return Router(names, links, MACS)
 
 
@@ -68,7 +74,15 @@ def test_an_uplink_is_shared_by_the_ways_to_all_clusters_each_way():
 def test_pairs_of_nodes_share_a_link_fairly_and_each_ones_frames_keep_their_order():
     """Of A0 five frames wait when A1 sends two of half the size."""
     net = router([[0, 1, 8_000_000, 0.0]], (0, 0, 0))
-    for size, source in ((1000, A0), (1001, A0), (1002, A0), (1003, A0), (1004, A0), (500, A1), (501, A1)):
+    for size, source in (
+        (1000, A0),
+        (1001, A0),
+        (1002, A0),
+        (1003, A0),
+        (1004, A0),
+        (500, A1),
+        (501, A1),
+    ):
         net.take(frame(B0, size, source=source), 0, 1.0)
     sizes = []
     while net.next_due is not None:
@@ -97,7 +111,9 @@ def test_more_than_the_buffer_is_dropped_and_the_rest_keeps_its_order():
     assert len(arrivals(net)) == room and net.dropped == 100
 
 
-@pytest.mark.parametrize("text", [frame(A1), frame("10.77.9.9"), frame(B0, kind=b"\x08\x06"), b"short"])
+@pytest.mark.parametrize(
+    "text", [frame(A1), frame("10.77.9.9"), frame(B0, kind=b"\x08\x06"), b"short"]
+)
 def test_what_no_node_elsewhere_gets_goes_nowhere(text):
     net = router([[0, 1, 0, 0.0], [0, 2, 0, 0.0], [1, 2, 0, 0.0]])
     net.take(text, 0, 1.0)
@@ -125,7 +141,9 @@ SPEC = clusters.spec("a ib 2Gb/s a0,a1", "b roce 600Mb/s b0", "c ethernet - c0")
 
 def test_a_file_that_says_nothing_of_it_has_one_ethernet():
     nodes = shaping.lay_out(SPEC, 1.0)
-    assert {node.nics[0].bridge for node in nodes} == {"eth"} and {node.site for node in nodes} == {None}
+    assert {node.nics[0].bridge for node in nodes} == {"eth"} and {node.site for node in nodes} == {
+        None
+    }
 
 
 def test_each_cluster_has_a_network_and_a_router_of_its_own():
@@ -136,18 +154,26 @@ def test_each_cluster_has_a_network_and_a_router_of_its_own():
     spec = replace(SPEC, wan=wan)
     nodes = shaping.lay_out(spec, 0.5)
     assert [(node.address, node.nics[0].bridge, node.nics[0].prefix) for node in nodes] == [
-        ("10.77.0.1", "eth0", 24), ("10.77.0.2", "eth0", 24), ("10.77.1.1", "eth1", 24),
-        ("10.77.2.1", "eth2", 24)]
+        ("10.77.0.1", "eth0", 24),
+        ("10.77.0.2", "eth0", 24),
+        ("10.77.1.1", "eth1", 24),
+        ("10.77.2.1", "eth2", 24),
+    ]
     ip, _ = shaping.node_batches(nodes[2])
     assert "route add 10.77.0.0/16 via 10.77.1.254 dev eth0\n" in ip and "nud permanent" in ip
-    told = crossing.delay_line(spec, 0.5, [(node.address, node.site, node.nics[0].mac) for node in nodes],
-                               2.0)
+    told = crossing.delay_line(
+        spec, 0.5, [(node.address, node.site, node.nics[0].mac) for node in nodes], 2.0
+    )
     # scale 0.5, twice as much on the wire
     assert [each["uplink_bps"] for each in told["clusters"]] == [10**9, 0, 0]
     assert told["links"] == [[0, 1, 1e8, 0.02], [0, 2, 1e8, 0.02], [1, 2, 1e8, 0.02]]
     Router(**told)
 
 
-@pytest.mark.parametrize("latency, quantum", [(0.0, 400e-6), (2e-3, 400e-6), (6e-3, 600e-6), (80e-3, 1e-3)])
+@pytest.mark.parametrize(
+    "latency, quantum", [(0.0, 400e-6), (2e-3, 400e-6), (6e-3, 600e-6), (80e-3, 1e-3)]
+)
 def test_it_sleeps_a_tenth_of_the_least_latency_within_limits(latency, quantum):
-    assert router([[0, 1, 0, latency], [0, 2, 0, 1.0], [1, 2, 0, 1.0]]).quantum_s == pytest.approx(quantum)
+    assert router([[0, 1, 0, latency], [0, 2, 0, 1.0], [1, 2, 0, 1.0]]).quantum_s == pytest.approx(
+        quantum
+    )

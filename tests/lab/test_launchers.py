@@ -31,23 +31,45 @@ def line(launcher, command, tmp_path, count=2):
 
 def test_a_job_of_each_launcher(tmp_path):
     assert line("torchrun", JOB, tmp_path) == [
-        "python", "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d",
-        "--rdzv-id=lab", "--rdzv-endpoint=b0:29400", "--no-python", *JOB]
+        "python",
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=2",
+        "--nproc-per-node=2",
+        "--rdzv-backend=c10d",
+        "--rdzv-id=lab",
+        "--rdzv-endpoint=b0:29400",
+        "--no-python",
+        *JOB,
+    ]
     assert line("torchrun", ["./run.sh"], tmp_path)[0] == "torchrun"
     found = line("srun", JOB, tmp_path)
-    assert (found[0] == "srun" and "--nodelist=b0,a0" in found and "--ntasks-per-node=2" in found
-            and found[-3:] == JOB)
+    assert (
+        found[0] == "srun"
+        and "--nodelist=b0,a0" in found
+        and "--ntasks-per-node=2" in found
+        and found[-3:] == JOB
+    )
     found = line("mpirun", JOB, tmp_path)
-    assert found[0] == "mpirun" and "MASTER_ADDR=b0" in found and found[found.index("-np") + 1] == "4"
+    assert (
+        found[0] == "mpirun" and "MASTER_ADDR=b0" in found and found[found.index("-np") + 1] == "4"
+    )
     assert (tmp_path / "hostfile").read_text() == "b0 slots=2\na0 slots=2\n"
     found = line("deepspeed", JOB, tmp_path)
     assert found[:3] == ["python", "-m", "deepspeed.launcher.runner"] and found[-2:] == JOB[1:]
 
 
-@pytest.mark.parametrize("launcher, command", [
-    ("srun", ["sbatch", "--wait", "job.sh"]), ("srun", ["/opt/slurm/bin/srun", "hostname"]),
-    ("mpirun", ["mpirun", "x"]), ("deepspeed", ["deepspeed", "x.py"]), ("torchrun", ["torchrun", "x.py"]),
-    ("torchrun", ["python3", "-m", "torch.distributed.run", "x.py"])])
+@pytest.mark.parametrize(
+    "launcher, command",
+    [
+        ("srun", ["sbatch", "--wait", "job.sh"]),
+        ("srun", ["/opt/slurm/bin/srun", "hostname"]),
+        ("mpirun", ["mpirun", "x"]),
+        ("deepspeed", ["deepspeed", "x.py"]),
+        ("torchrun", ["torchrun", "x.py"]),
+        ("torchrun", ["python3", "-m", "torch.distributed.run", "x.py"]),
+    ],
+)
 def test_a_command_of_the_launcher_itself_stands(tmp_path, launcher, command):
     assert starts_itself(launcher, command) and line(launcher, command, tmp_path) == command
 
@@ -64,8 +86,10 @@ def test_slurm_knows_the_clusters(tmp_path):
     nodes = [text.split()[0] for text in conf if text.startswith("NodeName=")]
     assert nodes == ["NodeName=b0", "NodeName=a1", "NodeName=a0"]
     assert any("Gres=gpu:8 Feature=roce,b " in text for text in conf)
-    assert ("PartitionName=a Nodes=a0,a1 State=UP" in conf
-            and os.stat(tmp_path / "munge.key").st_mode & 0o077 == 0)
+    assert (
+        "PartitionName=a Nodes=a0,a1 State=UP" in conf
+        and os.stat(tmp_path / "munge.key").st_mode & 0o077 == 0
+    )
     assert len((tmp_path / "gres.conf").read_text().splitlines()) == 8
     assert "SwitchName=spine Switches=leaf_a,leaf_b" in (tmp_path / "topology.conf").read_text()
     assert "a0) echo export HOLMES_LAB_NODE=a0;;" in (tmp_path / "task_prolog").read_text()
@@ -98,7 +122,9 @@ def test_the_login_host():
 
 def test_a_missing_program_is_named_with_its_package(monkeypatch):
     monkeypatch.setattr("holmes_lab.rights.shutil.which", lambda *_, **__: None)
-    with pytest.raises(HolmesError, match="need `slurmctld`, which is missing; apt-get install slurm-wlm"):
+    with pytest.raises(
+        HolmesError, match="need `slurmctld`, which is missing; apt-get install slurm-wlm"
+    ):
         program("slurmctld")
 
 

@@ -42,13 +42,23 @@ def test_nothing_to_clear():
 def test_a_lab_in_use_is_left_alone():
     directory = lab(state.identity(os.getpid()), [0, 0])
     (found,) = state.clear()
-    assert not found.cleared and found.owner_alive and found.owner == os.getpid() and directory.exists()
+    assert (
+        not found.cleared
+        and found.owner_alive
+        and found.owner == os.getpid()
+        and directory.exists()
+    )
 
 
 def test_files_of_a_dead_lab_are_removed():
     directory = lab(dead_process(), dead_process())
     (found,) = state.clear()
-    assert found.cleared and not found.keeper_alive and found.source == "x.toml" and not directory.exists()
+    assert (
+        found.cleared
+        and not found.keeper_alive
+        and found.source == "x.toml"
+        and not directory.exists()
+    )
 
 
 def test_an_orphaned_keeper_is_ended(sleeper):

@@ -7,7 +7,9 @@ import pytest
 from holmes_lab.network import shaping as network
 from holmes_lab.network import sysfs_tree
 
-SPEC = clusters.spec("a ib 200Gb/s a0,a1", "b roce 1.6Gb/s b0", "c ib 100Gb/s c0", ethernet="25Gb/s")
+SPEC = clusters.spec(
+    "a ib 200Gb/s a0,a1", "b roce 1.6Gb/s b0", "c ib 100Gb/s c0", ethernet="25Gb/s"
+)
 NODES = {node.name: node for node in network.lay_out(SPEC, 0.01)}
 
 
@@ -21,9 +23,13 @@ def read(tmp_path):
 def test_infiniband_port(read):
     port = "class/infiniband/mlx5_0/ports/1/"
     assert read("a0", port + "link_layer") == "InfiniBand"
-    assert read("a0", port + "state") == "4: ACTIVE" and read("a0", port + "phys_state") == "5: LinkUp"
-    assert (read("a0", port + "rate") == "200 Gb/sec (4X HDR)"
-            and read("c0", port + "rate") == "100 Gb/sec (4X EDR)")
+    assert (
+        read("a0", port + "state") == "4: ACTIVE" and read("a0", port + "phys_state") == "5: LinkUp"
+    )
+    assert (
+        read("a0", port + "rate") == "200 Gb/sec (4X HDR)"
+        and read("c0", port + "rate") == "100 Gb/sec (4X EDR)"
+    )
     assert read("a0", port + "sm_lid") == "0x1"
     lids = {int(read(node, port + "lid"), 16) for node in ("a0", "a1")}
     assert len(lids) == 2 and 0 not in lids
@@ -36,8 +42,10 @@ def test_infiniband_port(read):
 
 def test_roce_port(read):
     port = "class/infiniband/mlx5_0/ports/1/"
-    assert (read("b0", port + "link_layer") == "Ethernet"
-            and read("b0", port + "rate") == "1.6 Gb/sec (4X SDR)")
+    assert (
+        read("b0", port + "link_layer") == "Ethernet"
+        and read("b0", port + "rate") == "1.6 Gb/sec (4X SDR)"
+    )
     types = [read("b0", port + f"gid_attrs/types/{index}") for index in range(4)]
     assert types == ["IB/RoCE v1", "RoCE v2"] * 2
     high, low = (int(part) for part in NODES["b0"].nic("roce0").address.split(".")[2:])
@@ -48,8 +56,14 @@ def test_roce_port(read):
 
 def test_net_devices_and_pci_addresses(read, tmp_path):
     assert sorted(os.listdir(tmp_path / "a0/class/net")) == ["eth0", "ib0"]
-    assert read("a0", "class/net/eth0/speed") == "25000" and read("a0", "class/net/ib0/speed") == "200000"
-    assert read("a0", "class/net/eth0/operstate") == "up" and read("a0", "class/net/eth0/carrier") == "1"
+    assert (
+        read("a0", "class/net/eth0/speed") == "25000"
+        and read("a0", "class/net/ib0/speed") == "200000"
+    )
+    assert (
+        read("a0", "class/net/eth0/operstate") == "up"
+        and read("a0", "class/net/eth0/carrier") == "1"
+    )
     assert read("b0", "class/net/roce0/address") == NODES["b0"].nic("roce0").mac
     assert len(read("a0", "class/net/ib0/address").split(":")) == 20
     address = (tmp_path / "a0/class/infiniband/mlx5_0/device").resolve().name
@@ -65,17 +79,26 @@ def test_a_tree_can_be_moved(tmp_path, read):
 def test_a_pulled_cable_shows(read, tmp_path):
     sysfs_tree.set_link(tmp_path / "b0", NODES["b0"].nic("roce0"), up=False)
     assert read("b0", "class/infiniband/mlx5_0/ports/1/state") == "1: DOWN"
-    assert (read("b0", "class/net/roce0/operstate") == "down"
-            and read("b0", "class/net/eth0/operstate") == "up")
+    assert (
+        read("b0", "class/net/roce0/operstate") == "down"
+        and read("b0", "class/net/eth0/operstate") == "up"
+    )
 
 
 def test_holmes_reads_it_back_as_what_cluster_toml_says(tmp_path, read):
     read_nics = pytest.importorskip("holmes_ext.cluster.sysfs.node").read_nics
     nics = {(nic.kind, nic.netdevs): nic for nic in read_nics(str(tmp_path / "b0"))}
     roce, ethernet = nics["roce", ("roce0",)], nics["ethernet", ("eth0",)]
-    assert roce.state == "up" and roce.rate_bps == 1_600_000_000 and ethernet.rate_bps == 25_000_000_000
+    assert (
+        roce.state == "up"
+        and roce.rate_bps == 1_600_000_000
+        and ethernet.rate_bps == 25_000_000_000
+    )
     assert roce.addresses == (NODES["b0"].nic("roce0").address + "/16",)
-    assert ethernet.addresses == (NODES["b0"].address + "/16",) and roce.skipped == ethernet.skipped == ""
+    assert (
+        ethernet.addresses == (NODES["b0"].address + "/16",)
+        and roce.skipped == ethernet.skipped == ""
+    )
     prefixes = [
         next(nic for nic in read_nics(str(tmp_path / node)) if nic.kind == "ib").subnet_prefix
         for node in ("a0", "a1", "c0")

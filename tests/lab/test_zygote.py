@@ -46,15 +46,19 @@ def test_commands_that_can_be_preloaded(command, expected):
 
 
 def fresh(arguments, env, cwd):
-    done = subprocess.run([sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True,
-                          check=True)
+    done = subprocess.run(
+        [sys.executable, *arguments], env=env, cwd=cwd, capture_output=True, text=True, check=True
+    )
     return json.loads(done.stdout)
 
 
 def forked(arguments, env, cwd):
     done = subprocess.run(
-        [sys.executable, "-c", RUN, json.dumps(arguments), json.dumps(env)], env=env, cwd=cwd,
-        capture_output=True, text=True
+        [sys.executable, "-c", RUN, json.dumps(arguments), json.dumps(env)],
+        env=env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
@@ -79,8 +83,9 @@ def test_argv_path_main_environment_and_directory(tmp_path, environment, argumen
     assert report == expected and activated == []
 
 
-@pytest.mark.parametrize("arguments, env",
-                         [(["x.py", "--holmes", "a"], {}), (["x.py", "a"], {"HOLMES": "1"})])
+@pytest.mark.parametrize(
+    "arguments, env", [(["x.py", "--holmes", "a"], {}), (["x.py", "a"], {"HOLMES": "1"})]
+)
 def test_holmes_is_switched_on_before_the_script(tmp_path, environment, arguments, env):
     (tmp_path / "x.py").write_text(REPORT)
     report, activated = forked(arguments, {**environment, **env}, tmp_path)
@@ -89,16 +94,27 @@ def test_holmes_is_switched_on_before_the_script(tmp_path, environment, argument
 
 def test_variables_live_until_the_interpreter_ends(tmp_path, environment):
     """What a variable ends in its destructor it ends after functions of atexit."""
-    (tmp_path / "ends.py").write_text("class Ends:\n    def __del__(self):\n        print('variable')\n")
+    (tmp_path / "ends.py").write_text(
+        "class Ends:\n    def __del__(self):\n        print('variable')\n"
+    )
     (tmp_path / "x.py").write_text(f"""{REPORT}
 import atexit, ends
 variable = ends.Ends()
 atexit.register(print, "atexit")
 """)
     for arguments in (["x.py"], ["-m", "x"]):
-        ways = [arguments, ["-m", "holmes_ext", *arguments],
-                ["-c", RUN, json.dumps(arguments), json.dumps(environment)]]
+        ways = [
+            arguments,
+            ["-m", "holmes_ext", *arguments],
+            ["-c", RUN, json.dumps(arguments), json.dumps(environment)],
+        ]
         for way in ways:
-            done = subprocess.run([sys.executable, *way], env={**environment, "HOLMES": "0"}, cwd=tmp_path,
-                                  capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                [sys.executable, *way],
+                env={**environment, "HOLMES": "0"},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             assert done.stdout.splitlines()[-2:] == ["atexit", "variable"], way

@@ -13,29 +13,44 @@ from holmes_ext.patches import conflicts as rules
 @pytest.fixture
 def stated(monkeypatch):
     """What megatron-core's metadata would say."""
-    told = ["torch>=2.6.0", "nltk; extra == 'mlm'", "numpy>=99; extra == 'dev'", "not a requirement!"]
-    monkeypatch.setattr(importlib.metadata, "requires",
-                        lambda name: told if name == "megatron-core" else None)
+    told = [
+        "torch>=2.6.0",
+        "nltk; extra == 'mlm'",
+        "numpy>=99; extra == 'dev'",
+        "not a requirement!",
+    ]
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda name: told if name == "megatron-core" else None
+    )
 
 
-@pytest.mark.parametrize("installed, expected", [
-    ({"deepspeed": "0.14.3", "torch": "2.4.0"}, ["deepspeed 0.14.3 with torch 2.4.0"]),
-    ({"deepspeed": "0.14.4", "torch": "2.13.0+cpu"}, []),
-    ({"deepspeed": "0.14.3", "torch": "2.3.1"}, []),
-    ({"deepspeed": "0.18.9", "torch": "2.13.0+cpu"}, ["deepspeed 0.18.9 with torch 2.13.0+cpu"]),
-    ({"deepspeed": "0.18.3", "torch": "2.13.0+cpu"}, []),
-    ({"megatron-core": "0.16.1", "torch": "2.5.1"}, ["megatron-core 0.16.1 with torch 2.5.1"]),
-    ({"megatron-core": "0.16.1", "torch": "2.13.0", "numpy": "1.0"}, []),
-    ({"torch": "2.5.1"}, []),
-    ({}, []),
-])
+@pytest.mark.parametrize(
+    "installed, expected",
+    [
+        ({"deepspeed": "0.14.3", "torch": "2.4.0"}, ["deepspeed 0.14.3 with torch 2.4.0"]),
+        ({"deepspeed": "0.14.4", "torch": "2.13.0+cpu"}, []),
+        ({"deepspeed": "0.14.3", "torch": "2.3.1"}, []),
+        (
+            {"deepspeed": "0.18.9", "torch": "2.13.0+cpu"},
+            ["deepspeed 0.18.9 with torch 2.13.0+cpu"],
+        ),
+        ({"deepspeed": "0.18.3", "torch": "2.13.0+cpu"}, []),
+        ({"megatron-core": "0.16.1", "torch": "2.5.1"}, ["megatron-core 0.16.1 with torch 2.5.1"]),
+        ({"megatron-core": "0.16.1", "torch": "2.13.0", "numpy": "1.0"}, []),
+        ({"torch": "2.5.1"}, []),
+        ({}, []),
+    ],
+)
 def test_conflicts(stated, installed, expected):
     assert [which for which, *_ in rules.conflicts(installed.get)] == expected
 
 
 def test_the_doctor_names_both_and_not_holmes(stated, monkeypatch):
-    monkeypatch.setattr(frameworks, "conflicts",
-                        lambda: rules.conflicts({"deepspeed": "0.14.0", "torch": "2.6"}.get))
+    monkeypatch.setattr(
+        frameworks,
+        "conflicts",
+        lambda: rules.conflicts({"deepspeed": "0.14.0", "torch": "2.6"}.get),
+    )
     (finding,) = frameworks.check_stock_versions()
     assert finding.level == "problem" and "deepspeed 0.14.0 with torch 2.6" in str(finding)
     assert "with or without holmes" in str(finding) and "deepspeed>=0.14.4" in str(finding)

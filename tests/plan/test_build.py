@@ -27,7 +27,11 @@ MODEL = replace(load_model(EXAMPLES.parent / "models" / "deepspeed_demo.toml"), 
 
 def sample(name, order=None):
     site = clusters.example(name)
-    return site if order is None else Site(tuple(site.node_by_name[node] for node in order), site.fabrics)
+    return (
+        site
+        if order is None
+        else Site(tuple(site.node_by_name[node] for node in order), site.fabrics)
+    )
 
 
 def test_two_clusters():
@@ -72,8 +76,9 @@ def test_transports_agree_with_the_site():
     nodes = tuple(node.name for node in site.nodes)
     found = derive_traffic(Plan(site.digest, nodes, site.processes, sizes), site).transports
     for kind in ("data", "pipeline"):
-        expected = tuple(site.shared_fabric(nodes[rank] for rank in group).name
-                         for group in groups(sizes, kind))
+        expected = tuple(
+            site.shared_fabric(nodes[rank] for rank in group).name for group in groups(sizes, kind)
+        )
         assert found[kind] == (expected[:1] if len(set(expected)) == 1 else expected)
 
 
@@ -101,30 +106,39 @@ def test_unknown_sizes():
 def test_workload_is_used():
     site, work = sample("two_clusters_4"), Workload(1.0, 2.0, 4, 1e6, 1e3)
     plan = build_plan(site, Sizes(2), work)
-    assert plan.predicted["step_seconds"] == step_seconds(
-        site, plan.nodes, plan.sizes, work, hide_edges=True
-    ).step_s  # fmt: skip
+    assert (
+        plan.predicted["step_seconds"]
+        == step_seconds(site, plan.nodes, plan.sizes, work, hide_edges=True).step_s
+    )
 
 
 def test_refusals():
     site = sample("two_clusters_4")
     with pytest.raises(HolmesError, match="does not divide the world size 4"):
         build_plan(site, Sizes(3))
-    with pytest.raises(HolmesError, match="partition 'speed' needs to know the model: give --holmes-model"):
+    with pytest.raises(
+        HolmesError, match="partition 'speed' needs to know the model: give --holmes-model"
+    ):
         build_plan(site, Sizes(2), partition="speed")
     with pytest.raises(
-        HolmesError, match="partition 'balanced': the number of stages is not known; give --holmes-sizes"
+        HolmesError,
+        match="partition 'balanced': the number of stages is not known; give --holmes-sizes",
     ):
         build_plan(site, partition="balanced", model=MODEL)
-    with pytest.raises(HolmesError, match="partition 'best' is not one of uniform, speed, balanced"):
+    with pytest.raises(
+        HolmesError, match="partition 'best' is not one of uniform, speed, balanced"
+    ):
         build_plan(site, Sizes(2), partition="best", model=MODEL)
     with pytest.raises(HolmesError, match="model: 6 layers are too few for 8 pipeline stages"):
         build_plan(sample("two_clusters_8"), Sizes(8), partition="balanced", model=MODEL)
     with pytest.raises(HolmesError, match="layers 1,2,3: 3 numbers for 2 pipeline stages"):
         build_plan(site, Sizes(2), stage_layers=(1, 2, 3))
     small = replace(MODEL, gpu=Gpu(5e9, 1e6))
-    with pytest.raises(HolmesError, match=r"stage 0 \(cluster a\): one layer needs .* MB and its GPUs have 1 "
-                                          r"MB"):
+    with pytest.raises(
+        HolmesError,
+        match=r"stage 0 \(cluster a\): one layer needs .* MB and its GPUs have 1 "
+        r"MB",
+    ):
         build_plan(site, Sizes(2), partition="balanced", model=small)
 
 
@@ -164,20 +178,25 @@ def test_a_models_times_agree_with_the_cost_model():
 def test_tied_embeddings_are_reduced_between_the_clusters():
     site, sizes = sample("two_clusters_4"), Sizes(2)
     order = [node.name for node in site.nodes]
-    tied, untied = (costs_on_site(site, order, sizes, replace(MODEL, tied=value)) for value in (True, False))
+    tied, untied = (
+        costs_on_site(site, order, sizes, replace(MODEL, tied=value)) for value in (True, False)
+    )
     ethernet = site.fabric_by_name["ethernet"]
     pairs = costs_on_site(site, order, sizes, replace(MODEL, tied=True), only=ethernet).tied_s
     assert untied.tied_s == 0
     # two ranks: all bytes once, over Ethernet
     assert pairs == pytest.approx(256 * 288 * 4 * 8 / 250e6, rel=1e-2)
-    assert 0.5 * pairs < tied.tied_s < 0.7 * pairs  # half of it in two levels, and what they take inside
+    assert (
+        0.5 * pairs < tied.tied_s < 0.7 * pairs
+    )  # half of it in two levels, and what they take inside
     assert estimate(tied, (3, 3)).step_s > estimate(untied, (3, 3)).step_s + 0.9 * tied.tied_s
 
 
 def test_a_stage_on_two_clusters_is_as_slow_as_the_slower_one():
     site = sample("two_clusters_4")
-    costs = costs_on_site(site, ["a0", "b0", "a1", "b1"], Sizes(2),
-                          replace(MODEL, gpus={"b": Gpu(2.5e9, 1e9)}))
+    costs = costs_on_site(
+        site, ["a0", "b0", "a1", "b1"], Sizes(2), replace(MODEL, gpus={"b": Gpu(2.5e9, 1e9)})
+    )
     assert costs.names[0] == "stage 0 (cluster a, b)"
     assert costs.forward_s[0][1] == pytest.approx(MODEL.costs()[1].forward_flops / 2.5e9)
     assert costs.limit_bytes == (1e9, 1e9)
@@ -201,7 +220,11 @@ print([build_plan(Site(nodes, fabrics), Sizes(p, t)).digest for p, t in sizes])
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
         seen.add(
             subprocess.run(
-                [sys.executable, "-c", script], env=environment, check=True, capture_output=True, text=True
+                [sys.executable, "-c", script],
+                env=environment,
+                check=True,
+                capture_output=True,
+                text=True,
             ).stdout
         )
     assert len(seen) == 1
@@ -211,12 +234,15 @@ def test_times_follow_what_was_measured_and_fabrics_what_is_stated():
     """All networks measured at a tenth of their rates: everything takes longer, and goes where it went."""
     site, sizes = sample("two_clusters_4", ("a0", "b0", "a1", "b1")), Sizes(2)
     slow = {
-        name: Link.of(replace(site.fabric_by_name[name], rate_bps=site.fabric_by_name[name].rate_bps // 10))
+        name: Link.of(
+            replace(site.fabric_by_name[name], rate_bps=site.fabric_by_name[name].rate_bps // 10)
+        )
         for name in ("ethernet", "a", "b")
     }
     stated, measured = build_plan(site, sizes), build_plan(site, sizes, links=Links(slow))
     assert measured.predicted["reduction_seconds"] == pytest.approx(
-        10 * stated.predicted["reduction_seconds"], rel=0.3)
+        10 * stated.predicted["reduction_seconds"], rel=0.3
+    )
     assert measured.predicted["stock_step_seconds"] > 2 * stated.predicted["stock_step_seconds"]
     assert (measured.transports, measured.site_digest) == (stated.transports, stated.site_digest)
     check_plan(measured, site)
@@ -228,12 +254,16 @@ def test_what_crosses_in_two_levels_is_priced_so():
     plan = build_plan(site, Sizes())
     assert all(traffic.reductions[0].clusters == ("a", "b") for traffic in plan.traffic)
     assert plan.predicted["step_seconds"] < 0.3 * plan.predicted["stock_step_seconds"]
-    assert plan.predicted["reduction_seconds"] == pytest.approx(8 * 4e9 / 2 * 2 / 4 / 0.25e9, rel=0.1)
+    assert plan.predicted["reduction_seconds"] == pytest.approx(
+        8 * 4e9 / 2 * 2 / 4 / 0.25e9, rel=0.1
+    )
 
 
 def test_clusters_of_three_and_two_nodes_sum_in_two_levels_over_sockets_only():
     """gloo's ranks of a cluster need not be as many as those of another; NCCL's collectives do."""
     site = clusters.site("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s")
     plan = build_plan(site, Sizes())
-    sockets, verbs = (plan.traffic_of(network_api).reductions[0] for network_api in ("sockets", "verbs"))
+    sockets, verbs = (
+        plan.traffic_of(network_api).reductions[0] for network_api in ("sockets", "verbs")
+    )
     assert sockets.clusters == ("a", "b") and not verbs.clusters

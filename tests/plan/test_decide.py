@@ -32,8 +32,10 @@ def real(*nodes, ethernet=25 * GB, **fabrics):
     rate)."""
     made = []
     for name, cluster, *ports in nodes:
-        fast = [Port(fabric, fabric, address, ("mlx5_0:1",) if hcas else ())
-                for fabric, address, hcas in ports]
+        fast = [
+            Port(fabric, fabric, address, ("mlx5_0:1",) if hcas else ())
+            for fabric, address, hcas in ports
+        ]
         made.append(Node(name, cluster, 1, (*fast, Port(ETHERNET, "eth0", "10.0.0.1"))))
     found = [Fabric(name, kind, rate, 2e-6) for name, (kind, rate) in fabrics.items()]
     return Site(tuple(made), (Fabric(ETHERNET, "ethernet", ethernet, 3e-5), *found))
@@ -56,7 +58,9 @@ def test_every_group_of_a_random_job_goes_where_all_its_nodes_can(seed):
             assert (fabric.name if fabric else "local") == wanted
             listed.setdefault(kind, []).append(wanted)
         for kind, names in plan.traffic_of(network_api).transports.items():
-            assert list(names) in (listed[kind], listed[kind][:1]) and set(names) == set(listed[kind])
+            assert list(names) in (listed[kind], listed[kind][:1]) and set(names) == set(
+                listed[kind]
+            )
         for _ in range(10):
             ranks = rng.sample(range(plan.world_size), rng.randint(1, plan.world_size))
             fabric = plan.fabric_of(ranks, network_api)
@@ -68,44 +72,60 @@ def test_every_group_of_a_random_job_goes_where_all_its_nodes_can(seed):
 def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
     rng = random.Random(seed)
     site = random_sites.site(rng)
-    options = Options(overlap=rng.choice(("auto", "on", "off")), compress=rng.choice(("off", "bf16")))
+    options = Options(
+        overlap=rng.choice(("auto", "on", "off")), compress=rng.choice(("off", "bf16"))
+    )
     plan = build_plan(site, random_sites.sizes(rng, site.world_size), options=options)
     for network_api in NETWORK_APIS:
         traffic = plan.traffic_of(network_api)
         for ranks in groups(plan.sizes, "data") if plan.sizes else ():
             way = spec_of_group(plan, ranks, network_api, options)
-            assert way is traffic.reductions[plan.sizes.stage(ranks[0])] and way.compress == options.compress
+            assert (
+                way is traffic.reductions[plan.sizes.stage(ranks[0])]
+                and way.compress == options.compress
+            )
             if len(plan.by_cluster(ranks)) > 1 and way.clusters:
                 assert set(plan.by_cluster(ranks)) <= set(way.clusters) and way.chunk_bytes
         pipelines = groups(plan.sizes, "pipeline") if plan.sizes else []
         for edge in traffic.edges:
             for place, ranks in enumerate(pipelines):
                 pair = [ranks[stage] for stage in edge.stages]
-                fabric, own = (names[place if len(names) > 1 else 0]
-                               for names in (edge.fabrics, edge.pair_groups))
+                fabric, own = (
+                    names[place if len(names) > 1 else 0]
+                    for names in (edge.fabrics, edge.pair_groups)
+                )
                 used = plan.fabric_of(pair, network_api)
                 assert fabric == (used.name if used else "local")
                 with_group = pairs_with_group(plan, ranks, network_api)
                 assert (tuple(sorted(pair)) in with_group) == ("pipeline" in own)
-                assert pair_needs_group(plan, pair, range(plan.world_size), network_api) == ("world" in own)
+                assert pair_needs_group(plan, pair, range(plan.world_size), network_api) == (
+                    "world" in own
+                )
 
 
 def test_the_plan_does_not_count_on_what_is_switched_off():
     """HOLMES_DISABLE: tensor ranks that cut what crosses, tied weights, edges, overlap, two levels."""
-    nodes = tuple(Node(node.name, node.cluster, 2, node.ports) for node in example("two_clusters_8").nodes)
+    nodes = tuple(
+        Node(node.name, node.cluster, 2, node.ports) for node in example("two_clusters_8").nodes
+    )
     site = replace(example("two_clusters_8"), nodes=nodes)
     model = replace(load_model(str(EXAMPLES / "models" / "gpt_7.5b.toml")), tied=True)
-    sizes, off = Sizes(2, 2, data=4), {
-        "slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
-        "tied": lambda traffic: bool(traffic.tied),
-        "in-flight": lambda traffic: bool(traffic.in_flight),
-        "overlap": lambda traffic: any(way.overlap for way in traffic.reductions),
-        "narrow": lambda traffic: any(edge.narrow == "bf16" for edge in traffic.edges),
-    }
+    sizes, off = (
+        Sizes(2, 2, data=4),
+        {
+            "slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
+            "tied": lambda traffic: bool(traffic.tied),
+            "in-flight": lambda traffic: bool(traffic.in_flight),
+            "overlap": lambda traffic: any(way.overlap for way in traffic.reductions),
+            "narrow": lambda traffic: any(edge.narrow == "bf16" for edge in traffic.edges),
+        },
+    )
     engine = EngineTraits(features={ability: (f"some-{ability}",) for ability in off})
 
     def traffic(options):
-        return build_plan(site, sizes, model=model, options=options, engine=engine).traffic_of(SOCKETS)
+        return build_plan(site, sizes, model=model, options=options, engine=engine).traffic_of(
+            SOCKETS
+        )
 
     wanted = Options(overlap="on", inflight="1", edges="bf16")
     for name in off:
@@ -118,7 +138,9 @@ def test_at_equal_rates_rdma_goes_before_ethernet():
     """Site.shared_fabric said so, transport.choose took the last name of the alphabet."""
     both = [("z", "10.1.0.1", True)], [("a", "10.1.0.1", True)]
     for (port,), name in zip(both, ("z", "a")):
-        site = real(("n0", "c", port), ("n1", "c", port), ethernet=100 * GB, **{name: ("roce", 100 * GB)})
+        site = real(
+            ("n0", "c", port), ("n1", "c", port), ethernet=100 * GB, **{name: ("roce", 100 * GB)}
+        )
         plan = build_plan(site)
         assert (
             {plan.fabric_of((0, 1), network_api).name for network_api in NETWORK_APIS}
@@ -129,33 +151,48 @@ def test_at_equal_rates_rdma_goes_before_ethernet():
 
 def test_gloo_needs_an_address_and_nccl_an_hca_on_every_member():
     ports = ("ib", "10.1.0.1", True), ("ib", "", True)
-    plan = build_plan(real(("n0", "a", ports[0]), ("n1", "a", ports[1]), ib=("ib", 200 * GB)), Sizes(2))
+    plan = build_plan(
+        real(("n0", "a", ports[0]), ("n1", "a", ports[1]), ib=("ib", 200 * GB)), Sizes(2)
+    )
     assert plan.traffic_of(VERBS).transports["pipeline"] == ("ib",) == plan.transports["world"]
     assert plan.traffic_of(SOCKETS).transports["pipeline"] == ("ethernet",)
     assert len(plan.traffic) == 2 and parse_plan(plan.to_json(), plan.source) == plan
     without = build_plan(
-        real(("n0", "a", ("r", "10.1.0.1", False)), ("n1", "a", ("r", "10.1.0.2", True)),
-             r=("roce", 200 * GB))
+        real(
+            ("n0", "a", ("r", "10.1.0.1", False)),
+            ("n1", "a", ("r", "10.1.0.2", True)),
+            r=("roce", 200 * GB),
+        )
     )
-    assert (without.fabric_of((0, 1), SOCKETS).name == "r"
-            and without.fabric_of((0, 1), VERBS).name == "ethernet")
+    assert (
+        without.fabric_of((0, 1), SOCKETS).name == "r"
+        and without.fabric_of((0, 1), VERBS).name == "ethernet"
+    )
 
 
 def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     """plan.json of cluster.toml alone, on nodes one of which has no IPoIB, and whose NIC fails later."""
     site = real(
-        ("n0", "a", ("a", "10.1.0.1", True)), ("n1", "a", ("a", "", True)),
-        ("n2", "b", ("b", "10.2.0.1", True)), ("n3", "b", ("b", "10.2.0.2", True)),
-        a=("ib", 200 * GB), b=("roce", 100 * GB),
+        ("n0", "a", ("a", "10.1.0.1", True)),
+        ("n1", "a", ("a", "", True)),
+        ("n2", "b", ("b", "10.2.0.1", True)),
+        ("n3", "b", ("b", "10.2.0.2", True)),
+        a=("ib", 200 * GB),
+        b=("roce", 100 * GB),
     )
-    bare = replace(site,
-                   nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes))
+    bare = replace(
+        site,
+        nodes=tuple(replace(n, ports=tuple(Port(p.fabric) for p in n.ports)) for n in site.nodes),
+    )
     planned = build_plan(bare, Sizes(2))
-    assert all(planned.traffic_of(network_api).transports["data"] == ("a", "b")
-               for network_api in NETWORK_APIS)
+    assert all(
+        planned.traffic_of(network_api).transports["data"] == ("a", "b")
+        for network_api in NETWORK_APIS
+    )
     job = derive_traffic(parse_plan(planned.to_json(), "p.json"), site)
-    assert (job.traffic_of(VERBS).transports["data"] == ("a", "b")
-            and job.traffic_of(SOCKETS).transports["data"] == ("ethernet", "b"))
+    assert job.traffic_of(VERBS).transports["data"] == ("a", "b") and job.traffic_of(
+        SOCKETS
+    ).transports["data"] == ("ethernet", "b")
     assert derive_traffic(job, site) == job and job.workload == planned.workload
     later = derive_traffic(job, site.without({("n3", "b"): "no link"}))
     assert later.transports["data"] == ("a", "ethernet") and later.nodes == job.nodes
@@ -219,8 +256,10 @@ def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
 
 
 def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
-    nodes = [(f"n{i}", cluster, (cluster, "10.1.0.1", True))
-             for i, cluster in enumerate(("r", "i", "r", "i"))]
+    nodes = [
+        (f"n{i}", cluster, (cluster, "10.1.0.1", True))
+        for i, cluster in enumerate(("r", "i", "r", "i"))
+    ]
     for ethernet, clusters in ((GB // 4, ("r", "i")), (200 * GB, ())):
         site = real(*nodes, ethernet=ethernet, i=("ib", 2 * GB), r=("roce", 2 * GB))
         plan = derive_traffic(Plan(site.digest, ("n0", "n1", "n2", "n3"), 1), site)
@@ -237,13 +276,19 @@ def test_a_group_that_is_not_planned_follows_the_same_rules():
         spec_of_group(plan, (0, 1), SOCKETS, Options()),
         spec_of_group(plan, (0, 1, 4, 5), SOCKETS, Options()),
     )
-    assert inside.clusters == () and across.clusters == ("a", "b") and across.chunk_bytes == 2 * 512 * 2**10
+    assert (
+        inside.clusters == ()
+        and across.clusters == ("a", "b")
+        and across.chunk_bytes == 2 * 512 * 2**10
+    )
 
 
 def test_a_bucket_is_the_networks_the_users_or_an_eighth_of_little():
     plan = build_plan(example(), Sizes(2))
     assert spec_of_group(plan, (0, 1), SOCKETS, Options()).bucket_bytes == 2**20
-    assert spec_of_group(plan, (0, 1), SOCKETS, Options(), total_bytes=80_000).bucket_bytes == 10_000
+    assert (
+        spec_of_group(plan, (0, 1), SOCKETS, Options(), total_bytes=80_000).bucket_bytes == 10_000
+    )
     given = build_plan(example(), Sizes(2), options=Options(bucket="2"))
     assert given.traffic_of().reductions[0].bucket_bytes == 2_000_000
 
@@ -263,14 +308,18 @@ def test_straddling_groups_are_those_whose_members_have_better():
     )
     sizes = Sizes(2).complete(4)
     assert straddling(good, sizes) == {} and straddling(turn, sizes) == {"data": 2}
-    assert (straddling(good, Sizes(data=4)) == {"data": 1}
-            and straddling(good, Sizes(data=4), instances=2) == {})
+    assert (
+        straddling(good, Sizes(data=4)) == {"data": 1}
+        and straddling(good, Sizes(data=4), instances=2) == {}
+    )
     ethernet = real(("n0", "a"), ("n1", "b"))
     assert straddling(build_plan(ethernet), Sizes(data=2)) == {}
 
 
-@pytest.mark.parametrize("sizes, slices", [(Sizes(2, tensor=2), 2), (Sizes(2), 1), (Sizes(4, tensor=4), 4),
-                                           (Sizes(2, tensor=16), 1)])
+@pytest.mark.parametrize(
+    "sizes, slices",
+    [(Sizes(2, tensor=2), 2), (Sizes(2), 1), (Sizes(4, tensor=4), 4), (Sizes(2, tensor=16), 1)],
+)
 def test_tensor_ranks_share_out_what_crosses(sizes, slices):
     """Where each lies in a node; inside a cluster, and where sequence parallelism cuts it, nothing is cut."""
     site = example("paper_4_roce_4_ib")

@@ -18,8 +18,12 @@ def test_bad_traits_are_told(change, word):
 
 def test_an_ability_lasts_as_long_as_its_features_are_on():
     one = EngineTraits(features={"tied": ("x", "y")})
-    assert (one.can("tied") and one.can("tied", {"z"}) and not one.can("tied", {"x"})
-            and not one.can("overlap"))
+    assert (
+        one.can("tied")
+        and one.can("tied", {"z"})
+        and not one.can("tied", {"x"})
+        and not one.can("overlap")
+    )
 
 
 def test_engines_name_features_that_there_are():

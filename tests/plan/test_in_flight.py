@@ -14,7 +14,9 @@ from holmes_ext.plan.plan import parse_plan
 from holmes_ext.plan.sizes import Sizes
 
 SITE = site("a ib 200Gb/s a[0-3]", "b roce 200Gb/s b[0-3]", ethernet="2Gb/s")
-MODEL = replace(load_model(Path(__file__).parents[2] / "examples/models/gpt_7.5b.toml"), global_batch=512)
+MODEL = replace(
+    load_model(Path(__file__).parents[2] / "examples/models/gpt_7.5b.toml"), global_batch=512
+)
 
 
 def held(model=MODEL, options=Options(), stages=2, **more):
@@ -30,7 +32,10 @@ def test_a_slow_edge_takes_as_many_as_hide_it_and_memory_as_many_as_it_holds():
         limit = plan.loads[0].fixed_bytes + (room + 0.5) * kept
         capped, found = held(replace(MODEL, gpu=Gpu(MODEL.gpu.flops, limit)))
         assert found[0] == min(room, free[0]) and capped.loads[0].bytes_of(found[0]) <= limit
-        assert more_bytes(capped)[0] == pytest.approx((found[0] - 2) * kept) and more_bytes(capped)[-1] == 0
+        assert (
+            more_bytes(capped)[0] == pytest.approx((found[0] - 2) * kept)
+            and more_bytes(capped)[-1] == 0
+        )
         assert capped.predicted["step_seconds"] >= plan.predicted["step_seconds"]
 
 
@@ -60,7 +65,9 @@ def test_a_command_lines_model_is_enough():
     four = complete_plan(known, Sizes(4).complete(8), Options(), small)
     assert len(four.loads) == 4 and len(four.traffic_of("sockets").in_flight) == 4
     nobody = build_plan(SITE, sizes)
-    assert with_loads(nobody, Options(), None) is nobody and nobody.traffic_of("sockets").in_flight == (2, 1)
+    assert with_loads(nobody, Options(), None) is nobody and nobody.traffic_of(
+        "sockets"
+    ).in_flight == (2, 1)
 
 
 def test_edges_that_take_next_to_nothing_are_the_frameworks():

@@ -33,19 +33,35 @@ def random_job(seed):
     names = "abc"[: rng.choice((1, 2, 2, 3))]
     listed = [
         f"{name} {rng.choice(('ib', 'roce'))} {rng.choice((25, 50, 100))}Gb/s {name}[0-{nodes - 1}]"
-        if nodes > 1 else f"{name} ib 100Gb/s {name}0" for name in names
+        if nodes > 1
+        else f"{name} ib 100Gb/s {name}0"
+        for name in names
     ]
     site = clusters.site(*listed, ethernet=f"{rng.choice((1, 5, 25))}Gb/s", processes=processes)
     gpus = {"b": Gpu(rng.choice((10e12, 20e12)))} if rng.random() < 0.4 else {}
     model = Model(
-        layers=rng.choice((4, 6)), hidden=512, heads=8, sequence=256, vocabulary=4000,
-        tied=rng.random() < 0.3, micro_batches=1, gpu=Gpu(20e12), gpus=gpus,
+        layers=rng.choice((4, 6)),
+        hidden=512,
+        heads=8,
+        sequence=256,
+        vocabulary=4000,
+        tied=rng.random() < 0.3,
+        micro_batches=1,
+        gpu=Gpu(20e12),
+        gpus=gpus,
     )
     engine = ENGINES[rng.choice(sorted(ENGINES))]
     overlap = rng.random() < 0.5
     rules = rules_of(engine, Options(), overlap=overlap)
-    limits = Limits({**engine.limits, "micro_batch": (1,), "recompute": ("none",), "context": (1,),
-                     "expert": (1,)})
+    limits = Limits(
+        {
+            **engine.limits,
+            "micro_batch": (1,),
+            "recompute": ("none",),
+            "context": (1,),
+            "expert": (1,),
+        }
+    )
     return SearchResult(Network(site), model, 24, limits, rules, engine)
 
 
@@ -53,16 +69,36 @@ def slow_edges(seed):
     """A job whose stages send over a slow Ethernet, three and more of them through the NICs of their nodes,
     with as many micro-batches in flight as hide that."""
     rng = random.Random(seed)
-    names, nodes, processes = "abcd"[: rng.choice((2, 3, 4))], rng.choice((1, 1, 2)), rng.choice((1, 2))
-    listed = [f"{name} ib 50Gb/s {name}[0-{nodes - 1}]" if nodes > 1 else f"{name} ib 50Gb/s {name}0"
-              for name in names]
+    names, nodes, processes = (
+        "abcd"[: rng.choice((2, 3, 4))],
+        rng.choice((1, 1, 2)),
+        rng.choice((1, 2)),
+    )
+    listed = [
+        f"{name} ib 50Gb/s {name}[0-{nodes - 1}]" if nodes > 1 else f"{name} ib 50Gb/s {name}0"
+        for name in names
+    ]
     ethernet = f"{rng.choice((100, 200, 400, 800, 1600, 5000))}Mb/s"
     site = clusters.site(*listed, ethernet=ethernet, processes=processes)
-    model = Model(layers=8, hidden=512, heads=8, sequence=256, vocabulary=4000,
-                  tied=rng.random() < 0.5, micro_batches=1, gpu=Gpu(20e12))
+    model = Model(
+        layers=8,
+        hidden=512,
+        heads=8,
+        sequence=256,
+        vocabulary=4000,
+        tied=rng.random() < 0.5,
+        micro_batches=1,
+        gpu=Gpu(20e12),
+    )
     stages = tuple(count for count in (2, 3, 4) if site.world_size % count == 0)
-    limits = Limits({**dict.fromkeys(("tensor", "context", "expert", "virtual", "micro_batch"), (1,)),
-                     "recompute": ("none",), "zero": (0,), "pipeline": stages})
+    limits = Limits(
+        {
+            **dict.fromkeys(("tensor", "context", "expert", "virtual", "micro_batch"), (1,)),
+            "recompute": ("none",),
+            "zero": (0,),
+            "pipeline": stages,
+        }
+    )
     engine = ENGINES["deepspeed"]
     return SearchResult(Network(site), model, 24, limits, rules_of(engine, Options()), engine)
 
@@ -84,13 +120,23 @@ def test_the_closed_form_knows_what_a_nic_sends(first):
 def test_the_next_layers_weights_travel_while_a_layer_computes(flops, slower):
     """FSDP2 over NCCL: what computes, or what travels, and little more; over gloo one after the other."""
     site = clusters.site("a ib 100Gb/s a[0-3]", ethernet="10Gb/s", processes=1)
-    model = Model(layers=12, hidden=1024, heads=8, sequence=512, vocabulary=4000, tied=False,
-                  micro_batches=1, gpu=Gpu(flops))
+    model = Model(
+        layers=12,
+        hidden=1024,
+        heads=8,
+        sequence=512,
+        vocabulary=4000,
+        tied=False,
+        micro_batches=1,
+        gpu=Gpu(flops),
+    )
     engine, steps = ENGINES["fsdp2"], {}
     limits = Limits({**engine.limits, "micro_batch": (1,), "recompute": ("none",)})
     for direct in (False, True):
         rules = rules_of(engine, Options(), direct)
-        found = search(SearchResult(Network(site), model, 4, limits, rules, engine), rows=1, prove=False)
+        found = search(
+            SearchResult(Network(site), model, 4, limits, rules, engine), rows=1, prove=False
+        )
         one = timed(found, found.best)
         why = causes(found, one)
         assert one.simulated_s - why["optimizer"] == pytest.approx(one.formula_s, rel=0.03)

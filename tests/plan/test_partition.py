@@ -41,11 +41,18 @@ def random_costs(rng, stages, blocks, alike=False, limits=True):
 
     def row():
         if alike:
-            return [rng.random()] * before + [rng.choice((1.0, 2.0))] * blocks + [rng.random()] * after
-        return [rng.choice((0.0, 0.1, 0.5, 1.0, 2.0)) * rng.choice((1, rng.random())) for _ in range(layers)]
+            return (
+                [rng.random()] * before + [rng.choice((1.0, 2.0))] * blocks + [rng.random()] * after
+            )
+        return [
+            rng.choice((0.0, 0.1, 0.5, 1.0, 2.0)) * rng.choice((1, rng.random()))
+            for _ in range(layers)
+        ]
 
     forward, backward, reduction = row(), row(), row()
-    transfer = [rng.random() * rng.choice((0.0, 0.1, 2.0))] * layers if rng.random() < 0.5 else row()
+    transfer = (
+        [rng.random() * rng.choice((0.0, 0.1, 2.0))] * layers if rng.random() < 0.5 else row()
+    )
     kinds = [(rng.choice((1.0, 1.5, 2.0)), rng.choice((1.0, 0.3, 3.0))) for _ in range(3)]
     kind = [rng.choice(kinds) for _ in range(stages)]
     limit = tuple(rng.choice((inf, rng.uniform(3, 10) * blocks / stages)) for _ in range(stages))
@@ -105,8 +112,13 @@ def milp_step(costs):
     from scipy.optimize import Bounds, LinearConstraint, milp
 
     stages, blocks, last = costs.stages, costs.blocks, costs.stages - 1
-    segments = [(s, i, j) for s in range(stages) for i in range(blocks) for j in range(i + 1, blocks + 1)
-                if (i == 0) == (s == 0) and (j == blocks) == (s == last)]
+    segments = [
+        (s, i, j)
+        for s in range(stages)
+        for i in range(blocks)
+        for j in range(i + 1, blocks + 1)
+        if (i == 0) == (s == 0) and (j == blocks) == (s == last)
+    ]
     pace, end = len(segments), len(segments) + 1
     rows, lower = [], []
 
@@ -121,24 +133,35 @@ def milp_step(costs):
     for column, (s, i, j) in enumerate(segments):
         low, high = costs.bounds(i, j)
         x = costs.transfer_s[s][high - 1] if s < last else 0.0
-        cost[column] = sum(costs.forward_s[s][low:high]), sum(
-            costs.backward_s[s][low:high]), x, costs.exposed_s(
-            s, low, high)
+        cost[column] = (
+            sum(costs.forward_s[s][low:high]),
+            sum(costs.backward_s[s][low:high]),
+            x,
+            costs.exposed_s(s, low, high),
+        )
     of = [[c for c, segment in enumerate(segments) if segment[0] == s] for s in range(stages)]
     for s in range(stages):
         row([(c, 1) for c in of[s]], 1)
         row([(c, -1) for c in of[s]], -1)
         for i in range(1, blocks) if s else ():  # what ends at i is continued at i
-            flow = [(c, 1) for c in of[s - 1]
-                    if segments[c][2] == i] + [(c, -1) for c in of[s] if segments[c][1] == i]
+            flow = [(c, 1) for c in of[s - 1] if segments[c][2] == i] + [
+                (c, -1) for c in of[s] if segments[c][1] == i
+            ]
             row(flow, 0)
             row([(c, -value) for c, value in flow], 0)
         busy = [(c, -(cost[c][0] + cost[c][1])) for c in of[s]]
-        tail = [(c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2])) for t in range(s, stages) for c in of[t]]
+        tail = [
+            (c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2]))
+            for t in range(s, stages)
+            for c in of[t]
+        ]
         row([(pace, 1), *busy], 0)
         for t in range(s, stages):
-            run = [(c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2] * (u < t))) for u in range(s, t + 1)
-                   for c in of[u]]
+            run = [
+                (c, -(cost[c][0] + cost[c][1] + 2 * cost[c][2] * (u < t)))
+                for u in range(s, t + 1)
+                for c in of[u]
+            ]
             row([(pace, t - s + 1), *run], 0)
         ahead = [(c, -(cost[c][0] + cost[c][2])) for t in range(s) for c in of[t]]
         row([(end, 1), *ahead, *tail, *((c, -cost[c][3]) for c in of[s])], 0)
@@ -149,9 +172,13 @@ def milp_step(costs):
     goal = np.zeros(end + 1)
     goal[pace], goal[end] = costs.micro_batches - 1, 1
     upper = np.array([1.0] * len(segments) + [np.inf] * 2)
-    found = milp(goal, constraints=LinearConstraint(np.array(rows), lower, np.inf),
-                 integrality=[1] * len(segments) + [0, 0],
-                 bounds=Bounds(0, upper), options={"mip_rel_gap": 1e-9})
+    found = milp(
+        goal,
+        constraints=LinearConstraint(np.array(rows), lower, np.inf),
+        integrality=[1] * len(segments) + [0, 0],
+        bounds=Bounds(0, upper),
+        options={"mip_rel_gap": 1e-9},
+    )
     assert found.success, found.message
     return found.fun
 
@@ -163,14 +190,18 @@ def test_balanced_is_what_a_milp_solver_finds(seed):
     costs = random_costs(rng, 3 + seed % 3, 11 + seed, alike=seed % 2 == 0, limits=False)
     least, moved = milp_step(costs), min(in_closed_form(costs, split) for split in by_moves(costs))
     assert least * (1 - 1e-6) <= moved <= least * 1.05
-    assert predict(costs, balanced(costs)).step_s <= 1.1 * least  # the formula leaves some waiting out
+    assert (
+        predict(costs, balanced(costs)).step_s <= 1.1 * least
+    )  # the formula leaves some waiting out
 
 
 def test_128_layers_on_64_stages():
     """How long that takes is in benchmarks/stages_speed.py."""
     rng = random.Random(3)
-    rows = {gpu: (0.1 * gpu, *(gpu * rng.uniform(0.9, 1.1) for _ in range(128)), 0.6 * gpu)
-            for gpu in (1.0, 1.5)}
+    rows = {
+        gpu: (0.1 * gpu, *(gpu * rng.uniform(0.9, 1.1) for _ in range(128)), 0.6 * gpu)
+        for gpu in (1.0, 1.5)
+    }
     kinds = [1.0] * 32 + [1.5] * 32
     costs = StageCosts(
         forward_s=tuple(rows[kind] for kind in kinds),
@@ -189,15 +220,18 @@ def test_balanced_pass_by_pass(monkeypatch):
     rng, missed = random.Random(5), 0
     for _ in range(150):
         costs = random_costs(rng, rng.randint(1, 4), rng.randint(6, 9), alike=True)
-        fitting = [one.step_s
-                   for one in (predict(costs, split) for split in splits(costs.blocks, costs.stages))
-                   if all(one.fits)]
+        fitting = [
+            one.step_s
+            for one in (predict(costs, split) for split in splits(costs.blocks, costs.stages))
+            if all(one.fits)
+        ]
         if not fitting:
             continue
         found = predict(costs, partition("balanced", costs))
         others = [predict(costs, partition(method, costs)) for method in ("uniform", "speed")]
-        assert all(found.fits) and found.step_s <= min((one.step_s for one in others if all(one.fits)),
-                                                       default=found.step_s)
+        assert all(found.fits) and found.step_s <= min(
+            (one.step_s for one in others if all(one.fits)), default=found.step_s
+        )
         assert found.step_s < 1.1 * min(fitting)
         missed += found.step_s > min(fitting) * (1 + 1e-6)
     assert missed < 12
@@ -206,8 +240,10 @@ def test_balanced_pass_by_pass(monkeypatch):
 def test_slower_gpus_get_fewer_layers():
     assert balanced(two_kinds(1.0)) == (4, 4)
     assert balanced(two_kinds(1.5, blocks=10)) == (6, 4)
-    assert estimate(two_kinds(1.5, blocks=10),
-                    (5, 5)).step_s > 1.1 * estimate(two_kinds(1.5, blocks=10), (6, 4)).step_s
+    assert (
+        estimate(two_kinds(1.5, blocks=10), (5, 5)).step_s
+        > 1.1 * estimate(two_kinds(1.5, blocks=10), (6, 4)).step_s
+    )
 
 
 def test_a_slow_nic_at_the_end_is_hidden_unless_it_is_exposed():
@@ -235,7 +271,9 @@ def test_tied_embeddings_make_the_last_stage_wait():
 def test_memory_moves_layers():
     room = two_kinds(
         # stage 0 keeps two micro-batches: 2 bytes a layer, stage 1: 1.5
-        state_bytes=(1.0,) * 8, kept_bytes=(0.5,) * 8)
+        state_bytes=(1.0,) * 8,
+        kept_bytes=(0.5,) * 8,
+    )
     assert balanced(room) == (4, 4)
     assert balanced(replace(room, limit_bytes=(6.0, inf))) == (3, 5)
     assert estimate(room, (4, 4)).memory_bytes == (8.0, 6.0)
@@ -273,8 +311,10 @@ def test_uniform():
 def simulated(costs, split):
     """Seconds until the first stage's last backward, operation by operation."""
     ranges = [costs.bounds(sum(split[:s]), sum(split[: s + 1])) for s in range(costs.stages)]
-    f, b = ([sum(rows[s][low:high]) for s, (low, high) in enumerate(ranges)]
-            for rows in (costs.forward_s, costs.backward_s))
+    f, b = (
+        [sum(rows[s][low:high]) for s, (low, high) in enumerate(ranges)]
+        for rows in (costs.forward_s, costs.backward_s)
+    )
     return simulate(f, b, estimate(costs, split).transfer_s, costs.micro_batches)[0]
 
 
@@ -289,9 +329,13 @@ def test_estimate_against_a_simulation_of_1f1b():
         stages, blocks = rng.randint(2, 6), rng.randint(12, 40)
         gpus = [rng.choice((1.0, 1.5)) for _ in range(stages)]
         rows = tuple((0.1, *(gpu,) * blocks, 0.7 * gpu) for gpu in gpus)
-        costs = StageCosts(rows, tuple(scaled(row, 2.0) for row in rows), ((0.5,) * (blocks + 2),) * stages,
-                           ((0.05,) * (blocks + 2),) * stages,
-                           rng.randint(4, 32))
+        costs = StageCosts(
+            rows,
+            tuple(scaled(row, 2.0) for row in rows),
+            ((0.5,) * (blocks + 2),) * stages,
+            ((0.05,) * (blocks + 2),) * stages,
+            rng.randint(4, 32),
+        )
         for method in METHODS:
             split = partition(method, costs)
             outcome = estimate(costs, split)
@@ -323,8 +367,12 @@ def test_bad_input():
     with pytest.raises(HolmesError, match="memory limit of nan"):
         two_kinds(limit_bytes=(1.0, nan))
     heavy = two_kinds(state_bytes=(1e9,) * 8)
-    with pytest.raises(HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 500 MB"):
+    with pytest.raises(
+        HolmesError, match="^stage 1: one layer needs 1 GB and its GPUs have 500 MB"
+    ):
         balanced(replace(heavy, limit_bytes=(inf, 5e8)))
     with pytest.raises(
-        HolmesError, match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers"):
+        HolmesError,
+        match="no split of 8 layers fits the GPUs' memory: the stages hold at most 3.2 layers",
+    ):
         balanced(replace(heavy, limit_bytes=(3e9, 2e9)))

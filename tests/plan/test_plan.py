@@ -56,12 +56,23 @@ def test_an_older_file_is_refused_with_the_way_out(version):
 def test_an_algorithm_across_clusters_is_told_to_other_ranks():
     tree = CrossClusterAlgorithm("tree", ("b", "a"), ("", "b"))
     planned = ReductionSpec(True, 2**20, ("a", "b"), across=tree)
-    made = replace(plan(), traffic=tuple(replace(one, reductions=(planned,)) for one in plan().traffic))
+    made = replace(
+        plan(), traffic=tuple(replace(one, reductions=(planned,)) for one in plan().traffic)
+    )
     assert parse_plan(made.to_json(), made.source) == made
 
 
 def test_where_ranks_are():
-    assert [plan().node_of(rank) for rank in range(8)] == ["a0", "a0", "a1", "a1", "b0", "b0", "b1", "b1"]
+    assert [plan().node_of(rank) for rank in range(8)] == [
+        "a0",
+        "a0",
+        "a1",
+        "a1",
+        "b0",
+        "b0",
+        "b1",
+        "b1",
+    ]
     assert plan().fabric_of((0, 2)).name == "a"
     assert plan().fabric_of((0, 4)).name == "ethernet"
     assert plan().fabric_of((0, 1)) is None
@@ -87,26 +98,52 @@ def test_digest():
         ({"processes": 0}, "at least one rank"),
         ({"processes": "2"}, "'processes'"),
         (
-            {"sizes": {"pipeline": 3, "tensor": 1, "context": 1, "expert": 1, "data": 2,
-                       "order": "tp-cp-ep-dp-pp"}},
+            {
+                "sizes": {
+                    "pipeline": 3,
+                    "tensor": 1,
+                    "context": 1,
+                    "expert": 1,
+                    "data": 2,
+                    "order": "tp-cp-ep-dp-pp",
+                }
+            },
             "'sizes': pipeline 3",
         ),
         (
-            {"sizes": {"pipeline": 0, "tensor": 1, "context": 1, "expert": 1, "data": 2,
-                       "order": "tp-cp-ep-dp-pp"}},
+            {
+                "sizes": {
+                    "pipeline": 0,
+                    "tensor": 1,
+                    "context": 1,
+                    "expert": 1,
+                    "data": 2,
+                    "order": "tp-cp-ep-dp-pp",
+                }
+            },
             "'sizes': parallel size pipeline",
         ),
         (
-            {"sizes": {"pipeline": 2, "tensor": 2, "context": 1, "expert": 1, "data": 0,
-                       "order": "tp-cp-ep-dp-pp"}},
+            {
+                "sizes": {
+                    "pipeline": 2,
+                    "tensor": 2,
+                    "context": 1,
+                    "expert": 1,
+                    "data": 0,
+                    "order": "tp-cp-ep-dp-pp",
+                }
+            },
             "lacks the data size",
         ),
         ({"sizes": {"pipeline": 2}}, "'sizes' lacks the data size"),
         ({"sizes": [2]}, "'sizes' is not a table"),
         ({"stage_layers": [1, 2, 3]}, "'stage_layers' has 3 entries for 2 stages"),
         ({"transports": {"data": ["a"]}}, "'transports' is not known"),
-        ({"traffic": [{"network_apis": ["verbs"], "transports": {"data": "a"}}]},
-         r"'traffic\[0\].transports.data'"),
+        (
+            {"traffic": [{"network_apis": ["verbs"], "transports": {"data": "a"}}]},
+            r"'traffic\[0\].transports.data'",
+        ),
         ({"fabrics": [{"name": "a"}]}, r"'fabrics\[0\].kind' is missing"),
         ({"workload": {"micro_batches": 0}}, "'workload.micro_batches' must be 1 or more, not 0"),
         ({"straddling": [{"kind": "data"}]}, r"'straddling\[0\].groups' is missing"),
@@ -120,7 +157,17 @@ def test_bad_plan(changes, message):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "{}", '{"version": 1}', '{"version": ' + "9" * 5000 + "}", "[" * 100_000]
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "{}",
+        '{"version": 1}',
+        '{"version": ' + "9" * 5000 + "}",
+        "[" * 100_000,
+    ],
 )
 def test_not_a_plan(text):
     with pytest.raises(HolmesError, match="^p.json: "):
@@ -143,8 +190,8 @@ def test_plan_for_another_site():
         check_plan(plan(nodes=("a0", "a1", "b0"), sizes=None, stage_layers=()), SITE)
     one = clusters.site()
     with pytest.raises(
-        HolmesError, match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 "
-                           "here"
+        HolmesError,
+        match="'processes' is 2, but 1 were started on each node .world size 8 in the plan, 4 here",
     ):
         check_plan(plan(), one)
     slower = clusters.site(*clusters.TWO[:1], "b roce 1Gb/s b[0-1]", processes=2)
@@ -178,8 +225,13 @@ def test_mutated_files_give_a_plan_or_one_clear_line():
     for _ in range(600):
         start = rng.randrange(len(text))
         stop = start + rng.choice((0, 1, 4, 30))
-        changed = rng.choice((text[:start], text[:start] + rng.choice(junk) + text[stop:],
-                              text[:start] + text[stop:]))
+        changed = rng.choice(
+            (
+                text[:start],
+                text[:start] + rng.choice(junk) + text[stop:],
+                text[:start] + text[stop:],
+            )
+        )
         try:
             assert parse_plan(changed, "p.json").digest == plan().digest
         except HolmesError as error:
@@ -195,9 +247,9 @@ def test_values_of_every_type_in_every_place_never_crash():
     places += [("straddling", 0, key) for key in document["straddling"][0]] + [
         ("fabrics", 0, key) for key in document["fabrics"][0]
     ]
-    places += [("traffic", 0, "reductions", 0, key) for key in document["traffic"][0]["reductions"][0]] + [
-        ("traffic", 0, "edges", 0, "stages")
-    ]
+    places += [
+        ("traffic", 0, "reductions", 0, key) for key in document["traffic"][0]["reductions"][0]
+    ] + [("traffic", 0, "edges", 0, "stages")]
     for place in places:
         for value in values:
             changed = json.loads(plan().to_json())

@@ -15,12 +15,18 @@ def plan_of(*clusters, **more):
     return build_plan(site(*(clusters or TWO), **more))
 
 
-@pytest.mark.parametrize("network_api, again, crossings", [
-    # gathers and a reduce-scatter, which gloo makes an all-reduce
-    (VERBS, 1.0, 3), (SOCKETS, 1.0, 4), (VERBS, 0.0, 2),
-])
+@pytest.mark.parametrize(
+    "network_api, again, crossings",
+    [
+        # gathers and a reduce-scatter, which gloo makes an all-reduce
+        (VERBS, 1.0, 3),
+        (SOCKETS, 1.0, 4),
+        (VERBS, 0.0, 2),
+    ],
+)
 def test_over_everything_each_crossing_takes_three_quarters_of_the_weights_through_the_ethernet(
-        network_api, again, crossings):
+    network_api, again, crossings
+):
     plan = plan_of(ethernet="250Mb/s")
     what = ShardedWeights(4, 8e6, 8e6, again)
     latency = next(fabric for fabric in plan.fabrics if fabric.kind == "ethernet").latency_s
@@ -33,7 +39,9 @@ def test_hybrid_is_the_slower_cluster_and_a_shard_s_all_reduce():
     fabrics = {fabric.kind: fabric for fabric in plan.fabrics}
     inside = 3 * (1 / 2 * 8e6 * 8 / 1.6e9 + 4 * fabrics["roce"].latency_s)
     across = 2 / 2 * 8e6 / 2 * 8 / 250e6 + 4 * 2 * fabrics["ethernet"].latency_s
-    assert sharded_seconds(plan, range(4), WHAT, VERBS, hybrid=True) == pytest.approx(inside + across)
+    assert sharded_seconds(plan, range(4), WHAT, VERBS, hybrid=True) == pytest.approx(
+        inside + across
+    )
 
 
 def test_ranks_of_a_node_share_its_ethernet():

@@ -58,8 +58,9 @@ def test_axes_that_the_order_leaves_out_are_outermost():
     assert Sizes(order="dp-tp").axes == ("dp", "tp", "cp", "pp")
 
 
-@pytest.mark.parametrize("order",
-                         ["-".join(axes) for axes in itertools.permutations(("tp", "cp", "dp", "pp"))])
+@pytest.mark.parametrize(
+    "order", ["-".join(axes) for axes in itertools.permutations(("tp", "cp", "dp", "pp"))]
+)
 def test_groups_partition_the_world(order):
     sizes = Sizes(2, 2, 3, data=2, order=order).complete(24)
     for axis in ("tp", "cp", "dp", "pp"):
@@ -76,17 +77,29 @@ def test_deepspeed_has_the_same_grid():
     sizes = Sizes(2, 2).complete(12)
     for axis, name in (("pp", "pipe"), ("dp", "data"), ("tp", "model")):
         assert {tuple(group) for group in grid.get_axis_comm_lists(name)} == {
-            sizes.group(rank, axis) for rank in range(12)}
+            sizes.group(rank, axis) for rank in range(12)
+        }
 
 
 def test_parse():
-    assert parse_sizes("pipeline=2, tensor=4,order=tp-cp-ep-pp-dp",
-                       "f") == Sizes(2, 4, order="tp-cp-ep-pp-dp")
+    assert parse_sizes("pipeline=2, tensor=4,order=tp-cp-ep-pp-dp", "f") == Sizes(
+        2, 4, order="tp-cp-ep-pp-dp"
+    )
     assert parse_sizes("", "f") == Sizes()
 
 
-@pytest.mark.parametrize("text", ["pipeline", "pipes=2", "pipeline=", "pipeline=two", "pipeline=-1",
-                                  "pipeline=2,pipeline=4", "tensor=" + "9" * 5000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pipeline",
+        "pipes=2",
+        "pipeline=",
+        "pipeline=two",
+        "pipeline=-1",
+        "pipeline=2,pipeline=4",
+        "tensor=" + "9" * 5000,
+    ],
+)
 def test_parse_refuses(text):
     with pytest.raises(HolmesError, match="^here: "):
         parse_sizes(text, "here")

@@ -23,7 +23,9 @@ from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.space import Limits
 
-MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12))
+MODEL = Model(
+    layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12)
+)
 
 
 def best(framework=None, model=MODEL, **allowed):
@@ -47,7 +49,10 @@ SITES = ("three_clusters_8", "three_links_6")
 
 @pytest.mark.parametrize("framework", sorted(ENGINES))
 def test_no_row_of_a_framework_is_one_that_it_cannot_start(framework):
-    model, few = replace(MODEL, experts=4, sequence=2048), {"recompute": ("none",), "micro_batch": (1,)}
+    model, few = (
+        replace(MODEL, experts=4, sequence=2048),
+        {"recompute": ("none",), "micro_batch": (1,)},
+    )
     for name in SITES:
         for one in searched(name, model, 48, within(framework, few), seconds=0.5).candidates:
             launch = launches(one, model, 48, False, "c.toml", "plan.json")[framework]
@@ -65,11 +70,15 @@ def test_two_levels_are_of_all_stages_and_with_a_sharded_optimizer(framework):
 @pytest.mark.parametrize("framework", sorted(ENGINES))
 def test_what_is_searched_for_a_framework_can_be_started_with_it(framework):
     launch = launches(best(framework), MODEL, 16, True, "c.toml", "plan.json")[framework]
-    assert not launch.lacks and ("--holmes-plan", "plan.json") in zip(launch.flags, launch.flags[1:])
+    assert not launch.lacks and ("--holmes-plan", "plan.json") in zip(
+        launch.flags, launch.flags[1:]
+    )
 
 
 def test_sizes_are_read_back():
-    one = best(tensor=(1,), pipeline=(2,), context=(2,), virtual=(3,), recompute=("full",), zero=(1,))
+    one = best(
+        tensor=(1,), pipeline=(2,), context=(2,), virtual=(3,), recompute=("full",), zero=(1,)
+    )
     launch = launches(one, MODEL, 16, False, "c.toml", "plan.json")["megatron-lm"]
     sizes = sizes_from_arguments(list(launch.flags))
     assert (sizes.pipeline, sizes.tensor, sizes.context) == (2, 1, 2)
@@ -84,14 +93,18 @@ def test_a_plan_of_listed_passes_asks_for_them():
     """Without the flag the job decides on 1F1B."""
     one = best("deepspeed", pipeline=(2,))
     for passes, asked in ((), False), (("F0 B0", "F0 I0 W0"), True):
-        launch = launches(replace(one, passes=passes), MODEL, 16, True, "c.toml", "plan.json")["deepspeed"]
+        launch = launches(replace(one, passes=passes), MODEL, 16, True, "c.toml", "plan.json")[
+            "deepspeed"
+        ]
         assert (("--holmes-passes", "auto") in zip(launch.flags, launch.flags[1:])) == asked
 
 
 def test_what_deepspeed_lacks_is_said():
     one = best(pipeline=(2,), context=(2,), virtual=(3,))
     for name in ("deepspeed", "megatron-deepspeed"):
-        assert "virtual 3 (limit virtual=1)" in launches(one, MODEL, 16, False, "c", "p")[name].lacks
+        assert (
+            "virtual 3 (limit virtual=1)" in launches(one, MODEL, 16, False, "c", "p")[name].lacks
+        )
 
 
 def test_deepspeeds_config():
@@ -176,23 +189,47 @@ def parsed(kind, folder, flags):
         "TEST_FLAGS": " ".join(flags),
     }
     done = subprocess.run(
-        [sys.executable, "-c", PARSE, folder, kind], capture_output=True, text=True, timeout=300, env=environ
+        [sys.executable, "-c", PARSE, folder, kind],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environ,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.splitlines()[-1]
 
 
-HOLMES = ["--holmes", "--holmes-cluster", "--holmes-overlap", "--holmes-plan", "c.toml", "on", "plan.json"]
+HOLMES = [
+    "--holmes",
+    "--holmes-cluster",
+    "--holmes-overlap",
+    "--holmes-plan",
+    "c.toml",
+    "on",
+    "plan.json",
+]
 
 
 def test_megatron_lms_own_parser():
     folder = str(checkout_or_skip("Megatron-LM"))
     moe = replace(MODEL, experts=4, sequence_parallel=True)
-    one = best("megatron-lm", moe, pipeline=(2,), tensor=(1,), virtual=(3,), recompute=("selective",),
-               zero=(1,))
+    one = best(
+        "megatron-lm",
+        moe,
+        pipeline=(2,),
+        tensor=(1,),
+        virtual=(3,),
+        recompute=("selective",),
+        zero=(1,),
+    )
     flags = launches(one, moe, 16, True, "c.toml", "plan.json")["megatron-lm"].flags
     unknown, *sizes = parsed("lm", folder, flags).rsplit(" ", 4)
-    assert set(eval(unknown)) <= set(HOLMES) and sizes == ["1", "2", str(one.shape.micro_batch), "16"]
+    assert set(eval(unknown)) <= set(HOLMES) and sizes == [
+        "1",
+        "2",
+        str(one.shape.micro_batch),
+        "16",
+    ]
 
 
 def test_megatron_deepspeeds_own_parser():
@@ -200,5 +237,9 @@ def test_megatron_deepspeeds_own_parser():
     one = best("megatron-deepspeed", pipeline=(2,), recompute=("full",), zero=(1,))
     flags = launches(one, MODEL, 16, True, "c.toml", "plan.json")["megatron-deepspeed"].flags
     unknown, *sizes = parsed("ds", folder, flags).rsplit(" ", 4)
-    assert (set(eval(unknown)) <= set(HOLMES)
-            and sizes == [str(one.shape.tensor), "2", str(one.shape.micro_batch), "16"])
+    assert set(eval(unknown)) <= set(HOLMES) and sizes == [
+        str(one.shape.tensor),
+        "2",
+        str(one.shape.micro_batch),
+        "16",
+    ]

@@ -18,20 +18,35 @@ def test_figures(tmp_path):
     write(tmp_path)
     summary = summarize(load(tmp_path))
     assert (summary.world, summary.steps, summary.step_s, summary.tokens_per_second) == (
-        2, 6, pytest.approx(1.0), pytest.approx(640))
+        2,
+        6,
+        pytest.approx(1.0),
+        pytest.approx(640),
+    )
     data, pipeline = summary.rows
     assert (data.kind, data.where, data.ranks, data.operations, data.sent, data.most_exposed) == (
-        "data", "across", 2, 1, 2_000_000, 0)
+        "data",
+        "across",
+        2,
+        1,
+        2_000_000,
+        0,
+    )
     assert (data.busy_s, data.exposed_s) == (pytest.approx(0.45), pytest.approx(0.3))
     assert data.configured_bps == 250_000_000
-    assert data.achieved_bps == pytest.approx(2_000_000 * 8 / 0.4)  # from when the late one has come
+    assert data.achieved_bps == pytest.approx(
+        2_000_000 * 8 / 0.4
+    )  # from when the late one has come
     assert pipeline.achieved_bps == pytest.approx(1000 * 8 / 0.1) and pipeline.sent == 500
     ways = {(row.source, row.target): row for row in summary.pairs}
     assert ways["a", "b"].sent == 2_001_000 and ways["b", "a"].exposed_s == pytest.approx(0.2)
-    assert ways["a", "b"].achieved_bps == pytest.approx(2_001_000 * 8 / 0.5)  # the reduction and the message
+    assert ways["a", "b"].achieved_bps == pytest.approx(
+        2_001_000 * 8 / 0.5
+    )  # the reduction and the message
     assert ways["a", "b"].configured_bps == 0 == ways["a", "b"].round_trip_s
     linked = summarize(
-        load(write(tmp_path / "linked", between=[["a", "b", 1e8, 0.02], ["b", "a", 1e8, 0.02]])))
+        load(write(tmp_path / "linked", between=[["a", "b", 1e8, 0.02], ["b", "a", 1e8, 0.02]]))
+    )
     assert (linked.pairs[0].configured_bps, linked.pairs[0].round_trip_s) == (1e8, 0.04)
     assert summary.slowest.rank == 1 and summary.slowest.own_s == pytest.approx(0.7)
     assert summary.ranks[0].exposed_s == pytest.approx(0.5)
@@ -44,8 +59,10 @@ def test_the_verdict_names_the_network_where_it_costs_more_than_any_rank(tmp_pat
     assert summary.slow_link is summary.rows[0]
     assert main(["report", str(tmp_path)]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert ("a slow network costs more: data groups across clusters on ethernet "
-            "carry 40 Mb/s of 250 Mb/s") in said
+    assert (
+        "a slow network costs more: data groups across clusters on ethernet "
+        "carry 40 Mb/s of 250 Mb/s"
+    ) in said
     quick = replace(summary.rows[0], configured_bps=1e8)
     assert replace(summary, rows=(quick,)).slow_link is None
     late = replace(summary.ranks[1], own_s=0.9)
@@ -55,7 +72,10 @@ def test_the_verdict_names_the_network_where_it_costs_more_than_any_rank(tmp_pat
 def test_scaled_rates_of_the_lab_are_told(tmp_path, capsys):
     write(tmp_path, scale=0.01)
     assert main(["report", str(tmp_path)]) == 0
-    assert "note: NICs were emulated (holmes lab) and carried 0.01 x their rates" in capsys.readouterr().out
+    assert (
+        "note: NICs were emulated (holmes lab) and carried 0.01 x their rates"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_reducers_own_figure_counts_where_its_threads_wait(tmp_path):
@@ -77,8 +97,11 @@ def test_one_time_axis(tmp_path):
     events = document["traceEvents"]
     assert {event["ph"] for event in events} == {"X", "M"}
     for event in events:
-        assert (isinstance(event["pid"], int) and isinstance(event["tid"], int)
-                and isinstance(event["name"], str))
+        assert (
+            isinstance(event["pid"], int)
+            and isinstance(event["tid"], int)
+            and isinstance(event["name"], str)
+        )
         if event["ph"] == "X":
             assert event["ts"] >= 0 and event["dur"] >= 0
     begins = [event["ts"] for event in events if event["name"] == "step 5"]
@@ -86,8 +109,11 @@ def test_one_time_axis(tmp_path):
     reduce = [event for event in events if event["name"] == "all_reduce"]
     assert [event["ts"] for event in reduce] == pytest.approx([0.4e6, 0.5e6], abs=1)
     assert reduce[0]["args"]["bytes_sent"] == 2_000_000
-    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events
-             if event["name"] == "thread_name"}
+    names = {
+        (event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["name"] == "thread_name"
+    }
     assert set(names.values()) == {"compute", "data", "pipeline"}
     assert pictured(run, 5)[1]["events"][0][1] == pytest.approx(5.0)
 
@@ -97,8 +123,21 @@ def test_events_of_one_thread_do_not_cross(tmp_path):
     path = place / "rank0.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     begin = lines[7]["begin"]
-    lines[7]["ops"] += [["data", "ethernet", "all_reduce", "1", 90 + n, None, begin + 0.4 + n / 100,
-                         begin + 0.8 + n / 100, 0.0, 1] for n in range(5)]
+    lines[7]["ops"] += [
+        [
+            "data",
+            "ethernet",
+            "all_reduce",
+            "1",
+            90 + n,
+            None,
+            begin + 0.4 + n / 100,
+            begin + 0.8 + n / 100,
+            0.0,
+            1,
+        ]
+        for n in range(5)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     by_lane = {}
     for event in trace(load(tmp_path), 5)["traceEvents"]:
@@ -106,7 +145,9 @@ def test_events_of_one_thread_do_not_cross(tmp_path):
             by_lane.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     assert len(by_lane) == 6
     for spans in by_lane.values():
-        assert all(end <= start + 1 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:]))
+        assert all(
+            end <= start + 1 for (_, end), (start, _) in zip(sorted(spans), sorted(spans)[1:])
+        )
 
 
 def report(capsys, *arguments):
@@ -120,12 +161,20 @@ def test_the_tables(tmp_path, capsys):
     status, out, err = report(capsys, tmp_path)
     assert status == 0 and not err
     assert "2 ranks, 6 steps of 1.0000 s" in out and "640 tokens/s" in out
-    assert ("across, ethernet" in out and "250 Mb/s" in out and "40 Mb/s" in out
-            and "slowest: rank 1 on b0" in out)
-    status, out, _ = report(capsys, tmp_path, "--json", "--trace", tmp_path / "t.json", "--html",
-                            tmp_path / "t.html")
-    assert (status == 0 and json.loads(out)["slowest_rank"] == 1
-            and json.loads(out)["rows"][0]["kind"] == "data")
+    assert (
+        "across, ethernet" in out
+        and "250 Mb/s" in out
+        and "40 Mb/s" in out
+        and "slowest: rank 1 on b0" in out
+    )
+    status, out, _ = report(
+        capsys, tmp_path, "--json", "--trace", tmp_path / "t.json", "--html", tmp_path / "t.html"
+    )
+    assert (
+        status == 0
+        and json.loads(out)["slowest_rank"] == 1
+        and json.loads(out)["rows"][0]["kind"] == "data"
+    )
     assert json.loads((tmp_path / "t.json").read_text())["otherData"]["step"] == 5
     page = (tmp_path / "t.html").read_text()
     assert page.count("<svg") == 2 and "across, ethernet" in page
@@ -151,7 +200,9 @@ def test_a_line_that_is_cut_and_a_rank_that_is_absent_are_told(tmp_path, capsys)
 
 def test_a_clock_that_was_not_compared_is_told(tmp_path, capsys):
     path = write(tmp_path) / "rank1.jsonl"
-    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if "clock" not in line))
+    path.write_text(
+        "".join(line + "\n" for line in path.read_text().splitlines() if "clock" not in line)
+    )
     assert "clocks of b0 were not compared" in report(capsys, tmp_path)[1]
 
 
@@ -168,19 +219,36 @@ def spoil(place, change):
         (lambda lines: lines.__setitem__(4, "{"), r"rank1.jsonl: line 5 is not JSON"),
         (lambda lines: lines.__setitem__(4, "[1]"), r"line 5 is not JSON"),
         (lambda lines: lines.__setitem__(4, '{"other": 1}'), r"line 5: neither a step"),
-        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": 2, "groups": [["data"]]}'),
-         r"line 5: step 2: 'groups'"),
-        (lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": "x", "groups": []}'),
-         r"line 5: key 'end'"),
-        (lambda lines: lines.__setitem__(0, '{"holmes_telemetry": 2}'),
-         r"line 1: of version 2, this holmes reads version 1"),
-        (lambda lines: lines.__setitem__(0, '{"x": 2}'), r"line 1: not a file of holmes's telemetry"),
-        (lambda lines: lines.__setitem__(0, lines[0].replace('"run1"', '"run2"')),
-         r"files of two runs are mixed: rank0.jsonl is of run run1"),
-        (lambda lines: lines.__setitem__(0, lines[0].replace('"rank": 1', '"rank": 0')),
-         r"are both of rank 0"),
-        (lambda lines: lines.__setitem__(0, lines[0].replace('"rank": 1', '"rank": "1"')),
-         r"line 1: key 'rank'"),
+        (
+            lambda lines: lines.__setitem__(
+                4, '{"step": 2, "begin": 1, "end": 2, "groups": [["data"]]}'
+            ),
+            r"line 5: step 2: 'groups'",
+        ),
+        (
+            lambda lines: lines.__setitem__(4, '{"step": 2, "begin": 1, "end": "x", "groups": []}'),
+            r"line 5: key 'end'",
+        ),
+        (
+            lambda lines: lines.__setitem__(0, '{"holmes_telemetry": 2}'),
+            r"line 1: of version 2, this holmes reads version 1",
+        ),
+        (
+            lambda lines: lines.__setitem__(0, '{"x": 2}'),
+            r"line 1: not a file of holmes's telemetry",
+        ),
+        (
+            lambda lines: lines.__setitem__(0, lines[0].replace('"run1"', '"run2"')),
+            r"files of two runs are mixed: rank0.jsonl is of run run1",
+        ),
+        (
+            lambda lines: lines.__setitem__(0, lines[0].replace('"rank": 1', '"rank": 0')),
+            r"are both of rank 0",
+        ),
+        (
+            lambda lines: lines.__setitem__(0, lines[0].replace('"rank": 1', '"rank": "1"')),
+            r"line 1: key 'rank'",
+        ),
         (lambda lines: lines.clear(), r"rank1.jsonl: line 1 is not whole"),
         (lambda lines: lines.__delitem__(slice(1, None)), r"no step is finished on all"),
     ],
@@ -200,7 +268,10 @@ def test_bad_usage_is_one_line(tmp_path, capsys):
         assert status == 2 and expected in err and err.count("\n") == 1
     write(tmp_path)
     for more, expected in (
-        (["--step", "3", "--trace", tmp_path / "t"], "step 3 is not traced on all ranks; these are: 2, 5"),
+        (
+            ["--step", "3", "--trace", tmp_path / "t"],
+            "step 3 is not traced on all ranks; these are: 2, 5",
+        ),
         (["--step", "3"], "give one of them"),
         (["--trace", tmp_path / "none" / "t"], "cannot be written"),
     ):
@@ -233,12 +304,23 @@ def test_rounds_with_other_jobs(tmp_path, capsys):
     for rank in (0, 1):
         with open(place / f"rank{rank}.jsonl", "a") as file:
             for number, verdict in ((1, "commit"), (2, "void"), (3, "commit")):
-                told = {"round": number, "verdict": verdict, "bytes": 500_000, "seconds": 2.0 + rank}
+                told = {
+                    "round": number,
+                    "verdict": verdict,
+                    "bytes": 500_000,
+                    "seconds": 2.0 + rank,
+                }
                 told |= {"exposed": 0.25 * rank, "drift": 0.5 if number == 1 else None}
                 file.write(json.dumps({"outer": told}) + "\n")
     row = summarize(load(tmp_path)).joined
-    assert (row.rounds, row.counted, row.sent, row.seconds, row.exposed_s,
-            row.drift) == (3, 2, 1e6, 3.0, 0.25, 0.5)
+    assert (row.rounds, row.counted, row.sent, row.seconds, row.exposed_s, row.drift) == (
+        3,
+        2,
+        1e6,
+        3.0,
+        0.25,
+        0.5,
+    )
     assert report(capsys, tmp_path, "--html", str(tmp_path / "page.html"))[0] == 0
     assert "rounds with other jobs" in (tmp_path / "page.html").read_text()
     assert summarize(load(write(tmp_path / "alone").parent)).joined is None
@@ -250,9 +332,19 @@ def test_the_losses_of_joined_jobs_stand_where_their_steps_ended():
 
 def learned(place, *changes, **more):
     """Rank 0's file of a job whose plan changed: (step, before, then, predicted)."""
-    lines = [{"plan": {"step": step, "before": before, "in_flight": held, "now_s": 1.5, "then_s": then,
-                       "back": False}}
-             for step, before, held, then in changes]
+    lines = [
+        {
+            "plan": {
+                "step": step,
+                "before": before,
+                "in_flight": held,
+                "now_s": 1.5,
+                "then_s": then,
+                "back": False,
+            }
+        }
+        for step, before, held, then in changes
+    ]
     lines += [more] if more else []
     with open(place / "rank0.jsonl", "a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
@@ -265,7 +357,9 @@ def test_plans_that_changed_are_listed_with_their_steps(tmp_path, capsys):
     plans = summarize(load(tmp_path)).plans
     assert [row.in_flight for row in plans] == [(2, 1), (4, 1), (2, 1)]
     assert [row.predicted_s for row in plans] == [None, 0.9, 1.5]
-    assert [row.step for row in plans] == [1, 5, 9] and all(row.step_s == pytest.approx(1.0) for row in plans)
+    assert [row.step for row in plans] == [1, 5, 9] and all(
+        row.step_s == pytest.approx(1.0) for row in plans
+    )
     assert main(["report", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "micro-batches in flight" in said and "4+1" in said

@@ -24,7 +24,9 @@ from holmes_ext.runtime.start.launcher import Process
         ("cpu:gloo,cuda:nccl", False, "gloo", "gloo"),
     ],
 )
-def test_the_device_decides_where_a_group_has_two_backends(backend, gpu, cpu_tensors, default, monkeypatch):
+def test_the_device_decides_where_a_group_has_two_backends(
+    backend, gpu, cpu_tensors, default, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert (backend_named(backend, "cpu"), backend_named(backend)) == (cpu_tensors, default)
 
@@ -49,7 +51,7 @@ def test_undefined_is_gloo_here():
 
 @pytest.mark.parametrize(
     "backend, network_api",
-    [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")]
+    [("nccl", "verbs"), ("fake", "verbs"), ("gloo", "sockets"), ("ucc", ""), ("mpi", "")],
 )
 def test_what_of_a_nodes_ports_a_backend_can_use(backend, network_api):
     assert network_api_of(backend) == network_api
@@ -61,12 +63,24 @@ def unnamed(rank):
     dist.destroy_process_group()
     dist.init_process_group(store=dist.PrefixStore("unnamed", store), rank=rank, world_size=4)
     site = example()
-    session.set_active(session.Session(Options(), Process(rank, 4, 0, 1, "", 0, "test"), site,
-                                       build_plan(site), rank, maker=maker))
+    session.set_active(
+        session.Session(
+            Options(),
+            Process(rank, 4, 0, 1, "", 0, "test"),
+            site,
+            build_plan(site),
+            rank,
+            maker=maker,
+        )
+    )
     made = PlannedReduction(dist.group.WORLD, 2**20, "cpu").reduction
     session.set_active(None)
-    return str(dist.get_backend()), backend_of(), backend_of(dist.new_group([0, 1, 2, 3])), type(
-        made).__name__
+    return (
+        str(dist.get_backend()),
+        backend_of(),
+        backend_of(dist.new_group([0, 1, 2, 3])),
+        type(made).__name__,
+    )
 
 
 def test_a_job_that_names_no_backend_gets_gloo_s_two_levels():

@@ -29,8 +29,9 @@ def randoms(numel, seed=0):
 def test_int8_is_off_by_half_a_step_of_its_block_at_most(numel):
     x = randoms(numel) * torch.linspace(0.001, 10, numel)
     wire = Int8().encode(x, None)
-    assert (wire.dtype == torch.uint8
-            and len(wire) == 4 * (-(-numel // 4) + -(-numel // BLOCK)) == len(Int8().buffer(x)))
+    assert wire.dtype == torch.uint8 and len(wire) == 4 * (
+        -(-numel // 4) + -(-numel // BLOCK)
+    ) == len(Int8().buffer(x))
     for block, got in zip(x.split(BLOCK), Int8().decode(wire, x).split(BLOCK)):
         assert (block - got).abs().max() <= block.abs().max() / 127 / 2 * 1.0001
 
@@ -38,8 +39,11 @@ def test_int8_is_off_by_half_a_step_of_its_block_at_most(numel):
 def test_bf16_is_torch_s_rounding_and_leaves_16_bit_gradients_alone():
     x = randoms(100)
     assert torch.equal(Bf16().decode(Bf16().encode(x, None), x), x.bfloat16().float())
-    assert (Bf16().applies(torch.float64) and not Bf16().applies(torch.float16)
-            and not Bf16().applies(torch.int64))
+    assert (
+        Bf16().applies(torch.float64)
+        and not Bf16().applies(torch.float16)
+        and not Bf16().applies(torch.int64)
+    )
     assert Int8().applies(torch.bfloat16) and not Int8().applies(torch.int64)
 
 
@@ -58,26 +62,36 @@ def test_what_is_not_finite_is_neither_hidden_nor_remembered(value):
 
 
 def test_error_feedback_sends_in_time_what_rounding_left_out():
-    x = torch.full((BLOCK,), 0.001)  # less than half a step beside the 1.0: rounded to nothing every time
+    x = torch.full(
+        (BLOCK,), 0.001
+    )  # less than half a step beside the 1.0: rounded to nothing every time
     x[0] = 1.0
     residual, total, lost = torch.zeros(BLOCK), torch.zeros(BLOCK), torch.zeros(BLOCK)
     for _ in range(100):
         total += Int8().decode(Int8().encode(x, residual), x)
         lost += Int8().decode(Int8().encode(x, None), x)
     assert lost[1:].abs().max() == 0
-    assert (total - 100 * x).abs().max() <= 1 / 127 / 2 * 1.0001  # never more than one rounding behind
+    assert (
+        total - 100 * x
+    ).abs().max() <= 1 / 127 / 2 * 1.0001  # never more than one rounding behind
 
 
 def test_residuals_live_as_long_as_their_tensor():
     known, tensor = Residuals(), torch.zeros(4)
     residual_of(known.of(tensor), (2, 0), tensor).fill_(1.0)
-    assert (residual_of(known.of(tensor), (2, 0), tensor).sum() == 4
-            and residual_of(None, (2, 0), tensor) is None)
+    assert (
+        residual_of(known.of(tensor), (2, 0), tensor).sum() == 4
+        and residual_of(None, (2, 0), tensor) is None
+    )
     assert known.of(torch.zeros(4)) == {}
 
 
 def test_codecs_by_name():
-    assert codec("off") is PLAIN and isinstance(codec("bf16"), Bf16) and isinstance(codec("int8"), Int8)
+    assert (
+        codec("off") is PLAIN
+        and isinstance(codec("bf16"), Bf16)
+        and isinstance(codec("int8"), Int8)
+    )
     for wrong in (lambda: codec("int4"), lambda: Options(compress="int4")):
         with pytest.raises(HolmesError, match="'int4' is not one of off, bf16, int8"):
             wrong()
@@ -85,7 +99,9 @@ def test_codecs_by_name():
 
 def test_prediction_counts_fewer_bytes_across():
     four = site("a ib 2Gb/s a[0-3]", "b ib 2Gb/s b[0-3]", ethernet="250Mb/s")
-    whole, compressed = (sums_on_site(four, compress=how).both.seconds(1e7) for how in ("off", "int8"))
+    whole, compressed = (
+        sums_on_site(four, compress=how).both.seconds(1e7) for how in ("off", "int8")
+    )
     assert compressed < 0.7 * whole  # then the fabric is the busier network
 
 
@@ -115,7 +131,9 @@ def sums(rank, kind, clusters, compress, steps=3, numel=5001):
 
 
 @gloo_only
-@pytest.mark.parametrize("clusters", [[[0, 1], [2, 3]], [[0, 1], [2, 3, 4]], [[0, 2], [1], [4, 3]]], ids=str)
+@pytest.mark.parametrize(
+    "clusters", [[[0, 1], [2, 3]], [[0, 1], [2, 3, 4]], [[0, 2], [1], [4, 3]]], ids=str
+)
 def test_compressed_sums_are_close_and_the_same_bits_everywhere(clusters):
     count = sum(map(len, clusters))
     for compress, tolerance in (("bf16", 0.02), ("int8", 0.04)):
@@ -170,7 +188,9 @@ def trained(codecs):
         total = torch.zeros(64)
         for part, residual in zip(inputs.split(256), residuals):
             gradient = part.T @ (part @ (weights - wanted)) / 256
-            total += codecs.decode(codecs.encode(gradient, residual), gradient) if codecs else gradient
+            total += (
+                codecs.decode(codecs.encode(gradient, residual), gradient) if codecs else gradient
+            )
         weights -= 0.3 * total
     return (inputs @ (weights - wanted)).square().mean().item()
 

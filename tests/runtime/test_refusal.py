@@ -24,8 +24,9 @@ def store(monkeypatch):
 
 
 def told_on(store, rank, text, round="holmes/1"):
-    session.set_active(SimpleNamespace(process=Process(rank, 2, 0, 1, "", 0, "test"), store=store,
-                                       round=round))
+    session.set_active(
+        SimpleNamespace(process=Process(rank, 2, 0, 1, "", 0, "test"), store=store, round=round)
+    )
     return type(refusal.told_once(HolmesError(text)))
 
 
@@ -51,7 +52,9 @@ def test_a_rank_whose_teller_died_tells_itself(store):
 def test_a_job_that_was_started_again_tells_again(store, capfd):
     """By its round, on which all ranks agree: torchrun's agents do not on how often they restarted."""
     for round in ("holmes/1", "holmes/2"):
-        assert [told_on(store, rank, "too many stages", round) for rank in (1, 0)] == [RemoteError] * 2
+        assert [told_on(store, rank, "too many stages", round) for rank in (1, 0)] == [
+            RemoteError
+        ] * 2
         assert capfd.readouterr().err == "holmes: too many stages\n"
 
 

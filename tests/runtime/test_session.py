@@ -68,7 +68,11 @@ def test_every_group_is_made_on_the_network_that_the_plan_has_for_it():
     jobs = json.loads(done.stdout.splitlines()[-1])
     for job in jobs:
         plan = parse_plan(job["plan"], "p.json")
-        planned = {(kind, ranks) for kind, ranks in plan.groups() if job["rank"] in ranks and kind != "world"}
+        planned = {
+            (kind, ranks)
+            for kind, ranks in plan.groups()
+            if job["rank"] in ranks and kind != "world"
+        }
         made = {(name, tuple(sorted(ranks))): fabric for name, ranks, fabric in job["groups"]}
         assert planned <= set(made)
         for name, ranks, fabric in job["groups"]:
@@ -78,7 +82,13 @@ def test_every_group_is_made_on_the_network_that_the_plan_has_for_it():
             groups = [ranks for other, ranks in plan.groups() if other == kind]
             for ranks, fabric in zip(groups, listed if len(listed) > 1 else listed * len(groups)):
                 assert made.get((kind, ranks), fabric) == fabric
-    assert {fabric for job in jobs for *_, fabric in job["groups"]} >= {"local", "ethernet", "f0", "f1", "f2"}
+    assert {fabric for job in jobs for *_, fabric in job["groups"]} >= {
+        "local",
+        "ethernet",
+        "f0",
+        "f1",
+        "f2",
+    }
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -92,6 +102,7 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     site = random_sites.site(rng)  # random nodes and networks
     built_plan = build_plan(site, random_sites.sizes(rng, site.world_size))
     plan = parse_plan(built_plan.to_json(), built_plan.source)
+
     # Holmes passes the name of NCCL's network in options of the NCCL backend. Here it passes the bare name.
     def net_name(current, ranks, *others):
         return current.transport(ranks, "nccl").net_name
@@ -103,9 +114,15 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
     seen = []  # for each call of the fake: (gloo's interface, NCCL's network)
 
     def fake_new_process_group(
-        group_size, group_rank, global_ranks_in_group, backend, store, group_name,
-        backend_options=None, timeout=None,
-    ):  # fmt: skip
+        group_size,
+        group_rank,
+        global_ranks_in_group,
+        backend,
+        store,
+        group_name,
+        backend_options=None,
+        timeout=None,
+    ):
         import os
 
         # gloo reads its interface from the environment.
@@ -120,7 +137,9 @@ def test_gloo_gets_the_interface_and_nccl_the_network_of_what_the_plan_says(seed
             # Makes this process the rank of a holmes job.
             process = Process(rank, plan.world_size, 0, 1, "", 0, "test")  # 1 process on its node
             monkeypatch.setattr(
-                session, "_active", session.Session(Options(), process, site, plan, rank, maker=maker)
+                session,
+                "_active",
+                session.Session(Options(), process, site, plan, rank, maker=maker),
             )
             arguments = len(ranks), 0, list(ranks), "cpu:gloo,cuda:nccl", None, kind, None
             # A wrapper gets the wrapped function, no instance, and the arguments.

@@ -55,19 +55,37 @@ def install() -> bool:
 def _devices(torch):
     """One GPU, which is the CPU."""
     cpu = torch.device("cpu")
-    properties = types.SimpleNamespace(name="CPU", major=8, minor=0, total_memory=2**36,
-                                       multi_processor_count=1)
+    properties = types.SimpleNamespace(
+        name="CPU", major=8, minor=0, total_memory=2**36, multi_processor_count=1
+    )
     answers = {
-        "is_available": True, "is_initialized": True, "device_count": 1, "current_device": cpu,
-        "get_device_capability": (8, 0), "get_device_properties": properties, "get_device_name": "CPU",
-        "is_bf16_supported": True, "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0,
-        "max_memory_reserved": 0, "memory_stats": {}, "mem_get_info": (2**36, 2**36),
+        "is_available": True,
+        "is_initialized": True,
+        "device_count": 1,
+        "current_device": cpu,
+        "get_device_capability": (8, 0),
+        "get_device_properties": properties,
+        "get_device_name": "CPU",
+        "is_bf16_supported": True,
+        "memory_allocated": 0,
+        "max_memory_allocated": 0,
+        "memory_reserved": 0,
+        "max_memory_reserved": 0,
+        "memory_stats": {},
+        "mem_get_info": (2**36, 2**36),
         "is_current_stream_capturing": False,
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, lambda *args, _answer=answer, **kwargs: _answer)
-    for name in ("set_device", "synchronize", "empty_cache", "init", "_lazy_init", "reset_peak_memory_stats",
-                 "ipc_collect"):
+    for name in (
+        "set_device",
+        "synchronize",
+        "empty_cache",
+        "init",
+        "_lazy_init",
+        "reset_peak_memory_stats",
+        "ipc_collect",
+    ):
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
     torch.cuda.device = lambda *args, **kwargs: contextlib.nullcontext()
 
@@ -75,7 +93,9 @@ def _devices(torch):
 def _off_cuda(device):
     """The CPU instead of a CUDA device, in any way of writing one; anything else as it is."""
     kind = device.split(":")[0] if isinstance(device, str) else getattr(device, "type", device)
-    return "cpu" if kind == "cuda" or isinstance(kind, int) and not isinstance(kind, bool) else device
+    return (
+        "cpu" if kind == "cuda" or isinstance(kind, int) and not isinstance(kind, bool) else device
+    )
 
 
 def _tensors(torch):
@@ -91,10 +111,27 @@ def _tensors(torch):
 
         return call
 
-    for name in ("empty", "zeros", "ones", "full", "tensor", "rand", "randn", "randint", "arange", "eye",
-                 "linspace",
-                 "as_tensor", "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-                 "randperm"):
+    for name in (
+        "empty",
+        "zeros",
+        "ones",
+        "full",
+        "tensor",
+        "rand",
+        "randn",
+        "randint",
+        "arange",
+        "eye",
+        "linspace",
+        "as_tensor",
+        "empty_like",
+        "zeros_like",
+        "ones_like",
+        "full_like",
+        "rand_like",
+        "randn_like",
+        "randperm",
+    ):
         setattr(torch, name, redirect(getattr(torch, name)))
     for name in ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"):
         setattr(torch.Tensor, name, redirect(getattr(torch.Tensor, name)))
@@ -110,7 +147,9 @@ def _tensors(torch):
 
         return call
 
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # torch's CUDA build asks for a driver
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: (
+        self
+    )  # torch's CUDA build asks for a driver
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = moved(kind.to)
         kind.cuda = lambda self, *args, **kwargs: self
@@ -122,8 +161,15 @@ def _tensors(torch):
         return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
 
     torch.Tensor.type = cuda_type
-    for name in ("FloatTensor", "HalfTensor", "BFloat16Tensor", "DoubleTensor", "IntTensor", "LongTensor",
-                 "ByteTensor"):
+    for name in (
+        "FloatTensor",
+        "HalfTensor",
+        "BFloat16Tensor",
+        "DoubleTensor",
+        "IntTensor",
+        "LongTensor",
+        "ByteTensor",
+    ):
         if hasattr(torch, name):  # torch.cuda.LongTensor([...]), which batch broadcasts use
             setattr(torch.cuda, name, getattr(torch, name))
 
@@ -137,7 +183,9 @@ def _streams(torch):
         def __init__(self, *args, **kwargs):
             pass
 
-        def __getattr__(self, name):  # wait_stream, wait_event, synchronize, record_event, query, ...
+        def __getattr__(
+            self, name
+        ):  # wait_stream, wait_event, synchronize, record_event, query, ...
             return lambda *args, **kwargs: Event() if name == "record_event" else True
 
         def __enter__(self):
@@ -156,9 +204,12 @@ def _streams(torch):
     torch.cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
     torch.cuda.set_stream = lambda *args, **kwargs: None
     torch.Tensor.record_stream = lambda *args, **kwargs: None
-    torch.cuda.nvtx = types.SimpleNamespace(range_push=lambda *a: None, range_pop=lambda *a: None,
-                                            mark=lambda *a: None,
-                                            range=lambda *a, **k: contextlib.nullcontext())
+    torch.cuda.nvtx = types.SimpleNamespace(
+        range_push=lambda *a: None,
+        range_pop=lambda *a: None,
+        mark=lambda *a: None,
+        range=lambda *a, **k: contextlib.nullcontext(),
+    )
 
 
 def _random_state(torch):
@@ -168,8 +219,9 @@ def _random_state(torch):
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda *args, **kwargs: get()
         module.set_rng_state = lambda state, *args, **kwargs: put(state)
-        module.manual_seed = module.manual_seed_all = lambda seed: torch.default_generator.manual_seed(
-            int(seed))
+        module.manual_seed = module.manual_seed_all = lambda seed: (
+            torch.default_generator.manual_seed(int(seed))
+        )
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda._lazy_call = lambda call, **kwargs: call()
 
@@ -221,8 +273,11 @@ def _make_adam_resumable(torch):
         if not self.state:  # before the first step
             for group in self.param_groups:
                 for param in group["params"]:
-                    self.state[param] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(param),
-                                         "exp_avg_sq": torch.zeros_like(param)}
+                    self.state[param] = {
+                        "step": torch.zeros(()),
+                        "exp_avg": torch.zeros_like(param),
+                        "exp_avg_sq": torch.zeros_like(param),
+                    }
         return state_dict(self, *args, **kwargs)
 
     torch.optim.Adam.state_dict = state_dict_with_zeros  # also for AdamW, a subclass of Adam
@@ -313,7 +368,9 @@ class _Dummy(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return lambda *args, **kwargs: args[0] if args and callable(args[0]) else lambda function: function
+        return lambda *args, **kwargs: (
+            args[0] if args and callable(args[0]) else lambda function: function
+        )
 
 
 install()

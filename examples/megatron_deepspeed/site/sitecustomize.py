@@ -39,15 +39,20 @@ class _Empty(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         spec = importlib.util.find_spec(f"{self.__name__}.{name}")
-        return importlib.import_module(spec.name) if spec and name.islower() else type(name, (_Name,), {})
+        return (
+            importlib.import_module(spec.name)
+            if spec and name.islower()
+            else type(name, (_Name,), {})
+        )
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Last on sys.meta_path: asked only when no real module was found."""
 
     def find_spec(self, name, path=None, target=None):
-        if os.environ.get("STAND_INS") and any(name == unused or name.startswith(unused + ".")
-                                               for unused in UNUSED):
+        if os.environ.get("STAND_INS") and any(
+            name == unused or name.startswith(unused + ".") for unused in UNUSED
+        ):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -71,7 +76,10 @@ def _ulysses(wrapped, instance, args, kwargs):
         return wrapped(*args, **kwargs)
     if not instance.local_attn._forward_hooks:
         instance.local_attn.register_forward_hook(
-            lambda core, _, out: out.view(*out.shape[:2], core.num_attention_heads_per_partition, -1))
+            lambda core, _, out: out.view(
+                *out.shape[:2], core.num_attention_heads_per_partition, -1
+            )
+        )
     return wrapped(query, key, value, 1, None, mask, *rest, **kwargs).flatten(2)
 
 
@@ -102,4 +110,6 @@ sys.meta_path.append(Finder())
 wrapt.register_post_import_hook(_mend_attention, "megatron.model.transformer")
 wrapt.register_post_import_hook(_mend_shm, "deepspeed.comm.torch")
 wrapt.register_post_import_hook(_mend_ulysses, "deepspeed.sequence.layer")
-wrapt.register_post_import_hook(_mend_sequence_loss, "megatron.core.sequence_parallel.cross_entropy")
+wrapt.register_post_import_hook(
+    _mend_sequence_loss, "megatron.core.sequence_parallel.cross_entropy"
+)

@@ -15,14 +15,22 @@ def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
     screen = Screen()
     if site.wan:
         names = site.clusters
-        uplinks = [format_rate(site.wan.uplink_of[name]) if name in site.wan.uplink_of else ""
-                   for name in names]
+        uplinks = [
+            format_rate(site.wan.uplink_of[name]) if name in site.wan.uplink_of else ""
+            for name in names
+        ]
         rows = [
-            (source, uplink, *("" if source == target else _cell(site, source, target) for target in names))
+            (
+                source,
+                uplink,
+                *("" if source == target else _cell(site, source, target) for target in names),
+            )
             for source, uplink in zip(names, uplinks)
         ]
         columns = [Column("cluster"), Column("uplink", right=True)]
-        columns += [Column(name, right=True, wrap=8, drop=place) for place, name in enumerate(names, 1)]
+        columns += [
+            Column(name, right=True, wrap=8, drop=place) for place, name in enumerate(names, 1)
+        ]
         screen.table(columns, rows, "between clusters, one way: what all traffic shares, latency")
     for note in notes:
         screen.line(f"note: {note}", "yellow")

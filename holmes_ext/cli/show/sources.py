@@ -29,25 +29,52 @@ from holmes_ext.words import did_you_mean, grouped, named_values, some_of
 
 T = TypeVar("T")
 #: Source -> how it is called in what is said, and whether it is read from a file.
-SOURCES = {"slurm": ("Slurm", False), "kubernetes": ("Kubernetes", True), "hostfile": ("the hostfile", True)}
+SOURCES = {
+    "slurm": ("Slurm", False),
+    "kubernetes": ("Kubernetes", True),
+    "hostfile": ("the hostfile", True),
+}
 _ETHERNET = "ethernet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "clusters that another program knows, as a cluster.toml"
     add = parser.add_argument_group(what).add_argument
-    add("--from", dest="source", nargs="+", metavar=("slurm|kubernetes|hostfile", "FILE"),
+    add(
+        "--from",
+        dest="source",
+        nargs="+",
+        metavar=("slurm|kubernetes|hostfile", "FILE"),
         help="slurm: what scontrol and sinfo say; kubernetes FILE: of kubectl get nodes -o json; hostfile "
-             "FILE: of mpirun or deepspeed; FILE - is standard input")
-    add("--output", metavar="FILE",
-        help="write it here; an existing file keeps all it has, new nodes and clusters are added")
-    add("--rate", action="append", default=[], metavar="NAME=RATE",
+        "FILE: of mpirun or deepspeed; FILE - is standard input",
+    )
+    add(
+        "--output",
+        metavar="FILE",
+        help="write it here; an existing file keeps all it has, new nodes and clusters are added",
+    )
+    add(
+        "--rate",
+        action="append",
+        default=[],
+        metavar="NAME=RATE",
         help="of a node of cluster NAME, all its fast NICs together, each way: a=400Gb/s; of all nodes on "
-             "the common network: ethernet=25Gb/s")
-    add("--kind", action="append", default=[], metavar="NAME=KIND",
-        help=f"kind of cluster NAME's fast NICs, where it cannot be detected: {', '.join(KINDS)}")
-    add("--partition", action="append", default=[], metavar="P", help="slurm: only nodes of this partition; "
-                                                                      "repeatable")
+        "the common network: ethernet=25Gb/s",
+    )
+    add(
+        "--kind",
+        action="append",
+        default=[],
+        metavar="NAME=KIND",
+        help=f"kind of cluster NAME's fast NICs, where it cannot be detected: {', '.join(KINDS)}",
+    )
+    add(
+        "--partition",
+        action="append",
+        default=[],
+        metavar="P",
+        help="slurm: only nodes of this partition; repeatable",
+    )
     add("--topology", metavar="FILE", help="slurm: topology.conf or topology.yaml")
 
 
@@ -84,16 +111,23 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(text)
     _tell(args.output, existing, nodes, more, new)
     for what in kept:
-        print(f"holmes discover: {args.output}: {what} stays as the file has it; edit the file to change it",
-              file=sys.stderr)
+        print(
+            f"holmes discover: {args.output}: {what} stays as the file has it; edit the file to change it",
+            file=sys.stderr,
+        )
     return 0
 
 
-def _kept(existing: SiteSpec, kinds: dict[str, str], bps: dict[str, int], ethernet_bps: int) -> list[str]:
+def _kept(
+    existing: SiteSpec, kinds: dict[str, str], bps: dict[str, int], ethernet_bps: int
+) -> list[str]:
     """What the file says otherwise than the options do; `kinds` and `bps` lose those of its clusters."""
-    kept = [f"cluster {cluster.name}" for cluster in existing.clusters
-            if (kinds.pop(cluster.name, cluster.kind), bps.pop(cluster.name, cluster.rate_bps))
-            != (cluster.kind, cluster.rate_bps)]
+    kept = [
+        f"cluster {cluster.name}"
+        for cluster in existing.clusters
+        if (kinds.pop(cluster.name, cluster.kind), bps.pop(cluster.name, cluster.rate_bps))
+        != (cluster.kind, cluster.rate_bps)
+    ]
     return kept + [_ETHERNET] * (ethernet_bps not in (0, existing.ethernet_rate_bps))
 
 
@@ -105,11 +139,18 @@ def _nodes(args: argparse.Namespace) -> list[FoundNode]:
     if len(files) != wanted:
         example = f"--from {source} FILE" if wanted else f"--from {source}"
         raise HolmesError(
-            f"--from {source}: {'it is read from one file' if wanted else 'it takes no file'}: {example}")
+            f"--from {source}: {'it is read from one file' if wanted else 'it takes no file'}: {example}"
+        )
     if source != "slurm" and (args.partition or args.topology):
-        raise HolmesError(f"--partition and --topology only apply to --from slurm, not to --from {source}")
+        raise HolmesError(
+            f"--partition and --topology only apply to --from slurm, not to --from {source}"
+        )
     if source == "slurm":
-        text = read_text(args.topology, "name a topology.conf or topology.yaml") if args.topology else ""
+        text = (
+            read_text(args.topology, "name a topology.conf or topology.yaml")
+            if args.topology
+            else ""
+        )
         topology = parse_topology(text, args.topology) if args.topology else None
         return slurm.nodes_of_slurm(args.partition, topology)
     return read_hostfile(files[0]) if source == "hostfile" else read_nodes(files[0])
@@ -176,18 +217,24 @@ def _ask(question: str, read: Callable[[str], T]) -> T:
 
 
 def _tell(
-    path: str | None, existing: SiteSpec | None, nodes: Sequence[FoundNode],
-    more: Mapping[str, Sequence[str]], new: Sequence[FoundCluster],
+    path: str | None,
+    existing: SiteSpec | None,
+    nodes: Sequence[FoundNode],
+    more: Mapping[str, Sequence[str]],
+    new: Sequence[FoundCluster],
 ) -> None:
     """On standard error: what came to the file, what it has besides, and which nodes no job can use now."""
+
     def say(text: str) -> None:
         print(f"holmes discover: {text}", file=sys.stderr)
 
     for name, added in more.items():
         say(f"{path}: cluster {name}: added {folded(added)}")
     for cluster in new:
-        say(f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} "
-            f"processes, {cluster.kind}: {folded(cluster.nodes)}")
+        say(
+            f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} "
+            f"processes, {cluster.kind}: {folded(cluster.nodes)}"
+        )
     if existing and not more and not new:
         say(f"{path}: it has all of these nodes already; nothing was changed")
     discovered = {node.name for node in nodes}

@@ -43,8 +43,9 @@ class Screen:
     def __init__(self, stderr: bool = False):
         stream = sys.stderr if stderr else sys.stdout
         sized = stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
-        self.console = Console(stderr=stderr, width=None if sized else UNLIMITED, highlight=False,
-                               emoji=False)
+        self.console = Console(
+            stderr=stderr, width=None if sized else UNLIMITED, highlight=False, emoji=False
+        )
 
     @property
     def width(self) -> int:
@@ -53,17 +54,23 @@ class Screen:
 
     def line(self, text: object = "", style: str = "") -> None:
         """One line as it is, whatever its length: no markup, no break. A rich Text keeps its own styles."""
-        self.console.print(text if isinstance(text, Text) else Text(_shown(str(text)), style), soft_wrap=True)
+        self.console.print(
+            text if isinstance(text, Text) else Text(_shown(str(text)), style), soft_wrap=True
+        )
 
     def table(
-        self, columns: Sequence[Column], rows: Sequence[Sequence[str]], title: str = "",
-        styles: Sequence[str] = ()
+        self,
+        columns: Sequence[Column],
+        rows: Sequence[Sequence[str]],
+        title: str = "",
+        styles: Sequence[str] = (),
     ) -> None:
         """`rows` of plain text, a cell for each column, without the columns in which all cells are empty;
         styles: of each row. A cell may have lines of its own."""
         kept = [i for i in range(len(columns)) if not rows or any(row[i] for row in rows)]
-        least, whole = zip(*(_characters(column, [row[i] for row in rows])
-                             for i, column in enumerate(columns)))
+        least, whole = zip(
+            *(_characters(column, [row[i] for row in rows]) for i, column in enumerate(columns))
+        )
         left_out: list[int] = []
         while (room := self.width - sum(least[i] + _BETWEEN for i in kept)) < 0:
             last = max(kept, key=lambda i: (columns[i].drop, i))
@@ -75,7 +82,9 @@ class Screen:
         widths = _share_out(max(room, 0), {i: (least[i], whole[i]) for i in kept})
         for i in kept:
             justify: JustifyMethod = "right" if columns[i].right else "left"
-            grid.add_column(Text(columns[i].name), justify=justify, width=widths[i], overflow="fold")
+            grid.add_column(
+                Text(columns[i].name), justify=justify, width=widths[i], overflow="fold"
+            )
         for row, style in zip(rows, styles or [""] * len(rows)):
             grid.add_row(*(Text(_shown(row[i])) for i in kept), style=style)
         if title:
@@ -87,7 +96,10 @@ class Screen:
         if left_out:
             names = ", ".join(columns[i].name for i in sorted(left_out))
             wide = sum(whole[i] + _BETWEEN for i in {*kept, *left_out})
-            self.line(f"too narrow for: {names}; COLUMNS={wide}, a wider terminal or --json shows all", "dim")
+            self.line(
+                f"too narrow for: {names}; COLUMNS={wide}, a wider terminal or --json shows all",
+                "dim",
+            )
 
 
 def _shown(text: str) -> str:
@@ -97,7 +109,9 @@ def _shown(text: str) -> str:
 
 def _characters(column: Column, cells: Sequence[str]) -> tuple[int, int]:
     """(what the column needs at least, what it would take)"""
-    whole = max(cell_len(line) for cell in [column.name, *cells] for line in cell.splitlines() or [""])
+    whole = max(
+        cell_len(line) for cell in [column.name, *cells] for line in cell.splitlines() or [""]
+    )
     return min(whole, max(column.wrap, cell_len(column.name))) if column.wrap else whole, whole
 
 

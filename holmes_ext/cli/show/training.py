@@ -76,13 +76,22 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
         model = replace(model, global_batch=args.global_batch, micro_batches=0)
     if model is not None:
         lines = [*_unknown_gpus(spec), *lines]
-        unknown = [cluster.name for cluster in spec.clusters
-                   if not (cluster.accelerator.flops or accelerator_of(cluster.gpu)
-                           or cluster.name in model.gpus)]
+        unknown = [
+            cluster.name
+            for cluster in spec.clusters
+            if not (
+                cluster.accelerator.flops
+                or accelerator_of(cluster.gpu)
+                or cluster.name in model.gpus
+            )
+        ]
         if unknown and not args.model:
             rate = f"{model.gpu.flops / 1e12:.0f} TFLOP/s and no memory limit"
-            lines.insert(0, f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml "
-                            f"tells)")
+            lines.insert(
+                0,
+                f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml "
+                f"tells)",
+            )
         model = on_clusters(model, spec)
     sizes = _sizes(args, said)
     if sizes and said.sizes and sizes.pipeline != said.sizes.pipeline:
@@ -93,17 +102,25 @@ def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
     options = _options(args)
     overlap = args.overlap == "on" and options.overlap != "off"
     engine = engine_of(args.framework or said.framework, args.command or ())
-    return Training(model, sizes, said, tuple(lines), options, engine, said.backend == "gloo", overlap)
+    return Training(
+        model, sizes, said, tuple(lines), options, engine, said.backend == "gloo", overlap
+    )
 
 
 def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
     """A line for each cluster whose GPU's name says nothing, where numbers of it are missing."""
     for cluster in spec.clusters:
         known = cluster.accelerator
-        missing = {"gpu_flops": known.flops, "gpu_memory_bytes": known.memory_bytes, "nvlink": known.link_bps}
+        missing = {
+            "gpu_flops": known.flops,
+            "gpu_memory_bytes": known.memory_bytes,
+            "nvlink": known.link_bps,
+        }
         keys = [key for key, value in missing.items() if not value]
         if cluster.gpu and keys and accelerator_of(cluster.gpu) is None:
-            what = f"gpu {cluster.gpu!r} of cluster {cluster.name}: {did_you_mean(cluster.gpu, KNOWN)}"
+            what = (
+                f"gpu {cluster.gpu!r} of cluster {cluster.name}: {did_you_mean(cluster.gpu, KNOWN)}"
+            )
             yield f"not known: {what}; without {', '.join(keys)} in cluster.toml these are not counted"
 
 
@@ -154,9 +171,13 @@ def _told(said: CommandLine, file: str) -> list[str]:
     """Lines about a command line: what it says, what is assumed, not read, not known."""
     lines = []
     if file:
-        step = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.training.items())
-        lines.append(f"read: the model from {file}, from the command line sizes"
-                     + (f", {step}" if step else ""))
+        step = ", ".join(
+            f"{name.replace('_', ' ')} {value}" for name, value in said.training.items()
+        )
+        lines.append(
+            f"read: the model from {file}, from the command line sizes"
+            + (f", {step}" if step else "")
+        )
     elif said.model is not None:
         lines.append(f"read: {_summary(said.model, said)}")
     lines += [f"assumed: {line}" for line in (said.assumed if not file else ())]
@@ -172,11 +193,15 @@ def _summary(model: Model, said: CommandLine) -> str:
     parts = [
         f"{model.layers} layers, {model.parameters:.3g} parameters",
         f"{model.experts} experts, {model.experts_per_token} a token" if model.experts else "",
-        f"{precision} with {8 * model.gradient_width}-bit gradients", f"micro-batch {model.micro_batch}",
-        f"global batch {model.global_batch}" if model.global_batch
+        f"{precision} with {8 * model.gradient_width}-bit gradients",
+        f"micro-batch {model.micro_batch}",
+        f"global batch {model.global_batch}"
+        if model.global_batch
         else f"{model.micro_batches} micro-batches",
-        f"recompute {model.recompute}", "sequence parallel" if model.sequence_parallel else "",
-        f"ZeRO {said.zero}", f"{said.virtual} chunks a stage" if said.virtual > 1 else "",
+        f"recompute {model.recompute}",
+        "sequence parallel" if model.sequence_parallel else "",
+        f"ZeRO {said.zero}",
+        f"{said.virtual} chunks a stage" if said.virtual > 1 else "",
         f"layers {' '.join(map(str, said.stage_layers))}" if said.stage_layers else "",
         f"reductions overlapped ({said.overlap})" if said.overlap != "off" else "",
         "weights gathered under the forward" if said.gather_overlap else "",

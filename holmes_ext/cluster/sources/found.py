@@ -1,8 +1,8 @@
 """Nodes that another program knows, as clusters: alike and on one fabric.
 
-    found nodes    a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1     asked for: what nobody but a
-                   a1 ib h100 x 8 fabric "spine"          cluster "roce": b0      person knows (rates, a kind
-                   b0 roce h100 x 8 fabric "spine"                                that no label tells)
+found nodes    a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1     asked for: what nobody but a
+               a1 ib h100 x 8 fabric "spine"          cluster "roce": b0      person knows (rates, a kind
+               b0 roce h100 x 8 fabric "spine"                                that no label tells)
 """
 
 from __future__ import annotations
@@ -69,17 +69,38 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
         if node.name in names:
             raise HolmesError(f"node {node.name!r} is named twice")
         names.add(node.name)
-        members.setdefault((node.fabric, node.kind, node.gpu, node.processes, node.rate_bps), []).append(node)
+        members.setdefault(
+            (node.fabric, node.kind, node.gpu, node.processes, node.rate_bps), []
+        ).append(node)
     if not members:
-        raise HolmesError("no node has a GPU or a slot for a process: there is nothing to make a cluster of")
+        raise HolmesError(
+            "no node has a GPU or a slot for a process: there is nothing to make a cluster of"
+        )
     result = []
     for name, alike in zip(_named(list(members.values())), members.values()):
         first = alike[0]
-        others = [group[0] for group in members.values() if group is not alike
-                  and group[0].fabric == first.fabric]
-        shared = first.fabric and first.kind and others and all(other.kind == first.kind for other in others)
-        result.append(FoundCluster(name, tuple(node.name for node in alike), first.processes, first.kind,
-                                   first.gpu, first.rate_bps, _plain(first.fabric) if shared else ""))
+        others = [
+            group[0]
+            for group in members.values()
+            if group is not alike and group[0].fabric == first.fabric
+        ]
+        shared = (
+            first.fabric
+            and first.kind
+            and others
+            and all(other.kind == first.kind for other in others)
+        )
+        result.append(
+            FoundCluster(
+                name,
+                tuple(node.name for node in alike),
+                first.processes,
+                first.kind,
+                first.gpu,
+                first.rate_bps,
+                _plain(first.fabric) if shared else "",
+            )
+        )
     return result
 
 
@@ -136,13 +157,26 @@ def completed(
     known = [cluster.name for cluster in clusters]
     for name in (*kinds, *rates):
         if name not in known:
-            raise HolmesError(f"no cluster {name!r} was found; there are {some_of(known) or 'no new ones'}")
+            raise HolmesError(
+                f"no cluster {name!r} was found; there are {some_of(known) or 'no new ones'}"
+            )
     for name, kind in kinds.items():
         if kind not in KINDS:
-            raise HolmesError(f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}")
-    full = [replace(cluster, kind=kinds.get(cluster.name, cluster.kind),
-                    rate_bps=rates.get(cluster.name, cluster.rate_bps)) for cluster in clusters]
+            raise HolmesError(
+                f"kind of cluster {name!r}: {kind!r} is not one of {', '.join(KINDS)}"
+            )
+    full = [
+        replace(
+            cluster,
+            kind=kinds.get(cluster.name, cluster.kind),
+            rate_bps=rates.get(cluster.name, cluster.rate_bps),
+        )
+        for cluster in clusters
+    ]
     missing = [MissingValue("kind", cluster.name) for cluster in full if not cluster.kind]
-    missing += [MissingValue("rate", cluster.name) for cluster in full
-                if cluster.kind != "ethernet" and not cluster.rate_bps]
+    missing += [
+        MissingValue("rate", cluster.name)
+        for cluster in full
+        if cluster.kind != "ethernet" and not cluster.rate_bps
+    ]
     return Completed(full, missing)

@@ -29,7 +29,8 @@ def read_hostfile(path: str) -> list[FoundNode]:
         said = {key: value for key, _, value in (word.partition("=") for word in words[1:])}
         if not _HOST.fullmatch(host):
             raise HolmesError(
-                f"{path}: line {number}: {words[0]!r:.80} is not a host; lines are like `gpu01 slots=8`")
+                f"{path}: line {number}: {words[0]!r:.80} is not a host; lines are like `gpu01 slots=8`"
+            )
         stated = count if colon else said.get("slots", "")
         if stated and not (stated.isdecimal() and 0 < int(stated) <= 1024):
             raise HolmesError(f"{path}: line {number}: {stated!r:.20} slots; it must be 1 to 1024")
@@ -38,8 +39,10 @@ def read_hostfile(path: str) -> list[FoundNode]:
         slots[host] = int(stated) if stated else slots.get(host, 0) + 1
     if not slots:
         raise HolmesError(f"{path}: no host is named; lines are like `gpu01 slots=8`")
-    return [FoundNode(host, count, fabric=_family(host), group=(_family(host),))
-            for host, count in slots.items()]
+    return [
+        FoundNode(host, count, fabric=_family(host), group=(_family(host),))
+        for host, count in slots.items()
+    ]
 
 
 def _family(host: str) -> str:

@@ -37,8 +37,10 @@ def expand(text: str, where: str) -> list[str]:
     result: list[str] = []
     for item in items:
         pieces = _PART.split(item)  # text, inside of brackets, text, ...
-        choices = [list(_numbers(piece, text, where)) if place % 2 else [piece]
-                   for place, piece in enumerate(pieces)]
+        choices = [
+            list(_numbers(piece, text, where)) if place % 2 else [piece]
+            for place, piece in enumerate(pieces)
+        ]
         if len(result) + prod(map(len, choices)) > MAX_NODES:
             raise HolmesError(f"{where}: {text!r:.80} names more than {MAX_NODES} hosts")
         result += map("".join, product(*choices))
@@ -50,13 +52,17 @@ def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
-            raise HolmesError(f"{where}: [{inside:.40}] in {text!r:.80} is not numbers such as [01-04,7]")
+            raise HolmesError(
+                f"{where}: [{inside:.40}] in {text!r:.80} is not numbers such as [01-04,7]"
+            )
         first = int(match[1])
         last = int(match[2] or match[1])
         if last < first:
             raise HolmesError(f"{where}: range {part} in {text!r:.80} runs backwards")
         if last - first >= MAX_NODES:
-            raise HolmesError(f"{where}: range {part} in {text!r:.80} names more than {MAX_NODES} hosts")
+            raise HolmesError(
+                f"{where}: range {part} in {text!r:.80} names more than {MAX_NODES} hosts"
+            )
         width = len(match[1])
         yield from (f"{number:0{width}d}" for number in range(first, last + 1))
 
@@ -67,12 +73,16 @@ def folded(names: Iterable[str]) -> str:
     Hosts whose names differ only in the last number, with as many digits, share brackets. Numbers in brackets
     are sorted; brackets are in the order of their first hosts.
     """
-    return ",".join(_written(*key, ",".join(parts), several) for key, parts, several in _grouped(names))
+    return ",".join(
+        _written(*key, ",".join(parts), several) for key, parts, several in _grouped(names)
+    )
 
 
 def runs(names: Iterable[str]) -> list[str]:
     """Return the hosts as texts of at most one range each: "a[0-2]", "a5", "b1". The order is folded()'s."""
-    return [_written(*key, part, "-" in part) for key, parts, _ in _grouped(names) for part in parts]
+    return [
+        _written(*key, part, "-" in part) for key, parts, _ in _grouped(names) for part in parts
+    ]
 
 
 _Key = tuple[str, str]
@@ -92,8 +102,12 @@ def _grouped(names: Iterable[str]) -> Iterator[tuple[_Key, list[str], bool]]:
                 parts[-1].append(number)
             else:
                 parts.append([number])
-        shown = ["-".join(f"{end:0{width}d}" for end in dict.fromkeys((part[0], part[-1]))) if width else ""
-                 for part in parts]
+        shown = [
+            "-".join(f"{end:0{width}d}" for end in dict.fromkeys((part[0], part[-1])))
+            if width
+            else ""
+            for part in parts
+        ]
         yield (prefix, suffix), shown, len(numbers) > 1
 
 

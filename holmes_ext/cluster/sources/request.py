@@ -1,10 +1,10 @@
 """Chosen nodes as lines of sbatch, an MPI hostfile, a node affinity of Kubernetes.
 
-    #SBATCH --nodes=12 --constraint="[ib*8&roce*4]"         any nodes with these features will do
-    #SBATCH --nodes=8 --nodelist=a[0-7]                     or these very nodes; a heterogeneous
-                                                            job has a component for
-    #SBATCH hetjob                                          each cluster
-    #SBATCH --nodes=4 --nodelist=b[0-3]
+#SBATCH --nodes=12 --constraint="[ib*8&roce*4]"         any nodes with these features will do
+#SBATCH --nodes=8 --nodelist=a[0-7]                     or these very nodes; a heterogeneous
+                                                        job has a component for
+#SBATCH hetjob                                          each cluster
+#SBATCH --nodes=4 --nodelist=b[0-3]
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
     count = sum(len(part.nodes) for part in parts)
     constraints = [_feature(part, features) for part in parts] if features else []
     if constraints and all(constraints):
-        wanted = "&".join(f"{feature}*{len(part.nodes)}" for feature, part in zip(constraints, parts))
+        wanted = "&".join(
+            f"{feature}*{len(part.nodes)}" for feature, part in zip(constraints, parts)
+        )
         where = f'--constraint="[{wanted}]"' if len(parts) > 1 else f"--constraint={constraints[0]}"
     else:
         where = f"--nodelist={folded(node for part in parts for node in part.nodes)}"
@@ -68,5 +70,11 @@ def hostfile(parts: Sequence[ChosenNodes]) -> str:
 def node_affinity(parts: Sequence[ChosenNodes]) -> dict[str, Any]:
     """`affinity` of a pod that may run on these nodes alone."""
     names = [node for part in parts for node in part.nodes]
-    term = {"matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": names}]}
-    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}}
+    term = {
+        "matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": names}]
+    }
+    return {
+        "nodeAffinity": {
+            "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}
+        }
+    }

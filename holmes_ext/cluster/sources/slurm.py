@@ -30,8 +30,17 @@ _MUNGE = "/run/munge/munge.socket.2"  # MUNGE_SOCKET_NAME of its source
 _MEND = "start munged, or ask the cluster's administrators"
 #: Base states in which a node takes jobs, and flags (after "+") with which it does not.
 _FREE = ("IDLE",)
-_OUT = ("DRAIN", "DOWN", "FAIL", "MAINT", "POWERING_DOWN", "REBOOT_ISSUED", "NOT_RESPONDING", "RESERVED",
-        "INVALID_REG")
+_OUT = (
+    "DRAIN",
+    "DOWN",
+    "FAIL",
+    "MAINT",
+    "POWERING_DOWN",
+    "REBOOT_ISSUED",
+    "NOT_RESPONDING",
+    "RESERVED",
+    "INVALID_REG",
+)
 _FIELD = re.compile(r"(?:^| )([A-Za-z][\w:]*)=")
 #: What commas outside brackets divide: "gpu:a100:4(S:0,1),craynetwork:4".
 _ITEM = re.compile(r"(?:[^,(]|\([^)]*\))+")
@@ -44,11 +53,15 @@ def ask(*argv: str) -> str:
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE)
     except FileNotFoundError:
-        raise HolmesError(f"there is no `{argv[0]}` on this machine: run it on a login node of the Slurm "
-                          "cluster (module load slurm?)") from None
+        raise HolmesError(
+            f"there is no `{argv[0]}` on this machine: run it on a login node of the Slurm "
+            "cluster (module load slurm?)"
+        ) from None
     except subprocess.TimeoutExpired:
-        raise HolmesError(f"`{' '.join(argv)}` does not answer within {PATIENCE:g} s; is slurmctld alive"
-                          " (scontrol ping)?") from None
+        raise HolmesError(
+            f"`{' '.join(argv)}` does not answer within {PATIENCE:g} s; is slurmctld alive"
+            " (scontrol ping)?"
+        ) from None
     except OSError as error:
         raise HolmesError(f"`{argv[0]}` cannot be started: {why(error)}") from None
     if done.returncode == 0:
@@ -56,8 +69,12 @@ def ask(*argv: str) -> str:
     said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
     munge = [line for line in said if "munge" in line.lower()]
     if munge:
-        raise HolmesError(f"Slurm's munge does not answer on this machine ({munge[-1]:.160}); {_MEND}")
-    raise HolmesError(f"`{' '.join(argv)}` failed: {said[-1] if said else f'status {done.returncode}':.200}")
+        raise HolmesError(
+            f"Slurm's munge does not answer on this machine ({munge[-1]:.160}); {_MEND}"
+        )
+    raise HolmesError(
+        f"`{' '.join(argv)}` failed: {said[-1] if said else f'status {done.returncode}':.200}"
+    )
 
 
 def check_version() -> None:
@@ -68,17 +85,20 @@ def check_version() -> None:
         except ConnectionRefusedError:
             raise HolmesError(
                 f"Slurm's munge does not answer on this machine ({_MUNGE}: nobody listens); {_MEND}"
-                              ) from None
+            ) from None
         except PermissionError:
             pass  # Slurm says what it makes of it
     said = ask("scontrol", "--version")
     match = re.search(r"slurm\D* (\d+\.\d+)", said)
     if match and Version(match[1]) < OLDEST:
         raise HolmesError(
-            f"{said.strip()} is too old: holmes reads Slurm {OLDEST.major}.{OLDEST.minor:02d} and newer")
+            f"{said.strip()} is too old: holmes reads Slurm {OLDEST.major}.{OLDEST.minor:02d} and newer"
+        )
 
 
-def nodes_of_slurm(partitions: Sequence[str] = (), topology: Topology | None = None) -> list[FoundNode]:
+def nodes_of_slurm(
+    partitions: Sequence[str] = (), topology: Topology | None = None
+) -> list[FoundNode]:
     """All nodes that Slurm knows (of these partitions); topology: in place of Slurm's own."""
     check_version()
     listed = ask("scontrol", "show", "node", "--oneliner")
@@ -94,8 +114,10 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
     known = {name for record in records for name in _words(record.get("Partitions"))}
     for name in partitions:
         if name not in known:
-            raise HolmesError(f"--partition {name!r}: Slurm has no node in it; its partitions are"
-                              f" {', '.join(sorted(known)) or 'none'}")
+            raise HolmesError(
+                f"--partition {name!r}: Slurm has no node in it; its partitions are"
+                f" {', '.join(sorted(known)) or 'none'}"
+            )
     fabric_of = topology.fabric_of
     nodes = []
     for record in records:
@@ -107,9 +129,17 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
         if count and not gpu:
             models = {gpu_name(feature) for feature in features}.intersection(KNOWN)
             gpu = models.pop() if len(models) == 1 else ""
-        nodes.append(FoundNode(name, count, kind_of(features), gpu_name(gpu), fabric_of.get(name, ""),
-                               group=(*node_partitions, *features),
-                               why_not=_why_not(record.get("State", ""))))
+        nodes.append(
+            FoundNode(
+                name,
+                count,
+                kind_of(features),
+                gpu_name(gpu),
+                fabric_of.get(name, ""),
+                group=(*node_partitions, *features),
+                why_not=_why_not(record.get("State", "")),
+            )
+        )
     with_gpus = [node for node in nodes if node.processes]
     return with_gpus or [FoundNode(**{**vars(node), "processes": 1}) for node in nodes]
 
@@ -117,8 +147,11 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
 def idle_nodes() -> tuple[list[str], dict[str, list[str]]]:
     """Those on which a job could start now, and the features of every node, as Slurm says."""
     check_version()
-    records = [record for record in map(_fields, ask("scontrol", "show", "node", "--oneliner").splitlines())
-               if "NodeName" in record]
+    records = [
+        record
+        for record in map(_fields, ask("scontrol", "show", "node", "--oneliner").splitlines())
+        if "NodeName" in record
+    ]
     idle = [record["NodeName"] for record in records if not _why_not(record.get("State", ""))]
     return idle, {record["NodeName"]: _features(record) for record in records}
 

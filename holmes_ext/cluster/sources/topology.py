@@ -48,9 +48,13 @@ class Topology:
             for node in unit.nodes:
                 if node in owner:
                     twice = owner[node] == unit.name
-                    where = f"{unit.name!r} twice" if twice else f"{owner[node]!r} and {unit.name!r}"
-                    raise HolmesError(f"{self.source}: node {node!r} is in {where}; a node is under one "
-                                      "switch or in one block")
+                    where = (
+                        f"{unit.name!r} twice" if twice else f"{owner[node]!r} and {unit.name!r}"
+                    )
+                    raise HolmesError(
+                        f"{self.source}: node {node!r} is in {where}; a node is under one "
+                        "switch or in one block"
+                    )
                 owner[node] = unit.name
         above: dict[str, str] = {}
         for unit in self.units:
@@ -66,7 +70,9 @@ class Topology:
     @cached_property
     def fabric_of(self) -> dict[str, str]:
         """Node -> the uppermost switch above it; BLOCKS in a block."""
-        groups: dict[str, str] = {unit.name: unit.name for unit in self.units}  # union of what is connected
+        groups: dict[str, str] = {
+            unit.name: unit.name for unit in self.units
+        }  # union of what is connected
 
         def root(name: str) -> str:
             while groups.setdefault(name, name) != name:
@@ -76,7 +82,11 @@ class Topology:
         for unit in self.units:
             for switch in unit.switches:
                 groups[root(switch)] = root(unit.name)
-        return {node: BLOCKS if unit.block else root(unit.name) for unit in self.units for node in unit.nodes}
+        return {
+            node: BLOCKS if unit.block else root(unit.name)
+            for unit in self.units
+            for node in unit.nodes
+        }
 
 
 def parse_topology(text: str, source: str) -> Topology:
@@ -88,7 +98,9 @@ def parse_topology(text: str, source: str) -> Topology:
         for keys in _records(line.partition("#")[0]):
             unit = _unit(keys, f"{source}: line {number}")
             if unit is not None and units.setdefault(unit.name, unit) != unit:
-                raise HolmesError(f"{source}: line {number}: {unit.name!r} is given twice, with other nodes")
+                raise HolmesError(
+                    f"{source}: line {number}: {unit.name!r} is given twice, with other nodes"
+                )
     return Topology(tuple(units.values()), source)
 
 
@@ -97,7 +109,10 @@ def _records(line: str) -> Iterator[dict[str, str]]:
     keys: dict[str, str] = {}
     places = list(_KEY.finditer(line))
     for match, following in zip(places, [*places[1:], None]):
-        key, value = match[1].lower(), line[match.end() : following.start() if following else None].strip()
+        key, value = (
+            match[1].lower(),
+            line[match.end() : following.start() if following else None].strip(),
+        )
         if key in ("switchname", "blockname") and keys:
             yield keys
             keys = {}
@@ -123,23 +138,31 @@ def _units_of_yaml(text: str, source: str) -> Iterator[Unit]:
         import yaml
     except ModuleNotFoundError:
         raise HolmesError(
-            f"{source}: reading it needs PyYAML, which is not installed: pip install pyyaml") from None
+            f"{source}: reading it needs PyYAML, which is not installed: pip install pyyaml"
+        ) from None
     try:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise HolmesError(f"{source}: not valid YAML: {str(error)[:200]}") from None
-    topologies = [entry for entry in document
-                  if isinstance(entry, dict)] if isinstance(document, list) else []
+    topologies = (
+        [entry for entry in document if isinstance(entry, dict)]
+        if isinstance(document, list)
+        else []
+    )
     if not topologies:
         raise HolmesError(f"{source}: not Slurm's topology.yaml, which is a list of topologies")
-    chosen = next((entry for entry in topologies if entry.get("cluster_default") is True), topologies[0])
+    chosen = next(
+        (entry for entry in topologies if entry.get("cluster_default") is True), topologies[0]
+    )
     where = f"{source}: topology {chosen.get('topology')!r}"
     for entry in _list(chosen, "tree", "switches", where):
         switches = tuple(expand(str(entry.get("children") or ""), where))
         nodes = () if switches else tuple(expand(str(entry.get("nodes") or ""), where))
         yield Unit(str(entry.get("switch")), nodes, switches)
     for entry in _list(chosen, "block", "blocks", where):
-        yield Unit(str(entry.get("block")), tuple(expand(str(entry.get("nodes") or ""), where)), block=True)
+        yield Unit(
+            str(entry.get("block")), tuple(expand(str(entry.get("nodes") or ""), where)), block=True
+        )
 
 
 def _list(topology: Mapping[str, Any], kind: str, key: str, where: str) -> Sequence[dict[str, Any]]:

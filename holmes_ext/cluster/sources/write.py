@@ -33,7 +33,10 @@ def new_file(clusters: Sequence[FoundCluster], ethernet_bps: int, source: str) -
 def _table(cluster: FoundCluster) -> str:
     lines = ["[[cluster]]", f'name = "{cluster.name}"', f'kind = "{cluster.kind}"']
     lines += [f'rate = "{_rate(cluster.rate_bps)}"'] if cluster.kind != "ethernet" else []
-    lines += [f"nodes = [{', '.join(map(quoted, runs(cluster.nodes)))}]", f"processes = {cluster.processes}"]
+    lines += [
+        f"nodes = [{', '.join(map(quoted, runs(cluster.nodes)))}]",
+        f"processes = {cluster.processes}",
+    ]
     lines += [f"gpu = {quoted(cluster.gpu)}"] if cluster.gpu else []
     lines += [f'fabric = "{cluster.fabric}"'] if cluster.fabric else []
     return "\n".join([*lines, ""])
@@ -65,7 +68,9 @@ def split(
     return more, new
 
 
-def merged(text: str, source: str, more: dict[str, tuple[str, ...]], new: Sequence[FoundCluster]) -> str:
+def merged(
+    text: str, source: str, more: dict[str, tuple[str, ...]], new: Sequence[FoundCluster]
+) -> str:
     """`text` of a cluster.toml with what `split` found; HolmesError where it cannot be put there safely."""
     before = parse_spec(text, source)
     for name, nodes in more.items():
@@ -74,12 +79,17 @@ def merged(text: str, source: str, more: dict[str, tuple[str, ...]], new: Sequen
         text = "\n".join([text.rstrip("\n"), "", *map(_table, new)])
     after = parse_spec(text, source)
     kept = {cluster.name: cluster for cluster in after.clusters}
-    grown = tuple(replace(cluster, nodes=(*cluster.nodes, *more.get(cluster.name, ())))
-                  for cluster in before.clusters)
-    if tuple(kept[cluster.name] for cluster in grown) != grown or replace(after, clusters=()) != replace(
-            before, clusters=()):
-        raise HolmesError(f"{source}: {some_of(more)}: nodes cannot be added safely; write them there "
-                          f"yourself: {some_of(node for nodes in more.values() for node in nodes)}")
+    grown = tuple(
+        replace(cluster, nodes=(*cluster.nodes, *more.get(cluster.name, ())))
+        for cluster in before.clusters
+    )
+    if tuple(kept[cluster.name] for cluster in grown) != grown or replace(
+        after, clusters=()
+    ) != replace(before, clusters=()):
+        raise HolmesError(
+            f"{source}: {some_of(more)}: nodes cannot be added safely; write them there "
+            f"yourself: {some_of(node for nodes in more.values() for node in nodes)}"
+        )
     return text
 
 
@@ -87,8 +97,10 @@ def _with_nodes(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
     """With `nodes` at the end of the list of cluster `name`."""
     at = _end_of_list(text, name)
     if at is None:
-        raise HolmesError(f"{source}: the list of nodes of cluster {name!r} is written in a way that is not "
-                          f"understood here; add {some_of(nodes)} there yourself")
+        raise HolmesError(
+            f"{source}: the list of nodes of cluster {name!r} is written in a way that is not "
+            f"understood here; add {some_of(nodes)} there yourself"
+        )
     comma = "" if text[at - 1] in ",[" else ","
     return f"{text[:at]}{comma} {', '.join(map(quoted, runs(nodes)))}{text[at:]}"
 
@@ -98,8 +110,10 @@ def _end_of_list(text: str, name: str) -> int | None:
     headers = [match.start() for match in _HEADER.finditer(text)]
     for start, end in zip(headers, [*headers[1:], len(text)]):
         table = text[start:end]
-        named, nodes = re.search(rf"""(?m)^\s*name\s*=\s*["']{re.escape(name)}["']""",
-                                 table), _NODES.search(table)
+        named, nodes = (
+            re.search(rf"""(?m)^\s*name\s*=\s*["']{re.escape(name)}["']""", table),
+            _NODES.search(table),
+        )
         if _CLUSTER.match(table) and named and nodes:
             return _end_of_entries(text, start + nodes.end())
     return None

@@ -30,14 +30,23 @@ _OPERSTATES = ("unknown", "notpresent", "down", "lowerlayerdown", "testing", "do
 _REPRESENTOR = re.compile(r"(c[0-9]+)?pf[0-9]+(vf|sf)[0-9]+")
 _UNKNOWN_SPEEDS = (-1, 65535, 4294967295)  # SPEED_UNKNOWN as different kernels print it
 # Line coding of each PCIe generation: the share of the GT/s that carries data
-_PCIE_CODING = {2.5: 8 / 10, 5.0: 8 / 10, 8.0: 128 / 130, 16.0: 128 / 130, 32.0: 128 / 130, 64.0: 242 / 256}
+_PCIE_CODING = {
+    2.5: 8 / 10,
+    5.0: 8 / 10,
+    8.0: 128 / 130,
+    16.0: 128 / 130,
+    32.0: 128 / 130,
+    64.0: 242 / 256,
+}
 
 
 @dataclass(frozen=True)
 class Function:
     """The PCI function (or other bus device) behind a port, in the words of cluster/nic.py."""
 
-    max_rate_bps: int = 0  # what its PCIe link carries now; 0 when unknown (no PCIe, a virtual function)
+    max_rate_bps: int = (
+        0  # what its PCIe link carries now; 0 when unknown (no PCIe, a virtual function)
+    )
     numa: int = -1
     pci: str = ""
     driver: str = ""
@@ -89,7 +98,11 @@ def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
     devtype = tree.uevent(path).get("DEVTYPE", "")
     physical = "device" in names
     what = "physical" if physical else _what(tree, path, names, devtype, speed)
-    function = read_function(tree, path) if physical else Function(driver=what if what != "virtual" else "")
+    function = (
+        read_function(tree, path)
+        if physical
+        else Function(driver=what if what != "virtual" else "")
+    )
     up, state_text = _state(tree, path, flags, carrier)
     about = tree.uevent(f"{path}/device") if physical else {}
     port_name = tree.text(f"{path}/phys_port_name") or ""
@@ -103,8 +116,11 @@ def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
         speed_bps=_speed(tree, path, speed) if up else 0,
         mtu=tree.needed_number(f"{path}/mtu", "[0-9]{1,10}"),
         master=tree.link_name(f"{path}/master", "INTERFACE") if "master" in names else "",
-        lowers=tuple(dict.fromkeys([*tree.devices(f"{path}/bonding/slaves", slaves.split()),
-                                    *_lowers(names)])),
+        lowers=tuple(
+            dict.fromkeys(
+                [*tree.devices(f"{path}/bonding/slaves", slaves.split()), *_lowers(names)]
+            )
+        ),
         port_index=_port_index(tree, path),
         usb=physical and (about.get("DEVTYPE") == "usb_interface" or "/usb" in real),
         wireless=devtype == "wlan" or "wireless" in names,
@@ -140,8 +156,10 @@ def _what(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int 
 def _state(tree: Tree, path: str, flags: int, carrier: int | None) -> tuple[bool, str]:
     oper = tree.needed_text(f"{path}/operstate")
     if oper not in _OPERSTATES:
-        raise tree.error(f"{path}/operstate",
-                         f"{oper!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})")
+        raise tree.error(
+            f"{path}/operstate",
+            f"{oper!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})",
+        )
     if not flags & _UP:
         return False, "not brought up"
     # Drivers that do not keep operstate (some tunnels and virtual NICs) say "unknown": then carrier counts.
@@ -196,8 +214,13 @@ def read_function(tree: Tree, path: str) -> Function:
     driver = tree.uevent(device).get("DRIVER", "") or tree.link_name(f"{device}/driver", "DRIVER")
     tree.devices(f"{device}/uevent", [driver] if driver else [])
     parent = tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
-    return Function(_pcie_bps(tree, device), -1 if node is None else node, tree.pci_address(device), driver,
-                    parent)
+    return Function(
+        _pcie_bps(tree, device),
+        -1 if node is None else node,
+        tree.pci_address(device),
+        driver,
+        parent,
+    )
 
 
 def _pcie_bps(tree: Tree, device: str) -> int:
@@ -214,7 +237,14 @@ def _pcie_bps(tree: Tree, device: str) -> int:
 NAMES = {
     "storage (by its name)": ("*storage*", "stor[0-9]*", "san[0-9]*", "iscsi*", "nfs[0-9]*"),
     "management (by its name)": ("idrac*", "ilo[0-9]*", "bmc*", "ipmi*", "mgmt*", "usb[0-9]*"),
-    "container network (by its name)": ("docker*", "cali*", "cilium_*", "lxc*", "virbr*", "cni[0-9]*"),
+    "container network (by its name)": (
+        "docker*",
+        "cali*",
+        "cilium_*",
+        "lxc*",
+        "virbr*",
+        "cni[0-9]*",
+    ),
 }
 _USB_DRIVERS = ("cdc_ether", "cdc_ncm", "cdc_subset", "rndis_host", "cdc_eem")
 
@@ -227,7 +257,9 @@ def reason_by_name(*names: str) -> str:
     return ""
 
 
-def reason_to_skip(device: NetDevice, devices: dict[str, NetDevice], has_address: bool | None) -> str:
+def reason_to_skip(
+    device: NetDevice, devices: dict[str, NetDevice], has_address: bool | None
+) -> str:
     """Why an Ethernet device is set aside, "" when it is not. `has_address`: None when unknown."""
     master = devices.get(device.master)
     if device.usb or device.driver in _USB_DRIVERS:  # a baseboard controller's link to the host
@@ -236,7 +268,9 @@ def reason_to_skip(device: NetDevice, devices: dict[str, NetDevice], has_address
         return "wireless"
     if device.representor:  # the switch's side of a virtual function
         return "representor of a virtual function"
-    if device.master and (master is None or master.what != "vrf"):  # sockets belong on the bond or bridge
+    if device.master and (
+        master is None or master.what != "vrf"
+    ):  # sockets belong on the bond or bridge
         return f"member of {device.master}"
     named = reason_by_name(device.name)
     if named:

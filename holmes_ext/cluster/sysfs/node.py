@@ -19,7 +19,12 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from holmes_ext.cluster.addresses import Addresses, captured_addresses, interface_addresses, is_link_local_v6
+from holmes_ext.cluster.addresses import (
+    Addresses,
+    captured_addresses,
+    interface_addresses,
+    is_link_local_v6,
+)
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.sysfs.net import (
     ETHERNET,
@@ -55,27 +60,43 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
     ports = [_with_addresses(p, addresses, devices) for p in read_rdma_ports(tree, devices)]
     hcas = {port.pci: port.device for port in ports if port.pci}
     ports = [replace(p, parent=hcas.get(p.parent, p.parent)) for p in ports]
-    owners = {netdev: port for port in reversed(ports) if port.kind == "roce" for netdev in port.netdevs}
-    ethernet = [_ethernet(d, devices, addresses, owners.get(d.name))
-                for d in devices.values() if d.type == ETHERNET]
-    return tuple(sorted([*ports, *ethernet],
-                        key=lambda nic: (list(KINDS).index(nic.kind), _natural(nic.name))))
+    owners = {
+        netdev: port for port in reversed(ports) if port.kind == "roce" for netdev in port.netdevs
+    }
+    ethernet = [
+        _ethernet(d, devices, addresses, owners.get(d.name))
+        for d in devices.values()
+        if d.type == ETHERNET
+    ]
+    return tuple(
+        sorted(
+            [*ports, *ethernet], key=lambda nic: (list(KINDS).index(nic.kind), _natural(nic.name))
+        )
+    )
 
 
 def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in re.split("([0-9]+)", name)]
+    return [
+        (part.isdigit(), int(part) if part.isdigit() else 0, part)
+        for part in re.split("([0-9]+)", name)
+    ]
 
 
 def _check_namespace(tree: Tree) -> None:
     """/sys belongs to the network namespace of whoever mounted it; say so when that is not the process's."""
     here = {(name, index) for index, name in socket.if_nameindex()}
-    missing = sorted(name for name, index in here
-                     if not tree.is_dir(f"class/net/{name}")
-                     or tree.number(f"class/net/{name}/ifindex") not in (index, None))
+    missing = sorted(
+        name
+        for name, index in here
+        if not tree.is_dir(f"class/net/{name}")
+        or tree.number(f"class/net/{name}/ifindex") not in (index, None)
+    )
     if missing:
-        raise HolmesError(f"{tree.root}: shows the net devices of another network namespace than this "
-                          f"process's (not {', '.join(missing)}); mount it again inside: unshare --mount, "
-                          "mount -t sysfs sysfs /sys")
+        raise HolmesError(
+            f"{tree.root}: shows the net devices of another network namespace than this "
+            f"process's (not {', '.join(missing)}); mount it again inside: unshare --mount, "
+            "mount -t sysfs sysfs /sys"
+        )
 
 
 def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, NetDevice]) -> Nic:
@@ -86,8 +107,13 @@ def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, N
     if not port_addresses and port.kind == "roce" and (addresses is None or not netdevs):
         port_addresses = _gid_addresses(port)
     mtu = devices[netdevs[0]].mtu if netdevs else 0
-    return replace(port, netdevs=netdevs, addresses=tuple(dict.fromkeys(port_addresses)), mtu=mtu,
-                   skipped=reason_by_name(port.device, *netdevs))
+    return replace(
+        port,
+        netdevs=netdevs,
+        addresses=tuple(dict.fromkeys(port_addresses)),
+        mtu=mtu,
+        skipped=reason_by_name(port.device, *netdevs),
+    )
 
 
 def _gid_addresses(port: Nic, netdev: str = "") -> tuple[str, ...]:
@@ -103,7 +129,9 @@ def _ethernet(
         device_addresses = tuple(addresses.get(device.name, ()))
     else:
         device_addresses = _gid_addresses(owner, device.name) if owner else ()
-    has_address = None if addresses is None else any(not is_link_local_v6(a) for a in device_addresses)
+    has_address = (
+        None if addresses is None else any(not is_link_local_v6(a) for a in device_addresses)
+    )
     lowers = device.lowers if device.what in ("bond", "team", "bridge") else ()
     functions = {d.pci: d.name for d in devices.values() if d.pci and not d.representor}
     numas = {d.numa for d in physical_below(device, devices)}
@@ -127,7 +155,9 @@ def _ethernet(
     )
 
 
-def select(nics: Iterable[Nic], include: Sequence[str] = (), exclude: Sequence[str] = ()) -> tuple[Nic, ...]:
+def select(
+    nics: Iterable[Nic], include: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[Nic, ...]:
     """The NICs that a job may use, in the order given; ports that are down stay (as down).
 
     Patterns (fnmatch, case matters) match the device ("mlx5_0"), the port ("mlx5_0:1") or a net device behind
@@ -145,12 +175,15 @@ def select(nics: Iterable[Nic], include: Sequence[str] = (), exclude: Sequence[s
             if not any(_matches(nic, pattern, option) for nic in nics):
                 listed = ", ".join(nic.name for nic in nics) or "none"
                 raise HolmesError(
-                    f"{option} pattern {pattern!a:.80} matches no NIC of this node; there are: {listed}")
+                    f"{option} pattern {pattern!a:.80} matches no NIC of this node; there are: {listed}"
+                )
     chosen = [nic for nic in nics if not nic.skipped]
     if include:
         chosen = [nic for pattern in include for nic in _included(nics, pattern)]
         chosen = [replace(nic, skipped="") for nic in nics if nic in chosen]
-    return tuple(nic for nic in chosen if not any(_matches(nic, pattern, "exclude") for pattern in exclude))
+    return tuple(
+        nic for nic in chosen if not any(_matches(nic, pattern, "exclude") for pattern in exclude)
+    )
 
 
 def _matches(nic: Nic, pattern: str, option: str) -> bool:
@@ -167,6 +200,8 @@ def _included(nics: Sequence[Nic], pattern: str) -> list[Nic]:
     kept = [nic for nic in matched if not nic.skipped]
     if not kept:
         why = ", ".join(f"{nic.name} ({nic.skipped})" for nic in matched)
-        raise HolmesError(f"include pattern {pattern!a:.80} matches only NICs that are set aside: {why}; "
-                          "to use one, write its name without wildcards")
+        raise HolmesError(
+            f"include pattern {pattern!a:.80} matches only NICs that are set aside: {why}; "
+            "to use one, write its name without wildcards"
+        )
     return kept

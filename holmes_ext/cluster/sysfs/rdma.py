@@ -18,14 +18,25 @@ from __future__ import annotations
 import re
 
 from holmes_ext.cluster.nic import GID, KINDS, Gid, Nic
-from holmes_ext.cluster.sysfs.net import ETHERNET, INFINIBAND, Function, NetDevice, read_function, top_device
+from holmes_ext.cluster.sysfs.net import (
+    ETHERNET,
+    INFINIBAND,
+    Function,
+    NetDevice,
+    read_function,
+    top_device,
+)
 from holmes_ext.cluster.sysfs.tree import Tree
 
 _STATE = re.compile(r"([0-5]): (NOP|DOWN|INIT|ARMED|ACTIVE|ACTIVE_DEFER)")
 _PHYS_STATE = re.compile(r"[0-9]+: ?(.{0,40})")
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec \(.{1,40}\)")
 #: By what /sys calls it, and whether the port is InfiniBand's.
-_GID_TYPES = {("IB/RoCE v1", True): "ib", ("IB/RoCE v1", False): "roce_v1", ("RoCE v2", False): "roce_v2"}
+_GID_TYPES = {
+    ("IB/RoCE v1", True): "ib",
+    ("IB/RoCE v1", False): "roce_v1",
+    ("RoCE v2", False): "roce_v2",
+}
 #: By what /sys calls their link layer.
 _KINDS = {kind.layer: name for name, kind in KINDS.items() if kind.layer and not kind.driver}
 #: Kinds that only the driver tells from another one.
@@ -52,22 +63,26 @@ def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...
                 raise tree.error(f"{path}/ports", f"{port!a:.80} is no port number")
             layer = tree.needed_text(f"{path}/ports/{port}/link_layer")
             if layer not in (*_KINDS, "Unspecified", "Unknown"):
-                raise tree.error(f"{path}/ports/{port}/link_layer",
-                                 f"{layer!a:.80} is not {' or '.join(_KINDS)}")
+                raise tree.error(
+                    f"{path}/ports/{port}/link_layer", f"{layer!a:.80} is not {' or '.join(_KINDS)}"
+                )
             if layer in _KINDS and node_type.startswith("1:") and int(port) > 0:
                 nics.append(_read_port(tree, hca, int(port), len(ports), _KINDS[layer], devices))
     return tuple(nics)
 
 
-def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str,
-               devices: dict[str, NetDevice]) -> Nic:
+def _read_port(
+    tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices: dict[str, NetDevice]
+) -> Nic:
     top = f"class/infiniband/{hca}"
     path, physical = f"{top}/ports/{port}", "device" in tree.names(top)  # soft-RoCE has none
     function = read_function(tree, top) if physical else Function()
     kind = _KINDS_BY_DRIVER.get(function.driver, kind)
     state, phys_state = _states(tree, path)
     gids = _gids(tree, path, kind)
-    netdevs, members = _netdevs(tree, f"{top}/device" if physical else "", port, n_ports, kind, gids, devices)
+    netdevs, members = _netdevs(
+        tree, f"{top}/device" if physical else "", port, n_ports, kind, gids, devices
+    )
     return Nic(
         **vars(function),
         kind=kind,
@@ -79,7 +94,9 @@ def _read_port(tree: Tree, hca: str, port: int, n_ports: int, kind: str,
         # A port without link still shows a number (its slowest lane); it is no rate of anything.
         rate_bps=_rate(tree, f"{path}/rate") if phys_state == "LinkUp" or state == "ACTIVE" else 0,
         mtu=devices[netdevs[0]].mtu if netdevs else 0,
-        subnet_prefix=next((gid.value[:19] for gid in gids if gid.index == 0 and KINDS[kind].infiniband), ""),
+        subnet_prefix=next(
+            (gid.value[:19] for gid in gids if gid.index == 0 and KINDS[kind].infiniband), ""
+        ),
         gids=gids,
         lid=_lid(tree, f"{path}/lid", kind),
         sm_lid=_lid(tree, f"{path}/sm_lid", kind),
@@ -124,16 +141,23 @@ def _gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
         # Kernels before 4.5 have no gid_attrs: all their GIDs are of the one type there was.
         text = tree.text(f"{path}/gid_attrs/types/{index}") or "IB/RoCE v1"
         if (text, infiniband) not in _GID_TYPES:
-            raise tree.error(f"{path}/gid_attrs/types/{index}",
-                             f"{text!a:.80} is no GID type of a port of kind {kind}")
+            raise tree.error(
+                f"{path}/gid_attrs/types/{index}",
+                f"{text!a:.80} is no GID type of a port of kind {kind}",
+            )
         netdev = tree.device_name(f"{path}/gid_attrs/ndevs/{index}") if not infiniband else ""
         gids.append(Gid(int(index), value, _GID_TYPES[text, infiniband], netdev))
     return tuple(gids)
 
 
 def _netdevs(
-    tree: Tree, device: str, port: int, n_ports: int, kind: str, gids: tuple[Gid, ...],
-    devices: dict[str, NetDevice]
+    tree: Tree,
+    device: str,
+    port: int,
+    n_ports: int,
+    kind: str,
+    gids: tuple[Gid, ...],
+    devices: dict[str, NetDevice],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Net devices behind a port (those of its PCI function, then those its GIDs belong to), and bond members.
 
@@ -141,11 +165,17 @@ def _netdevs(
     tree's own network namespace count.
     """
     wanted = INFINIBAND if KINDS[kind].infiniband else ETHERNET
-    of_function = [n for n in (tree.names(f"{device}/net") if device else ())
-                   if n in devices and not devices[n].representor
-                   and (n_ports == 1 or devices[n].port_index == port - 1)]
+    of_function = [
+        n
+        for n in (tree.names(f"{device}/net") if device else ())
+        if n in devices
+        and not devices[n].representor
+        and (n_ports == 1 or devices[n].port_index == port - 1)
+    ]
     behind = [*of_function, *(gid.netdev for gid in gids)]
     names = dict.fromkeys(top_device(n, devices) for n in behind if n in devices)
     netdevs = tuple(n for n in names if devices[n].type == wanted)
-    members = tuple(m for n in netdevs if devices[n].what in ("bond", "team") for m in devices[n].lowers)
+    members = tuple(
+        m for n in netdevs if devices[n].what in ("bond", "team") for m in devices[n].lowers
+    )
     return netdevs, members

@@ -38,7 +38,8 @@ class Tree:
             raise HolmesError(f"{root}: {why(error)}; give the root of a /sys tree") from None
         if not any(self.is_dir(path) for path in ("class/net", "class/infiniband")):
             raise HolmesError(
-                f"{root}: is not the root of a /sys tree: it has neither class/net nor class/infiniband")
+                f"{root}: is not the root of a /sys tree: it has neither class/net nor class/infiniband"
+            )
 
     @property
     def live(self) -> bool:
@@ -171,7 +172,9 @@ class Tree:
         said = self.uevent(device).get("PCI_SLOT_NAME", "")
         if said:
             if not PCI_ADDRESS.fullmatch(said):
-                raise self.error(f"{device}/uevent", f"PCI_SLOT_NAME={said!a:.80} is no PCI address")
+                raise self.error(
+                    f"{device}/uevent", f"PCI_SLOT_NAME={said!a:.80} is no PCI address"
+                )
             return said
         above = [part for part in self.resolve(device).split("/") if PCI_ADDRESS.fullmatch(part)]
         return above[-1] if above else ""

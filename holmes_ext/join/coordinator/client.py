@@ -127,7 +127,9 @@ class Heartbeat:
     never waits for an answer. connect: a channel to the coordinator within a deadline; status: what is told
     with each heartbeat."""
 
-    def __init__(self, connect: Callable[[Deadline], Channel], status: Callable[[], dict[str, Any]]):
+    def __init__(
+        self, connect: Callable[[Deadline], Channel], status: Callable[[], dict[str, Any]]
+    ):
         self._connect, self._status = connect, status
         self._ended, self._again = threading.Event(), threading.Event()
         self._why = ""
@@ -183,6 +185,8 @@ def ask_status(
     try:
         return channel.receive(deadline)
     except OSError as error:
-        raise HolmesError(f"the coordinator at {where} broke off ({why(error)}); ask again") from None
+        raise HolmesError(
+            f"the coordinator at {where} broke off ({why(error)}); ask again"
+        ) from None
     finally:
         channel.close()

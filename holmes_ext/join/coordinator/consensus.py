@@ -26,7 +26,9 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
         version = statistics.median_high(statistics.multimode(claim.version for claim in possible))
     else:
         version = max(claim.version for claim in possible)
-    checksums = [claim.checksum for claim in possible if claim.version == version and claim.checksum]
+    checksums = [
+        claim.checksum for claim in possible if claim.version == version and claim.checksum
+    ]
     return Claim(version, Counter(checksums).most_common(1)[0][0] if checksums else "")
 
 
@@ -50,10 +52,17 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
         for accused, reason in faults.items():
             if accused in voters and accused != voter:
                 against[accused][voter] = reason
-    out = {name: next(iter(reasons.values())) for name, reasons in against.items()
-           if len(reasons) > max(1, (len(voters) - 1) / 2)}  # fmt: skip
-    conflicts = [(voter, accused) for accused, reasons in against.items() for voter in reasons
-                 if accused not in out and voter not in out]  # fmt: skip
+    out = {
+        name: next(iter(reasons.values()))
+        for name, reasons in against.items()
+        if len(reasons) > max(1, (len(voters) - 1) / 2)
+    }
+    conflicts = [
+        (voter, accused)
+        for accused, reasons in against.items()
+        for voter in reasons
+        if accused not in out and voter not in out
+    ]
     times = Counter(name for pair in conflicts for name in pair)
     for voter, accused in conflicts:
         several = [name for name in (voter, accused) if times[name] > 1]
@@ -69,12 +78,16 @@ def differing(digests: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, s
     sender."""
     votes: dict[str, dict[str, str]] = {name: {} for name in digests}
     for sender in {name for received in digests.values() for name in received}:
-        values = {name: received[sender] for name, received in digests.items() if sender in received}
+        values = {
+            name: received[sender] for name, received in digests.items() if sender in received
+        }
         usual = Counter(values.values()).most_common(1)[0][0]
         for name, value in values.items():
             if value != usual and name != sender:
                 votes[name][sender] = "what it sent to one is not what it sent to others"
-            elif value != usual:  # its own account of what it sent is another one than all others got
+            elif (
+                value != usual
+            ):  # its own account of what it sent is another one than all others got
                 for other in values:
                     votes[other][sender] = "what it sent is not what it says"
     return votes

@@ -51,7 +51,9 @@ class _Line:
 class PeerRelay:
     """limit_bytes: that are relayed in all, then no more; 0: none are relayed; None: no limit."""
 
-    def __init__(self, limit_bytes: int | None = None, tell: Callable[[str], None] = lambda line: None):
+    def __init__(
+        self, limit_bytes: int | None = None, tell: Callable[[str], None] = lambda line: None
+    ):
         self._limit, self._tell = limit_bytes, tell
         self._changed = threading.Condition()
         self._lines: dict[str, _Line] = {}
@@ -72,7 +74,9 @@ class PeerRelay:
         for line in lines:
             line.over.set()
 
-    def stand_by(self, channel: Channel, job: str, incarnation: str, purpose: Mapping[str, Any]) -> None:
+    def stand_by(
+        self, channel: Channel, job: str, incarnation: str, purpose: Mapping[str, Any]
+    ) -> None:
         """In the thread of a rank's standing line, as long as it stands."""
         line, key = _Line(channel, job), _key(job, incarnation, purpose.get("rank"))
         with self._changed:

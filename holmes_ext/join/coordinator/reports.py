@@ -158,7 +158,8 @@ class CheckedReport:
     check: int = _told(_number, 0, MOST)
     digests: Mapping[str, str] = _told(_by_job, _checksum, default_factory=dict)
     factors: Mapping[str, float] = _told(
-        _by_job, lambda table, key: float(table.take(key, float)), default_factory=dict)
+        _by_job, lambda table, key: float(table.take(key, float)), default_factory=dict
+    )
     gap: float = _told(lambda table, key: max(1.0, _real(table, key, 1e30)), default=1.0)
 
 
@@ -177,31 +178,47 @@ def hello_from(document: dict[str, Any]) -> Hello:
         except ValueError as error:
             raise HolmesError(f"{hello.at('addresses')}: {error}") from None
     maps = hello.table("maps")
-    ranges = {position: _ranges(maps, position, len(addresses)) for position in maps.values
-              if _is_line(position, maps)}  # fmt: skip
+    ranges = {
+        position: _ranges(maps, position, len(addresses))
+        for position in maps.values
+        if _is_line(position, maps)
+    }
     if not ranges:
         raise HolmesError(f"{hello.at('maps')} is empty")
     peers = hello.list("peers", str, ())
     if not all(map(is_name, peers)):
-        raise HolmesError(f"{hello.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'")
+        raise HolmesError(
+            f"{hello.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'"
+        )
     agreed = _plain(hello.table("agreed").values, hello.at("agreed"))
-    return _read(Hello, hello, agreed=agreed, maps=ranges, addresses=addresses, claims=_claims(hello),
-                 peers=peers[:64])
+    return _read(
+        Hello,
+        hello,
+        agreed=agreed,
+        maps=ranges,
+        addresses=addresses,
+        claims=_claims(hello),
+        peers=peers[:64],
+    )
 
 
 def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
     """fragments: that the run has."""
     report = Table(document, "the report of a job that is ready")
     claims = _claims(report, fragments)
-    return _read(ReadyReport, report, claims=claims, fragment=_number(report, "fragment", 0, fragments - 1))
+    return _read(
+        ReadyReport, report, claims=claims, fragment=_number(report, "fragment", 0, fragments - 1)
+    )
 
 
 def next_from(document: dict[str, Any], fragments: int) -> NextReport:
     """fragments: that the run has."""
     report = Table(document, "the report of a job that asks for its next round")
     claims = _claims(report, fragments)
-    offers = [_read(Offer, offer, fragment=_number(offer, "fragment", 0, fragments - 1))
-              for offer in report.tables("offers")]
+    offers = [
+        _read(Offer, offer, fragment=_number(offer, "fragment", 0, fragments - 1))
+        for offer in report.tables("offers")
+    ]
     return NextReport(claims, {offer.fragment: offer for offer in offers})
 
 
@@ -224,13 +241,17 @@ def _claims(table: Table, fragments: int = 0) -> tuple[Claim, ...]:
     """fragments: that there must be; 0: any number."""
     versions, checksums = table.list("versions", int), table.list("checksums", str)
     if len(versions) != len(checksums) or not versions:
-        raise HolmesError(f"{table.at('versions')}: {len(versions)} of them, and {len(checksums)} checksums")
+        raise HolmesError(
+            f"{table.at('versions')}: {len(versions)} of them, and {len(checksums)} checksums"
+        )
     if not all(0 <= version <= MOST for version in versions):
         raise HolmesError(f"{table.at('versions')}: not all are rounds that can exist")
     if not all(not text or _CHECKSUM.fullmatch(text) for text in checksums):
         raise HolmesError(f"{table.at('checksums')}: not all are 16 hexadecimal digits")
     if fragments and len(versions) != fragments:
-        raise HolmesError(f"{table.at('versions')}: {len(versions)} fragments, but the run has {fragments}")
+        raise HolmesError(
+            f"{table.at('versions')}: {len(versions)} fragments, but the run has {fragments}"
+        )
     return tuple(map(Claim, versions, checksums))
 
 

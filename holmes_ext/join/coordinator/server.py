@@ -107,7 +107,9 @@ class CoordinatorServer:
         self._told = 0
         self._ended = threading.Event()
         try:
-            self._listener = Listener(listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED)
+            self._listener = Listener(
+                listen(host, port), self._welcome, "holmes-serve", admitted=_ADMITTED
+            )
         except (OSError, UnicodeError) as error:
             raise HolmesError(
                 f"holmes join serve: {host or '*'}:{port} cannot be listened on ({why(error)}); give another"
@@ -132,7 +134,9 @@ class CoordinatorServer:
     def _welcome(self, guest: Guest) -> None:
         try:
             deadline = Deadline(HANDSHAKE_S, "the handshake")
-            channel, purpose = answer(guest.socket, self._credentials, deadline, on_tls=guest.becomes)
+            channel, purpose = answer(
+                guest.socket, self._credentials, deadline, on_tls=guest.becomes
+            )
         except (NotHolmes, Refused) as error:
             self._complain(guest.host, str(error))
             return
@@ -158,12 +162,15 @@ class CoordinatorServer:
             self.relay.call(channel, who[0], purpose)
         elif what == "reachable":
             channel.send(
-                {"reachable": _reachable(guest.host, purpose.get("port"))}, Deadline(_ANSWER_S, "an answer")
+                {"reachable": _reachable(guest.host, purpose.get("port"))},
+                Deadline(_ANSWER_S, "an answer"),
             )
 
     def _identity(self, purpose: Mapping[str, Any]) -> tuple[str, str]:
         """(job, incarnation) for which a connection speaks. HolmesError where it may not."""
-        job, incarnation, secret = (str(purpose.get(key, "")) for key in ("job", "incarnation", "secret"))
+        job, incarnation, secret = (
+            str(purpose.get(key, "")) for key in ("job", "incarnation", "secret")
+        )
         if not is_name(job) or not is_name(incarnation) or not is_name(secret):
             raise HolmesError("a caller names no job, incarnation and secret")
         if not hmac.compare_digest(incarnation_of(secret), incarnation):
@@ -286,9 +293,13 @@ class CoordinatorServer:
         if op == "maps":
             of = str(question.get("of"))[:100]
             return lambda now: self._with_ticket(coordinator.maps_of(job, of), job, incarnation, of)
-        raise HolmesError(f"the coordinator does not know {op!r:.40}; install the same holmes_ext everywhere")
+        raise HolmesError(
+            f"the coordinator does not know {op!r:.40}; install the same holmes_ext everywhere"
+        )
 
-    def _with_ticket(self, reply: dict[str, Any], job: str, incarnation: str, of: str) -> dict[str, Any]:
+    def _with_ticket(
+        self, reply: dict[str, Any], job: str, incarnation: str, of: str
+    ) -> dict[str, Any]:
         """What shows the ranks of `of` that a caller is this job: a secret of both and the coordinator."""
         secret = self._secrets.get((of, str(reply.get("incarnation"))), "")
         return {**reply, "ticket": ticket(secret, job, incarnation)} if secret else reply
@@ -318,15 +329,25 @@ class CoordinatorServer:
             state, relayed, now = self._coordinator.state, self.relay.counted(), time.monotonic()
             jobs = [
                 {
-                    "job": m.name, "state": m.state, "ranks": len(m.hello.addresses),
-                    "heard_s": round(now - m.heard, 1), "lag_s": round(m.lag_s, 3),
-                    "rounds": m.rounds, "missed": m.missed, "relayed": relayed.get(m.name, 0),
+                    "job": m.name,
+                    "state": m.state,
+                    "ranks": len(m.hello.addresses),
+                    "heard_s": round(now - m.heard, 1),
+                    "lag_s": round(m.lag_s, 3),
+                    "rounds": m.rounds,
+                    "missed": m.missed,
+                    "relayed": relayed.get(m.name, 0),
                     **{key: m.telemetry.get(key) for key in TELEMETRY},
                 }
                 for m in sorted(state.members.values(), key=lambda m: m.order)
-            ]  # fmt: skip
-            return {"version": 1, "round": state.number, "up_s": round(now - state.started, 1), "jobs": jobs,
-                    "events": state.events[-20:]}
+            ]
+            return {
+                "version": 1,
+                "round": state.number,
+                "up_s": round(now - state.started, 1),
+                "jobs": jobs,
+                "events": state.events[-20:],
+            }
 
 
 def _reachable(host: str, port: object) -> bool:

@@ -73,14 +73,21 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
         name="DeepSpeed",
         weights=lambda: _weights(engine),
         device=lambda: get_accelerator().current_device_name(),
-        written=lambda: _update_model_weights(engine),  # called after the outer training changed weights
+        written=lambda: _update_model_weights(
+            engine
+        ),  # called after the outer training changed weights
         agreed={"sizes": _sizes(engine)},  # must be the same in all joined jobs
         refusal=lambda settings: refusal(engine, settings),
     )
 
 
 #: DeepSpeed's optimizers that contain a torch optimizer, and that _pieces() handles.
-_KINDS = ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer")
+_KINDS = (
+    "DeepSpeedZeroOptimizer",
+    "DeepSpeedZeroOptimizer_Stage3",
+    "BF16_Optimizer",
+    "FP16_Optimizer",
+)
 
 
 def refusal(engine: Any, settings: OuterSettings) -> str | None:
@@ -95,7 +102,10 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
     kind = type(optimizer).__name__
     if engine.has_moe_layers:
         return "experts are not supported"
-    if any(getattr(optimizer, name, False) for name in ("cpu_offload", "offload_optimizer", "offload_param")):
+    if any(
+        getattr(optimizer, name, False)
+        for name in ("cpu_offload", "offload_optimizer", "offload_param")
+    ):
         return "offloaded optimizer states and parameters are not supported"
     if engine.zero_hpz_partition_size() > 1:
         return "hpZ (zero_hpz_partition_size) is not supported"
@@ -108,8 +118,10 @@ def refusal(engine: Any, settings: OuterSettings) -> str | None:
 
 
 #: What DeepSpeed's grid and others' mpu call an axis, before "_world_size" or "_rank".
-_AXES = {"pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
-         "model": ("get_slice_parallel", "get_tensor_model_parallel", "get_model_parallel")}
+_AXES = {
+    "pipe": ("get_pipe_parallel", "get_pipeline_model_parallel"),
+    "model": ("get_slice_parallel", "get_tensor_model_parallel", "get_model_parallel"),
+}
 
 
 def _call_grid(engine: Any, axis: str, suffix: str, default: int) -> int:
@@ -150,7 +162,11 @@ def _weights(engine: Any) -> training.WeightShards:
             parts.append((name_of[piece.parameter], piece.first, piece.values.detach()))
             addresses.append((piece.values, piece.values.data_ptr()))
     tensors = [
-        (name, tuple(getattr(parameter, "ds_shape", parameter.shape)), "float32")  # ZeRO 3: the whole shape
+        (
+            name,
+            tuple(getattr(parameter, "ds_shape", parameter.shape)),
+            "float32",
+        )  # ZeRO 3: the whole shape
         for parameter, name in name_of.items()
         if parameter in updated
     ]
@@ -162,7 +178,10 @@ def _weights(engine: Any) -> training.WeightShards:
         return any(view.data_ptr() != address for view, address in addresses)
 
     return training.WeightShards(
-        position=f"pipeline {pipeline}, tensor {tensor}", tensors=tensors, parts=parts, moved=has_moved
+        position=f"pipeline {pipeline}, tensor {tensor}",
+        tensors=tensors,
+        parts=parts,
+        moved=has_moved,
     )
 
 
@@ -306,7 +325,9 @@ def _load(call, instance, load_dir, tag):
     if file.exists():
         import torch
 
-        training.load_joined_state_dict(torch.load(file, map_location="cpu", weights_only=True), str(file))
+        training.load_joined_state_dict(
+            torch.load(file, map_location="cpu", weights_only=True), str(file)
+        )
     elif instance.global_rank == 0:
         text = "holds no outer state: the job joins like a new one"
         tell_user(f"{file.parent} {text}")
@@ -319,9 +340,18 @@ def _file(directory: str, tag: str | None, engine: Any) -> Path:
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 PATCHES = (
-    Patch(JOINED, f"{_ENGINE}._configure_optimizer", "its optimizers step while they are made", _reserve),
-    Patch(JOINED, f"{_ENGINE}._take_model_step", "a real step is where rounds begin and end",
-          _take_model_step),
+    Patch(
+        JOINED,
+        f"{_ENGINE}._configure_optimizer",
+        "its optimizers step while they are made",
+        _reserve,
+    ),
+    Patch(
+        JOINED,
+        f"{_ENGINE}._take_model_step",
+        "a real step is where rounds begin and end",
+        _take_model_step,
+    ),
     Patch(JOINED, f"{_ENGINE}.save_checkpoint", "outer state belongs to the checkpoint", _save),
     Patch(JOINED, f"{_ENGINE}.load_checkpoint", "outer state belongs to the checkpoint", _load),
-)  # fmt: skip
+)

@@ -57,7 +57,9 @@ def _remember_chunks(call, instance, model_chunks):
     optimizer of these chunks, around an optimizer of torch. reserve() makes only the steps of megatron-core's
     optimizer count as steps of the job, not those of torch's.
     """
-    training.reserve(_OWNER)  # has an effect only for the first framework that calls it in this process
+    training.reserve(
+        _OWNER
+    )  # has an effect only for the first framework that calls it in this process
     _chunks[:] = model_chunks
     return call()
 
@@ -161,7 +163,9 @@ def refusal(optimizer: Any, settings: OuterSettings, sizes: dict[str, int]) -> s
         return "Megatron-FSDP and the precision-aware optimizer are not supported"
     if getattr(config, "use_precision_aware_optimizer", False):
         return "Megatron-FSDP and the precision-aware optimizer are not supported"
-    if getattr(config, "optimizer_cpu_offload", False) or getattr(ddp_config, "fp8_param_gather", False):
+    if getattr(config, "optimizer_cpu_offload", False) or getattr(
+        ddp_config, "fp8_param_gather", False
+    ):
         return "offloaded optimizers and float8 parameters are not supported"
     parameters = [parameter for chunk in _chunks for parameter in chunk.parameters()]
     is_tied = any(getattr(parameter, "shared_embedding", False) for parameter in parameters)
@@ -259,23 +263,57 @@ def _share_out(call, instance, dataset):
 _OPTIMIZER = "megatron.core.optimizer.optimizer:"
 _COPY = "_copy_main_params_to_model_params"
 PATCHES = (
-    Patch(JOINED, "megatron.core.optimizer:get_megatron_optimizer", "names and order of the weights",
-          _remember_chunks),
-    *(Patch(JOINED, target, "before the first step the job joins", _join_before_step)
-      for target in OPTIMIZER_STEPS),
-    Patch(JOINED, f"{_OPTIMIZER}MixedPrecisionOptimizer.step_with_ready_grads", "only in a real step",
-          _mixed_steps),
-    *(Patch(JOINED, f"{holder}.{_COPY}", "main weights are new here", _outer_step_before_copy)
-      for holder in (f"{_OPTIMIZER}Float16OptimizerWithFloat16Params",
-                     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer")),
-    Patch(JOINED, f"{_OPTIMIZER}FP32Optimizer.step_with_ready_grads", "the weights are new here",
-          _outer_step_after_step),
-    *(Patch(feature, f"{module}:build_train_valid_test_datasets",
-            "the jobs' parts together are the data set", _enlarge)
-      for feature, module in ((JOINED_LM_DATA, "megatron.training.training"),
-                              (JOINED_MDS_DATA, "megatron.training"))),
-    *(Patch(feature, f"{module}.data_samplers:build_pretraining_data_loader",
-            "joined jobs read different parts of one data set", _share_out)
-      for feature, module in ((JOINED_LM_DATA, "megatron.training.datasets"),
-                              (JOINED_MDS_DATA, "megatron.data"))),
-)  # fmt: skip
+    Patch(
+        JOINED,
+        "megatron.core.optimizer:get_megatron_optimizer",
+        "names and order of the weights",
+        _remember_chunks,
+    ),
+    *(
+        Patch(JOINED, target, "before the first step the job joins", _join_before_step)
+        for target in OPTIMIZER_STEPS
+    ),
+    Patch(
+        JOINED,
+        f"{_OPTIMIZER}MixedPrecisionOptimizer.step_with_ready_grads",
+        "only in a real step",
+        _mixed_steps,
+    ),
+    *(
+        Patch(JOINED, f"{holder}.{_COPY}", "main weights are new here", _outer_step_before_copy)
+        for holder in (
+            f"{_OPTIMIZER}Float16OptimizerWithFloat16Params",
+            "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer",
+        )
+    ),
+    Patch(
+        JOINED,
+        f"{_OPTIMIZER}FP32Optimizer.step_with_ready_grads",
+        "the weights are new here",
+        _outer_step_after_step,
+    ),
+    *(
+        Patch(
+            feature,
+            f"{module}:build_train_valid_test_datasets",
+            "the jobs' parts together are the data set",
+            _enlarge,
+        )
+        for feature, module in (
+            (JOINED_LM_DATA, "megatron.training.training"),
+            (JOINED_MDS_DATA, "megatron.training"),
+        )
+    ),
+    *(
+        Patch(
+            feature,
+            f"{module}.data_samplers:build_pretraining_data_loader",
+            "joined jobs read different parts of one data set",
+            _share_out,
+        )
+        for feature, module in (
+            (JOINED_LM_DATA, "megatron.training.datasets"),
+            (JOINED_MDS_DATA, "megatron.data"),
+        )
+    ),
+)

@@ -72,7 +72,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
     def adapter() -> training.FrameworkAdapter:
         """Describe the weights that the job exchanges. claim() calls this once, before the first step."""
-        return training.FrameworkAdapter("torch", weights=lambda: weights_of(optimizer), device=device)
+        return training.FrameworkAdapter(
+            "torch", weights=lambda: weights_of(optimizer), device=device
+        )
 
     # claim() makes the first optimizer of the process the owner, and joins the other jobs with its weights.
     # The exchange with these jobs counts the owner's steps only. claim() is True for the owner.
@@ -80,7 +82,9 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
     # The owner may also be an engine, e.g. DeepSpeed's, which has this optimizer and counts its steps.
     is_owned_by_optimizer = isinstance(training.owner(), Optimizer)
     if not is_first_optimizer and is_owned_by_optimizer:
-        raise HolmesError("--holmes-join: the script has two optimizers; jobs of one optimizer can join")
+        raise HolmesError(
+            "--holmes-join: the script has two optimizers; jobs of one optimizer can join"
+        )
 
 
 def _after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -106,10 +110,13 @@ def weights_of(optimizer: Any) -> training.WeightShards:
         local = _local(parameter)
         if not local.is_contiguous():
             raise HolmesError(
-                f"--holmes-join: parameter {name} is not contiguous in memory, so jobs cannot join")
+                f"--holmes-join: parameter {name} is not contiguous in memory, so jobs cannot join"
+            )
         parts.append((name, _offset(name, parameter), local.view(-1)))
 
-    addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]  # at this moment
+    addresses = [
+        (parameter, _local(parameter).data_ptr()) for _, parameter in named
+    ]  # at this moment
 
     def have_moved() -> bool:
         """Return whether a parameter has other memory by now than when weights_of() was called."""
@@ -132,9 +139,13 @@ def _parameters(optimizer: Any) -> list[tuple[str, Any]]:
     for group_number, group in enumerate(optimizer.param_groups):
         names = group.get("param_names")  # those that the program gave, if any
         if not names:
-            names = [f"group {group_number} parameter {number}" for number in range(len(group["params"]))]
+            names = [
+                f"group {group_number} parameter {number}" for number in range(len(group["params"]))
+            ]
         parameters += [
-            (name, parameter) for name, parameter in zip(names, group["params"]) if parameter.requires_grad
+            (name, parameter)
+            for name, parameter in zip(names, group["params"])
+            if parameter.requires_grad
         ]
     return parameters
 
@@ -153,9 +164,12 @@ def _offset(name: str, parameter: Any) -> int:
         HolmesError: the shards are not contiguous ranges of the parameter's elements, or FSDP1 shards it.
     """
     if not hasattr(parameter, "_local_tensor"):
-        if hasattr(parameter, "_sharded_size"):  # FSDP1 changes the size of its flat parameters in each step
+        if hasattr(
+            parameter, "_sharded_size"
+        ):  # FSDP1 changes the size of its flat parameters in each step
             raise HolmesError(
-                "--holmes-join: FSDP1 (FullyShardedDataParallel) cannot join; use fully_shard (FSDP2)")
+                "--holmes-join: FSDP1 (FullyShardedDataParallel) cannot join; use fully_shard (FSDP2)"
+            )
         return 0
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -213,6 +227,10 @@ def _sample_job_part(call, instance, num_replicas, rank):
 
 
 PATCHES = (
-    Patch(JOINED, "torch.utils.data.distributed:DistributedSampler.__init__",
-          "joined jobs read different parts of one data set", _sample_job_part),
-)  # fmt: skip
+    Patch(
+        JOINED,
+        "torch.utils.data.distributed:DistributedSampler.__init__",
+        "joined jobs read different parts of one data set",
+        _sample_job_part,
+    ),
+)

@@ -34,6 +34,10 @@ def _load_job_part(call, instance):
 
 
 PATCHES = (
-    Patch(JOINED, "transformers.trainer:Trainer.get_train_dataloader",
-          "joined jobs read different parts of one data set", _load_job_part),
-)  # fmt: skip
+    Patch(
+        JOINED,
+        "transformers.trainer:Trainer.get_train_dataloader",
+        "joined jobs read different parts of one data set",
+        _load_job_part,
+    ),
+)

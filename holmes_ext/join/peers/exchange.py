@@ -59,10 +59,16 @@ class Attempt:
             self.residual = fragment.residual.float()
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
         residuals = [None if self.residual is None else self.residual[place] for place in places]
-        mine = [self.codec.encode(gradient[place], residual) for place, residual in zip(places, residuals)
-                if self.job in self.contributors]  # fmt: skip
-        came = {name: [self.codec.buffer(gradient[place]) for place in places]
-                for name in self.contributors if name != self.job}  # fmt: skip
+        mine = [
+            self.codec.encode(gradient[place], residual)
+            for place, residual in zip(places, residuals)
+            if self.job in self.contributors
+        ]
+        came = {
+            name: [self.codec.buffer(gradient[place]) for place in places]
+            for name in self.contributors
+            if name != self.job
+        }
         outgoing: dict[Peer, list[memoryview]] = {}
         incoming: dict[Peer, list[memoryview]] = {}
         for index, piece in enumerate(self.pieces):

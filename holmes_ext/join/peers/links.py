@@ -88,13 +88,17 @@ class PeerLinks:
         failed; their connections are closed. patience_s: of a silent peer. Both sides know how many bytes
         come."""
         begin = time.monotonic()
-        sizes = {peer: _length(outgoing.get(peer, ())) + _length(incoming.get(peer, ()))
-                 for peer in {*outgoing, *incoming}}  # fmt: skip
+        sizes = {
+            peer: _length(outgoing.get(peer, ())) + _length(incoming.get(peer, ()))
+            for peer in {*outgoing, *incoming}
+        }
         channels_of, failed = self._connect(sizes, patience_s / 2)
         lanes: dict[int, list[PeerTransfer]] = defaultdict(list)
         for peer, channels in channels_of.items():
             deadline = self._speed.deadline(peer, sizes[peer], patience_s)
-            out, into = (split(every.get(peer, []), len(channels)) for every in (outgoing, incoming))
+            out, into = (
+                split(every.get(peer, []), len(channels)) for every in (outgoing, incoming)
+            )
             for lane, channel in enumerate(channels):
                 lanes[lane].append(
                     PeerTransfer(peer, channel, (number, attempt), out[lane], into[lane], deadline)
@@ -153,7 +157,9 @@ class PeerLinks:
                 purpose = {"purpose": "exchange", "lane": lane}
                 self._keep(key, self.routes.dial(peer, purpose, deadline))
             except OSError as error:
-                if not reason or not isinstance(error, TimeoutError):  # no time was left for the last try
+                if not reason or not isinstance(
+                    error, TimeoutError
+                ):  # no time was left for the last try
                     reason = why(error)
                 time.sleep(min(_RETRY_S, calling.left))
         raise ConnectionError("the job ends")

@@ -70,7 +70,12 @@ def _can_be_called(port: int, place: JoinPlace, identity: RankIdentity) -> bool:
     """As the coordinator finds, at the address from which this rank calls it."""
     deadline = Deadline(_ASK_S, "asking whether this rank can be called")
     try:
-        question = {**identity.facts, "secret": identity.secret, "purpose": "reachable", "port": port}
+        question = {
+            **identity.facts,
+            "secret": identity.secret,
+            "purpose": "reachable",
+            "port": port,
+        }
         channel = place.call(question, deadline)
         try:
             return channel.receive(deadline).get("reachable") is not False

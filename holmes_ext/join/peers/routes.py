@@ -132,13 +132,17 @@ class Routes:
         facts = {**self.identity.facts, "purpose": purpose, "secret": self.identity.secret, **more}
         return self._place.call(facts, deadline)
 
-    def _through_coordinator(self, peer: Peer, facts: dict[str, Any], deadline: Deadline) -> Channel:
+    def _through_coordinator(
+        self, peer: Peer, facts: dict[str, Any], deadline: Deadline
+    ) -> Channel:
         deadline = deadline.part(_RELAY_S, f"reaching {peer} through the coordinator")
         number, came = secrets.token_hex(8), queue.SimpleQueue[Channel]()
         self._callbacks[number] = peer.ticket, came
         to = {"to_job": peer.job, "to": peer.incarnation, "to_rank": peer.rank}
         try:
-            channel = self._to_coordinator("relay", deadline, call=number, address=self.address, **to)
+            channel = self._to_coordinator(
+                "relay", deadline, call=number, address=self.address, **to
+            )
             try:
                 reply = channel.receive(deadline)
                 if reply.get("relay") == "reversed":
@@ -202,7 +206,9 @@ class Routes:
     def _stand_by(self) -> None:
         while not self._closed:
             try:
-                self._standing = self._to_coordinator("standby", Deadline(HANDSHAKE_S, "a standing line"))
+                self._standing = self._to_coordinator(
+                    "standby", Deadline(HANDSHAKE_S, "a standing line")
+                )
                 while self._take_call(self._standing):
                     pass
             except (OSError, HolmesError):
@@ -244,7 +250,9 @@ class Routes:
         try:
             host, port = split_address(address)
             secret = self._own_ticket(caller).encode()
-            return call(host, port, self._credentials, purpose, Deadline(_CALL_S, "calling back"), secret)
+            return call(
+                host, port, self._credentials, purpose, Deadline(_CALL_S, "calling back"), secret
+            )
         except (OSError, ValueError, HolmesError):
             if len(self._not_called) >= _NOT_CALLED:
                 self._not_called.clear()
@@ -264,7 +272,9 @@ class Routes:
     def _relayed(self, connection: socket.socket, plain: bool) -> None:
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
-            channel, purpose = answer(connection, self._credentials, deadline, self._secret_for, plain)
+            channel, purpose = answer(
+                connection, self._credentials, deadline, self._secret_for, plain
+            )
             if purpose.get("to") == self.identity.incarnation:
                 self._came(channel, purpose)
                 return

@@ -131,7 +131,9 @@ def take(
             anchor, report = torch.empty_like(fragment.anchor), dict[str, Any]()
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
             try:
-                came = _fetch(fragment, number, least, anchor, momentum, donor, job_ranks.rank, patience_s)
+                came = _fetch(
+                    fragment, number, least, anchor, momentum, donor, job_ranks.rank, patience_s
+                )
                 report["versions"] = sorted(came)
             except (OSError, HolmesError) as error:
                 report["why"] = str(error) or type(error).__name__
@@ -162,7 +164,9 @@ def _fetch(
     """The versions of what was read into `anchor` and `momentum`: one, unless the donor stepped in between;
     none for a rank without elements. OSError; HolmesError where what came cannot be weights."""
     by_rank: dict[int, list] = {}
-    for piece in shard_pairs({"mine": donor.mine, "theirs": donor.theirs}, fragment.start, fragment.stop):
+    for piece in shard_pairs(
+        {"mine": donor.mine, "theirs": donor.theirs}, fragment.start, fragment.stop
+    ):
         if piece.owners["mine"] == rank:
             by_rank.setdefault(piece.owners["theirs"], []).append(piece)
     versions: set[int] = set()
@@ -173,7 +177,9 @@ def _fetch(
             for piece in wanted:
                 place = fragment.places(piece.start, piece.stop)
                 parts = [anchor[place]] if momentum is None else [anchor[place], momentum[place]]
-                versions.add(_read(channel, number, least, piece.start, piece.stop, parts, patience_s))
+                versions.add(
+                    _read(channel, number, least, piece.start, piece.stop, parts, patience_s)
+                )
                 if min(versions) < least:
                     return versions
         finally:

@@ -126,7 +126,9 @@ def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
     failed: dict[str, str] = {}
     with selectors.DefaultSelector() as selector:
         for transfer in transfers:
-            if reason := _move(transfer, selectors.EVENT_READ):  # what TLS holds already wakes no selector
+            if reason := _move(
+                transfer, selectors.EVENT_READ
+            ):  # what TLS holds already wakes no selector
                 failed[transfer.peer.job] = reason
             elif transfer.events and (reason := _watch(selector.register, transfer)):
                 failed[transfer.peer.job] = reason
@@ -172,4 +174,8 @@ def _late(transfer: PeerTransfer, patience_s: float) -> str:
         return f"{who}: {_CLOSED}"
     if time.monotonic() - transfer.heard > patience_s:
         return f"{who}: silent for {patience_s:.3g} s"
-    return f"{who}: not done after {transfer.deadline.seconds:.3g} s" if transfer.deadline.passed else ""
+    return (
+        f"{who}: not done after {transfer.deadline.seconds:.3g} s"
+        if transfer.deadline.passed
+        else ""
+    )

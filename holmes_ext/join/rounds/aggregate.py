@@ -44,7 +44,9 @@ def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     return result
 
 
-def coefficients(settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]) -> list[float]:
+def coefficients(
+    settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]
+) -> list[float]:
     """c_j of the sum; gram: products over all elements; shares: each job's part of the tokens."""
     w = torch.tensor(shares, dtype=torch.float64)
     if settings.aggregate == "geometric":
@@ -62,7 +64,11 @@ def combine(
     """Of this rank's elements; factors: coefficients(). Added up in order: the same bits in every job."""
     count = len(gradients)
     if settings.aggregate in ("median", "trimmed") and count > 2:
-        cut = (count - 1) // 2 if settings.aggregate == "median" else min(settings.trim, (count - 1) // 2)
+        cut = (
+            (count - 1) // 2
+            if settings.aggregate == "median"
+            else min(settings.trim, (count - 1) // 2)
+        )
         return torch.stack(list(gradients)).sort(0).values[cut : count - cut].mean(0)
     total = gradients[0] * factors[0]
     for gradient, factor in zip(gradients[1:], factors[1:]):

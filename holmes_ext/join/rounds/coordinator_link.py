@@ -89,7 +89,9 @@ class Claims:
         unknown = [k for k in still if self._sums.get(k, (-1, 0))[0] != versions[k]]
         for k, total in zip(unknown, self._checksums(unknown, "")):
             self._sums[k] = (versions[k], total)
-        checksums = [hexadecimal(self._sums[k][1]) if k in still else "" for k in range(len(promised))]
+        checksums = [
+            hexadecimal(self._sums[k][1]) if k in still else "" for k in range(len(promised))
+        ]
         self.told = {"versions": promised, "checksums": checksums}
         return self.told
 
@@ -126,7 +128,9 @@ class RemoteJobs:
     what shows them whose call it is. position: of this rank in the model-parallel grid; total: elements that
     it has there."""
 
-    def __init__(self, coordinator: CoordinatorLink, job_ranks: JobRanks, position: str, total: int):
+    def __init__(
+        self, coordinator: CoordinatorLink, job_ranks: JobRanks, position: str, total: int
+    ):
         self._coordinator, self._job_ranks = coordinator, job_ranks
         self._position, self._total = position, total
         self._known: dict[tuple[str, str], RemoteJob] = {}
@@ -165,4 +169,6 @@ def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) 
         return None
     ranks = {span.rank for span in ranges}
     incarnation, ticket = str(answer["incarnation"]), str(answer.get("ticket", ""))
-    return RemoteJob(ranges, {rank: Peer(name, incarnation, rank, addresses[rank], ticket) for rank in ranks})
+    return RemoteJob(
+        ranges, {rank: Peer(name, incarnation, rank, addresses[rank], ticket) for rank in ranks}
+    )

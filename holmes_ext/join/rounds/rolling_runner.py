@@ -128,7 +128,9 @@ class RollingRunner(RoundRunner):
     def _is_void(self, verdict: Verdict) -> None:
         """The coordinator is away, or what this job offers is of no use: begin anew with the others'
         state."""
-        result = RoundResult("void", int(verdict.get("round", self.number)), str(verdict.get("why", "")))
+        result = RoundResult(
+            "void", int(verdict.get("round", self.number)), str(verdict.get("why", ""))
+        )
         result.left_out = verdict.get("left_out", {})
         if self.job in result.left_out:
             self._offers.clear()

@@ -73,10 +73,16 @@ class RoundRunner:
         coordinator: CoordinatorLink,
         job: str,
     ):
-        self.settings, self.algorithm, self.codec = settings, settings.outer_algorithm(), codec_of(settings)
+        self.settings, self.algorithm, self.codec = (
+            settings,
+            settings.outer_algorithm(),
+            codec_of(settings),
+        )
         self.state, self.own, self.job_ranks, self.links = state, ranges, job_ranks, links
         self.coordinator, self.job = coordinator, job
-        self.remote = RemoteJobs(coordinator, job_ranks, state.weights.position, state.weights.total)
+        self.remote = RemoteJobs(
+            coordinator, job_ranks, state.weights.position, state.weights.total
+        )
         self.number = 0
         self.claims = Claims(state, job_ranks)
         self._screening = Screening(settings.aggregate)
@@ -127,8 +133,12 @@ class RoundRunner:
 
     def hello(self) -> dict[str, Any]:
         """Of what this job is now: for a coordinator that does not know it (any more)."""
-        return {**self.claims.told, "round": self.number, "entered": self.coordinator.entered,
-                "peers": self.remote.names()}
+        return {
+            **self.claims.told,
+            "round": self.number,
+            "entered": self.coordinator.entered,
+            "peers": self.remote.names(),
+        }
 
     def _versions(self) -> list[int]:
         return [f.version for f in self.state.fragments]
@@ -153,10 +163,18 @@ class RoundRunner:
         )
         finite = square == square and square != float("inf")
         norm = square**0.5 if finite else 0.0
-        verdict = self.coordinator.ask("ready", self._report(in_flight, norm if finite else None, tokens))
+        verdict = self.coordinator.ask(
+            "ready", self._report(in_flight, norm if finite else None, tokens)
+        )
         outcome = self._follow(in_flight, verdict, momentum)
-        outcome.bytes, outcome.seconds, outcome.norm = self.links.sent - sent, time.monotonic() - begin, norm
-        outcome.period = int(self.job_ranks.from_first(in_flight.period)) if self.settings.seconds else 0
+        outcome.bytes, outcome.seconds, outcome.norm = (
+            self.links.sent - sent,
+            time.monotonic() - begin,
+            norm,
+        )
+        outcome.period = (
+            int(self.job_ranks.from_first(in_flight.period)) if self.settings.seconds else 0
+        )
         self.number = outcome.round
         return outcome
 
@@ -192,7 +210,9 @@ class RoundRunner:
                 verdict = self._tell("done", in_flight, verdict, report)
             elif what == "check" and came is not None:
                 report = self._checked(in_flight, came, members, verdict, momentum_square)
-                verdict = self._tell("checked", in_flight, verdict, report | {"check": verdict["check"]})
+                verdict = self._tell(
+                    "checked", in_flight, verdict, report | {"check": verdict["check"]}
+                )
             elif what == "commit" and came is not None:
                 return self._commit(in_flight, came, members, verdict)
             elif what == "behind":
@@ -203,7 +223,9 @@ class RoundRunner:
                 outcome.left_out = verdict.get("left_out", {})
                 return outcome
 
-    def _tell(self, op: str, in_flight: InFlight, verdict: Verdict, report: Mapping[str, Any]) -> Verdict:
+    def _tell(
+        self, op: str, in_flight: InFlight, verdict: Verdict, report: Mapping[str, Any]
+    ) -> Verdict:
         where = {"round": in_flight.number, "attempt": verdict["attempt"]}
         return self.coordinator.ask(op, {**where, **report})
 
@@ -216,25 +238,42 @@ class RoundRunner:
         maps = {self.job: self.own, **{name: remote.ranges for name, remote in known.items()}}
         pairs = shard_pairs(maps, fragment.start, fragment.stop)
         mine = [pair for pair in pairs if pair.owners[self.job] == self.job_ranks.rank]
-        peers = {(name, rank): peer for name, remote in known.items() for rank, peer in remote.peers.items()}
+        peers = {
+            (name, rank): peer
+            for name, remote in known.items()
+            for rank, peer in remote.peers.items()
+        }
         attempt = Attempt(self.job, members, mine, peers, self.codec)
         gradients: list[torch.Tensor] = []
         if not failed:
             try:
                 number = int(verdict["attempt"])
                 gradients = attempt.run(
-                    self.links, in_flight.number, number, fragment, in_flight.gradient, self.settings.timeout
+                    self.links,
+                    in_flight.number,
+                    number,
+                    fragment,
+                    in_flight.gradient,
+                    self.settings.timeout,
                 )
             except PeersFailed as error:
                 failed = error.jobs
         names = attempt.contributors
-        gram = products(gradients) if gradients else torch.zeros(len(names), len(names), dtype=torch.float64)
-        sums = self.job_ranks.sums([*(float(name in failed) for name in members), *gram.flatten().tolist()])
+        gram = (
+            products(gradients)
+            if gradients
+            else torch.zeros(len(names), len(names), dtype=torch.float64)
+        )
+        sums = self.job_ranks.sums(
+            [*(float(name in failed) for name in members), *gram.flatten().tolist()]
+        )
         unreached = [name for name, times in zip(members, sums) if times]
         self.remote.forget(unreached)
         gram = torch.tensor(sums[len(members) :], dtype=torch.float64).view(len(names), len(names))
         faults = (
-            {} if unreached else self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
+            {}
+            if unreached
+            else self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
         )
         faults.pop(self.job, None)
         return _Came(attempt, names, gradients, gram, unreached, faults)
@@ -269,7 +308,9 @@ class RoundRunner:
     ) -> RoundResult:
         fragment = self.state.fragments[in_flight.fragment]
         factors, left_out = verdict["factors"], verdict["left_out"]
-        used = {name: gradient for name, gradient in zip(came.names, came.gradients) if name in factors}
+        used = {
+            name: gradient for name, gradient in zip(came.names, came.gradients) if name in factors
+        }
         total = combine(self.settings, list(used.values()), [factors[name] for name in used])
         mine = self.job in factors
         away = square_of(in_flight.gradient - total) if mine else 0.0
@@ -279,9 +320,13 @@ class RoundRunner:
         residual = came.attempt.residual if mine else None
         self._screening.remember(in_flight.fragment, came.gram)
         with self.state.lock:
-            fragment.pending.append(Pending(in_flight.number, total, mu, float(verdict["gap"]), residual))
+            fragment.pending.append(
+                Pending(in_flight.number, total, mu, float(verdict["gap"]), residual)
+            )
         drift = (away / length) ** 0.5 if length > 0 and len(used) > 1 and mine else None
-        return RoundResult("commit", in_flight.number, members=shares, left_out=left_out, drift=drift)
+        return RoundResult(
+            "commit", in_flight.number, members=shares, left_out=left_out, drift=drift
+        )
 
     def take(self, verdict: Verdict) -> RoundResult:
         """Fragments from another job, as the verdict says; collective."""
@@ -289,7 +334,9 @@ class RoundRunner:
         wanted = dict(zip(map(int, verdict["fragments"]), map(int, verdict["versions"])))
         known, failed = self.remote.learn({name: str(verdict["incarnation"])})
         if failed:
-            return RoundResult("void", number, f"job {name}, which has newer weights, is gone again")
+            return RoundResult(
+                "void", number, f"job {name}, which has newer weights, is gone again"
+            )
         donor = Donor(self.own, known[name].ranges, known[name].peers, self.links.routes)
         # With rounds=async it waits for training, as sums do; else training waits for it.
         waits = self.settings.rounds == "async" and self.running
@@ -299,7 +346,9 @@ class RoundRunner:
             self.claims.forget(fragment)
         if why:
             self.remote.forget([name])
-            return RoundResult("void", number, f"the weights of job {name} could not be taken: {why}")
+            return RoundResult(
+                "void", number, f"the weights of job {name} could not be taken: {why}"
+            )
         return RoundResult("taken", number, source=name, fragments=list(wanted))
 
 

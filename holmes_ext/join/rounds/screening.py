@@ -37,7 +37,11 @@ class Screening:
         self._squares: dict[int, deque[float]] = {}
 
     def faults(
-        self, fragment: int, names: Sequence[str], gram: torch.Tensor, claimed: Mapping[str, float | None]
+        self,
+        fragment: int,
+        names: Sequence[str],
+        gram: torch.Tensor,
+        claimed: Mapping[str, float | None],
     ) -> dict[str, str]:
         """Of contributors, in the order of `gram` (float64 [J, J], over all elements); claimed: lengths."""
         faults: dict[str, str] = {}
@@ -60,7 +64,9 @@ class Screening:
         squares = gram.diagonal().tolist()
         self._squares.setdefault(fragment, deque(maxlen=_REMEMBERED * len(squares))).extend(squares)
 
-    def _repeated(self, fragment: int, names: Sequence[str], squares: Sequence[float]) -> dict[str, str]:
+    def _repeated(
+        self, fragment: int, names: Sequence[str], squares: Sequence[float]
+    ) -> dict[str, str]:
         """Where most do not (training stands still then)."""
         known = self._squares.get(fragment, ())
         again = [name for name, square in zip(names, squares) if square > 0 and square in known]

@@ -84,7 +84,11 @@ class JobRanks:
             trouble = error
         troubles = [line for line in self.from_all(trouble and str(trouble)) if line is not None]
         if troubles:
-            raise trouble if trouble is not None and str(trouble) == troubles[0] else RemoteError(troubles[0])
+            raise (
+                trouble
+                if trouble is not None and str(trouble) == troubles[0]
+                else RemoteError(troubles[0])
+            )
         return result
 
     def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
@@ -109,7 +113,12 @@ class Replicas:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ):
-        self._owned, self._replicas, self._group, self._device = list(owned), list(replicas), group, device
+        self._owned, self._replicas, self._group, self._device = (
+            list(owned),
+            list(replicas),
+            group,
+            device,
+        )
 
     def gather(self, fragment: Fragment, mine: torch.Tensor) -> list[Part]:
         """mine: values of the ranges that this rank exchanges (float32, host). Parts that cover the
@@ -155,14 +164,24 @@ class CutMatrices(Matrices):
         row = torch.cat([part.values for part in self.holders.gather(self.fragment, flat)]).cpu()
         super().orthogonalize(row)
         for a, b in self.fragment.ranges:
-            flat[self.fragment.places(a, b)] = row[a - self.fragment.start : b - self.fragment.start]
+            flat[self.fragment.places(a, b)] = row[
+                a - self.fragment.start : b - self.fragment.start
+            ]
 
 
 def gather_cut_matrices(
-    fragments: Sequence[Fragment], matrices: Sequence[Matrix], holders: Replicas, device: torch.device
+    fragments: Sequence[Fragment],
+    matrices: Sequence[Matrix],
+    holders: Replicas,
+    device: torch.device,
 ) -> None:
     """From now on the outer steps of these fragments are collective over the ranks of the position."""
     for fragment in fragments:
-        places = [replace(matrix, start=matrix.start - fragment.start) for matrix in matrices
-                  if any(matrix.start < b and a < matrix.stop for a, b in fragment.ranges)]  # fmt: skip
-        fragment.matrices = CutMatrices(places=places, device=device, fragment=fragment, holders=holders)
+        places = [
+            replace(matrix, start=matrix.start - fragment.start)
+            for matrix in matrices
+            if any(matrix.start < b and a < matrix.stop for a, b in fragment.ranges)
+        ]
+        fragment.matrices = CutMatrices(
+            places=places, device=device, fragment=fragment, holders=holders
+        )

@@ -51,7 +51,10 @@ def fragment_cuts(total: int, fragments: int, whole: Sequence[Range] = ()) -> li
 
 
 def owners(
-    total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]], whole: Sequence[Range] = ()
+    total: int,
+    cuts: Sequence[int],
+    holdings: Mapping[int, Sequence[Range]],
+    whole: Sequence[Range] = (),
 ) -> list[RankRange]:
     """Who exchanges what, each element one rank: in order of `start`, none overlapping, 0 to `total` covered.
 
@@ -60,10 +63,17 @@ def owners(
     holdings do not cut them. HolmesError when an element is held by no rank.
     """
     borders = sorted(
-        {0, total, *cuts, *(edge for ranges in holdings.values() for span in ranges for edge in span)}
+        {
+            0,
+            total,
+            *cuts,
+            *(edge for ranges in holdings.values() for span in ranges for edge in span),
+        }
     )
     if borders[0] < 0 or borders[-1] > total:
-        raise HolmesError(f"shards reach from element {borders[0]} to {borders[-1]}, but there are {total}")
+        raise HolmesError(
+            f"shards reach from element {borders[0]} to {borders[-1]}, but there are {total}"
+        )
     held_by: dict[int, list[int]] = {edge: [] for edge in borders}
     place = {edge: number for number, edge in enumerate(borders)}
     for rank, ranges in sorted(holdings.items()):
@@ -76,8 +86,12 @@ def owners(
     for start, stop in pairwise(borders):
         holders = held_by[start]
         if not holders:
-            raise HolmesError(f"elements {start} to {stop} of {total} are held by no rank of the job")
-        if held_by.get(stop) == holders and stop not in inner:  # one run of elements with the same holders
+            raise HolmesError(
+                f"elements {start} to {stop} of {total} are held by no rank of the job"
+            )
+        if (
+            held_by.get(stop) == holders and stop not in inner
+        ):  # one run of elements with the same holders
             continue
         shares = pairwise(_even_cuts(first, stop, len(holders), whole))
         result += [RankRange(a, b, rank) for (a, b), rank in zip(shares, holders) if a < b]
@@ -129,7 +143,11 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
                 break
             cuts.add(span.start)
     return [
-        ShardPair(a, b, {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()})
+        ShardPair(
+            a,
+            b,
+            {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()},
+        )
         for a, b in pairwise(sorted(cuts))
     ]
 

@@ -26,11 +26,14 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 def opened(saved: Any, source: str) -> dict[str, Any]:
     """What was sealed. HolmesError when it is damaged, or of another version."""
     if not isinstance(saved, dict) or not isinstance(saved.get("version"), int):
-        raise HolmesError(f"{source}: this is not outer state; omit it to take the weights from another job")
+        raise HolmesError(
+            f"{source}: this is not outer state; omit it to take the weights from another job"
+        )
     if saved["version"] != VERSION:
         raise HolmesError(
             f"{source}: outer state of version {saved['version']}, this holmes_ext reads {VERSION}; omit"
-                          " it to take the weights from another job")  # fmt: skip
+            " it to take the weights from another job"
+        )
     state = saved.get("outer")
     try:
         sound = isinstance(state, dict) and _digest_of(state) == saved.get("digest")
@@ -39,7 +42,8 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
     if not sound or not isinstance(state, dict):
         raise HolmesError(
             f"{source}: the outer state is damaged (its digest differs); load an earlier checkpoint, or"
-                          " omit it to take the weights from another job")  # fmt: skip
+            " omit it to take the weights from another job"
+        )
     return state
 
 

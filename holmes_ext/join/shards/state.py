@@ -91,7 +91,9 @@ class Fragment:
 class OuterState:
     """lock: held by whoever changes a fragment, and by whoever copies one for another job."""
 
-    def __init__(self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int):
+    def __init__(
+        self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int
+    ):
         self.settings, self.weights, self.lock = settings, weights, threading.Lock()
         self.algorithm = settings.outer_algorithm()
         self.matrices = weights.matrices if self.algorithm.of_matrices else []
@@ -107,13 +109,23 @@ class OuterState:
         residual_kind = residual_dtype(self.settings)
         # Beside a residual of two bytes momentum has two as well: all of it is twice the weights at most.
         kind = torch.bfloat16 if residual_kind == torch.bfloat16 else torch.float32
-        momentum = torch.zeros(count, dtype=kind, device="cpu") if self.algorithm.keeps_momentum else None
-        residual = None if residual_kind is None else torch.zeros(count, dtype=residual_kind, device="cpu")
+        momentum = (
+            torch.zeros(count, dtype=kind, device="cpu") if self.algorithm.keeps_momentum else None
+        )
+        residual = (
+            None if residual_kind is None else torch.zeros(count, dtype=residual_kind, device="cpu")
+        )
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
-        mine = [matrix for matrix in self.matrices
-                if any(a <= matrix.start and matrix.stop <= b for a, b in ranges)]  # fmt: skip
-        places = [replace(matrix, start=fragment.places(matrix.start, matrix.stop).start) for matrix in mine]
+        mine = [
+            matrix
+            for matrix in self.matrices
+            if any(a <= matrix.start and matrix.stop <= b for a, b in ranges)
+        ]
+        places = [
+            replace(matrix, start=fragment.places(matrix.start, matrix.stop).start)
+            for matrix in mine
+        ]
         fragment.matrices = Matrices(places, self.weights.device)
         return fragment
 
@@ -121,7 +133,9 @@ class OuterState:
         """Take the outer step that has been pending longest."""
         with self.lock:
             pending = fragment.pending.pop(0)
-            self._take(pending, fragment.anchor, fragment.momentum, pending.gradient, fragment.matrices)
+            self._take(
+                pending, fragment.anchor, fragment.momentum, pending.gradient, fragment.matrices
+            )
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
             elif fragment.residual is not None and pending.replaces:
@@ -159,7 +173,9 @@ class OuterState:
                 part = pending
                 if pending.momentum is not None:
                     part = replace(pending, momentum=pending.momentum[place])
-                self._take(part, anchor, momentum, pending.gradient[place].clone(), fragment.matrices)
+                self._take(
+                    part, anchor, momentum, pending.gradient[place].clone(), fragment.matrices
+                )
             if place is not wanted:
                 anchor, momentum = anchor[wanted], None if momentum is None else momentum[wanted]
             return fragment.given, anchor, momentum
@@ -190,11 +206,20 @@ class OuterState:
         """For a checkpoint (saved.py). pending: with what is committed and not applied yet."""
         fragments = []
         for f in self.fragments:
-            content: dict[str, Any] = {"ranges": [list(pair) for pair in f.ranges], "version": f.version}
-            content |= {name: value.clone() for name in _SAVED if (value := getattr(f, name)) is not None}
+            content: dict[str, Any] = {
+                "ranges": [list(pair) for pair in f.ranges],
+                "version": f.version,
+            }
+            content |= {
+                name: value.clone() for name in _SAVED if (value := getattr(f, name)) is not None
+            }
             content["pending"] = [_copied(step) for step in f.pending] if pending else []
             fragments.append(content)
-        return {"position": self.weights.position, "digest": self.weights.digest, "fragments": fragments}
+        return {
+            "position": self.weights.position,
+            "digest": self.weights.digest,
+            "fragments": fragments,
+        }
 
     def load(self, saved: dict[str, Any], source: str) -> None:
         """HolmesError when it is another model's, or was saved with other shards or settings."""
@@ -223,5 +248,7 @@ class OuterState:
 
 def _copied(pending: Pending) -> dict[str, Any]:
     """For a checkpoint: tensors that stay as they are."""
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in vars(pending).items()}
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in vars(pending).items()
+    }

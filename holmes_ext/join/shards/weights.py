@@ -99,8 +99,11 @@ class Weights:
     def matrices(self) -> list[Matrix]:
         """The tensors that Muon's step takes as one, by their places in the row."""
         starts = row_of(self.tensors)
-        return [Matrix(starts[tensor.name], *tensor.shape)
-                for tensor in self.tensors if is_matrix(tensor.shape)]  # fmt: skip
+        return [
+            Matrix(starts[tensor.name], *tensor.shape)
+            for tensor in self.tensors
+            if is_matrix(tensor.shape)
+        ]
 
     def named(self) -> Any:
         """The row for people: {name: shape and type}, or a count and the digest where that would be long."""
@@ -119,8 +122,11 @@ class Weights:
 
     def checksum(self) -> int:
         """Of all that this rank holds."""
-        sums = (checksum(chunk.to("cpu", torch.float32), part.start + k * _CHUNK, self.position)
-                for part in self.parts for k, chunk in enumerate(part.values.split(_CHUNK)))  # fmt: skip
+        sums = (
+            checksum(chunk.to("cpu", torch.float32), part.start + k * _CHUNK, self.position)
+            for part in self.parts
+            for k, chunk in enumerate(part.values.split(_CHUNK))
+        )
         return sum(sums) & _MASK
 
     def read(self, ranges: Sequence[Range], out: torch.Tensor) -> torch.Tensor:

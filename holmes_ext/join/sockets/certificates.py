@@ -58,7 +58,8 @@ def site_contexts(certificate: str, authority: str) -> TlsContexts:
         files = f"--holmes-join-certificate {certificate} and --holmes-join-ca {authority}"
         raise HolmesError(
             f"{files}: no certificate, key and CA can be read from them ({why(error)}); both are PEM"
-            " files, the first with the chain and the key without a password") from None
+            " files, the first with the chain and the key without a password"
+        ) from None
 
 
 def certificate_hash(der: bytes) -> bytes:
@@ -129,11 +130,14 @@ def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime(2000, 1, 1))
         .not_valid_after(datetime(2100, 1, 1))
-        .add_extension(x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True)
+        .add_extension(
+            x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True
+        )
         .add_extension(x509.KeyUsage(**usage), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(
-            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()), critical=False
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
+            critical=False,
         )
         .sign(authority_key, hashes.SHA256())
     )
@@ -143,6 +147,13 @@ def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
 #: Of the curve P-256: FIPS 186-4, D.1.2.3.
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _KEY_USAGES = (
-    "digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-    "key_cert_sign", "crl_sign", "encipher_only", "decipher_only",
-)  # fmt: skip
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)

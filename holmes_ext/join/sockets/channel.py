@@ -81,7 +81,10 @@ class Channel:
     """
 
     def __init__(
-        self, connection: socket.socket, send_key: bytes | None = None, receive_key: bytes | None = None
+        self,
+        connection: socket.socket,
+        send_key: bytes | None = None,
+        receive_key: bytes | None = None,
     ):
         self.socket = connection
         self._sent, self._received = _Direction(send_key), _Direction(receive_key)

@@ -81,12 +81,16 @@ class Credentials:
 
 @lru_cache(maxsize=8)
 def _key(token: str) -> bytes:
-    return hashlib.scrypt(token.encode(), salt=b"holmes_ext joined jobs", n=2**14, r=8, p=1, dklen=32)
+    return hashlib.scrypt(
+        token.encode(), salt=b"holmes_ext joined jobs", n=2**14, r=8, p=1, dklen=32
+    )
 
 
 def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
     """A TCP connection. OSError."""
-    connection = socket.create_connection((host, port), timeout=max(0.001, min(_CONNECT_S, deadline.left)))
+    connection = socket.create_connection(
+        (host, port), timeout=max(0.001, min(_CONNECT_S, deadline.left))
+    )
     prepare(connection)
     return connection
 
@@ -103,7 +107,9 @@ def call(
     here."""
     connection = connect(host, port, deadline)
     encrypt = not credentials.plain and not stays_on_host(connection)
-    return greet(connection, address_text(host, port), credentials, purpose, deadline, secret, encrypt)
+    return greet(
+        connection, address_text(host, port), credentials, purpose, deadline, secret, encrypt
+    )
 
 
 def greet(
@@ -129,7 +135,8 @@ def greet(
         if hello.get("holmes") != VERSION:
             raise Refused(
                 f"{where} speaks version {str(hello.get('holmes'))[:20]} of this protocol, not {VERSION};"
-                          " install the same holmes_ext")  # fmt: skip
+                " install the same holmes_ext"
+            )
         text = json.dumps(purpose, separators=(",", ":"))
         facts = _facts(challenge, str(hello.get("challenge")), text, ours, theirs)
         key = credentials.derived(secret)
@@ -178,11 +185,15 @@ def answer(
     channel = Channel(connection)
     hello = _receive(channel, "it", deadline)
     if hello.get("holmes") != VERSION:
-        raise NotHolmes(f"it speaks version {printable(str(hello.get('holmes')))[:20]}, not {VERSION}")
+        raise NotHolmes(
+            f"it speaks version {printable(str(hello.get('holmes')))[:20]}, not {VERSION}"
+        )
     if not (encrypt or plain_too):
         channel.send({"holmes": VERSION, "challenge": ""}, deadline)
         _receive(channel, "it", deadline)
-        channel.send({"error": "this run is encrypted; leave --holmes-join-plain away in all jobs"}, deadline)
+        channel.send(
+            {"error": "this run is encrypted; leave --holmes-join-plain away in all jobs"}, deadline
+        )
         raise Refused("it does not encrypt, and this run does")
     challenge = secrets.token_hex(16)
     channel.send({"holmes": VERSION, "challenge": challenge}, deadline)
@@ -194,7 +205,9 @@ def answer(
         raise NotHolmes(f"its purpose cannot be read: {error}") from None
     facts = _facts(str(hello.get("challenge")), challenge, text, theirs, ours)
     key = credentials.derived(secret_for(purpose))
-    if not hmac.compare_digest(str(proven.get("proof")).encode(), _proof(key, "caller", facts).encode()):
+    if not hmac.compare_digest(
+        str(proven.get("proof")).encode(), _proof(key, "caller", facts).encode()
+    ):
         channel.send({"error": WRONG_TOKEN}, deadline)
         raise Refused("it does not know the token")
     channel.send({"proof": _proof(key, "listener", facts)}, deadline)
@@ -233,8 +246,10 @@ def _wrapped(
             text = f"{where} does not speak TLS; is --holmes-join-plain given there?"
         else:
             reason = getattr(error, "verify_message", "") or error.reason or error
-            text = (f"{where} and this end do not trust each other's certificates ({reason}); all jobs and"
-                    " `holmes join serve` need one token, and one --holmes-join-ca or none")
+            text = (
+                f"{where} and this end do not trust each other's certificates ({reason}); all jobs and"
+                " `holmes join serve` need one token, and one --holmes-join-ca or none"
+            )
         raise (NotHolmes if listens else Refused)(text) from None
     except BaseException:
         wrapped.close()
@@ -275,6 +290,8 @@ def _signed(
 ) -> Channel:
     if encrypt:
         return Channel(connection)
-    keys = [hmac.digest(key, f"frames of the {role} {facts}".encode(), "sha256")
-            for role in (my_role, other_role)]
+    keys = [
+        hmac.digest(key, f"frames of the {role} {facts}".encode(), "sha256")
+        for role in (my_role, other_role)
+    ]
     return Channel(connection, *keys)

@@ -45,8 +45,11 @@ class Orders:
         ]
         #: For each kind the first one that it can be exchanged with.
         self.alike = tuple(
-            next(first
-                 for first in self.every if looks[first] == looks[kind] and self._between_alike(kind, first))
+            next(
+                first
+                for first in self.every
+                if looks[first] == looks[kind] and self._between_alike(kind, first)
+            )
             for kind in self.every
         )
 
@@ -62,17 +65,23 @@ class Orders:
         def look(pair: tuple[str, str]) -> Hashable:
             return tuple((hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(*pair))
 
-        return a == b or not wan or all(look((a, n)) == look((b, n)) for n in names if n not in (a, b))
+        return (
+            a == b or not wan or all(look((a, n)) == look((b, n)) for n in names if n not in (a, b))
+        )
 
     def placements(self, sizes: Sizes) -> tuple[list[Placement], bool]:
         """All of them for complete sizes in the default order of ranks, and whether none was left out."""
         pipeline, complete = sizes.pipeline, True
         placements: list[Placement] = []
-        for together in (size for size in range(1, len(self.every) + 1) if len(self.every) % size == 0):
+        for together in (
+            size for size in range(1, len(self.every) + 1) if len(self.every) % size == 0
+        ):
             if pipeline == 1 and together > 1:
                 break  # one stage holds all clusters anyhow
             orders = chain(self._chained(together), self._distinct(together))
-            most = min(MOST_CHAINED if self.network.wan else MAX_ORDERS, max(8, MAX_ORDERS // pipeline))
+            most = min(
+                MOST_CHAINED if self.network.wan else MAX_ORDERS, max(8, MAX_ORDERS // pipeline)
+            )
             listed = list(dict.fromkeys(islice(orders, 1 if pipeline == 1 else most)))
             complete = complete and (pipeline == 1 or next(orders, None) is None)
             for groups in listed:
@@ -143,8 +152,11 @@ class Orders:
             if sum(ranks) % size or any(count % (stages * replica) for count in ranks):
                 return []
             whole_nodes = whole_nodes and all(count // stages % processes == 0 for count in ranks)
-            slots += [(kind, count // stages // processes) for _ in range(stages)
-                      for kind, count in zip(group, ranks)]
+            slots += [
+                (kind, count // stages // processes)
+                for _ in range(stages)
+                for kind, count in zip(group, ranks)
+            ]
         if whole_nodes:
             return [Placement(sizes, processes, joined(slots))]
         if len(groups) > 1:

@@ -54,20 +54,29 @@ def pack(
     while waiting:
         number = waiting.pop(0)
         later = {home for other in waiting for home in homes[other]}
-        states = _next(states, number, counts[number], homes[number], later, size, PACK_BUDGET // len(counts))
+        states = _next(
+            states, number, counts[number], homes[number], later, size, PACK_BUDGET // len(counts)
+        )
     if not states:
         return None
     nodes: dict[str, list[int]] = {}
     for home, number, share in states[frozenset()]:
         nodes.setdefault(home, []).extend([number] * share)
     position = {number: place for place, number in enumerate(counts)}
-    parts = [tuple(line[at : at + size]) for line in nodes.values() for at in range(0, len(line), size)]
+    parts = [
+        tuple(line[at : at + size]) for line in nodes.values() for at in range(0, len(line), size)
+    ]
     return sorted(parts, key=lambda part: [position[number] for number in part])
 
 
 def _next(
-    states: Mapping[frozenset[tuple[str, int]], tuple[Gift, ...]], number: int, count: int,
-    homes: Sequence[str], later: set[str], size: int, most: int,
+    states: Mapping[frozenset[tuple[str, int]], tuple[Gift, ...]],
+    number: int,
+    count: int,
+    homes: Sequence[str],
+    later: set[str],
+    size: int,
+    most: int,
 ) -> dict[frozenset[tuple[str, int]], tuple[Gift, ...]]:
     """States with one class more."""
     result: dict[frozenset[tuple[str, int]], tuple[Gift, ...]] = {}
@@ -131,7 +140,10 @@ def fastest_first(network: Network) -> tuple[str, ...]:
         clusters = list(dict.fromkeys(map(network.cluster, ordered)))
         by_cluster = _chain(network, clusters)
         return tuple(
-            node.name for cluster in by_cluster for node in network.site.nodes if node.cluster == cluster
+            node.name
+            for cluster in by_cluster
+            for node in network.site.nodes
+            if node.cluster == cluster
         )
     return tuple(name for number in ordered for name in classes[number])
 
@@ -223,7 +235,11 @@ class _Search:
             mixtures = list(islice(_with_leftovers(self.counts, size), mixture_count))
             for parts in mixtures:
                 self.arrange(parts, min(known, fresh) // len(mixtures))
-            _swap(self.placement(self.best).kinds(), lambda order: self.swapped(self.cut(order)), fresh)
+            _swap(
+                self.placement(self.best).kinds(),
+                lambda order: self.swapped(self.cut(order)),
+                fresh,
+            )
 
     def line_up(self, size: int, limit: int) -> None:
         """Where clusters do not fill components: all nodes of one cluster after the other."""

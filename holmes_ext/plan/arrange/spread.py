@@ -28,8 +28,11 @@ HOT, COLD = 0.02, 0.0002
 
 
 def spread(
-    units: Sequence[int], stages: int, seconds_of: Callable[[Stages], float], tries: int,
-    chain: Sequence[int] = ()
+    units: Sequence[int],
+    stages: int,
+    seconds_of: Callable[[Stages], float],
+    tries: int,
+    chain: Sequence[int] = (),
 ) -> tuple[Stages, float]:
     """The best stages found, and what they take. units: of each cluster; seconds_of: inf where it cannot be;
     tries: stages looked at; chain: clusters in an order that may be good."""
@@ -47,7 +50,9 @@ def spread(
         groups = tuple(order[at : at + together] for at in range(0, len(order), together))
         _improved(groups, of_groups, _regrouped, rng, int(COARSE * tries / len(sizes)))
     for start in sorted(known, key=known.__getitem__)[:STARTS]:
-        layout, seconds = _improved(start, seconds_of, _exchanged, rng, int((1 - COARSE) * tries / STARTS))
+        layout, seconds = _improved(
+            start, seconds_of, _exchanged, rng, int((1 - COARSE) * tries / STARTS)
+        )
         known[layout] = seconds
     layout = min(known, key=known.__getitem__)
     return layout, known[layout]
@@ -57,14 +62,21 @@ def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
     """Groups one after the other, the units of each mixed evenly, cut into stages of `size` units."""
     laid: list[int] = []
     for group in groups:
-        laid += [index for _, index in sorted(((n + 0.5) / units[index], index) for index in group
-                                              for n in range(units[index]))]
+        laid += [
+            index
+            for _, index in sorted(
+                ((n + 0.5) / units[index], index) for index in group for n in range(units[index])
+            )
+        ]
     return tuple(tuple(sorted(laid[at : at + size])) for at in range(0, len(laid), size))
 
 
 def _improved(
-    state: State, seconds_of: Callable[[State], float], changed: Callable[[State, random.Random], State],
-    rng: random.Random, tries: int,
+    state: State,
+    seconds_of: Callable[[State], float],
+    changed: Callable[[State, random.Random], State],
+    rng: random.Random,
+    tries: int,
 ) -> tuple[State, float]:
     """The best state seen in so many random changes; worse states are accepted ever more rarely."""
     current_s = seconds_of(state)
@@ -73,7 +85,9 @@ def _improved(
         candidate = changed(state, rng)
         seconds = seconds_of(candidate)
         heat = HOT * (COLD / HOT) ** (at / tries) * best_s
-        if seconds <= current_s or (seconds < inf and rng.random() < exp((current_s - seconds) / heat)):
+        if seconds <= current_s or (
+            seconds < inf and rng.random() < exp((current_s - seconds) / heat)
+        ):
             state, current_s = candidate, seconds
             if current_s < best_s:
                 best, best_s = state, current_s
@@ -107,6 +121,9 @@ def _exchanged(stages: Stages, rng: random.Random) -> Stages:
         result[first : second + 1] = result[first : second + 1][::-1]
     elif first != second:
         leaves, comes = rng.randrange(len(stages[first])), rng.randrange(len(stages[second]))
-        for at, out, new in ((first, leaves, stages[second][comes]), (second, comes, stages[first][leaves])):
+        for at, out, new in (
+            (first, leaves, stages[second][comes]),
+            (second, comes, stages[first][leaves]),
+        ):
             result[at] = tuple(sorted((*stages[at][:out], *stages[at][out + 1 :], new)))
     return tuple(result)

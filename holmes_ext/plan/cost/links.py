@@ -41,12 +41,16 @@ class Curve:
     def __post_init__(self) -> None:
         if not 0 < self.rate_bps < 1e18 or not 0 <= self.latency_s < 1e6:
             problem = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
-            raise HolmesError(f"{problem}; the rate must be above 0, the latency 0 or more, both finite")
+            raise HolmesError(
+                f"{problem}; the rate must be above 0, the latency 0 or more, both finite"
+            )
         before = (0.0, 0.0)
         for size, seconds in self.points:
             if not before[0] < size < 1e18 or not max(before[1], 1e-300) <= seconds < 1e6:
-                problem = (f"{self.source}: {size:g} bytes in {seconds:g} s after {before[0]:g} bytes in "
-                           f"{before[1]:g} s")
+                problem = (
+                    f"{self.source}: {size:g} bytes in {seconds:g} s after {before[0]:g} bytes in "
+                    f"{before[1]:g} s"
+                )
                 raise HolmesError(f"{problem}; sizes and times must be above 0, and increase")
             before = size, seconds
 
@@ -146,15 +150,21 @@ class Links:
         if fabric.name not in self.measured:
             return fabric
         link = self.measured[fabric.name]
-        return replace(fabric, rate_bps=ceil(link.rate_bps),
-                       latency_s=min(link.send.least_s, link.ring.least_s))
+        return replace(
+            fabric,
+            rate_bps=ceil(link.rate_bps),
+            latency_s=min(link.send.least_s, link.ring.least_s),
+        )
 
     def site(self, site: Site) -> Site:
         """`site` for predictions in closed form: line() in place of what cluster.toml states."""
-        return replace(site, fabrics=tuple(map(self.line, site.fabrics)), wan=site.wan.measured(self.pairs))
+        return replace(
+            site, fabrics=tuple(map(self.line, site.fabrics)), wan=site.wan.measured(self.pairs)
+        )
 
-    def on_cores(self, fabric: Fabric, senders: float,
-                 messages: float = 0.0) -> tuple[tuple[str, float], ...]:
+    def on_cores(
+        self, fabric: Fabric, senders: float, messages: float = 0.0
+    ) -> tuple[tuple[str, float], ...]:
         """(CORES, bit/s of core_bps for each bit/s) of a flow that `senders` nodes send at once, if it uses
         shared cores. messages: of a two-level sum, for each byte."""
         seconds = self.of(fabric).host_s * senders + self.host_message_s * messages
@@ -167,7 +177,9 @@ class Links:
 
     def scaled(self, name: str, factor: float) -> Links:
         """What-if: the link `name` with `factor` times its measured rate."""
-        changed = {key: link.scaled(factor) if key == name else link for key, link in self.measured.items()}
+        changed = {
+            key: link.scaled(factor) if key == name else link for key, link in self.measured.items()
+        }
         return replace(self, measured=changed)
 
     @classmethod

@@ -108,7 +108,8 @@ class Gpu:
             raise HolmesError(f"gpu: flops is {self.flops}; it must be above 0, and finite")
         if not 0 <= self.memory_bytes < 1e30:
             raise HolmesError(
-                f"gpu: memory_bytes is {self.memory_bytes}; it must be 0 (no limit) or more, and finite")
+                f"gpu: memory_bytes is {self.memory_bytes}; it must be 0 (no limit) or more, and finite"
+            )
 
 
 #: Every plan holds a cost for each layer.
@@ -138,7 +139,9 @@ class Model:
     bias: bool = _key("linear layers and norms have a bias", True)
     tied: bool = _key("the output layer shares the embedding's weight", True)
     positions: str = _key(
-        '"learned" (a table of max_positions rows), or "none" (rotary ones have no parameters)', "learned")
+        '"learned" (a table of max_positions rows), or "none" (rotary ones have no parameters)',
+        "learned",
+    )
     max_positions: int = _key("0: sequence", 0)
     experts: int = _key("experts in each block that has them; 0: none", 0)
     experts_per_token: int = _key("experts per token (top-k)", 2)
@@ -146,16 +149,23 @@ class Model:
     shared_ffn: int = _key("width inside the shared expert; 0: none", 0)
     expert_layers: int = _key("blocks with experts; 0: all", 0)
     micro_batch: int = _key("sequences per micro-batch", 1, True)
-    micro_batches: int = _key("micro-batches per step on each rank; give this or global_batch", 0, True)
+    micro_batches: int = _key(
+        "micro-batches per step on each rank; give this or global_batch", 0, True
+    )
     global_batch: int = _key("sequences per step over all ranks", 0, True)
     recompute: str = _key('"none", "selective" or "full"', "none", True)
     flash: bool = _key("attention keeps no scores", False, True)
     sequence_parallel: bool = _key("norms and dropout are split over the tensor ranks", False, True)
     activation_width: int = _key("bytes per activation element", 2, True)
     gradient_width: int = _key("bytes per gradient element", 4, True)
-    state_bytes: float = _key("bytes per parameter on each rank: weight, gradient, optimizer", 18.0, True)
+    state_bytes: float = _key(
+        "bytes per parameter on each rank: weight, gradient, optimizer", 18.0, True
+    )
     sharded_bytes: float = _key(
-        "the same, sharded over the data size: 12, with state_bytes 6, for Adam under ZeRO 1", 0.0, True)
+        "the same, sharded over the data size: 12, with state_bytes 6, for Adam under ZeRO 1",
+        0.0,
+        True,
+    )
     gpu: Gpu = Gpu()
     gpus: dict[str, Gpu] = field(default_factory=dict)
     source: str = "model"
@@ -171,20 +181,28 @@ class Model:
             raise self._wrong("layers", f"{self.layers} is more than {_MOST_LAYERS}")
         for name in ("state_bytes", "sharded_bytes"):
             if not 0 <= getattr(self, name) < 1e6:
-                raise self._wrong(name, f"{getattr(self, name)} is not a number of bytes, 0 or more")
+                raise self._wrong(
+                    name, f"{getattr(self, name)} is not a number of bytes, 0 or more"
+                )
         for name, known in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
             if getattr(self, name) not in known:
                 raise self._wrong(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
-        if (not self.head_size and self.hidden % self.heads) or self.heads % (self.groups or self.heads):
+        if (not self.head_size and self.hidden % self.heads) or self.heads % (
+            self.groups or self.heads
+        ):
             problem = f"{self.heads} heads must divide hidden {self.hidden}"
             raise self._wrong("heads", f"{problem}, and key 'groups' the heads")
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             problem = f"{self.experts_per_token} is not 1 to {self.experts}"
             raise self._wrong("experts_per_token", f"{problem} (key 'experts')")
         if self.expert_layers > self.layers:
-            raise self._wrong("expert_layers", f"{self.expert_layers} is more than the {self.layers} layers")
+            raise self._wrong(
+                "expert_layers", f"{self.expert_layers} is more than the {self.layers} layers"
+            )
         if bool(self.micro_batches) == bool(self.global_batch):
-            raise HolmesError(f"{self.source}: give one of the keys 'micro_batches' and 'global_batch'")
+            raise HolmesError(
+                f"{self.source}: give one of the keys 'micro_batches' and 'global_batch'"
+            )
 
     def _wrong(self, key: str, what: str) -> HolmesError:
         return HolmesError(f"{self.source}: key '{key}': {what}")
@@ -201,7 +219,9 @@ class Model:
             unit = self.micro_batch * data
             below = self.global_batch // unit * unit
             near = f"{below} or {below + unit} is" if below else f"{unit} is"
-            raise self._wrong("global_batch", f"{self.global_batch} is not divisible by {by}; {near}")
+            raise self._wrong(
+                "global_batch", f"{self.global_batch} is not divisible by {by}; {near}"
+            )
         return self.global_batch // (self.micro_batch * data)
 
     @property
@@ -209,26 +229,40 @@ class Model:
         """Of the whole model, tied ones once."""
         embedding, *blocks, output = self.costs()
         tied = self.vocabulary * self.hidden if self.tied else 0
-        return round(embedding.parameters + sum(block.parameters
-                                                for block in blocks) + output.parameters - tied)
+        return round(
+            embedding.parameters
+            + sum(block.parameters for block in blocks)
+            + output.parameters
+            - tied
+        )
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
         """Embedding, every block, output, as one rank has them, with its part of the experts."""
         block = self._block(tensor, context, expert)
-        return (self._embedding(tensor, context), *[block] * self.layers, self._output(tensor, context))
+        return (
+            self._embedding(tensor, context),
+            *[block] * self.layers,
+            self._output(tensor, context),
+        )
 
     def _tokens(self, context: int) -> float:
         return self.micro_batch * self.sequence / context
 
     def _sent(self, tensor: int, context: int) -> float:
-        return self._tokens(context) * self.hidden * self.activation_width / (
-            tensor if self.sequence_parallel else 1)
+        return (
+            self._tokens(context)
+            * self.hidden
+            * self.activation_width
+            / (tensor if self.sequence_parallel else 1)
+        )
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
         h, head = self.hidden, self.head_size or self.hidden // self.heads
         q, kv = self.heads * head, (self.groups or self.heads) * head
         norm, times = (h, h) if self.bias else (h,), 3 if self.gated else 2  # matrices of an MLP
-        routed = (self.expert_layers or self.layers) / self.layers if self.experts else 0.0  # of all blocks
+        routed = (
+            (self.expert_layers or self.layers) / self.layers if self.experts else 0.0
+        )  # of all blocks
         wide, active = self.expert_ffn or self._ffn, self.experts_per_token if self.experts else 0
 
         def linear(inputs: float, outputs: float) -> tuple[float, ...]:
@@ -249,19 +283,36 @@ class Model:
         again = {"none": 0.0, "selective": scores_flops / tensor, "full": forward}[self.recompute]
         again += scores_flops / 2 / tensor if self.flash else 0.0
         bytes_wide = tokens * h * self.activation_width
-        scores = 0.0 if self.flash else 5 * self.heads * self.sequence / h  # bytes for each element of s b h
+        scores = (
+            0.0 if self.flash else 5 * self.heads * self.sequence / h
+        )  # bytes for each element of s b h
         whole = tensor if self.sequence_parallel else 1  # what the 10 and the 2 are divided by
-        inside = 4 * (q + kv) / h + (6 if self.gated else 4) * passed / h + 3 * routed * max(0, active - 1)
+        inside = (
+            4 * (q + kv) / h
+            + (6 if self.gated else 4) * passed / h
+            + 3 * routed * max(0, active - 1)
+        )
         kept = 10 / whole + inside / tensor
-        kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[self.recompute]
+        kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[
+            self.recompute
+        ]
         # passes through the block: forward, (forward again,) backward
         through = 3 if self.recompute == "full" else 2
-        sent = 2 * through * bytes_wide  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
+        sent = (
+            2 * through * bytes_wide
+        )  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
         # K, V and their gradients
         around = 4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0
         routes = sent * routed * active * (expert - 1) / expert / tensor
-        computing, both = (forward, 2 * forward + again), (self._sent(tensor, context), bytes_wide / 2 * kept)
-        later = forward - scores_flops / tensor if self.recompute == "none" and not self.experts else 0.0
+        computing, both = (
+            (forward, 2 * forward + again),
+            (self._sent(tensor, context), bytes_wide / 2 * kept),
+        )
+        later = (
+            forward - scores_flops / tensor
+            if self.recompute == "none" and not self.experts
+            else 0.0
+        )
         sums = sent if tensor > 1 else 0.0, around, routes, experts
         return Layer("block", tensors, *computing, *both, *sums, later)
 
@@ -271,10 +322,14 @@ class Model:
 
     def _embedding(self, tensor: int, context: int) -> Layer:
         tokens, h = self._tokens(context), self.hidden
-        positions = ((self.max_positions or self.sequence) * h,) if self.positions == "learned" else ()
+        positions = (
+            ((self.max_positions or self.sequence) * h,) if self.positions == "learned" else ()
+        )
         kept = tokens * h / (tensor if self.sequence_parallel else 1)  # the dropout mask
         tensors = (self.vocabulary * h / tensor, *positions)
-        return Layer("embedding", tensors, tokens * h, tokens * h, self._sent(tensor, context), kept)
+        return Layer(
+            "embedding", tensors, tokens * h, tokens * h, self._sent(tensor, context), kept
+        )
 
     def _output(self, tensor: int, context: int) -> Layer:
         """Final norm, logits and loss; kept: the inputs of norm and matrix, and the logits in 32 bits."""
@@ -314,8 +369,15 @@ class Model:
         computing = mean("forward_flops") / slowest, mean("backward_flops") / slowest
         gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
         sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
-        return Workload(*computing, self.micro_batches_of(sizes.data), gradients, activation, **sent,
-                        copies=self.copies(sizes), activation_width=self.activation_width)
+        return Workload(
+            *computing,
+            self.micro_batches_of(sizes.data),
+            gradients,
+            activation,
+            **sent,
+            copies=self.copies(sizes),
+            activation_width=self.activation_width,
+        )
 
 
 #: Of a model file.
@@ -326,9 +388,19 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
     """`model` with the GPUs of cluster.toml: its numbers, then [gpu.cluster.NAME], the GPU's name, [gpu]."""
     gpus = {}
     for cluster in spec.clusters:
-        sources = (cluster.accelerator, model.gpus.get(cluster.name), accelerator_of(cluster.gpu), model.gpu)
-        every = {item.name: [getattr(source, item.name, 0.0) for source in sources] for item in fields(Gpu)}
-        gpus[cluster.name] = Gpu(**{name: next(filter(None, values), 0.0) for name, values in every.items()})
+        sources = (
+            cluster.accelerator,
+            model.gpus.get(cluster.name),
+            accelerator_of(cluster.gpu),
+            model.gpu,
+        )
+        every = {
+            item.name: [getattr(source, item.name, 0.0) for source in sources]
+            for item in fields(Gpu)
+        }
+        gpus[cluster.name] = Gpu(
+            **{name: next(filter(None, values), 0.0) for name, values in every.items()}
+        )
     return replace(model, gpus=gpus)
 
 
@@ -352,7 +424,9 @@ def load_model(path: str | Path) -> Model:
 
 
 def _gpu(table: Table, default: Gpu) -> Gpu:
-    values = {name: table.take(name, float, getattr(default, name)) for name in ("flops", "memory_bytes")}
+    values = {
+        name: table.take(name, float, getattr(default, name)) for name in ("flops", "memory_bytes")
+    }
     table.done()
     try:
         return Gpu(**values)
@@ -387,7 +461,9 @@ def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> 
     """All three of a layer on one rank; what ZeRO divides is the model's sharded_bytes."""
     whole, shared = model.state_bytes, model.sharded_bytes
     dense = layer.parameters - layer.expert_parameters
-    return dense * (whole + shared / shards) + layer.expert_parameters * (whole + shared / expert_shards)
+    return dense * (whole + shared / shards) + layer.expert_parameters * (
+        whole + shared / expert_shards
+    )
 
 
 def in_flight(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
@@ -402,14 +478,21 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
     if model.recompute == "none":
         return 0.0
     sizes = tensor, context, expert
-    whole, kept = (replace(model, recompute=name).costs(*sizes)[1].kept_bytes
-                   for name in ("none", model.recompute))
+    whole, kept = (
+        replace(model, recompute=name).costs(*sizes)[1].kept_bytes
+        for name in ("none", model.recompute)
+    )
     return whole - kept
 
 
 def stage_memory(
-    model: Model, layers: Sequence[Layer], zero: int = 0, shards: int = 1, expert_shards: int = 0,
-    in_flight: float = 1.0, working: float = 0.0,
+    model: Model,
+    layers: Sequence[Layer],
+    zero: int = 0,
+    shards: int = 1,
+    expert_shards: int = 0,
+    in_flight: float = 1.0,
+    working: float = 0.0,
 ) -> Memory:
     """A stage that holds `layers` (of model.costs()); shards, expert_shards: what ZeRO divides by."""
     experts = sum(layer.expert_parameters for layer in layers)

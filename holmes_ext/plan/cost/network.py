@@ -91,7 +91,9 @@ class Load:
         rate = self.fabric.rate_bps
         slowest = max([1 / rate, *(flows / rate for _, flows in self.nics)])
         slowest = max([slowest, *(flows / hop.rate_bps for hop, flows in self.hops)])
-        return Price(8 * self.volume * slowest, self.messages * self.fabric.latency_s + self.longer_s)
+        return Price(
+            8 * self.volume * slowest, self.messages * self.fabric.latency_s + self.longer_s
+        )
 
 
 class Network:
@@ -103,8 +105,14 @@ class Network:
     group uses the slowest of its nodes' own best fabrics, even if the nodes do not share that fabric.
     """
 
-    def __init__(self, site: Site, links: Links = Links(), only: Fabric | None = None, uneven: bool = False,
-                 on_best_fabrics: bool = False):
+    def __init__(
+        self,
+        site: Site,
+        links: Links = Links(),
+        only: Fabric | None = None,
+        uneven: bool = False,
+        on_best_fabrics: bool = False,
+    ):
         self.site, self.links, self.only, self.uneven = site, links, only, uneven
         self.on_best_fabrics = on_best_fabrics
         self.processes, self.world = site.processes, site.world_size
@@ -165,7 +173,8 @@ class Network:
         """Return the fastest fabric that nodes of these kinds share, as cluster.toml describes it."""
         firsts = (self.names[kind][0] for kind in kinds)
         return self.remember(
-            kinds, lambda: self.site.fabric_by_name[self.measured.shared_fabric(firsts).name])
+            kinds, lambda: self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]
+        )
 
     def line(self, fabric: Fabric) -> Fabric:
         """With rate and latency as measured, where that was."""
@@ -198,18 +207,29 @@ class Network:
         messages, volume = 2 * (family.ranks - 1), 2 * (family.ranks - 1) / family.ranks
         if family.nodes == 1:
             return Load(inside_bps=inside_bps, volume=volume)
-        return self.remember(("ring", family, groups), lambda: self._ring(family, groups, messages, volume))
+        return self.remember(
+            ("ring", family, groups), lambda: self._ring(family, groups, messages, volume)
+        )
 
     def _ring(self, family: GroupFamily, groups: float, messages: int, volume: float) -> Load:
         fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
-        longer = [self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)]
+        longer = [
+            self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
+        ]
         longer += [0.0] * (family.ranks - len(longer))
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
         flows = {part.node: part.crowd if groups else part.groups for part in family.parts}
         return Load(
-            self.both_ways(fabric, flows), self.hops(fabric, crossing), self.line(fabric), volume=volume,
-            messages=messages, part=1 / family.ranks, ring=True, longer_s=2 * (sum(longer) - min(longer)),
-            across=self.across(family.kinds), senders=family.count * family.nodes,
+            self.both_ways(fabric, flows),
+            self.hops(fabric, crossing),
+            self.line(fabric),
+            volume=volume,
+            messages=messages,
+            part=1 / family.ranks,
+            ring=True,
+            longer_s=2 * (sum(longer) - min(longer)),
+            across=self.across(family.kinds),
+            senders=family.count * family.nodes,
         )
 
     def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
@@ -222,8 +242,12 @@ class Network:
         longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
         return Load(
-            self.both_ways(fabric, flows), self.hops(fabric, pairs), self.line(fabric), messages=messages,
-            longer_s=messages * longer_s, across=self.across(family.kinds),
+            self.both_ways(fabric, flows),
+            self.hops(fabric, pairs),
+            self.line(fabric),
+            messages=messages,
+            longer_s=messages * longer_s,
+            across=self.across(family.kinds),
         )
 
     def message(self, edge: StageEdge, inside_bps: float = 0.0, crossing: float = 0) -> Load:
@@ -233,11 +257,19 @@ class Network:
         fabric = self.fabric(edge.kinds)
         pair = self.cluster(edge.kinds[0]), self.cluster(edge.kinds[1])
         flows = {pair: crossing or edge.count} if pair[0] != pair[1] else {}
-        nics = (((edge.sender, fabric.name, "out"), edge.leaving),
-                ((edge.receiver, fabric.name, "in"), edge.reaching))
+        nics = (
+            ((edge.sender, fabric.name, "out"), edge.leaving),
+            ((edge.receiver, fabric.name, "in"), edge.reaching),
+        )
         longer_s = self.longer_s(fabric, pair) if flows else 0.0
-        return Load(nics, self.hops(fabric, flows), self.line(fabric), longer_s=longer_s, across=bool(flows),
-                    senders=edge.count)
+        return Load(
+            nics,
+            self.hops(fabric, flows),
+            self.line(fabric),
+            longer_s=longer_s,
+            across=bool(flows),
+            senders=edge.count,
+        )
 
     def pairwise(self, edge: StageEdge, inside_bps: float = 0.0) -> Load:
         """An all-reduce between two ranks on these nodes."""
@@ -248,20 +280,35 @@ class Network:
         for hop, flows in (*there.hops, *back.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
         nics = dict((*there.nics, *back.nics))
-        return replace(there, nics=tuple(nics.items()), hops=tuple(hops.items()), messages=2, part=0.5,
-                       ring=True, longer_s=2 * there.longer_s, senders=2 * edge.count)
+        return replace(
+            there,
+            nics=tuple(nics.items()),
+            hops=tuple(hops.items()),
+            messages=2,
+            part=0.5,
+            ring=True,
+            longer_s=2 * there.longer_s,
+            senders=2 * edge.count,
+        )
 
-    def both_ways(self, fabric: Fabric, flows: Mapping[int, float]) -> tuple[tuple[Nic, float], ...]:
+    def both_ways(
+        self, fabric: Fabric, flows: Mapping[int, float]
+    ) -> tuple[tuple[Nic, float], ...]:
         """So many flows out of and into each class of nodes."""
-        return tuple(((node, fabric.name, direction), count) for direction in ("out", "in")
-                     for node, count in flows.items())
+        return tuple(
+            ((node, fabric.name, direction), count)
+            for direction in ("out", "in")
+            for node, count in flows.items()
+        )
 
     def homes(self, kind: int) -> list[str]:
         """The fabrics that hold groups of such nodes: the fast ones, else Ethernet (of its own cluster where
         there is a WAN)."""
         cluster, fabrics = self.kinds[kind]
         lowest = self.site.fabric_by_name[ETHERNET].preference
-        fast = [name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > lowest]
+        fast = [
+            name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > lowest
+        ]
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def straddles(self, kinds: frozenset[int]) -> bool:

@@ -34,12 +34,18 @@ SETTLED, WORTH_MORE = 4, 0.005
 def uniform(layers: int, parts: int) -> tuple[int, ...]:
     """The same number for each part, the first ones one more (DeepSpeed's and Megatron's rule)."""
     if layers < parts:
-        raise HolmesError(f"{layers} layers are too few for {parts} pipeline stages; every stage needs one")
+        raise HolmesError(
+            f"{layers} layers are too few for {parts} pipeline stages; every stage needs one"
+        )
     return tuple(layers // parts + (part < layers % parts) for part in range(parts))
 
 
 def in_flight(
-    busy: Seconds, transfer: Seconds, micro_batches: int, load: Seconds = (), most: Sequence[float] = (),
+    busy: Seconds,
+    transfer: Seconds,
+    micro_batches: int,
+    load: Seconds = (),
+    most: Sequence[float] = (),
     pace_s: float = 0.0,
 ) -> tuple[int, ...]:
     """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
@@ -64,7 +70,9 @@ def in_flight(
 
     counts = counts_at(fast)
     if any(count > holds for count, holds in zip(counts, room)):
-        for _ in range(30):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
+        for _ in range(
+            30
+        ):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
             middle = (fast + slow) / 2
             enough = all(count <= holds for count, holds in zip(counts_at(middle), room))
             fast, slow = (fast, middle) if enough else (middle, slow)
@@ -74,8 +82,12 @@ def in_flight(
 
 @lru_cache(maxsize=64)
 def quickest_in_flight(
-    forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
-    load: tuple[float, ...] = (), most: tuple[float, ...] = (),
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    transfer: tuple[float, ...],
+    micro_batches: int,
+    load: tuple[float, ...] = (),
+    most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
     """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: with few
     micro-batches faster stages work ahead, and messages have more time."""
@@ -86,8 +98,10 @@ def quickest_in_flight(
     more = in_flight(busy, transfer, micro_batches, load, most, sum(busy) / len(busy))
     if more == counts:
         return counts
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, numbers))
-                 for numbers in (counts, more))
+    now, then = (
+        max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+        for numbers in (counts, more)
+    )
     return more if then < now * (1 - WORTH_MORE) else counts
 
 
@@ -108,8 +122,12 @@ def both_ways(
 
 
 def schedule(
-    forward: tuple[float, ...], backward: tuple[float, ...], transfer: tuple[float, ...], micro_batches: int,
-    load: tuple[float, ...] = (), most: tuple[float, ...] = (),
+    forward: tuple[float, ...],
+    backward: tuple[float, ...],
+    transfer: tuple[float, ...],
+    micro_batches: int,
+    load: tuple[float, ...] = (),
+    most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
     """quickest_in_flight's; () where the framework's own schedule is as fast and edges take little."""
     result = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
@@ -118,8 +136,10 @@ def schedule(
     of_1f1b = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
     if result == of_1f1b:
         return ()
-    now, then = (max(walked_ends(forward, backward, transfer, micro_batches, numbers))
-                 for numbers in (of_1f1b, result))
+    now, then = (
+        max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+        for numbers in (of_1f1b, result)
+    )
     return result if then < now * (1 - WORTH_MORE) else ()
 
 
@@ -154,8 +174,14 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
 
 
 def formula_ends(
-    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, virtual: int = 1,
-    load_s: float = 0.0, hidden: Seconds | None = None, nics: Sequence[tuple[int, int]] = (),
+    forward: Seconds,
+    backward: Seconds,
+    transfer: Seconds,
+    micro_batches: int,
+    virtual: int = 1,
+    load_s: float = 0.0,
+    hidden: Seconds | None = None,
+    nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
     """When each stage ends its last backward: the first micro-batch goes down and back, the others follow at
     the pace, the last backward runs up. Exact for equal stages and free edges, (m + p - 1)(f + b); else up to
@@ -176,8 +202,13 @@ def formula_ends(
 
 
 def walked_ends(
-    forward: Seconds, backward: Seconds, transfer: Seconds, micro_batches: int, in_flight: Sequence[int] = (),
-    load: Seconds = (), nics: Sequence[tuple[int, int]] = (),
+    forward: Seconds,
+    backward: Seconds,
+    transfer: Seconds,
+    micro_batches: int,
+    in_flight: Sequence[int] = (),
+    load: Seconds = (),
+    nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
     """The same pass by pass, one chunk a stage: each after the one before it on its stage and what it needs
     of its neighbour. in_flight: micro-batches by stage, if not 1F1B's; load: part of transfer in which
@@ -185,7 +216,9 @@ def walked_ends(
     neighbours through one NIC."""
     last = len(forward) - 1
     ahead, load = in_flight or range(last + 1, 0, -1), load or (0.0,) * last
-    orders = [passes(stage, last + 1, micro_batches, in_flight=ahead[stage]) for stage in range(last + 1)]
+    orders = [
+        passes(stage, last + 1, micro_batches, in_flight=ahead[stage]) for stage in range(last + 1)
+    ]
     # of each stage, by micro-batch: when its message has left, but for the latency
     left: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}
     clock, place = [0.0] * len(orders), [0] * len(orders)
@@ -201,11 +234,15 @@ def walked_ends(
                     ready = left[kind][neighbour][micro_batch] + transfer[min(stage, neighbour)]
                 clock[stage] = max(clock[stage], ready) + seconds
                 edge = stage if kind == "F" else stage - 1
-                free = left[kind][stage][-1] + load[edge] if micro_batch and 0 <= edge < last else 0.0
+                free = (
+                    left[kind][stage][-1] + load[edge] if micro_batch and 0 <= edge < last else 0.0
+                )
                 left[kind][stage].append(max(clock[stage], free))
                 place[stage] += 1
-    least = {first - 1: _sent_s(forward, backward, transfer, load, first, final, micro_batches)
-             for first, final in nics}
+    least = {
+        first - 1: _sent_s(forward, backward, transfer, load, first, final, micro_batches)
+        for first, final in nics
+    }
     for stage in reversed(range(last)):
         after_s = clock[stage + 1] + transfer[stage] + backward[stage]
         clock[stage] = max(clock[stage], after_s, least.get(stage, 0.0))
@@ -213,15 +250,27 @@ def walked_ends(
 
 
 def _sent_s(
-    forward: Seconds, backward: Seconds, transfer: Seconds, load: Seconds, first: int, final: int,
+    forward: Seconds,
+    backward: Seconds,
+    transfer: Seconds,
+    load: Seconds,
+    first: int,
+    final: int,
     micro_batches: int,
 ) -> float:
     """When stage first - 1 has ended its last backward, at the earliest, where stages first..final send and
     receive everything through one NIC, from the first activation to the last gradient."""
     before, edge = first - 1, transfer[first - 1]
     sends = sum(forward[: final + 1]) + sum(transfer[:final]) + edge - load[before]
-    receives = (sum(forward[:first]) + sum(transfer[:before]) + transfer[final] - load[final]
-                + sum(backward[first : final + 1]) + sum(transfer[first:final]) + edge)
+    receives = (
+        sum(forward[:first])
+        + sum(transfer[:before])
+        + transfer[final]
+        - load[final]
+        + sum(backward[first : final + 1])
+        + sum(transfer[first:final])
+        + edge
+    )
     return micro_batches * (load[before] + load[final]) + max(sends, receives) + backward[before]
 
 
@@ -249,8 +298,10 @@ class Estimate:
     @property
     def idle_s(self) -> tuple[float, ...]:
         """Neither computing nor reducing after its backward: bubble, transfers, waiting for others."""
-        return tuple(self.step_s - compute - exposed
-                     for compute, exposed in zip(self.compute_s, self.exposed_s))
+        return tuple(
+            self.step_s - compute - exposed
+            for compute, exposed in zip(self.compute_s, self.exposed_s)
+        )
 
     @property
     def waited_s(self) -> float:

@@ -58,7 +58,9 @@ class StageSums:
     on_best_fabrics: a kind of group, such as "data", that is priced by Network.on_best_fabrics: what would a
     step take if none of these groups straddled; "": no kind."""
 
-    def __init__(self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""):
+    def __init__(
+        self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
+    ):
         self.network, self.job, self.rules = network, job, rules
         self.stock = network.only is not None
         self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
@@ -66,12 +68,15 @@ class StageSums:
         #: By kind of group.
         self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
         if on_best_fabrics:
-            self.groups[on_best_fabrics] = Network(network.site, network.links, network.only,
-                                                   on_best_fabrics=True)
+            self.groups[on_best_fabrics] = Network(
+                network.site, network.links, network.only, on_best_fabrics=True
+            )
 
     # ------------------------------------------------------------------- what is alike
 
-    def _stages(self, placement: Placement, *stages: int) -> tuple[Hashable, Callable[[], FoldedStages]]:
+    def _stages(
+        self, placement: Placement, *stages: int
+    ) -> tuple[Hashable, Callable[[], FoldedStages]]:
         """What tells these stages from others, and where their nodes' fold is found."""
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
@@ -79,12 +84,18 @@ class StageSums:
         key = tuple(placement.parts[index] for index in components), placement.sizes
 
         def folded() -> FoldedStages:
-            return self.network.remember(("fold", key), lambda: Fold(placement.alone(*components))), places
+            return self.network.remember(
+                ("fold", key), lambda: Fold(placement.alone(*components))
+            ), places
 
         return (key, places), folded
 
     def _on_stages(
-        self, what: str, make: Callable[[Fold, tuple[int, ...]], T], placement: Placement, *stages: int
+        self,
+        what: str,
+        make: Callable[[Fold, tuple[int, ...]], T],
+        placement: Placement,
+        *stages: int,
     ) -> T:
         """What `make` tells of these stages' fold, once for all stages that are like them."""
         key, folded = self._stages(placement, *stages)
@@ -117,8 +128,11 @@ class StageSums:
 
         def slowest() -> PricedReduction:
             every = self.sums(placement, stage)
-            across = [group for group in every
-                      if group.both is not None or self.network.across(group.family.kinds)]
+            across = [
+                group
+                for group in every
+                if group.both is not None or self.network.across(group.family.kinds)
+            ]
             twice = bool(across) and all(self._in_two_levels(group, size) for group in across)
             chosen = [self._chosen(group, twice) for group in every]
             return max(chosen, key=lambda group: group.seconds(size))
@@ -128,7 +142,9 @@ class StageSums:
     def _in_two_levels(self, sums: Sums, size: float) -> bool:
         if sums.both is None:
             return False
-        return FLAT not in self.rules.reductions or sums.both.seconds(size) < sums.flat.seconds(size)
+        return FLAT not in self.rules.reductions or sums.both.seconds(size) < sums.flat.seconds(
+            size
+        )
 
     def _chosen(self, sums: Sums, twice: bool) -> PricedReduction:
         if sums.family.ranks == 1:
@@ -166,7 +182,9 @@ class StageSums:
             how = rules.direct, crossing, rules.compress, link
             size = self.job.total_bytes / pipeline
             both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
-        return Sums(family, PricedReduction(load, FLAT if family.nodes > 1 else "local"), both, crossing)
+        return Sums(
+            family, PricedReduction(load, FLAT if family.nodes > 1 else "local"), both, crossing
+        )
 
     def _sharded(self, sums: Sums) -> Sharded:
         known: dict[str, Any] = {"zero": self.rules.zero, "weights": self.job.weights}
@@ -175,7 +193,9 @@ class StageSums:
         parts = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
         if not parts:
             return Sharded(sums.flat.load, sums.flat.name, **known)
-        rings = [self.network.ring(part, sums.crossing, self.link_bps(part.kinds)) for part in parts]
+        rings = [
+            self.network.ring(part, sums.crossing, self.link_bps(part.kinds)) for part in parts
+        ]
         slowest = max(rings, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
         across = self.network.ring(owners(self.network, sums.family), sums.crossing)
         return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
@@ -205,18 +225,33 @@ class Prices(StageSums):
         seconds = [edge.seconds(size) for edge in (*edges, FREE)]
         ends = (0.0,) * bool(job.after)
         transfer = tuple((edge,) * (len(job.layers) - len(ends)) + ends for edge in seconds)
-        places = [self.remember("place", content, partial(self._place, content)) for content in contents]
+        places = [
+            self.remember("place", content, partial(self._place, content)) for content in contents
+        ]
         return StageCosts(
-            forward, backward, reduction, transfer, job.micro_batches,
+            forward,
+            backward,
+            reduction,
+            transfer,
+            job.micro_batches,
             latency_s=tuple(priced.once.latency_s for priced in chosen),
-            state_bytes=job.state_bytes, kept_bytes=tuple(layer.kept_bytes for layer in job.layers),
-            limit_bytes=tuple(limit for _, limit in places), before=job.before, after=job.after,
-            tied_s=self.tied_s(placement), overlap=rules.overlap, repeats=job.repeats,
-            working_bytes=job.working_bytes, virtual=rules.virtual,
+            state_bytes=job.state_bytes,
+            kept_bytes=tuple(layer.kept_bytes for layer in job.layers),
+            limit_bytes=tuple(limit for _, limit in places),
+            before=job.before,
+            after=job.after,
+            tied_s=self.tied_s(placement),
+            overlap=rules.overlap,
+            repeats=job.repeats,
+            working_bytes=job.working_bytes,
+            virtual=rules.virtual,
             load_s=self._load_s(placement, edges) if rules.virtual > 1 else 0.0,
             places=tuple(place for place, _ in places),
-            hidden=tuple(edge.byte_s * size for edge in edges) if self.hide_edges and edges else None,
-            nics=self.nics(placement) if self.hide_edges else (), weights_s=weights,
+            hidden=tuple(edge.byte_s * size for edge in edges)
+            if self.hide_edges and edges
+            else None,
+            nics=self.nics(placement) if self.hide_edges else (),
+            weights_s=weights,
         )
 
     def step_s(self, placement: Placement) -> float:
@@ -239,22 +274,34 @@ class Prices(StageSums):
         flops = job.slowest(self.network.clusters(content)).flops
         half = self.collective_s(fold, stage) / 2
         groups_s = [half if layer.kind == "block" else 0.0 for layer in job.layers]
-        forward = tuple(layer.forward_flops / flops + more for layer, more in zip(job.layers, groups_s))
-        backward = tuple(layer.backward_flops / flops + more for layer, more in zip(job.layers, groups_s))
+        forward = tuple(
+            layer.forward_flops / flops + more for layer, more in zip(job.layers, groups_s)
+        )
+        backward = tuple(
+            layer.backward_flops / flops + more for layer, more in zip(job.layers, groups_s)
+        )
         if sharded and isinstance(priced, Sharded):
             how = job.reduced_bytes, job.repeats, self.rules.prefetch
             forward, backward = priced.passes(forward, backward, *how)
         reduction = tuple(size * priced.once.byte_s for size in job.reduced_bytes)
-        return forward, backward, reduction, tuple(layer.weight_flops / flops for layer in job.layers)
+        return (
+            forward,
+            backward,
+            reduction,
+            tuple(layer.weight_flops / flops for layer in job.layers),
+        )
 
     def collective_s(self, fold: Fold, stage: int) -> float:
         """Seconds of a block's tensor, context and expert groups in one micro-batch, forward and backward."""
         block, sizes = self.job.block, fold.of.sizes
         groups = (
-            ("tensor", sizes.tensor, block.tensor_bytes), ("context", sizes.context, block.context_bytes),
+            ("tensor", sizes.tensor, block.tensor_bytes),
+            ("context", sizes.context, block.context_bytes),
             ("expert", sizes.expert, block.expert_bytes),
-        )  # fmt: skip
-        return sum(self._group_s(fold, stage, kind, size) for kind, ranks, size in groups if ranks > 1)
+        )
+        return sum(
+            self._group_s(fold, stage, kind, size) for kind, ranks, size in groups if ranks > 1
+        )
 
     def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
         seconds = [0.0]
@@ -269,7 +316,9 @@ class Prices(StageSums):
 
     def edges(self, placement: Placement) -> list[Price]:
         """Of an activation, from each stage to the next."""
-        return [self.edge(placement, stage, stage + 1) for stage in range(placement.sizes.pipeline - 1)]
+        return [
+            self.edge(placement, stage, stage + 1) for stage in range(placement.sizes.pipeline - 1)
+        ]
 
     def edge(self, placement: Placement, stage: int, other: int) -> Price:
         """Until the slowest pair of ranks has its activation across."""
@@ -287,8 +336,10 @@ class Prices(StageSums):
             for edge in edges:
                 crossing[edge.kinds] += edge.count
             links = [self.link_bps(edge.kinds) for edge in edges]
-            loads = [self.network.message(edge, link, crossing[edge.kinds])
-                     for edge, link in zip(edges, links)]
+            loads = [
+                self.network.message(edge, link, crossing[edge.kinds])
+                for edge, link in zip(edges, links)
+            ]
             return [_cut(load, link, slices, share) for load, link in zip(loads, links)]
 
         key = "edge", id(fold), stages, slices, share, id(self.job.gpus)
@@ -298,8 +349,10 @@ class Prices(StageSums):
         """StageCosts.nics: (first, last) of neighbouring stages on the same nodes, where the edges before and
         after them are on one network."""
         last, ranges, first = placement.sizes.pipeline - 1, [], 0
-        fabrics = [self._on_stages("fabrics", self._fabrics, placement, stage, stage + 1)
-                   for stage in range(last)]
+        fabrics = [
+            self._on_stages("fabrics", self._fabrics, placement, stage, stage + 1)
+            for stage in range(last)
+        ]
         for stage in range(1, last):
             first = first if fabrics[stage - 1] == {""} else stage
             if first and fabrics[stage] != {""} and fabrics[first - 1] & fabrics[stage]:
@@ -315,7 +368,11 @@ class Prices(StageSums):
     def slices(self, placement: Placement) -> int:
         """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py); 1 where receivers
         are on several nodes. All, where nobody told whether there is sequence parallelism."""
-        if self.stock or not self.rules.slices or not placement.sizes.tensor_inside(placement.processes):
+        if (
+            self.stock
+            or not self.rules.slices
+            or not placement.sizes.tensor_inside(placement.processes)
+        ):
             return 1
         return self.job.copies or placement.sizes.tensor
 
@@ -335,10 +392,14 @@ class Prices(StageSums):
         size, result = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
             pairs, two_level = self.tied_of(fold, kind, alone=False)
-            result.append(two_level if two_level and two_level.seconds(size) < pairs.seconds(size) else pairs)
+            result.append(
+                two_level if two_level and two_level.seconds(size) < pairs.seconds(size) else pairs
+            )
         return result
 
-    def tied_of(self, fold: Fold, kind: int, alone: bool) -> tuple[PricedReduction, TwoLevels | None]:
+    def tied_of(
+        self, fold: Fold, kind: int, alone: bool
+    ) -> tuple[PricedReduction, TwoLevels | None]:
         """By pairs, and in two levels where that is possible; alone: the others being still."""
         kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
         pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
@@ -355,7 +416,11 @@ class Prices(StageSums):
     def _load_s(self, placement: Placement, edges: Sequence[Price]) -> float:
         """Seconds that a stage's NIC sends for a micro-batch of all chunks: v activations down, v gradients
         up, at the ends v - 1 around; inside a cluster and across it is another NIC."""
-        v, size, last = self.rules.virtual, self.job.block.activation_bytes, placement.sizes.pipeline - 1
+        v, size, last = (
+            self.rules.virtual,
+            self.job.block.activation_bytes,
+            placement.sizes.pipeline - 1,
+        )
         on = [{self.network.cluster(kind) for kind, _ in content} for content in placement.stages]
         loads = [{True: 0.0, False: 0.0} for _ in on]
         for stage, edge in enumerate(edges):
@@ -369,8 +434,10 @@ class Prices(StageSums):
 
     def straddles(self, placement: Placement) -> bool:
         """Whether groups are left to Ethernet though a member has a better fabric."""
-        return any(self._on_stages("straddles", self._straddles, placement, stage)
-                   for stage in range(placement.sizes.pipeline))
+        return any(
+            self._on_stages("straddles", self._straddles, placement, stage)
+            for stage in range(placement.sizes.pipeline)
+        )
 
     def _straddles(self, fold: Fold, stages: tuple[int, ...]) -> bool:
         families = (family for kind in INSIDE for family in fold.families(stages[0], kind))
@@ -386,7 +453,10 @@ def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:
 
 
 def price(
-    network: Network, placement: Placement, job: RankModel, rules: Rules = Rules(),
+    network: Network,
+    placement: Placement,
+    job: RankModel,
+    rules: Rules = Rules(),
     reductions: Sequence[PricedReduction] = (),
 ) -> StageCosts:
     """What a partition of the job's layers over the placement's stages costs."""

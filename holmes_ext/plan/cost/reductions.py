@@ -135,7 +135,9 @@ class TwoLevels(PricedReduction):
     @cached_property
     def inside(self) -> Price:
         """Both steps inside the slowest cluster."""
-        slowest = max((load.price for load in self.insides), key=lambda price: price.byte_s, default=FREE)
+        slowest = max(
+            (load.price for load in self.insides), key=lambda price: price.byte_s, default=FREE
+        )
         return slowest.scaled(2)
 
     @cached_property
@@ -185,11 +187,18 @@ class TwoLevels(PricedReduction):
         chunks = min(most, real)
         way_s = self.longer_s + self.relay_byte_s * sum(sizes) / real
         steps = [self.insides, (self.there,), (self.back,), self.insides]
-        return [list(self._chain(steps, sum(sizes) / chunks, way_s, tag, chunk, chunk == chunks - 1))
-                for chunk in range(chunks)]
+        return [
+            list(self._chain(steps, sum(sizes) / chunks, way_s, tag, chunk, chunk == chunks - 1))
+            for chunk in range(chunks)
+        ]
 
     def _chain(
-        self, steps: Sequence[tuple[Load, ...]], size: float, across_s: float, tag: Tag, chunk: int,
+        self,
+        steps: Sequence[tuple[Load, ...]],
+        size: float,
+        across_s: float,
+        tag: Tag,
+        chunk: int,
         last: bool,
     ) -> Iterator[Flow]:
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
@@ -198,7 +207,9 @@ class TwoLevels(PricedReduction):
             crosses = loads is not self.insides
             way_s, part = (across_s, self.share) if crosses else (0.0, 1.0)
             blocks = self.stalls and crosses
-            yield Flow(loads, (part * size,), names[step], (tag[:3], step), following, True, way_s, blocks)
+            yield Flow(
+                loads, (part * size,), names[step], (tag[:3], step), following, True, way_s, blocks
+            )
 
     def streams(self, network: Network, crossing: float) -> int:
         """TCP streams between two ranks that fill the measured links; crossing: groups at once."""
@@ -223,8 +234,15 @@ class TwoLevels(PricedReduction):
 
 
 def two_levels(
-    network: Network, family: GroupFamily, size: float, direct: bool, groups: float = 0,
-    compress: str = "off", inside_bps: float = 0.0, spread: bool = True, chunk_bytes: int = 0,
+    network: Network,
+    family: GroupFamily,
+    size: float,
+    direct: bool,
+    groups: float = 0,
+    compress: str = "off",
+    inside_bps: float = 0.0,
+    spread: bool = True,
+    chunk_bytes: int = 0,
 ) -> TwoLevels | None:
     """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
 
@@ -237,13 +255,22 @@ def two_levels(
 
 
 def _two_levels(
-    network: Network, size: float, family: GroupFamily, direct: bool, groups: float, compress: str,
-    inside_bps: float, spread: bool, given_bytes: int,
+    network: Network,
+    size: float,
+    family: GroupFamily,
+    direct: bool,
+    groups: float,
+    compress: str,
+    inside_bps: float,
+    spread: bool,
+    given_bytes: int,
 ) -> TwoLevels | None:
     clusters: dict[str, list[GroupPart]] = {}
     for part in family.parts:
         clusters.setdefault(network.cluster(part.kind), []).append(part)
-    ranks = {name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()}
+    ranks = {
+        name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()
+    }
     several = [parts for parts in clusters.values() if sum(part.nodes for part in parts) > 1]
     even = direct or network.uneven or len(set(ranks.values())) == 1
     if len(clusters) < 2 or (spread and not several) or not even:
@@ -257,13 +284,18 @@ def _two_levels(
         share *= len(clusters) / 2
     insides = tuple(
         _inside(network, family, parts, ranks[name], direct, groups, inside_bps)
-        for name, parts in clusters.items() if ranks[name] > 1
+        for name, parts in clusters.items()
+        if ranks[name] > 1
     )
-    around = CrossClusterAlgorithm("ring" if network.wan else "direct", tuple(clusters))  # NCCL's all-reduce
+    around = CrossClusterAlgorithm(
+        "ring" if network.wan else "direct", tuple(clusters)
+    )  # NCCL's all-reduce
     routes = ways_across(network.wan, tuple(clusters)) if direct else (around,)
     candidates = []
     for route in routes[:1] if compress != "off" else routes:
-        there, back = (_half(network, family, clusters, ranks, half, groups) for half in route.halves)
+        there, back = (
+            _half(network, family, clusters, ranks, half, groups) for half in route.halves
+        )
         assert there.fabric is not None
         fabric = there.fabric
 
@@ -271,23 +303,30 @@ def _two_levels(
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
         levels = TwoLevels(
-            insides=insides, there=there, back=back,
+            insides=insides,
+            there=there,
+            back=back,
             chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
-            route=route, ranks=ranks, half_s=route.latency_s(way_s), share=share,
+            route=route,
+            ranks=ranks,
+            half_s=route.latency_s(way_s),
+            share=share,
             longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
             relay_byte_s=_relay_byte_s(network, fabric, route, ranks),
             stalls=bool(network.wan) and direct and route.algorithm == "direct",
             senders=max(_senders(part, groups) for part in family.parts),
-        )  # fmt: skip
+        )
         candidates.append(levels if given_bytes else levels.sized(size))
     best = min(candidates, key=lambda candidate: candidate.seconds(size))
     return best if best.seconds(size) < WORTH * candidates[0].seconds(size) else candidates[0]
 
 
-def _relay_byte_s(network: Network, fabric: Fabric, route: CrossClusterAlgorithm,
-                  ranks: Mapping[str, int]) -> float:
+def _relay_byte_s(
+    network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
+) -> float:
     """The messages of a half one after the other, without the slowest one's, which its flow takes anyhow; of
     a byte that is summed."""
+
     def message_s(pair: Pair) -> float:
         rates: list[float] = [fabric.rate_bps * min(ranks[name] for name in pair)]
         rates += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
@@ -302,8 +341,13 @@ def _senders(part: GroupPart, groups: float) -> float:
 
 
 def _inside(
-    network: Network, family: GroupFamily, parts: Sequence[GroupPart], ranks: int, direct: bool,
-    groups: float, inside_bps: float,
+    network: Network,
+    family: GroupFamily,
+    parts: Sequence[GroupPart],
+    ranks: int,
+    direct: bool,
+    groups: float,
+    inside_bps: float,
 ) -> Load:
     """One step among the ranks of a cluster."""
     if sum(part.nodes for part in parts) == 1:
@@ -313,15 +357,25 @@ def _inside(
     flows = {part.node: float(part.crowd if groups else part.groups) for part in parts}
     nodes = sum(part.nodes for part in parts)
     return Load(
-        network.both_ways(fabric, flows), fabric=network.line(fabric), volume=volume,
-        messages=1 if direct else ranks - 1, part=1 / ranks, ring=not direct, across=True,
-        senders=family.count * nodes, posts=family.count * ranks * (ranks - 1) if direct else 0.0,
+        network.both_ways(fabric, flows),
+        fabric=network.line(fabric),
+        volume=volume,
+        messages=1 if direct else ranks - 1,
+        part=1 / ranks,
+        ring=not direct,
+        across=True,
+        senders=family.count * nodes,
+        posts=family.count * ranks * (ranks - 1) if direct else 0.0,
     )
 
 
 def _half(
-    network: Network, family: GroupFamily, clusters: Mapping[str, Sequence[GroupPart]],
-    ranks: Mapping[str, int], volumes: Mapping[Pair, float], groups: float,
+    network: Network,
+    family: GroupFamily,
+    clusters: Mapping[str, Sequence[GroupPart]],
+    ranks: Mapping[str, int],
+    volumes: Mapping[Pair, float],
+    groups: float,
 ) -> Load:
     """The way across, there or back; volumes: bytes from cluster to cluster, for each byte summed."""
     fabric = network.fabric(family.kinds)
@@ -333,13 +387,20 @@ def _half(
     nics = tuple(
         ((part.node, fabric.name, direction), _senders(part, groups) * volume_of[name])
         for direction, volume_of in (("out", leaving), ("in", reaching))
-        for name, parts in clusters.items() if name in volume_of for part in parts
+        for name, parts in clusters.items()
+        if name in volume_of
+        for part in parts
     )
     crossing = {pair: volume * (groups or family.count) for pair, volume in volumes.items()}
     posts = family.count * sum(max(ranks[name] for name in pair) for pair in volumes)
     return Load(
-        nics, network.hops(fabric, crossing), network.line(fabric), part=max(leaving.values()), across=True,
-        senders=family.count * sum(volumes.values()), posts=posts,
+        nics,
+        network.hops(fabric, crossing),
+        network.line(fabric),
+        part=max(leaving.values()),
+        across=True,
+        senders=family.count * sum(volumes.values()),
+        posts=posts,
     )
 
 
@@ -399,7 +460,9 @@ class Sharded(PricedReduction):
         if not prefetch:
             return added(forward, before), added(backward, between, after, across)
         # gathers and scatters have the same NICs; of both latencies one is hidden
-        both = Price(again.byte_s + self.scatter.byte_s, max(again.latency_s, self.scatter.latency_s))
+        both = Price(
+            again.byte_s + self.scatter.byte_s, max(again.latency_s, self.scatter.latency_s)
+        )
         last_s = between[-1] + after[0] + across[0]
         down = (forward, before[0]), (before, forward[-1])
         up = (backward, last_s), (tuple(map(both.seconds, sizes)), 0.0), (across, 0.0)
@@ -425,13 +488,19 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     parts: dict[str, list[GroupPart]] = {}
     for part in family.parts:
         parts.setdefault(network.cluster(part.kind), []).append(part)
-    ranks = {sum(part.nodes * part.here for part in cluster_parts) for cluster_parts in parts.values()}
+    ranks = {
+        sum(part.nodes * part.here for part in cluster_parts) for cluster_parts in parts.values()
+    }
     if len(parts) < 2 or len(ranks) > 1:
         return []
     (count,) = ranks
     return [
-        replace(family, ranks=count, parts=tuple(cluster_parts),
-                ring=tuple((part.kind, part.nodes) for part in cluster_parts))
+        replace(
+            family,
+            ranks=count,
+            parts=tuple(cluster_parts),
+            ring=tuple((part.kind, part.nodes) for part in cluster_parts),
+        )
         for cluster_parts in parts.values()
     ]
 
@@ -446,8 +515,13 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
         for part in first.values()
     )
     ranks = family.ranks // len(parts)
-    return replace(family, ranks=len(parts), count=family.count * ranks, parts=parts,
-                   ring=tuple((part.kind, 1) for part in parts))
+    return replace(
+        family,
+        ranks=len(parts),
+        count=family.count * ranks,
+        parts=parts,
+        ring=tuple((part.kind, 1) for part in parts),
+    )
 
 
 def twins(fold: Fold) -> Iterator[GroupFamily]:
@@ -456,21 +530,32 @@ def twins(fold: Fold) -> Iterator[GroupFamily]:
     for first in fold.families(0):
         if (other := last.get(first.pipelines)) is not None:
             parts, ring = first.parts + other.parts, first.ring + other.ring
-            yield GroupFamily(0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring)
+            yield GroupFamily(
+                0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring
+            )
 
 
-def by_pairs(network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0) -> PricedReduction:
+def by_pairs(
+    network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
+) -> PricedReduction:
     """Of one kind of pipeline."""
     edge = fold.edge(pipeline, 0, fold.stages[-1])
     return PricedReduction(network.pairwise(edge, inside_bps), "pairs")
 
 
 def in_two_levels(
-    network: Network, both: GroupFamily, size: float, direct: bool, groups: float, inside_bps: float = 0.0
+    network: Network,
+    both: GroupFamily,
+    size: float,
+    direct: bool,
+    groups: float,
+    inside_bps: float = 0.0,
 ) -> TwoLevels | None:
     """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
     clusters = [network.cluster(kind) for kind, _ in both.ring]
-    first = sum(part.nodes * part.here for part in both.parts if network.cluster(part.kind) == clusters[0])
+    first = sum(
+        part.nodes * part.here for part in both.parts if network.cluster(part.kind) == clusters[0]
+    )
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
     apart = 2 * first == both.ranks and borders == 1
     if network.only is not None or both.ranks == 2 or not apart:

@@ -36,7 +36,9 @@ def narrowed(narrow: str, width: int) -> float:
 def kinds_of(model: Model, sizes: Sizes) -> Kinds:
     """As a rank of complete sizes has them."""
     every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
-    return (every[0], every[1], every[-1]), working_bytes(model, sizes.tensor, sizes.context, expert)
+    return (every[0], every[1], every[-1]), working_bytes(
+        model, sizes.tensor, sizes.context, expert
+    )
 
 
 @dataclass(frozen=True)
@@ -65,33 +67,59 @@ class RankModel:
     gpu: Gpu = Gpu()
 
     @classmethod
-    def of(cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1) -> RankModel:
+    def of(
+        cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1
+    ) -> RankModel:
         """kinds: kinds_of(), where they are known; replicas: of what is sharded."""
         layers, working = kinds or kinds_of(model, sizes)
         shards = sizes.data * sizes.context
         owners = shards // replicas
         experts = max(1, owners // sizes.expert)
-        reduced = [model.gradient_width * sum(kind.reduced(shards, sizes.expert)) for kind in layers]
+        reduced = [
+            model.gradient_width * sum(kind.reduced(shards, sizes.expert)) for kind in layers
+        ]
         if shards > 1:
             working += buffer_bytes(reduced[1] * model.layers / sizes.pipeline)
         return cls(
-            layers, (1, model.layers, 1), tuple(reduced),
+            layers,
+            (1, model.layers, 1),
+            tuple(reduced),
             tuple(state_bytes(model, kind, owners, experts) for kind in layers),
-            model.micro_batches_of(sizes.data), working_bytes=working, tied_bytes=model.tied_bytes(sizes),
-            copies=model.copies(sizes), activation_width=model.activation_width,
-            weights=model.activation_width / model.gradient_width, gpus=model.gpus, gpu=model.gpu,
+            model.micro_batches_of(sizes.data),
+            working_bytes=working,
+            tied_bytes=model.tied_bytes(sizes),
+            copies=model.copies(sizes),
+            activation_width=model.activation_width,
+            weights=model.activation_width / model.gradient_width,
+            gpus=model.gpus,
+            gpu=model.gpu,
         )
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
         """A block on each stage, which computes and sends what the workload says."""
         layer = Layer(
-            "block", (work.gradient_bytes,), work.forward_s, work.backward_s, work.activation_bytes, 0.0,
-            work.tensor_bytes, work.context_bytes, work.expert_bytes,
+            "block",
+            (work.gradient_bytes,),
+            work.forward_s,
+            work.backward_s,
+            work.activation_bytes,
+            0.0,
+            work.tensor_bytes,
+            work.context_bytes,
+            work.expert_bytes,
         )
         return cls(
-            (layer,), (sizes.pipeline,), (work.gradient_bytes,), (0.0,), work.micro_batches, before=0,
-            after=0, copies=work.copies, activation_width=work.activation_width, gpu=Gpu(flops=1.0),
+            (layer,),
+            (sizes.pipeline,),
+            (work.gradient_bytes,),
+            (0.0,),
+            work.micro_batches,
+            before=0,
+            after=0,
+            copies=work.copies,
+            activation_width=work.activation_width,
+            gpu=Gpu(flops=1.0),
         )
 
     @property
@@ -174,9 +202,15 @@ class StageCosts:
     def __post_init__(self) -> None:
         stages, kinds = len(self.forward_s), len(self.forward_s[0])
         none, empty = (0.0,) * stages, (0.0,) * kinds
-        defaults = {"latency_s": none, "state_bytes": empty, "kept_bytes": empty,
-                    "limit_bytes": (inf,) * stages}
-        for name, default in ({**defaults, "repeats": (1,) * kinds, "weights_s": (empty,) * stages}).items():
+        defaults = {
+            "latency_s": none,
+            "state_bytes": empty,
+            "kept_bytes": empty,
+            "limit_bytes": (inf,) * stages,
+        }
+        for name, default in (
+            {**defaults, "repeats": (1,) * kinds, "weights_s": (empty,) * stages}
+        ).items():
             object.__setattr__(self, name, getattr(self, name) or default)
         for name in ("forward_s", "backward_s", "reduction_s", "transfer_s"):
             rows = getattr(self, name)
@@ -188,12 +222,15 @@ class StageCosts:
                         raise HolmesError(f"{what}; a time must be 0 or more, and finite")
         for stage, limit in enumerate(self.limit_bytes):
             if not limit > 0:
-                raise HolmesError(f"{self.names[stage]}: a memory limit of {limit} bytes; it must be above 0")
+                raise HolmesError(
+                    f"{self.names[stage]}: a memory limit of {limit} bytes; it must be above 0"
+                )
         if self.micro_batches < 1:
             raise HolmesError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
         if self.blocks < stages:
             raise HolmesError(
-                f"{self.blocks} layers are too few for {stages} pipeline stages; every stage needs one")
+                f"{self.blocks} layers are too few for {stages} pipeline stages; every stage needs one"
+            )
 
     @property
     def stages(self) -> int:
@@ -221,13 +258,18 @@ class StageCosts:
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
         """Blocks start..stop-1 as a range of layers, with what stands before the first and after the last."""
-        return start + self.before if start else 0, stop + self.before if stop < self.blocks else self.layers
+        return (
+            start + self.before if start else 0,
+            stop + self.before if stop < self.blocks else self.layers,
+        )
 
     @cached_property
     def memory(self) -> Rows:
         """Bytes at a stage's fullest, [stage][kind]."""
         layer_bytes, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
-        counts = (in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages)
+        counts = (
+            in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages
+        )
         return tuple(tuple(state + count * kept for state, kept in layer_bytes) for count in counts)
 
     @cached_property
@@ -276,19 +318,26 @@ class StageCosts:
 
     def loads(self, stage_layers: Sequence[int]) -> tuple[StageLoad, ...]:
         """Of the stages with so many blocks."""
-        of = {name: list(accumulate(self.by_layer(row), initial=0.0))
-              for name, row in (("state", self.state_bytes), ("kept", self.kept_bytes))}  # fmt: skip
+        of = {
+            name: list(accumulate(self.by_layer(row), initial=0.0))
+            for name, row in (("state", self.state_bytes), ("kept", self.kept_bytes))
+        }
         loads = []
         for stage, (low, high) in enumerate(self.ranges(stage_layers)):
             forward, backward, weights = (
                 sums[high] - sums[low]
-                for sums in (self.sums[name][stage] for name in ("forward_s", "backward_s", "weights_s"))
+                for sums in (
+                    self.sums[name][stage] for name in ("forward_s", "backward_s", "weights_s")
+                )
             )
             state, kept = (of[name][high] - of[name][low] for name in ("state", "kept"))
             limit = self.limit_bytes[stage]
             limit = limit if limit < inf else 0.0
-            loads.append(StageLoad(forward, backward, state + self.working_bytes, kept, limit,
-                                   weights_s=weights))
+            loads.append(
+                StageLoad(
+                    forward, backward, state + self.working_bytes, kept, limit, weights_s=weights
+                )
+            )
         return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
@@ -302,7 +351,9 @@ class StageCosts:
 
     def edges_s(self, stage_layers: Sequence[int]) -> Row:
         """Of an activation over each edge, with so many blocks on each stage."""
-        return tuple(row[high - 1] for row, (_, high) in zip(self.transfer, self.ranges(stage_layers)[:-1]))
+        return tuple(
+            row[high - 1] for row, (_, high) in zip(self.transfer, self.ranges(stage_layers)[:-1])
+        )
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
@@ -310,29 +361,49 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
     memory, or as asked for."""
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
     load, nics = (costs.hidden or (), costs.nics) if in_flight else ((), ())
-    step = estimate(costs, stage_layers, partial(walked_ends, in_flight=in_flight, load=load, nics=nics))
+    step = estimate(
+        costs, stage_layers, partial(walked_ends, in_flight=in_flight, load=load, nics=nics)
+    )
     if not in_flight:
         return step
-    return replace(step, in_flight=in_flight,
-                   memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), in_flight)))
+    return replace(
+        step,
+        in_flight=in_flight,
+        memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), in_flight)),
+    )
 
 
 def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
     """The step with stage_layers[s] blocks on stage s; ends: formula_ends unless told."""
-    ends = ends or partial(formula_ends, virtual=costs.virtual, load_s=costs.load_s, hidden=costs.hidden,
-                           nics=costs.nics)
-    assert len(stage_layers) == costs.stages and sum(stage_layers) == costs.blocks and min(stage_layers) > 0
+    ends = ends or partial(
+        formula_ends,
+        virtual=costs.virtual,
+        load_s=costs.load_s,
+        hidden=costs.hidden,
+        nics=costs.nics,
+    )
+    assert (
+        len(stage_layers) == costs.stages
+        and sum(stage_layers) == costs.blocks
+        and min(stage_layers) > 0
+    )
     ranges = costs.ranges(stage_layers)
 
     def total(name: str) -> list[float]:
         return [sums[high] - sums[low] for sums, (low, high) in zip(costs.sums[name], ranges)]
 
-    forward, backward, transfer = total("forward_s"), total("backward_s"), costs.edges_s(stage_layers)
+    forward, backward, transfer = (
+        total("forward_s"),
+        total("backward_s"),
+        costs.edges_s(stage_layers),
+    )
     end = ends(forward, backward, transfer, costs.micro_batches)
     exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
-    if costs.tied_s and costs.stages > 1:  # before both reduce their own (DeepSpeed's PipelineEngine)
+    if (
+        costs.tied_s and costs.stages > 1
+    ):  # before both reduce their own (DeepSpeed's PipelineEngine)
         end[-1] = end[0]  # the last stage waits for the first one
         exposed[0], exposed[-1] = exposed[0] + costs.tied_s, exposed[-1] + costs.tied_s
     memory = tuple(used + costs.working_bytes for used in total("memory"))
@@ -342,6 +413,7 @@ def estimate(
         reduction_s=tuple(map(sum, zip(total("reduction_s"), costs.latency_s))),
         exposed_s=tuple(exposed),
         end_s=tuple(map(sum, zip(end, exposed))),
-        stage_layers=tuple(stage_layers), memory_bytes=memory,
+        stage_layers=tuple(stage_layers),
+        memory_bytes=memory,
         fits=tuple(used <= limit for used, limit in zip(memory, costs.limit_bytes)),
-    )  # fmt: skip
+    )

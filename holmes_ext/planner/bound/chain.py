@@ -70,7 +70,11 @@ class ChainBound(StepLowerBound):
             for n in range(max(1, room - over), min(most, room - stage) + 1):
                 alone, once, rounds_s, rounds = passes[n]
                 more = slope * (room - n - stage)
-                moment = max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below) + fixed + more
+                moment = (
+                    max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below)
+                    + fixed
+                    + more
+                )
                 before = self.flowed[stage] if last else end + edge + extra_b
                 moment = max(moment, before + b * n)
                 if moment + after[n] <= step_s:

@@ -33,12 +33,20 @@ def interleaved_s(bounds: Stages) -> float:
     """Seconds that the simulated step takes at least."""
     v, m, count, edges = bounds.run.virtual, bounds.m, bounds.count, bounds.edges
     n, total, stages = bounds.layers // count, v * m, range(count)
-    forward, backward = ([n * seconds / v for seconds in row] for row in (bounds.forward, bounds.backward))
+    forward, backward = (
+        [n * seconds / v for seconds in row] for row in (bounds.forward, bounds.backward)
+    )
     first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
-    turns = v * sum(edges) + (v - 1) * bounds.around.all_s  # of one micro-batch from stage to stage, one way
-    begun = [min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total
-             for stage in stages]
-    closing = [min(passes + 1, total) for passes in begun]  # r_s: backward passes after the last forward
+    turns = (
+        v * sum(edges) + (v - 1) * bounds.around.all_s
+    )  # of one micro-batch from stage to stage, one way
+    begun = [
+        min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total
+        for stage in stages
+    ]
+    closing = [
+        min(passes + 1, total) for passes in begun
+    ]  # r_s: backward passes after the last forward
     begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
     turn_f, turn_b = (sum(row) + sum(edges) + bounds.around.all_s for row in (forward, backward))
 
@@ -48,7 +56,9 @@ def interleaved_s(bounds: Stages) -> float:
 
     for stage in stages[1:]:
         begin.append(begin[-1] + forward[stage - 1] + edges[stage - 1] + first_f * (stage == 1))
-    through = v * sum(forward) + first_f + last_f + turns  # the first micro-batch, and back to a stage
+    through = (
+        v * sum(forward) + first_f + last_f + turns
+    )  # the first micro-batch, and back to a stage
     for stage in reversed(stages):
         flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
         passes_s = closing[stage] * forward_s + behind(turn_f, forward_s)
@@ -62,13 +72,17 @@ def interleaved_s(bounds: Stages) -> float:
     for stage in stages:
         flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
         pair_s = forward[stage] + backward[stage]
-        moments = [begin[stage] + total * forward_s + m * bounds.extra_forward[stage],
-                   begin[stage] + total * forward_s + behind(turn_f, forward_s),
-                   begin[stage] + (total - 1) * flow + behind(turn_f, flow) + forward_s]
+        moments = [
+            begin[stage] + total * forward_s + m * bounds.extra_forward[stage],
+            begin[stage] + total * forward_s + behind(turn_f, forward_s),
+            begin[stage] + (total - 1) * flow + behind(turn_f, flow) + forward_s,
+        ]
         if total > begun[stage]:
             moments.append(back[stage] + (total - begun[stage] - 1) * pair_s)
         if stage:
-            moments.append(last[stage - 1] + edges[stage - 1] + forward_s + last_f * (stage == count - 1))
+            moments.append(
+                last[stage - 1] + edges[stage - 1] + forward_s + last_f * (stage == count - 1)
+            )
         last[stage] = max(moments)
     # the last one's way back
     through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + bounds.around.all_s)
@@ -76,14 +90,19 @@ def interleaved_s(bounds: Stages) -> float:
         backward_s = backward[stage]
         through += backward_s + bounds.extra_backward[stage]
         through += edges[stage] if stage < count - 1 else 0.0
-        moments = [through, last[stage] + closing[stage] * backward_s,
-                   back[stage] + total * backward_s + behind(turn_b, backward_s)]
+        moments = [
+            through,
+            last[stage] + closing[stage] * backward_s,
+            back[stage] + total * backward_s + behind(turn_b, backward_s),
+        ]
         if stage < count - 1:
             below, flow = backward[stage + 1], bounds.flow[stage]
             moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + backward_s)
-            moments += [end[stage + 1] + edges[stage] + backward_s,
-                        last[stage + 1] + below + closing[stage + 1] * flow + backward_s,
-                        begin[stage + 1] + forward[stage + 1] + total * bounds.sent[stage + 1] + backward_s]
+            moments += [
+                end[stage + 1] + edges[stage] + backward_s,
+                last[stage + 1] + below + closing[stage + 1] * flow + backward_s,
+                begin[stage + 1] + forward[stage + 1] + total * bounds.sent[stage + 1] + backward_s,
+            ]
         end[stage] = max(moments)
     steps_s = [m * (v - 1) * bounds.around.flow_s]
     rests = [n * each_s + once_s for each_s, once_s in (after.rest for after in bounds.after)]
@@ -94,12 +113,23 @@ def interleaved_s(bounds: Stages) -> float:
         sent_s = bounds.sent_there[stage]
         steps_s.append(begin[stage] + forward[stage] + total * sent_s + n * after.shared + rest_s)
         chunks = (closing[stage] - 1) // count + 1 if after.hidden else 0
-        for chunk in range(min(v, chunks)):  # whose last backward is followed by those of so many chunks
+        for chunk in range(
+            min(v, chunks)
+        ):  # whose last backward is followed by those of so many chunks
             gone = chunk * count
-            over = end[stage] if not chunk else max(
-                last[stage] + (closing[stage] - gone) * backward_s,
-                back[stage] + (total - gone) * backward_s + behind(turn_b, backward_s, v - 1 - chunk))
+            over = (
+                end[stage]
+                if not chunk
+                else max(
+                    last[stage] + (closing[stage] - gone) * backward_s,
+                    back[stage]
+                    + (total - gone) * backward_s
+                    + behind(turn_b, backward_s, v - 1 - chunk),
+                )
+            )
             part = n * block_s * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
             carried = n * after.shared * (chunk + 1) / v + gone * sent_s / 2
-            steps_s.append(over - backward_s - bounds.extra_backward[stage] + max(part, carried) + rest_s)
+            steps_s.append(
+                over - backward_s - bounds.extra_backward[stage] + max(part, carried) + rest_s
+            )
     return max(steps_s)

@@ -62,7 +62,9 @@ def shared_hops(stages: Stages) -> list[SharedHop]:
         for hop, seconds in _byte_s(stages, stage).items():
             byte_s[hop][stage] = seconds
     chosen: list[SharedHop] = []
-    candidates = [_shared(stages, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0]
+    candidates = [
+        _shared(stages, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
+    ]
     for shared in sorted(candidates, key=lambda item: -len(item.stages) * item.each_s):
         if not any(set(shared.stages) & set(earlier.stages) for earlier in chosen):
             chosen.append(shared)
@@ -73,8 +75,14 @@ def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
     first, block, last = stages.prices.job.reduced_bytes
     ends_s = byte_s.get(0, 0.0) * first + byte_s.get(stages.count - 1, 0.0) * last
     where, of_first = stages.placement.stages, byte_s.get(0, 0.0)
-    alike = (stage for stage, seconds in byte_s.items() if where[stage] == where[0] and seconds == of_first)
-    return SharedHop(tuple(byte_s), min(byte_s.values()) * block, ends_s, of_first * first, tuple(alike))
+    alike = (
+        stage
+        for stage, seconds in byte_s.items()
+        if where[stage] == where[0] and seconds == of_first
+    )
+    return SharedHop(
+        tuple(byte_s), min(byte_s.values()) * block, ends_s, of_first * first, tuple(alike)
+    )
 
 
 def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:

@@ -88,7 +88,8 @@ class StepLowerBound(Stages):
         self.up = [0.0, *accumulate(map(sum, zip(self.backward, self.extra_backward)))]
         both = [0.0, *accumulate(map(sum, zip(self.each, self.extra)))]
         self.below = [
-            both[-1] - both[stage + 1] + 2 * (self.there[-1] - self.there[stage]) for stage in range(count)
+            both[-1] - both[stage + 1] + 2 * (self.there[-1] - self.there[stage])
+            for stage in range(count)
         ]
         self.more_down = list(accumulate(self.forward, min, initial=inf))
         self.more_up = list(accumulate(self.backward, min, initial=inf))
@@ -96,8 +97,10 @@ class StepLowerBound(Stages):
         #: To its last backward, without its own blocks: all messages are down, and that one's gradient is up.
         down_s = self.down[-1] + (self.layers - count) * min(self.forward) + self.there[-1]
         down_s += (m - 1) * max(self.flow, default=0.0) + self.there[-1] + self.up[-1]
-        self.flowed = [down_s - self.there[stage] - self.up[stage] - self.backward[stage]
-                       for stage in range(count)]
+        self.flowed = [
+            down_s - self.there[stage] - self.up[stage] - self.backward[stage]
+            for stage in range(count)
+        ]
         #: Seconds to the end of its last forward, without what others hold.
         self.starts: list[tuple[float, float]] = []
         #: By number of layers, as far as asked for.
@@ -124,7 +127,9 @@ class StepLowerBound(Stages):
         of APART. No stage begins one before the last one's gradients are reduced. groups: (rest, layers at
         most), stages that have them."""
         rests = ((rest, most) for (rest, most), _ in groups)
-        seconds = sorted({n * block_s + once for (block_s, once), most in rests for n in range(1, most + 1)})
+        seconds = sorted(
+            {n * block_s + once for (block_s, once), most in rests for n in range(1, most + 1)}
+        )
         small = APART * self.m * self.layers / self.count * min(self.each)
         result, at = [], 0
         while at < len(seconds):
@@ -223,7 +228,9 @@ class StepLowerBound(Stages):
         """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
         most, above, first_s = list(self.most), 0, self._left(0, 1, rest_s)
         for stage in range(self.count):
-            limit = min(_below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1)
+            limit = min(
+                _below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1
+            )
             if limit < 1:
                 return None
             most[stage] = limit
@@ -251,7 +258,9 @@ class StepLowerBound(Stages):
         remaining, below = self.layers - layers - self.count + 1, self.below[stage]
         down, up = self.down[stage], self.up[stage]
         if remaining:
-            layer_s = self.each[stage] if self.m > 1 else self.forward[stage]  # at most: fewer take no longer
+            layer_s = (
+                self.each[stage] if self.m > 1 else self.forward[stage]
+            )  # at most: fewer take no longer
             more_down = min(self.more_down[stage], layer_s)
             more_below = min(self.more_below[stage], layer_s)
             more_up = min(self.more_up[stage], layer_s - more_down)

@@ -31,8 +31,13 @@ class OrderBounds:
     """Of complete sizes. bound_of: a placement's; ring_bits: of all gradients (ShapeBound). Chains of single
     clusters have whole stages."""
 
-    def __init__(self, orders: Orders, sizes: Sizes, bound_of: Callable[[Placement], StepLowerBound],
-                 ring_bits: float):
+    def __init__(
+        self,
+        orders: Orders,
+        sizes: Sizes,
+        bound_of: Callable[[Placement], StepLowerBound],
+        ring_bits: float,
+    ):
         self.orders, self.sizes, self.bound_of, self.ring_bits = orders, sizes, bound_of, ring_bits
         self.rate = rates_between(orders.network)
         self.tree = best_links(orders.network)[0]
@@ -57,7 +62,7 @@ class OrderBounds:
 
     def _look(self, chain: Sequence[int]) -> None:
         """What a chain of single clusters says of its links and of its ends."""
-        placement, = self.orders.made(self.sizes, tuple((kind,) for kind in chain))
+        (placement,) = self.orders.made(self.sizes, tuple((kind,) for kind in chain))
         bound = self.bound_of(placement)
         per_cluster = bound.count // len(chain)
         borders = range(per_cluster - 1, bound.count - 1, per_cluster)
@@ -99,7 +104,12 @@ class OrderBounds:
         used = {kind for group in groups for kind in group}
         free, alike = [kind for kind in self.every if kind not in used], self.orders.alike
         for group in combinations(free, together):
-            earlier = (kind for last in group for kind in free if kind < last and alike[kind] == alike[last])
+            earlier = (
+                kind
+                for last in group
+                for kind in free
+                if kind < last and alike[kind] == alike[last]
+            )
             if all(kind in group for kind in earlier):
                 yield group
 
@@ -109,7 +119,9 @@ class OrderBounds:
         to_come = borders - (len(groups) - 1)
         least_s = min(all_s for all_s, _ in self.message.values())
         least_flow = min(flow for _, flow in self.message.values())
-        columns = [[self.message[pair] for pair in zip(column, column[1:])] for column in zip(*groups)]
+        columns = [
+            [self.message[pair] for pair in zip(column, column[1:])] for column in zip(*groups)
+        ]
         flows = [flow for column in columns for _, flow in column] + [least_flow] * (to_come > 0)
 
         def down(column: Sequence[tuple[float, float]]) -> float:
@@ -123,11 +135,17 @@ class OrderBounds:
         if together > 1:
             return max(total, through_s + self._reduced_s(groups, to_come, together))
         first = groups[0][0]
-        lasts = [groups[-1][0]] if not to_come else [kind for kind in self.every if (kind,) not in groups]
+        lasts = (
+            [groups[-1][0]]
+            if not to_come
+            else [kind for kind in self.every if (kind,) not in groups]
+        )
         return self.fixed + total + self.left[first] + min(self.tied[first, last] for last in lasts)
 
     def _reduced_s(self, groups: Groups, to_come: int, together: int) -> float:
         """Each group's part of the gradients, once round its clusters: all at once at best."""
-        rings = (min(self.rate[pair] for pair in zip(group, (*group[1:], group[0]))) for group in groups)
+        rings = (
+            min(self.rate[pair] for pair in zip(group, (*group[1:], group[0]))) for group in groups
+        )
         rate_bps = sum(rings) + to_come * self.tree[together - 2]
         return self.ring_bits * 2 * (together - 1) / together / rate_bps

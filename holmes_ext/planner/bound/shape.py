@@ -47,33 +47,48 @@ class ShapeBound:
         share = max(f / seconds for f, seconds in zip(forward, work))
         share = min(1.0, share * 1.2)  # embedding and output may have a greater one
         async_edges = self.prices.hide_edges
-        ahead = m if async_edges and edges else min(shape.pipeline, m)  # at most, whatever the edges are
+        ahead = (
+            m if async_edges and edges else min(shape.pipeline, m)
+        )  # at most, whatever the edges are
         load = self.edge_s(latency=False) if async_edges else edge
         once, rounds = layers * min(work) + 2 * edges * edge, (m - 1) // ahead + 1
         weight = max(0.0, m - 1 - (ahead - 1) * share)
         # after its last backward, which may hide as much of it, a stage reduces what it holds
         alone_s = [
-            m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f for f, e, r in zip(forward, work, reductions)
+            m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f
+            for f, e, r in zip(forward, work, reductions)
         ]
         reduced = layers * min(forward) + edges * edge
         if min(alone_s) > 0:
             reduced += layers / sum(count / seconds for count, seconds in zip(stages, alone_s))
-        return max(once + weight * layers / room, m * layers / room, rounds * once, m * load, reduced)
+        return max(
+            once + weight * layers / room, m * layers / room, rounds * once, m * load, reduced
+        )
 
     def _interleaved_s(
-        self, stages: Sequence[float], forward: Sequence[float], work: Sequence[float],
-        reductions: Sequence[float], edge: float,
+        self,
+        stages: Sequence[float],
+        forward: Sequence[float],
+        work: Sequence[float],
+        reductions: Sequence[float],
+        edge: float,
     ) -> float:
         m, v, pipeline = self.shape.micro_batches, self.shape.virtual, self.shape.pipeline
         stage_blocks, slowest = self.job.blocks / pipeline, max(work) * self.job.blocks / pipeline
-        alike = max(0.0, sum(count for count, seconds in zip(stages, work) if seconds == max(work)) - 1)
+        alike = max(
+            0.0, sum(count for count, seconds in zip(stages, work) if seconds == max(work)) - 1
+        )
         # at most two edges at each border between clusters leave one: with many more, two neighbouring ones
         # are on one network
         shared_edges = 2 if (pipeline - 1) // 2 > 2 * (len(stages) - 1) else 1
         # the last chunk's gradients are the first to be reduced: with the last micro-batch's backward
-        late = max(0.0, m - (pipeline * (v - 1) + 1) / v) * min(e - f for e, f in zip(work, forward))
+        late = max(0.0, m - (pipeline * (v - 1) + 1) / v) * min(
+            e - f for e, f in zip(work, forward)
+        )
         reduced = stage_blocks * (m * min(forward) + late + min(reductions))
-        return max(slowest * (m + alike / v) + 2 * alike * edge, m * v * shared_edges * edge, reduced)
+        return max(
+            slowest * (m + alike / v) + 2 * alike * edge, m * v * shared_edges * edge, reduced
+        )
 
     def _alone(self, kind: int) -> tuple[float, float, float]:
         """(forward, forward and backward of a block, memory) of a stage that lies on one kind of node."""
@@ -90,7 +105,10 @@ class ShapeBound:
         sent = block.tensor_bytes, block.context_bytes, block.expert_bytes
         half = 0.0
         if max(sizes) > 1:
-            half = self.network.remember(("alone", kind, self.size, sizes, sent, gpus), collective_s) / 2
+            half = (
+                self.network.remember(("alone", kind, self.size, sizes, sent, gpus), collective_s)
+                / 2
+            )
         forward = self.job.block.forward_flops / gpus.flops + half
         limit = min(gpus.memory_bytes or inf, self.prices.rules.memory_bytes or inf)
         return forward, forward + self.job.block.backward_flops / gpus.flops + half, limit
@@ -113,7 +131,9 @@ class ShapeBound:
         shape, processes = self.shape, self.network.processes
         replica = shape.pipeline * shape.tensor * shape.context
         first = all(ranks % replica == 0 for ranks in self.ranks)
-        first = first and any(ranks // shape.pipeline % processes for ranks in self.ranks)  # pipelines first
+        first = first and any(
+            ranks // shape.pipeline % processes for ranks in self.ranks
+        )  # pipelines first
         if shape.pipeline == 1 or first or self.size % processes:
             return 0.0
         size = self.job.block.activation_bytes
@@ -138,7 +158,10 @@ class ShapeBound:
         if shape.zero > 1 or self.size % processes or network.wan:
             return 0.0
         kinds = range(len(self.ranks))
-        shards, per_node = shape.data * shape.context, max(1, min(processes, self.size) // shape.tensor)
+        shards, per_node = (
+            shape.data * shape.context,
+            max(1, min(processes, self.size) // shape.tensor),
+        )
 
         def byte_s(fabric: Fabric, count: int) -> float:
             volume = 2 * (count - 1) / count if count > per_node else 0.0
@@ -167,19 +190,25 @@ class ShapeBound:
         count, ranks = len(self.ranks), self.ranks[0]
         if not self.network.wan or len(set(self.ranks)) > 1 or size % ranks and ranks % size:
             return 0.0
-        tree, into, latency_s = self.network.remember("best links", lambda: best_links(self.network))
+        tree, into, latency_s = self.network.remember(
+            "best links", lambda: best_links(self.network)
+        )
         latency_s *= not self.prices.hide_edges  # under what computes
         every_bit = 8 * shape.micro_batches * self.job.block.activation_bytes / shape.tensor
         every_bit *= self.job.narrowed(self.prices.rules.narrow)
         shards = shape.data * shape.context
-        summed = 0.0 if self.job.layers[1].expert_parameters else 8 * shape.tensor * self.job.total_bytes
+        summed = (
+            0.0 if self.job.layers[1].expert_parameters else 8 * shape.tensor * self.job.total_bytes
+        )
         summed *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
         bounds_s = []
         for together in (n for n in range(max(1, size // ranks), count + 1) if count % n == 0):
             seconds = 0.0
             if together > 1:
                 seconds = summed * together / count / into[together - 2][together - 1]
-                around = self.ring_bits * 2 * (together - 1) / count  # no link of it beats the tree's
+                around = (
+                    self.ring_bits * 2 * (together - 1) / count
+                )  # no link of it beats the tree's
                 seconds = max(seconds, around / tree[together - 2])
             if together < count:
                 slowest = tree[count - together - 1]
@@ -201,7 +230,11 @@ def rates_between(network: Network) -> dict[tuple[int, int], float]:
     """Bits/s from cluster to cluster: of the slowest hop; inf where they are on one fast network."""
     result = {}
     for pair in permutations(range(len(network.kinds)), 2):
-        hops = network.wan.hops(*map(network.cluster, pair)) if network.fabric(pair).name == ETHERNET else ()
+        hops = (
+            network.wan.hops(*map(network.cluster, pair))
+            if network.fabric(pair).name == ETHERNET
+            else ()
+        )
         result[pair] = min((hop.rate_bps for hop in hops), default=inf)
     return result
 
@@ -211,8 +244,10 @@ def best_links(network: Network) -> tuple[list[float], list[list[float]], float]
     into each cluster from so many, descending; the least latency."""
     kinds = range(len(network.kinds))
     clusters, rate = [network.cluster(kind) for kind in kinds], rates_between(network)
-    paths = [network.wan.hops(clusters[source], clusters[target]) if rate[source, target] < inf else ()
-             for source, target in rate]
+    paths = [
+        network.wan.hops(clusters[source], clusters[target]) if rate[source, target] < inf else ()
+        for source, target in rate
+    ]
     joined, tree = {0}, []
     while len(joined) < len(kinds):
         border = (pair for pair in rate if pair[0] in joined and pair[1] not in joined)
@@ -221,8 +256,9 @@ def best_links(network: Network) -> tuple[list[float], list[list[float]], float]
         tree.append(rate[inside, outside])
     links = [sorted((rate[a, b] for a in kinds if a != b), reverse=True) for b in kinds]
     uplinks = [network.wan.uplink_of.get(name, inf) for name in clusters]
-    into = [[min(sum(link[:count]), uplink) for link, uplink in zip(links, uplinks)] for count in kinds[1:]]
+    into = [
+        [min(sum(link[:count]), uplink) for link, uplink in zip(links, uplinks)]
+        for count in kinds[1:]
+    ]
     latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
     return sorted(tree, reverse=True), [sorted(rates, reverse=True) for rates in into], latency_s
-
-

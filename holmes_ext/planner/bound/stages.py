@@ -60,7 +60,9 @@ class Stages:
         self.extra = [f + b for f, b in zip(self.extra_forward, self.extra_backward)]
         #: Blocks that the memory holds.
         self.most = [
-            self.layers if room == inf else min(self.layers, floor((room - extra) / block * (1 + 1e-12)))
+            self.layers
+            if room == inf
+            else min(self.layers, floor((room - extra) / block * (1 + 1e-12)))
             for room, block, extra in zip(costs.room_bytes, *_of(costs.memory))
         ]
 
@@ -74,8 +76,9 @@ class Stages:
         self.async_edges = self.costs.hidden is not None
         columns = self.placement.borders[:-1]
         by_column = [[self._message(stage, low) for stage in range(count)] for low in columns]
-        self.column, messages = max(zip(columns, by_column),
-                                    key=lambda item: sum(message.all_s for message in item[1]))
+        self.column, messages = max(
+            zip(columns, by_column), key=lambda item: sum(message.all_s for message in item[1])
+        )
         self.edges = [message.all_s for message in messages[:-1]]
         blocks = not self.async_edges and run.engine.sends != POSTED
         self.gone = [message.held_s if blocks else 0.0 for message in messages[:-1]]
@@ -86,8 +89,10 @@ class Stages:
         self.around = messages[-1]
         self.sent = self._sent_both_ways(messages)
         #: The same where that NIC is the one that After.shared speaks of.
-        self.sent_there = [sent * (message.fabric == self._home(stage))
-                           for stage, (sent, message) in enumerate(zip(self.sent, messages))]
+        self.sent_there = [
+            sent * (message.fabric == self._home(stage))
+            for stage, (sent, message) in enumerate(zip(self.sent, messages))
+        ]
         #: What a sum of gradients carries of an all-reduce once a step.
         self.part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
         self.after = [self._after(stage) for stage in range(count)]
@@ -160,7 +165,10 @@ class Stages:
         """In which a stage's NIC sends an activation down and a gradient up; 0 where these leave through
         others, or networks were measured (a NIC may carry more then than one message)."""
         result = [0.0] * self.count
-        if self.prices.network.links.measured or self.placement.stride % self.prices.network.processes:
+        if (
+            self.prices.network.links.measured
+            or self.placement.stride % self.prices.network.processes
+        ):
             return result
         for stage in range(1, self.count - 1):
             up, down = messages[stage - 1], messages[stage]
@@ -187,7 +195,9 @@ class Stages:
         reduce = reduction.once
         if isinstance(reduction, TwoLevels):
             slower = max(reduction.inside.byte_s, reduction.across.byte_s)
-            worth = WORTH if prices.network.wan else 1.0  # another route may suit what the stage has in fact
+            worth = (
+                WORTH if prices.network.wan else 1.0
+            )  # another route may suit what the stage has in fact
             reduce = Price(worth * slower, reduction.inside.latency_s + reduction.across.latency_s)
         elif run.zero:
             reduce = (FREE, half if run.engine.scatters else ring, FREE, FREE)[run.zero]
@@ -211,7 +221,9 @@ class Stages:
         prices, run = self.prices, self.run
         fold, (place,) = prices.fold(self.placement, stage)
         kind = fold.kind_at(self.column)
-        family = next(candidate for candidate in fold.families(place) if kind in candidate.pipelines)
+        family = next(
+            candidate for candidate in fold.families(place) if kind in candidate.pipelines
+        )
         if family.ranks == 1:
             return PricedReduction(), family
         link = prices.link_bps(family.kinds)
@@ -230,9 +242,14 @@ class Stages:
     @staticmethod
     def _shared(reduction: PricedReduction, home: str) -> float:
         """Seconds a byte of the reduction on a NIC of this fabric."""
-        twice, loads = (2, reduction.insides) if isinstance(reduction, TwoLevels) else (1, (reduction.load,))
-        byte_s = [8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
-                  for load in loads if load.fabric is not None and load.fabric.name == home]
+        twice, loads = (
+            (2, reduction.insides) if isinstance(reduction, TwoLevels) else (1, (reduction.load,))
+        )
+        byte_s = [
+            8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
+            for load in loads
+            if load.fabric is not None and load.fabric.name == home
+        ]
         return twice * min(byte_s, default=0.0)
 
     def _tied_s(self) -> float:

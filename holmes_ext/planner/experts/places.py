@@ -41,16 +41,23 @@ def places_of(plan: Plan) -> Places:
     """HolmesError where the plan has no expert-parallel groups."""
     if plan.sizes is None or plan.sizes.expert < 2:
         raise HolmesError(
-            "the plan has no expert parallelism: give the expert-parallel size (--expert N)")
+            "the plan has no expert parallelism: give the expert-parallel size (--expert N)"
+        )
     expert_groups, size = groups(plan.sizes, "expert"), plan.sizes.expert
-    clusters, nodes = list(plan.clusters), [[plan.node_of(rank) for rank in ranks] for ranks in expert_groups]
+    clusters, nodes = (
+        list(plan.clusters),
+        [[plan.node_of(rank) for rank in ranks] for ranks in expert_groups],
+    )
     rates = {(a, b): _rate(plan, a, b) for a in clusters for b in clusters if a != b}
     fastest = max(rates.values(), default=1.0)
     tables = tuple([[0.0] * size for _ in range(size)] for _ in range(3))
     for names in nodes:
         for i, source in enumerate(names):
             for j, target in enumerate(names):
-                pair, apart = (plan.cluster_of[source], plan.cluster_of[target]), float(source != target)
+                pair, apart = (
+                    (plan.cluster_of[source], plan.cluster_of[target]),
+                    float(source != target),
+                )
                 crosses = float(pair[0] != pair[1])
                 distance = fastest / rates[pair] if crosses else INSIDE * apart
                 for table, value in zip(tables, (distance, crosses, apart)):
@@ -61,8 +68,10 @@ def places_of(plan: Plan) -> Places:
 
 def _rate(plan: Plan, source: str, target: str) -> float:
     """Bits/s of the slowest thing between nodes of two clusters."""
-    first, second = (next(i for i, node in enumerate(plan.nodes) if node in plan.clusters[name])
-                     for name in (source, target))
+    first, second = (
+        next(i for i, node in enumerate(plan.nodes) if node in plan.clusters[name])
+        for name in (source, target)
+    )
     fabric = plan.fabric_of((first * plan.processes, second * plan.processes))
     assert fabric is not None
     return min([fabric.rate_bps, *(hop.rate_bps for hop in plan.wan.hops(source, target))])
@@ -73,6 +82,8 @@ def _together(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]
     by_row: dict[tuple[float, ...], list[int]] = {}
     for rank, row in enumerate(far):
         by_row.setdefault(row, []).append(rank)
-    together = [ranks for ranks in by_row.values() if all(far[ranks[0]][peer] == 0 for peer in ranks)]
+    together = [
+        ranks for ranks in by_row.values() if all(far[ranks[0]][peer] == 0 for peer in ranks)
+    ]
     alone = [(rank,) for ranks in by_row.values() if ranks not in together for rank in ranks]
     return tuple(sorted([*map(tuple, together), *alone]))

@@ -65,15 +65,18 @@ class Answer:
         return max(0.0, 1 - self.bound / self.best.cost) if self.best.cost > 0 else 0.0
 
 
-def solve(counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0,
-          per_rank: int = 0) -> Answer:
+def solve(
+    counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0, per_rank: int = 0
+) -> Answer:
     """balance: times the mean load that a place may have; seconds: for HiGHS; per_rank: experts that a rank
     holds at most (0: as many as there are for each). HolmesError: no fit, or no scipy."""
     ranks, experts = places.ranks, counts.experts
     if per_rank and experts > per_rank * ranks:
         raise HolmesError(f"{experts} experts do not fit on {ranks} ranks of {per_rank} each")
     if experts % ranks:
-        raise HolmesError(f"{experts} experts cannot be split evenly over {ranks} expert-parallel ranks")
+        raise HolmesError(
+            f"{experts} experts cannot be split evenly over {ranks} expert-parallel ranks"
+        )
     if not balance >= 1:
         raise HolmesError(f"balance is {balance:g}; it must be 1 or more")
     return _Problem(counts, places, balance).answer(seconds)
@@ -95,8 +98,9 @@ def place_experts(
         HolmesError: The counts do not fit the plan, or scipy is missing.
     """
     known = load_plan(plan) if isinstance(plan, str) else plan
-    return solve(Counts(rows, tuple(tuple(map(float, row)) for row in counts)), places_of(known),
-                 balance).best
+    return solve(
+        Counts(rows, tuple(tuple(map(float, row)) for row in counts)), places_of(known), balance
+    ).best
 
 
 def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
@@ -104,7 +108,9 @@ def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
         import numpy
         from scipy import optimize, sparse
     except ModuleNotFoundError as error:
-        raise HolmesError(f"placing experts needs {error.name}: pip install 'holmes_ext[experts]'") from None
+        raise HolmesError(
+            f"placing experts needs {error.name}: pip install 'holmes_ext[experts]'"
+        ) from None
     return numpy, optimize, sparse
 
 
@@ -121,7 +127,9 @@ class _Problem:
         self.load, self.placements = self.table.sum(0), np.array(places.far)
         self.room = np.array([len(ranks) * self.slots for ranks in places.of])
         self.first = [ranks[0] for ranks in places.of]
-        self.place_of_rank = {rank: place for place, ranks in enumerate(places.of) for rank in ranks}
+        self.place_of_rank = {
+            rank: place for place, ranks in enumerate(places.of) for rank in ranks
+        }
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
         self.far = self.placements[self.first][:, self.first]
         regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
@@ -147,7 +155,9 @@ class _Problem:
         experts_of: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
         for expert in sorted(experts, key=lambda e: (-self.load[e], e)):
-            rank = min((r for r in ranks if len(experts_of[r]) < self.slots), key=lambda r: (loads[r], r))
+            rank = min(
+                (r for r in ranks if len(experts_of[r]) < self.slots), key=lambda r: (loads[r], r)
+            )
             experts_of[rank].append(expert)
             loads[rank] += self.load[expert]
         return experts_of
@@ -177,12 +187,20 @@ class _Problem:
     def way(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
         np, tokens = self.np, float(self.table.sum()) / (1 if self.of_ranks else 2) or 1.0
         loads = [self.load[experts_of[rank]].sum() for rank in sorted(experts_of)]
-        crossing, moving = (self.total(experts_of, np.array(w)) / tokens
-                            for w in (self.places.crossing, self.places.moving))
+        crossing, moving = (
+            self.total(experts_of, np.array(w)) / tokens
+            for w in (self.places.crossing, self.places.moving)
+        )
         order = tuple(int(expert) for rank in sorted(experts_of) for expert in experts_of[rank])
         fullest = max(loads) / (self.load.sum() / len(loads) or 1.0)
-        return Placed(name, order, self.total(experts_of, self.placements), float(crossing), float(moving),
-                      float(fullest))
+        return Placed(
+            name,
+            order,
+            self.total(experts_of, self.placements),
+            float(crossing),
+            float(moving),
+            float(fullest),
+        )
 
     # The program
 
@@ -194,16 +212,23 @@ class _Problem:
             solution, bound = self.linear(seconds)
             starts = [start for start in (solution, self.place_of(self.eplb)) if start is not None]
         else:
-            starts = [self.swapped(self.place_of(experts_of)) for experts_of in (self.eplb, identity)]
+            starts = [
+                self.swapped(self.place_of(experts_of)) for experts_of in (self.eplb, identity)
+            ]
             bound = self.companions()
         allowed = [start for start in starts if self.fits(start)]
-        best = min((self.way(PLACED, self.held(place)) for place in allowed), key=lambda placed: placed.cost)
+        best = min(
+            (self.way(PLACED, self.held(place)) for place in allowed),
+            key=lambda placed: placed.cost,
+        )
         return Answer((*known, best), min(float(bound), best.cost))  # not above it by rounding
 
     def fits(self, place: Any) -> bool:
         """Whether no region (where there are none, no place) has more than its limit."""
-        return all(self.load[self.np.isin(place, region)].sum() <= limit * (1 + 1e-6)
-                   for region, limit in self.limited)
+        return all(
+            self.load[self.np.isin(place, region)].sum() <= limit * (1 + 1e-6)
+            for region, limit in self.limited
+        )
 
     def linear(self, seconds: float) -> tuple[Any, float]:
         """([experts] places or None, bound). Regions (places INSIDE of each other) are chosen first, as if an
@@ -225,16 +250,21 @@ class _Problem:
 
     def inside(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
         """Places, numbered within the region; none gets more than the fullest one of packed experts."""
-        experts_of = self.packed(list(experts), [rank for place in region for rank in self.places.of[place]])
-        packed = self.np.searchsorted(region, self.place_of(experts_of)[experts])  # regions are ascending
+        experts_of = self.packed(
+            list(experts), [rank for place in region for rank in self.places.of[place]]
+        )
+        packed = self.np.searchsorted(
+            region, self.place_of(experts_of)[experts]
+        )  # regions are ascending
         room, load = self.room[region], self.load[experts]
         fullest = (self.np.bincount(packed, load, len(region)) / room).max()
         limit = room * max(fullest, self.balance * self.load.mean())
         solution, _ = self.program(cost[experts][:, region], room, limit, seconds, load)
         return packed if solution is None else solution
 
-    def program(self, cost: Any, room: Any, limit: Any, seconds: float,
-                load: Any = None) -> tuple[Any, float]:
+    def program(
+        self, cost: Any, room: Any, limit: Any, seconds: float, load: Any = None
+    ) -> tuple[Any, float]:
         """cost: [experts, places]; ([experts] places or None, bound)."""
         np, (experts, places) = self.np, cost.shape
         load, scale = self.load if load is None else load, cost.max() or 1.0
@@ -244,14 +274,23 @@ class _Problem:
         loads = self.sparse.kron(load[None, :], eye(places))
         within = self.optimize.LinearConstraint
         result = self.optimize.milp(
-            (cost / scale).ravel(), integrality=ones(experts * places), bounds=self.optimize.Bounds(0, 1),
-            constraints=[within(placed_once.tocsr(), 1, 1), within(slots_used.tocsr(), room, room),
-                         within(loads.tocsr(), -np.inf, limit)],
+            (cost / scale).ravel(),
+            integrality=ones(experts * places),
+            bounds=self.optimize.Bounds(0, 1),
+            constraints=[
+                within(placed_once.tocsr(), 1, 1),
+                within(slots_used.tocsr(), room, room),
+                within(loads.tocsr(), -np.inf, limit),
+            ],
             options={"time_limit": seconds, "mip_rel_gap": GAP},
-        )  # fmt: skip
+        )
         cheapest = float(cost.min(1).sum())  # each expert where it is best, whatever the room
         bound = result.mip_dual_bound
-        bound = cheapest if bound is None or not np.isfinite(bound) else max(cheapest, float(bound) * scale)
+        bound = (
+            cheapest
+            if bound is None or not np.isfinite(bound)
+            else max(cheapest, float(bound) * scale)
+        )
         return (None if result.x is None else result.x.reshape(experts, places).argmax(1)), bound
 
     def swapped(self, place: Any) -> Any:
@@ -261,8 +300,17 @@ class _Problem:
         while True:
             at = np.eye(len(self.room))[place]
             sums = self.table @ at @ far  # [experts, places]: what it costs there
-            here, there = sums[np.arange(len(place)), place], sums[:, place]  # there[i, j]: i where j is
-            gain = here[:, None] - there + here[None, :] - there.T - 2 * self.table * far[place][:, place]
+            here, there = (
+                sums[np.arange(len(place)), place],
+                sums[:, place],
+            )  # there[i, j]: i where j is
+            gain = (
+                here[:, None]
+                - there
+                + here[None, :]
+                - there.T
+                - 2 * self.table * far[place][:, place]
+            )
             loads = np.bincount(place, self.load, len(self.room))
             more = self.load[None, :] - self.load[:, None]  # [i, j]: what the place of i gets more
             room = self.limit - loads
@@ -280,5 +328,7 @@ class _Problem:
         inside = far[(far > 0) & (far <= INSIDE)]
         levels += [(float(inside.min()), self.room)] if inside.size else []
         ordered = np.sort(self.table, 1)[:, 1:]  # of the others, ascending: the largest stay
-        return max(float(ordered[:, : len(self.load) - int(np.max(slots))].sum()) * price / 2
-                   for price, slots in levels)
+        return max(
+            float(ordered[:, : len(self.load) - int(np.max(slots))].sum()) * price / 2
+            for price, slots in levels
+        )

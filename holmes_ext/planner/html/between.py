@@ -26,8 +26,10 @@ def draw_clusters(result: SearchResult) -> Any:
     side = min(7.0, 4 + 0.5 * len(names))
     half, size = (0.6, 8) if len(names) <= 2 else (1.25, 8 if len(names) <= 4 else 6)
     figure, axis = plt.subplots(figsize=(side, side * half / 1.4), layout="constrained")
-    place = {name: (-cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names)))
-             for i, name in enumerate(names)}
+    place = {
+        name: (-cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names)))
+        for i, name in enumerate(names)
+    }
     paths = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
     rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
     fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)
@@ -40,16 +42,26 @@ def draw_clusters(result: SearchResult) -> Any:
             spot = [a + at * (b - a) for a, b in zip(*ends)]
             rate = format_rate(rates[pair], 3) if rates[pair] < inf else "no limit"
             text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
-            axis.text(*spot, text, ha="center", va="center", fontsize=size,
-                      bbox={"boxstyle": "round", "fc": PAPER, "ec": "none", "pad": 0.1, "alpha": 0.8})
+            axis.text(
+                *spot,
+                text,
+                ha="center",
+                va="center",
+                fontsize=size,
+                bbox={"boxstyle": "round", "fc": PAPER, "ec": "none", "pad": 0.1, "alpha": 0.8},
+            )
     for index, name in enumerate(names):
         count = sum(node.cluster == name for node in site.nodes)
         uplink = site.wan.uplink_of.get(name)
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
         axis.scatter(*place[name], s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
-        axis.text(*place[name], text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
+        axis.text(
+            *place[name], text, ha="center", va="center", fontsize=8, color="#111111", zorder=3
+        )
     title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
-    axis.set_title(title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10)
+    axis.set_title(
+        title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10
+    )
     axis.set(xlim=(-1.4, 1.4), ylim=(-half, half), aspect="equal")
     axis.axis("off")
     return figure
@@ -66,7 +78,9 @@ def draw_what_if(result: SearchResult) -> Any:
     rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {now}"
     _curves(left, FACTORS, by_rate, f"times {rates}")
     left.axvline(1, color="#999999", linestyle=":")
-    left.text(1, 0.98, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform())
+    left.text(
+        1, 0.98, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform()
+    )
     left.set_xscale("log", base=2)
     left.set_xticks(FACTORS, names)
     by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
@@ -75,7 +89,11 @@ def draw_what_if(result: SearchResult) -> Any:
     right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES], fontsize=8)
     every = [seconds for pair in (*by_rate, *by_latency) for seconds in pair]
     low, high = min(every), max(every)
-    ticks = [tick for tick in plt.LogLocator(subs=(1, 2, 5)).tick_values(low, high) if low <= tick <= high]
+    ticks = [
+        tick
+        for tick in plt.LogLocator(subs=(1, 2, 5)).tick_values(low, high)
+        if low <= tick <= high
+    ]
     if len(ticks) < 3:
         ticks = plt.MaxNLocator(4).tick_values(low, high)
     left.set_yscale("log")

@@ -49,15 +49,21 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None
     texts = list(rows)
     words = [not any(re.match(r"[-~]?\d", cell) for cell in column) for column in zip(*texts)]
     bold = None if strong is None else strong % len(texts)
-    lines = [_line("th", head, words),
-             *(_line("td", row, words, number == bold) for number, row in enumerate(texts))]
+    lines = [
+        _line("th", head, words),
+        *(_line("td", row, words, number == bold) for number, row in enumerate(texts)),
+    ]
     return _scroll(f"<table>{''.join(lines)}</table>", "table")
 
 
 def _line(kind: str, cells: Sequence[str], words: Sequence[bool], bold: bool = False) -> str:
     row = "<tr class=strong>" if bold else "<tr>"
     tags = [f"{kind} class=text" if word else kind for word in words or [False] * len(cells)]
-    return row + "".join(f"<{tag}>{html.escape(cell)}</{kind}>" for tag, cell in zip(tags, cells)) + "</tr>"
+    return (
+        row
+        + "".join(f"<{tag}>{html.escape(cell)}</{kind}>" for tag, cell in zip(tags, cells))
+        + "</tr>"
+    )
 
 
 def command(text: str) -> str:

@@ -51,7 +51,9 @@ def pyplot(what: str = "pictures need") -> Any:
     try:
         import matplotlib
     except ModuleNotFoundError:
-        raise HolmesError(f"{what} matplotlib, which is missing; pip install 'holmes_ext[plot]'") from None
+        raise HolmesError(
+            f"{what} matplotlib, which is missing; pip install 'holmes_ext[plot]'"
+        ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
@@ -67,7 +69,9 @@ def svg(figure: Any) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     pyplot().close(figure)
     text = buffer.getvalue()
-    text = re.sub(r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL)
+    text = re.sub(
+        r"<metadata>.*?</metadata>|<!--.*?-->", "", text[text.index("<svg") :], flags=re.DOTALL
+    )
     text = re.sub(r'<g id="[^"]*">', "<g>", text)  # the same names in every figure
     text = re.sub(r"'DejaVu Sans'[^;\"]*", "sans-serif", text)
     return _smaller(text.replace(INK, "currentColor").replace(PAPER, "var(--paper)").rstrip())
@@ -76,8 +80,11 @@ def svg(figure: Any) -> str:
 def _smaller(text: str) -> str:
     """One digit behind the point in tags, short rectangles, neighbours of one look as one path."""
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
-    text = re.sub(r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"', r'd="M\1 \2V\3H\4V\2z"',
-                  text)
+    text = re.sub(
+        r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
+        r'd="M\1 \2V\3H\4V\2z"',
+        text,
+    )
     alike = r'<path d="[^"]*" (clip-path="[^"]*" style="[^"]*")/>(?:\s*<path d="[^"]*" \1/>)+'
 
     def joined(paths: re.Match[str]) -> str:
@@ -99,7 +106,8 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
         raise HolmesError(
-            f"{path}: the picture cannot be written: {why(error).split('(')[0]}; {advice}") from None
+            f"{path}: the picture cannot be written: {why(error).split('(')[0]}; {advice}"
+        ) from None
     finally:
         pyplot().close(figure)
     return Path(path)
@@ -108,7 +116,6 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
 def name_rows(axis: Any, names: Sequence[str]) -> None:
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
-
 
 
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
@@ -120,7 +127,9 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
     for axis, (title, site, nodes, chooses) in zip(axes[0], panels):
         axis.set_title(title, fontsize=10)
         _placement_panel(axis, site, nodes, chooses, sizes)
-    handles = [plt.Line2D([], [], color=color, lw=3, label=kind) for kind, color in FABRIC_COLORS.items()]
+    handles = [
+        plt.Line2D([], [], color=color, lw=3, label=kind) for kind, color in FABRIC_COLORS.items()
+    ]
     handles += [plt.Line2D([], [], color=INK, lw=4, label="data-parallel group (gradients)")]
     handles += [plt.Line2D([], [], color=INK, lw=1.2, ls="--", label="pipeline edge (activations)")]
     figure.legend(handles=handles, loc="lower left", ncols=5, frameon=False, fontsize=8)
@@ -128,41 +137,61 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
     return figure
 
 
-def _placement_panel(axis: Any, site: Site, nodes: Sequence[str], chooses: bool, sizes: Sizes) -> None:
-    boxes = [(cluster, [node.name for node in site.nodes if node.cluster == cluster])
-             for cluster in site.clusters]
+def _placement_panel(
+    axis: Any, site: Site, nodes: Sequence[str], chooses: bool, sizes: Sizes
+) -> None:
+    boxes = [
+        (cluster, [node.name for node in site.nodes if node.cluster == cluster])
+        for cluster in site.clusters
+    ]
     if len(boxes) == 1:  # one cluster: two boxes all the same, so that the panels look alike
         ((name, members),) = boxes
-        boxes = [(name, members[: (len(members) + 1) // 2]), (name, members[(len(members) + 1) // 2 :])]
+        boxes = [
+            (name, members[: (len(members) + 1) // 2]),
+            (name, members[(len(members) + 1) // 2 :]),
+        ]
     height, place = max(len(members) for _, members in boxes), {}
     for number, (cluster, members) in enumerate(boxes):
         kind = site.fabric_by_name[site.node_by_name[members[0]].fabrics[0]].kind
         axis.add_patch(_box(number * 3 - 0.95, -0.6, 1.9, height + 0.25, FABRIC_COLORS[kind], 0.08))
-        axis.text(number * 3, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9)
+        axis.text(
+            number * 3, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9
+        )
         place.update({name: (number * 3, height - 1 - row) for row, name in enumerate(members)})
     for pairs, width, style in _edges(nodes, sizes):
         kind = site.shared_fabric({name for pair in pairs for name in pair}).kind
         color = FABRIC_COLORS[kind if chooses or len(site.clusters) == 1 else ETHERNET]
         for left, right in pairs:
             bend = 0.35 if place[left][0] == place[right][0] else 0.0
-            look = dict(arrowstyle="-", color=color, lw=width, ls=style, connectionstyle=f"arc3,rad={bend}")
+            look = dict(
+                arrowstyle="-", color=color, lw=width, ls=style, connectionstyle=f"arc3,rad={bend}"
+            )
             axis.annotate("", place[right], place[left], arrowprops=look)
     for name, (x, y) in place.items():
         rank = list(nodes).index(name)
         axis.add_patch(_box(x - 0.62, y - 0.26, 1.24, 0.52, PAPER, 1.0, INK))
-        axis.text(x, y, f"{name}: rank {rank}\nstage {sizes.stage(rank)}", ha="center", va="center",
-                  fontsize=8)
+        axis.text(
+            x,
+            y,
+            f"{name}: rank {rank}\nstage {sizes.stage(rank)}",
+            ha="center",
+            va="center",
+            fontsize=8,
+        )
     axis.set_xlim(-1.3, 3 * len(boxes) - 1.7)
     axis.set_ylim(-0.8, height + 0.1)
     axis.axis("off")
 
 
-def _box(x: float, y: float, width: float, height: float, color: str, alpha: float,
-         edge: str = "none") -> Any:
+def _box(
+    x: float, y: float, width: float, height: float, color: str, alpha: float, edge: str = "none"
+) -> Any:
     from matplotlib.patches import FancyBboxPatch
 
     order, style = 3 if edge != "none" else 0, "round,pad=0.02"
-    return FancyBboxPatch((x, y), width, height, boxstyle=style, fc=color, ec=edge, alpha=alpha, zorder=order)
+    return FancyBboxPatch(
+        (x, y), width, height, boxstyle=style, fc=color, ec=edge, alpha=alpha, zorder=order
+    )
 
 
 def _edges(nodes: Sequence[str], sizes: Sizes) -> list[tuple[list[tuple[str, str]], float, str]]:
@@ -179,8 +208,10 @@ def _edges(nodes: Sequence[str], sizes: Sizes) -> list[tuple[list[tuple[str, str
 
 def load_traces(directory: Path) -> list[dict[str, Any]]:
     """The trace of every rank of one run (holmes_lab.emulate.trace), in rank order."""
-    return sorted((json.loads(path.read_text()) for path in directory.glob("rank*.json")),
-                  key=lambda trace: trace["rank"])
+    return sorted(
+        (json.loads(path.read_text()) for path in directory.glob("rank*.json")),
+        key=lambda trace: trace["rank"],
+    )
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
@@ -193,8 +224,8 @@ def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
 
 
 def timeline_figure(
-    runs: Mapping[str, Sequence[Mapping[str, Any]]], label: str = "seconds of one step (wall clock of the "
-                                                                  "lab)"
+    runs: Mapping[str, Sequence[Mapping[str, Any]]],
+    label: str = "seconds of one step (wall clock of the lab)",
 ) -> Any:
     """A panel for each run (name -> traces): a row for each rank, one step, the same seconds."""
     panels = {}
@@ -203,8 +234,10 @@ def timeline_figure(
         rows = []
         for trace in traces:
             within = (event for event in trace["events"] if event[2] > begin and event[1] < end)
-            spans = [(kind, max(start, begin) - begin, min(stop, end) - begin)
-                     for kind, start, stop, _ in within]
+            spans = [
+                (kind, max(start, begin) - begin, min(stop, end) - begin)
+                for kind, start, stop, _ in within
+            ]
             rows.append((f"rank of {trace['node']}", spans))
         panels[f"{name}: {end - begin:.3f} s"] = rows, end - begin
     return timeline(panels, label)
@@ -214,8 +247,14 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
     """A panel for each title: (rows, seconds). Rows of more than MANY spans show shares of the time."""
     plt = pyplot()
     height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 0.9
-    figure, axes = plt.subplots(len(panels), 1, figsize=(11, height * len(panels) + 0.4), sharex=True,
-                                squeeze=False, layout="constrained")
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(11, height * len(panels) + 0.4),
+        sharex=True,
+        squeeze=False,
+        layout="constrained",
+    )
     used, longest = set[str](), max(seconds for _, seconds in panels.values())
     for axis, (title, (rows, seconds)) in zip(axes[:, 0], panels.items()):
         for number, (_, spans) in enumerate(rows):
@@ -232,23 +271,35 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
         axis.set_title(title, loc="left", fontsize=10)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel(label)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=c, label=text) for kind, (c, text) in KINDS.items()
-               if kind in used]
+    handles = [
+        plt.Rectangle((0, 0), 1, 1, color=c, label=text)
+        for kind, (c, text) in KINDS.items()
+        if kind in used
+    ]
     figure.legend(handles=handles, loc="outside lower left", ncols=6, frameon=False, fontsize=8)
     return figure
 
 
-def _draw_shares(axis: Any, row: int, spans: Sequence[tuple[str, float, float]], seconds: float) -> None:
+def _draw_shares(
+    axis: Any, row: int, spans: Sequence[tuple[str, float, float]], seconds: float
+) -> None:
     """For spans too short to be seen: of each piece of the time which share went into what."""
     import numpy as np
     from matplotlib.colors import to_rgba
 
-    shown = np.zeros(PIECES * MOMENTS, dtype=int)  # of each moment the kind that would be drawn on top
+    shown = np.zeros(
+        PIECES * MOMENTS, dtype=int
+    )  # of each moment the kind that would be drawn on top
     per_second = len(shown) / seconds
     for number, kind in enumerate(KINDS, start=1):
         for _, start, end in (span for span in spans if span[0] == kind):
             shown[round(start * per_second) : round(end * per_second)] = number
     shares = np.sort(shown.reshape(PIECES, MOMENTS), axis=1).T  # a column for each piece
     colors = np.array([to_rgba("none"), *(to_rgba(color) for color, _ in KINDS.values())])
-    axis.imshow(colors[shares], extent=(0, seconds, row - 0.4, row + 0.4), aspect="auto", origin="lower",
-                interpolation="nearest")
+    axis.imshow(
+        colors[shares],
+        extent=(0, seconds, row - 0.4, row + 0.4),
+        aspect="auto",
+        origin="lower",
+        interpolation="nearest",
+    )

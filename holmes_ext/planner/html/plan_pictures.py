@@ -31,8 +31,12 @@ from holmes_ext.units import format_bytes
 from holmes_ext.words import why
 
 #: Of stock.CAUSES.
-CAUSE_COLORS = dict(zip(CAUSES, (
-    "#4c78a8", "#72b7b2", "#7f7f7f", "#bab0ac", "#f2b134", "#e45756", "#b07aa1", "#d62728")))
+CAUSE_COLORS = dict(
+    zip(
+        CAUSES,
+        ("#4c78a8", "#72b7b2", "#7f7f7f", "#bab0ac", "#f2b134", "#e45756", "#b07aa1", "#d62728"),
+    )
+)
 
 
 def draw_search(result: SearchResult, folder: Path) -> list[Path]:
@@ -41,9 +45,12 @@ def draw_search(result: SearchResult, folder: Path) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise HolmesError(
-            f"{folder}: the pictures cannot be written: {why(error)}; name another directory") from None
-    return [write(paint(result), folder / f"{name}.png", "name another directory")
-            for name, paint in PAINTED.items()]
+            f"{folder}: the pictures cannot be written: {why(error)}; name another directory"
+        ) from None
+    return [
+        write(paint(result), folder / f"{name}.png", "name another directory")
+        for name, paint in PAINTED.items()
+    ]
 
 
 def placement(result: SearchResult) -> Any:
@@ -58,17 +65,32 @@ def placement(result: SearchResult) -> Any:
             name = network.cluster(kind)
             index = network.site.clusters.index(name)
             label = None if index in shown else name
-            axis.barh(stage, ranks, left=left, color=CLUSTERS[index % len(CLUSTERS)], edgecolor=PAPER,
-                      label=label)
+            axis.barh(
+                stage,
+                ranks,
+                left=left,
+                color=CLUSTERS[index % len(CLUSTERS)],
+                edgecolor=PAPER,
+                label=label,
+            )
             shown.add(index)
             left += ranks
         memory = f"{best.split[stage]} layers, {format_bytes(best.memory_bytes[stage])}"
-        axis.text(left + 0.01 * most, stage, f"{memory}, gradients: {best.reductions[stage]}", va="center",
-                  fontsize=8)
-        axis.text(0.01 * most, stage, _nodes_of(result, stage), va="center", fontsize=8, color="#111111")
+        axis.text(
+            left + 0.01 * most,
+            stage,
+            f"{memory}, gradients: {best.reductions[stage]}",
+            va="center",
+            fontsize=8,
+        )
+        axis.text(
+            0.01 * most, stage, _nodes_of(result, stage), va="center", fontsize=8, color="#111111"
+        )
     axis.set_xlim(0, most * 1.6)
     name_rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
-    axis.set_xticks([tick for tick in plt.MaxNLocator(integer=True).tick_values(0, most) if tick <= most])
+    axis.set_xticks(
+        [tick for tick in plt.MaxNLocator(integer=True).tick_values(0, most) if tick <= most]
+    )
     axis.set_xlabel("GPUs of the stage")
     what = f"{result.describe(best)}: predicted step {best.step_s:.4g} s"
     axis.set_title(what, loc="left", fontsize=10)
@@ -102,10 +124,14 @@ def _rows_of(result: SearchResult, candidate: Candidate) -> tuple[list[Row], flo
     rows: dict[int, Row] = {}
     for line in step.ranks:
         spans = [span for span in line.spans if span.kind != "idle"]
-        kinds = [span.kind if span.kind in KINDS and span.kind not in ("send", "reduce") else ""
-                 for span in spans]
-        shown = [(kind or ("across" if s.across else "inside"), s.start, s.end)
-                 for kind, s in zip(kinds, spans)]
+        kinds = [
+            span.kind if span.kind in KINDS and span.kind not in ("send", "reduce") else ""
+            for span in spans
+        ]
+        shown = [
+            (kind or ("across" if s.across else "inside"), s.start, s.end)
+            for kind, s in zip(kinds, spans)
+        ]
         rows.setdefault(line.stage, (f"stage {line.stage}", shown))
     return [rows[stage] for stage in sorted(rows)], step.step_s
 
@@ -114,12 +140,20 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
     """A bar for each name -> seconds by cause, as long as its step."""
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 0.45 * len(by_plan) + 1.5), layout="constrained")
-    left, least = dict.fromkeys(by_plan, 0.0), 1e-4 * max(sum(causes.values()) for causes in by_plan.values())
+    left, least = (
+        dict.fromkeys(by_plan, 0.0),
+        1e-4 * max(sum(causes.values()) for causes in by_plan.values()),
+    )
     for cause, text in CAUSES.items():
         if max(causes[cause] for causes in by_plan.values()) > least:
             values = [causes[cause] for causes in by_plan.values()]
-            axis.barh(range(len(by_plan)), values, left=list(left.values()), color=CAUSE_COLORS[cause],
-                      label=text)
+            axis.barh(
+                range(len(by_plan)),
+                values,
+                left=list(left.values()),
+                color=CAUSE_COLORS[cause],
+                label=text,
+            )
             left = {name: left[name] + causes[cause] for name, causes in by_plan.items()}
     name_rows(axis, list(by_plan))
     axis.set_xlabel("seconds of one step")
@@ -130,7 +164,11 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
 
 #: File of --pictures -> its picture.
 PAINTED: dict[str, Callable[[SearchResult], Any]] = {
-    "placement": placement, "timeline": step, "clusters": draw_clusters, "ethernet": draw_what_if}
+    "placement": placement,
+    "timeline": step,
+    "clusters": draw_clusters,
+    "ethernet": draw_what_if,
+}
 
 
 def of_limit(used: float, limit: float) -> str:
@@ -147,12 +185,15 @@ def memory_text(estimate: Estimate, costs: StageCosts, stage: int) -> str:
 def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: str) -> None:
     """Of each partition a bar for each stage, as long as the step: computing, communication, idle."""
     plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
-    figure, axes = plt.subplots(len(estimates), 1, figsize=(9, height * len(estimates) + 0.5), sharex=True,
-                                squeeze=False)
+    figure, axes = plt.subplots(
+        len(estimates), 1, figsize=(9, height * len(estimates) + 0.5), sharex=True, squeeze=False
+    )
     for axis, (name, estimate) in zip(axes[:, 0], estimates.items()):
         left = [0.0] * costs.stages
         parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
-        for (kind, color), values in zip(parts, (estimate.compute_s, estimate.exposed_s, estimate.idle_s)):
+        for (kind, color), values in zip(
+            parts, (estimate.compute_s, estimate.exposed_s, estimate.idle_s)
+        ):
             axis.barh(range(costs.stages), values, left=left, color=color, label=kind)
             left = [a + b for a, b in zip(left, values)]
         for stage, count in enumerate(estimate.stage_layers):

@@ -20,17 +20,27 @@ def document(job: Run, summary: Summary, step: int) -> str:
         summary: Its figures.
         step: The step that is shown as a timeline.
     """
-    figure = pictures.timeline_figure({f"step {step}": pictured(job, step)},
-                                      "seconds of one step (rank 0's clock)")
+    figure = pictures.timeline_figure(
+        {f"step {step}": pictured(job, step)}, "seconds of one step (rank 0's clock)"
+    )
     joined = [joined_line(summary.joined)] if summary.joined else []
     unlike = [f"not as planned: {text}" for text in job.done.differences]
-    sections = [part for section in contributions("report_sections") for part in section.load()(job, summary)]
+    sections = [
+        part
+        for section in contributions("report_sections")
+        for part in section.load()(job, summary)
+    ]
     return page(
-        "holmes report", heading(headline(summary), 1),
+        "holmes report",
+        heading(headline(summary), 1),
         paragraphs([*(f"note: {note}" for note in job.notes), *unlike, *joined, verdict(summary)]),
-        *(heading(title) + table([column.name for column in columns], rows)
-          for title, columns, rows in tables(summary)),
+        *(
+            heading(title) + table([column.name for column in columns], rows)
+            for title, columns, rows in tables(summary)
+        ),
         heading("Steps over time"),
         picture(pictures.svg(over_time_figure(job, summary.plans)), "steps over time, and plans"),
-        heading("One step"), picture(pictures.svg(figure), "timeline of one step"),
-        *sections)
+        heading("One step"),
+        picture(pictures.svg(figure), "timeline of one step"),
+        *sections,
+    )

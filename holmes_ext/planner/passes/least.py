@@ -33,7 +33,9 @@ def least_s(times: Times) -> float:
         idle = max(0.0, trip - in_flight * f[stage])
         tail = up + w[0]
         result = max(result, down + idle + work)
-        result = max(result, down + idle + m * (f[stage] + i[stage]) + (m - in_flight) * w[stage] + tail)
+        result = max(
+            result, down + idle + m * (f[stage] + i[stage]) + (m - in_flight) * w[stage] + tail
+        )
         trips = (m - 1) // in_flight
         result = max(result, down + trips * (trip + i[stage] + w[stage]) + trip + i[stage] + tail)
         if stage < len(x):

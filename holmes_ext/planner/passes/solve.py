@@ -43,7 +43,10 @@ class Rule:
 
 @lru_cache(maxsize=64)
 def quickest(
-    loads: tuple[StageLoad, ...], transfer: tuple[float, ...], sent: tuple[float, ...], micro_batches: int,
+    loads: tuple[StageLoad, ...],
+    transfer: tuple[float, ...],
+    sent: tuple[float, ...],
+    micro_batches: int,
     one_order: bool,
 ) -> PassOrder | None:
     """None where 1F1B with hidden edges is as fast, or what of a backward could wait is not known. transfer:
@@ -56,7 +59,9 @@ def quickest(
     in_flight = quickest_in_flight(forward, backward, transfer, micro_batches, sent, most)
     step_1f1b_s = max(walked_ends(forward, backward, transfer, micro_batches, in_flight))
     fullest = max(in_flight)
-    room = tuple(max(count, fullest if limit == inf else limit) for count, limit in zip(in_flight, most))
+    room = tuple(
+        max(count, fullest if limit == inf else limit) for count, limit in zip(in_flight, most)
+    )
     inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
     times = Times(forward, inputs, weights, transfer, micro_batches, room)
     pass_order = solved(times, in_flight, one_order)
@@ -71,10 +76,14 @@ def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassO
     room, count = [int(min(most, times.micro_batches)) for most in times.most], len(ahead)
     wide = [min(2 * depth, depth + count) for depth in ahead]
     starts = [
-        [Rule(min(depth, most), late if late >= 0 else most, patience) for depth, most in zip(aheads, room)]
+        [
+            Rule(min(depth, most), late if late >= 0 else most, patience)
+            for depth, most in zip(aheads, room)
+        ]
         for aheads in (ahead, [depth + 1 for depth in ahead], wide, [max(ahead)] * count, room)
-        for late in (0, 1, 2, -1) for patience in (0.0, 1.0)
-    ]  # fmt: skip
+        for late in (0, 1, 2, -1)
+        for patience in (0.0, 1.0)
+    ]
     tried: dict[tuple[Rule, ...], float] = {}
 
     def seconds(rules: Sequence[Rule]) -> float:
@@ -113,7 +122,11 @@ def _near(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
     for stage, rule in enumerate(rules):
         changes = [replace(rule, ahead=rule.ahead + by) for by in (1, -1, 2, -2)]
         changes += [replace(rule, late=rule.late + by) for by in (1, -1, 2, -2)]
-        changes += [replace(rule, patience=value) for value in (0.0, 0.5, 1.0, inf) if value != rule.patience]
+        changes += [
+            replace(rule, patience=value)
+            for value in (0.0, 0.5, 1.0, inf)
+            if value != rule.patience
+        ]
         for change in changes:
             if 1 <= change.ahead <= in_flight[stage] and 0 <= change.late <= in_flight[stage]:
                 yield [*rules[:stage], change, *rules[stage + 1 :]]
@@ -160,8 +173,11 @@ def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], fl
         early = begun[s] - back[s] < rule.ahead
         if next_i <= now and not (early and next_f <= now):
             letter = "I"
-        elif undone and (undone > rule.late or next_f > now and (
-                min(next_f, next_i) - now >= rule.patience * w[s] or begun[s] - done[s] >= room[s])):
+        elif undone and (
+            undone > rule.late
+            or next_f > now
+            and (min(next_f, next_i) - now >= rule.patience * w[s] or begun[s] - done[s] >= room[s])
+        ):
             letter = "W"
         elif next_f <= now:
             letter = "F"

@@ -45,8 +45,9 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
     engine = result.engine
     if TWO_LEVEL in candidate.reductions:  # its flags will say so
         engine = replace(engine, two_level_zero=None)
-    return derive_traffic(plan, network.site, options, network.links, model.workload(sizes), model.source,
-                          engine)
+    return derive_traffic(
+        plan, network.site, options, network.links, model.workload(sizes), model.source, engine
+    )
 
 
 def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
@@ -65,7 +66,11 @@ def _times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
 
 
 def given(
-    result: SearchResult, sizes: Sizes, shape: Shape, split: Sequence[int] = (), nodes: Sequence[str] = (),
+    result: SearchResult,
+    sizes: Sizes,
+    shape: Shape,
+    split: Sequence[int] = (),
+    nodes: Sequence[str] = (),
     flat: bool = False,
 ) -> Candidate:
     """Of `shape` and complete `sizes`. split: layers of the stages (default: even); nodes: their order

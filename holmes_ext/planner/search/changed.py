@@ -67,7 +67,9 @@ def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) 
     def changed(fabric: Fabric) -> Fabric:
         if fabric.name != name:
             return fabric
-        return replace(fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency)
+        return replace(
+            fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency
+        )
 
     return replace(site, fabrics=tuple(map(changed, site.fabrics)))
 
@@ -96,7 +98,9 @@ def what_if(result: SearchResult) -> list[tuple[str, float]]:
 
 
 def _least_s(result: SearchResult, changed: SearchResult) -> float:
-    plans = [plan for plan in result.candidates if plan.simulated_s and not plan.breadth_first][:SHAPES]
+    plans = [plan for plan in result.candidates if plan.simulated_s and not plan.breadth_first][
+        :SHAPES
+    ]
     kept = [plan for plan in plans if changed.network.names == result.network.names]
     shapes = list(dict.fromkeys(plan.shape for plan in plans))
     best = search(changed, only=shapes, prove=False).best
@@ -128,18 +132,29 @@ def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
         without_pairs = replace(links, pairs=())  # the site has them
         better = {"twice the rates": wan.scaled(2.0), "half the latency": wan.scaled(1.0, 0.5)}
         for what, changed in better.items():
-            yield f"{what} between clusters", result.on(Network(replace(site, wan=changed), without_pairs))
+            yield (
+                f"{what} between clusters",
+                result.on(Network(replace(site, wan=changed), without_pairs)),
+            )
     fastest = max(gpu.flops for gpu in result.gpus)
     for name in site.clusters:
         gpu, gpus = model.gpu_of(name), {}
         if gpu.flops < fastest:
             gpus[f"GPUs of {name} as fast as the fastest"] = replace(gpu, flops=fastest)
         if gpu.memory_bytes and result.misfits:
-            gpus[f"twice the memory on GPUs of {name}"] = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+            gpus[f"twice the memory on GPUs of {name}"] = replace(
+                gpu, memory_bytes=2 * gpu.memory_bytes
+            )
         for what, other in gpus.items():
-            yield what, result.on(Network(site, links), replace(model, gpus={**model.gpus, name: other}))
+            yield (
+                what,
+                result.on(Network(site, links), replace(model, gpus={**model.gpus, name: other})),
+            )
     for source, target in permutations(site.clusters, 2):
-        if len(site.clusters) <= MOST_CLUSTERS and sum(node.cluster == source for node in site.nodes) > 1:
+        if (
+            len(site.clusters) <= MOST_CLUSTERS
+            and sum(node.cluster == source for node in site.nodes) > 1
+        ):
             moved = _moved(site, source, target)
             yield f"one node moved from {source} to {target}", result.on(Network(moved, links))
 
@@ -150,4 +165,6 @@ def _moved(site: Site, source: str, target: str) -> Site:
     peer = [node for node in site.nodes if node.cluster == target][-1]
     stay = [node for node in site.nodes if node is not leaving]
     at = stay.index(peer) + 1
-    return replace(site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=peer.ports), *stay[at:]))
+    return replace(
+        site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=peer.ports), *stay[at:])
+    )

@@ -64,12 +64,17 @@ class Evaluator:
         """Those that the limits let be, and whether none was left out."""
         sizes = shape.sizes().complete(self.result.network.world)
         every, complete = self.result.network.remember(
-            ("placements", sizes), lambda: self.orders.placements(sizes))
-        return [placement for placement in every if allowed(self.result.limits, placement)], complete
+            ("placements", sizes), lambda: self.orders.placements(sizes)
+        )
+        return [
+            placement for placement in every if allowed(self.result.limits, placement)
+        ], complete
 
     def stages(self, shape: Shape, placement: Placement) -> Stages:
         costs = self.result.prices(shape).costs(placement)
-        return Stages(self.result.prices(shape), placement, costs, execution_of(self.result, shape, (), ()))
+        return Stages(
+            self.result.prices(shape), placement, costs, execution_of(self.result, shape, (), ())
+        )
 
     def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> ChainBound:
         prices = self.result.prices(shape)
@@ -87,12 +92,18 @@ class Evaluator:
         if not complete:
             left_s = ideal
             if shape.virtual == 1 and OrderBounds.known(self.orders, sizes):
-                ring_bits = ShapeBound(self.result.network, self.result.prices(shape), shape).ring_bits
+                ring_bits = ShapeBound(
+                    self.result.network, self.result.prices(shape), shape
+                ).ring_bits
                 more, left_s = OrderBounds(self.orders, sizes, bound_of, ring_bits).below(best)
-                bounds += [(bound, other) for bound, other in more
-                           if other not in every and allowed(self.result.limits, other)]
+                bounds += [
+                    (bound, other)
+                    for bound, other in more
+                    if other not in every and allowed(self.result.limits, other)
+                ]
         items: list[tuple[float, Item]] = [
-            (max(ideal, bound), PlacedShape(shape, placement)) for bound, placement in bounds
+            (max(ideal, bound), PlacedShape(shape, placement))
+            for bound, placement in bounds
             if bound < best * (1 - EQUAL)
         ]
         return items, [], max(ideal, left_s)
@@ -128,8 +139,12 @@ class Evaluator:
         starts = filter(None, (self.level(stages), self.split(stages), item.split))
         first = min(starts, key=seconds_of)
         if seconds_of(first) < best * NEAR:
-            improved(first, seconds_of, lambda split: islice(full_to_empty(_work(stages, split)), MOVES // 3),
-                     min(MOVES, MOVED_WORK // work))
+            improved(
+                first,
+                seconds_of,
+                lambda split: islice(full_to_empty(_work(stages, split)), MOVES // 3),
+                min(MOVES, MOVED_WORK // work),
+            )
         return [], [*known.values()], bound
 
     def level(self, stages: Stages) -> Split:
@@ -157,18 +172,27 @@ def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
     """Of blocks that are alike: each to the stage that is fastest with it. more: seconds of a block
     besides."""
     most, layers = stages.most, stages.layers
-    block_s = [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
+    block_s = (
+        [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
+    )
     if min(most) < 1 or sum(most) < layers:
         return ()
     counts = [1] * stages.count
     if min(block_s) > 0:  # most of them at once
         inverse = sum(1 / value for value in block_s)
-        level = (layers + sum(extra / value for extra, value in zip(stages.extra, block_s))) / inverse
-        shares = [floor((level * (1 - 1e-9) - extra) / value) for extra, value in zip(stages.extra, block_s)]
+        level = (
+            layers + sum(extra / value for extra, value in zip(stages.extra, block_s))
+        ) / inverse
+        shares = [
+            floor((level * (1 - 1e-9) - extra) / value)
+            for extra, value in zip(stages.extra, block_s)
+        ]
         counts = [max(1, min(limit, share)) for limit, share in zip(most, shares)]
     while sum(counts) > layers:  # the least of one block each was more than the share
         several = (stage for stage in range(stages.count) if counts[stage] > 1)
-        counts[max(several, key=lambda stage: stages.extra[stage] + counts[stage] * block_s[stage])] -= 1
+        counts[
+            max(several, key=lambda stage: stages.extra[stage] + counts[stage] * block_s[stage])
+        ] -= 1
 
     def with_one_more(stage: int) -> tuple[float, int]:
         return stages.extra[stage] + (counts[stage] + 1) * block_s[stage], stage

@@ -28,7 +28,9 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
     """Of stages with one layer, or a third of the mean: why, and what even layers would take."""
     split = candidate.split
     mean = sum(split) / len(split)
-    thin = [stage for stage, layers in enumerate(split) if layers <= max(1, THIN * mean) and mean >= 2]
+    thin = [
+        stage for stage, layers in enumerate(split) if layers <= max(1, THIN * mean) and mean >= 2
+    ]
     if not thin:
         return []
     costs = result.costs(candidate)
@@ -37,7 +39,10 @@ def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
     seconds = timed(result, other).step_s if candidate.simulated_s else other.step_s
     lines: dict[str, list[int]] = {}
     for stage in thin:
-        why = "; ".join(_why_thin(costs, result, candidate, stage)) or "this hides its neighbours' sends best"
+        why = (
+            "; ".join(_why_thin(costs, result, candidate, stage))
+            or "this hides its neighbours' sends best"
+        )
         lines.setdefault(why, []).append(stage)
     said = [_thin_line(candidate, costs, stages, why) for why, stages in lines.items()]
     instead = f"with even layers the step takes {seconds:.4g} s instead of {candidate.step_s:.4g} s"
@@ -53,9 +58,13 @@ def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], why: 
     return f"{who} {layers} {noun}: {why}"
 
 
-def _why_thin(costs: StageCosts, result: SearchResult, candidate: Candidate, stage: int) -> Iterator[str]:
+def _why_thin(
+    costs: StageCosts, result: SearchResult, candidate: Candidate, stage: int
+) -> Iterator[str]:
     """What keeps layers away from a stage."""
-    works = [forward[1] + backward[1] for forward, backward in zip(costs.forward_s, costs.backward_s)]
+    works = [
+        forward[1] + backward[1] for forward, backward in zip(costs.forward_s, costs.backward_s)
+    ]
     first, last = stage == 0, stage == costs.stages - 1
     room, block = costs.room_bytes[stage], costs.memory[stage][1]
     ends = first * costs.memory[stage][0] + last * costs.memory[stage][-1]
@@ -66,7 +75,9 @@ def _why_thin(costs: StageCosts, result: SearchResult, candidate: Candidate, sta
         prices = result.prices(candidate.shape)
         fold, (place,) = prices.fold(candidate.placement, stage)
         talking = prices.collective_s(fold, place) / work
-        share = f", {talking:.0%} of it tensor, context and expert collectives" if talking > 0.1 else ""
+        share = (
+            f", {talking:.0%} of it tensor, context and expert collectives" if talking > 0.1 else ""
+        )
         fastest = works.index(least)
         yield f"a layer takes {work / least:.1f} x as long there as on stage {fastest} ({work:.3g} s{share})"
     kind = 0 if first else 2
@@ -91,8 +102,11 @@ def explain(result: SearchResult) -> list[str]:
     as "unchanged")."""
     best, best_causes, layout = result.best, causes(result, result.best), result.user_layout
     lines = []
-    others = (candidate for candidate in result.candidates
-              if candidate.shape != best.shape and candidate.simulated_s)
+    others = (
+        candidate
+        for candidate in result.candidates
+        if candidate.shape != best.shape and candidate.simulated_s
+    )
     runner_up = next(others, None)
     if runner_up is not None:
         lines.append(_against("the runner-up", best_causes, causes(result, runner_up)))
@@ -106,7 +120,9 @@ def explain(result: SearchResult) -> list[str]:
     large = [change for change in gains if abs(change[1]) >= gap]
     same = [what for what, gain, _ in gains if abs(gain) < gap]
     shown = CHANGES - bool(same)
-    lines += [f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in large[:shown]]
+    lines += [
+        f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in large[:shown]
+    ]
     within = f" (within {gap:.1%})" if gap > NOTHING else ""
     return lines + ([f"unchanged{within} with {some_of(same, 4)}"] if same else [])
 
@@ -114,8 +130,13 @@ def explain(result: SearchResult) -> list[str]:
 def _against(whom: str, best_causes: dict[str, float], other: dict[str, float]) -> str:
     """The step's difference, and the causes that make most of it."""
     least, most = sum(best_causes.values()), sum(other.values())
-    parts = sorted(((other[cause] - best_causes[cause], CAUSES[cause]) for cause in best_causes),
-                   key=lambda part: -abs(part[0]))
-    said = [f"{seconds:+.3g} s {cause}" for seconds, cause in parts[:3] if abs(seconds) > 0.001 * least]
+    parts = sorted(
+        ((other[cause] - best_causes[cause], CAUSES[cause]) for cause in best_causes),
+        key=lambda part: -abs(part[0]),
+    )
+    said = [
+        f"{seconds:+.3g} s {cause}" for seconds, cause in parts[:3] if abs(seconds) > 0.001 * least
+    ]
     return f"against {whom}: {least:.4g} s instead of {most:.4g} s" + (
-        f"; there {', '.join(said)}" if said else "")
+        f"; there {', '.join(said)}" if said else ""
+    )

@@ -39,7 +39,11 @@ NEAR = 1.2
 
 
 def best_use(
-    on_all: SearchResult, spec: SiteSpec, end: float, progress: Progress | None = None, rows: int = 10
+    on_all: SearchResult,
+    spec: SiteSpec,
+    end: float,
+    progress: Progress | None = None,
+    rows: int = 10,
 ) -> SearchResult:
     """`on_all`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
     what is found on fewer nodes where these are faster, with `on_all` set. Ctrl-C: the best so far, with
@@ -106,9 +110,13 @@ class _Sets:
             for low, high in combinations(indices, 2):
                 if rates[kinds[low], kinds[high]] >= threshold:
                     kept, joined = part[low], part[high]
-                    part = {index: kept if label == joined else label for index, label in part.items()}
+                    part = {
+                        index: kept if label == joined else label for index, label in part.items()
+                    }
             for chosen in {*part.values()}:
-                yield tuple(count if part[index] == chosen else 0 for index, count in enumerate(self.counts))
+                yield tuple(
+                    count if part[index] == chosen else 0 for index, count in enumerate(self.counts)
+                )
 
     def one_less(self) -> Iterator[Counts]:
         """The best set without a cluster, or without a node of one."""
@@ -119,7 +127,9 @@ class _Sets:
     def look(self, sets: Iterable[Counts]) -> bool:
         """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
         before = self.best
-        for counts in sorted({*sets}, key=lambda some: (self._floor_s(some), [-count for count in some])):
+        for counts in sorted(
+            {*sets}, key=lambda some: (self._floor_s(some), [-count for count in some])
+        ):
             if self._floor_s(counts) >= self.best.best.step_s or time.monotonic() > self.end:
                 break
             if (like := self._like(counts)) not in self.seen:
@@ -136,15 +146,25 @@ class _Sets:
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
         """None where nothing fits, or can be faster."""
-        names = {name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]}
+        names = {
+            name
+            for cluster, count in zip(self.spec.clusters, counts)
+            for name in cluster.nodes[:count]
+        }
         spec = self.spec.only(names)
         request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
         how = request.network, request.model, request.global_batch, request.limits
-        only = [shape for shape in shapes(*how)
-                if ShapeBound(request.network, request.prices(shape), shape).seconds < self.best.best.step_s]
+        only = [
+            shape
+            for shape in shapes(*how)
+            if ShapeBound(request.network, request.prices(shape), shape).seconds
+            < self.best.best.step_s
+        ]
         try:
             left_s = max(0.0, self.end - time.monotonic())
-            result = search(request, left_s, rows=self.rows, only=only, prove=False) if only else None
+            result = (
+                search(request, left_s, rows=self.rows, only=only, prove=False) if only else None
+            )
             return result and with_spread(result)
         except HolmesError:  # nothing fits the memory
             return None

@@ -165,8 +165,12 @@ class SearchResult:
         if flat or two_level is not None and shape.zero not in two_level:
             reductions = [FLAT]
         rules = replace(
-            self.rules, reductions=tuple(reductions), zero=shape.zero, virtual=shape.virtual,
-            memory_bytes=self.limits.memory_bytes, alike=two_level is not None,
+            self.rules,
+            reductions=tuple(reductions),
+            zero=shape.zero,
+            virtual=shape.virtual,
+            memory_bytes=self.limits.memory_bytes,
+            alike=two_level is not None,
             hybrid=shape.replicas > 1,
         )
         sizes, remember = shape.sizes(), self.network.remember
@@ -178,7 +182,9 @@ class SearchResult:
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
         """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
-        return self.prices(candidate.shape, candidate.flat).costs(candidate.placement, sharded=sharded)
+        return self.prices(candidate.shape, candidate.flat).costs(
+            candidate.placement, sharded=sharded
+        )
 
     def candidate(
         self, shape: Shape, placement: Placement, split: Sequence[int], flat: bool = False
@@ -216,10 +222,23 @@ class SearchResult:
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:
         """With these, the fastest first; no plan takes less than bound_s."""
         best_s = candidates[0].step_s
-        return replace(self, candidates=candidates, certificate=Certificate(best_s, min(bound_s, best_s)))
+        return replace(
+            self, candidates=candidates, certificate=Certificate(best_s, min(bound_s, best_s))
+        )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
         """The same on another network, nothing found."""
         model = model or self.model
-        return replace(self, network=network, model=model, candidates=[], ideals={}, certificate=None,
-                       user_layout=None, on_all=None, shapes=0, pruned=0, misfits=0)
+        return replace(
+            self,
+            network=network,
+            model=model,
+            candidates=[],
+            ideals={},
+            certificate=None,
+            user_layout=None,
+            on_all=None,
+            shapes=0,
+            pruned=0,
+            misfits=0,
+        )

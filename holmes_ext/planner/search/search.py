@@ -44,8 +44,13 @@ EARLY = 20, 4
 
 
 def search(
-    result: SearchResult, seconds: float = inf, progress: Progress | None = None, rows: int = 10,
-    only: Sequence[Shape] = (), prove: bool = True, simulate: bool = True,
+    result: SearchResult,
+    seconds: float = inf,
+    progress: Progress | None = None,
+    rows: int = 10,
+    only: Sequence[Shape] = (),
+    prove: bool = True,
+    simulate: bool = True,
 ) -> SearchResult:
     """`result`, asked for and empty, with what is found in so many seconds. rows: shapes that a table shows;
     only: shapes to look at; prove: go on after the first look; simulate: not closed forms alone.
@@ -218,7 +223,12 @@ class _Proof:
                 process.join()
 
     def finish(self) -> SearchResult:
-        ranked = sorted(self.candidates.values(),
-                        key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes))
-        return replace(self.result.ranked(ranked, self._bound_s()), interrupted=self.interrupted,
-                       pruned=self.result.pruned + len(self.heap))
+        ranked = sorted(
+            self.candidates.values(),
+            key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes),
+        )
+        return replace(
+            self.result.ranked(ranked, self._bound_s()),
+            interrupted=self.interrupted,
+            pruned=self.result.pruned + len(self.heap),
+        )

@@ -22,27 +22,44 @@ LISTED, PIPED = 4_000, 3
 
 
 def execution_of(
-    result: SearchResult, shape: Shape, split: Sequence[int], reductions: Sequence[str],
-    in_flight: Sequence[int] = (), breadth_first: bool = False, listed: tuple[str, ...] = (),
+    result: SearchResult,
+    shape: Shape,
+    split: Sequence[int],
+    reductions: Sequence[str],
+    in_flight: Sequence[int] = (),
+    breadth_first: bool = False,
+    listed: tuple[str, ...] = (),
 ) -> Execution:
     """How a candidate runs; reductions, in_flight, listed (passes): of its stages."""
     two_level = "two-level" in reductions
     return Execution(
-        result.engine, virtual=shape.virtual, breadth_first=breadth_first,
-        stage_layers=tuple(split) if shape.virtual == 1 else (), in_flight=tuple(in_flight), passes=listed,
+        result.engine,
+        virtual=shape.virtual,
+        breadth_first=breadth_first,
+        stage_layers=tuple(split) if shape.virtual == 1 else (),
+        in_flight=tuple(in_flight),
+        passes=listed,
         overlap="off" if listed else result.overlap or ("on" if result.rules.overlap else "off"),
-        gather_overlap=result.gather_overlap, two_level=two_level, direct=result.rules.direct,
-        reductions=tuple(reductions), compress=result.rules.compress,
+        gather_overlap=result.gather_overlap,
+        two_level=two_level,
+        direct=result.rules.direct,
+        reductions=tuple(reductions),
+        compress=result.rules.compress,
         # scattered inside, summed across, gathered inside: as two levels
         zero=0 if two_level and result.engine.scatters else shape.zero,
         replicas="clusters" if "hybrid" in reductions else "",
         prefetch=result.rules.prefetch,
-        cut=result.rules.slices, tied=result.rules.tied, narrow=result.rules.narrow,
+        cut=result.rules.slices,
+        tied=result.rules.tied,
+        narrow=result.rules.narrow,
     )
 
 
 def job_of(
-    result: SearchResult, candidate: Candidate, hide_edges: bool = True, in_flight: Sequence[int] = ()
+    result: SearchResult,
+    candidate: Candidate,
+    hide_edges: bool = True,
+    in_flight: Sequence[int] = (),
 ) -> JobStep:
     """hide_edges: False for the framework's own schedule; in_flight: instead of the plan's."""
     shape = candidate.shape
@@ -100,7 +117,9 @@ def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
     layers_held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
     shards, kept = sizes.data * sizes.context // shape.replicas, _kept(candidate, stage)
     experts = max(1, shards // sizes.expert)
-    return stage_memory(result.model, layers_held, shape.zero, shards, experts, kept, job.working_bytes)
+    return stage_memory(
+        result.model, layers_held, shape.zero, shards, experts, kept, job.working_bytes
+    )
 
 
 def _kept(candidate: Candidate, stage: int) -> float:
@@ -114,8 +133,11 @@ def _kept(candidate: Candidate, stage: int) -> float:
 def with_passes(result: SearchResult) -> SearchResult:
     """Listed passes first, where these make a candidate faster than the best. (The certificate is of
     1F1B.)"""
-    piped = [candidate for candidate in result.candidates
-             if candidate.simulated_s and not candidate.breadth_first]
+    piped = [
+        candidate
+        for candidate in result.candidates
+        if candidate.simulated_s and not candidate.breadth_first
+    ]
     return _with_faster(result, (in_passes(result, candidate) for candidate in piped[:PIPED]))
 
 
@@ -134,7 +156,9 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
         return None
     costs = result.costs(candidate)
     loads, edges = costs.loads(candidate.split), costs.edges_s(candidate.split)
-    pass_order = quickest(loads, edges, costs.hidden or edges, shape.micro_batches, not result.rules.direct)
+    pass_order = quickest(
+        loads, edges, costs.hidden or edges, shape.micro_batches, not result.rules.direct
+    )
     if pass_order is None:
         return None
     memory = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
@@ -145,8 +169,11 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
 
 def with_breadth_first(result: SearchResult) -> SearchResult:
     """The same in breadth-first order (arXiv 2211.05953), for a stack that has it."""
-    piped = [candidate for candidate in result.candidates
-             if candidate.simulated_s and candidate.shape.pipeline > 1]
+    piped = [
+        candidate
+        for candidate in result.candidates
+        if candidate.simulated_s and candidate.shape.pipeline > 1
+    ]
     return _with_faster(result, (_in_breadth_first(result, candidate) for candidate in piped))
 
 

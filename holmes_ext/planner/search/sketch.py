@@ -60,7 +60,9 @@ class Sketch:
         #: The least bound of what was left out by the limit of orders.
         self.nearest: tuple[float, Shape] | None = None
 
-    def run(self, seconds: float, progress: Progress | None = None, simulate: bool = True) -> SearchResult:
+    def run(
+        self, seconds: float, progress: Progress | None = None, simulate: bool = True
+    ) -> SearchResult:
         """In so many seconds of closed forms; then, if asked for, some steps are simulated."""
         result, end = self.result, time.monotonic() + seconds
         try:
@@ -79,7 +81,11 @@ class Sketch:
         if not result.candidates:
             raise HolmesError(self._why_not())
         result.candidates.sort(key=lambda plan: (plan.formula_s, plan.peak_bytes))
-        return simulate_first(result, rows=self.rows) if simulate and not result.interrupted else result
+        return (
+            simulate_first(result, rows=self.rows)
+            if simulate and not result.interrupted
+            else result
+        )
 
     def _bound_shapes(self) -> None:
         result = self.result
@@ -135,10 +141,17 @@ class Sketch:
             return
         firsts = [min(placed)]
         if result.network.wan:
-            of_kind = [min((item for item in placed if what_crosses(item[3].placement) == kind), default=None)
-                       for kind in CLUSTERS]
+            of_kind = [
+                min(
+                    (item for item in placed if what_crosses(item[3].placement) == kind),
+                    default=None,
+                )
+                for kind in CLUSTERS
+            ]
             limit_s = NEAR * self.best
-            firsts += [item for item in of_kind if item and item is not firsts[0] and item[0] < limit_s]
+            firsts += [
+                item for item in of_kind if item and item is not firsts[0] and item[0] < limit_s
+            ]
         result.pruned += len(placed) - len(firsts)
         for seconds, _, split, stages in firsts:
             if seconds < NEAR * self.best:
@@ -172,8 +185,9 @@ class Sketch:
         used, limit, stage = max(stages, key=lambda entry: entry[0] / entry[1])
         terms = memory_of(result, candidate, stage).terms
         largest = max(terms, key=terms.__getitem__)
-        has, needs, excess, alone = (format_bytes(value, 4)
-                                     for value in (limit, used, used - limit, terms[largest]))
+        has, needs, excess, alone = (
+            format_bytes(value, 4) for value in (limit, used, used - limit, terms[largest])
+        )
         return (
             f"{result.model.name} does not fit in GPU memory: nearest is tensor {shape.tensor}, pipeline "
             f"{shape.pipeline}, data {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose "

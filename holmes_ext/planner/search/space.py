@@ -28,7 +28,17 @@ T = TypeVar("T")
 _SEVERAL = re.compile(r",(?=[^,=]*=)")  # between limits: what follows is NAME=
 #: What limits can name: values allowed.
 NAMES = (
-    *("tensor", "pipeline", "data", "context", "expert", "virtual", "micro_batch", "recompute", "zero"),
+    *(
+        "tensor",
+        "pipeline",
+        "data",
+        "context",
+        "expert",
+        "virtual",
+        "micro_batch",
+        "recompute",
+        "zero",
+    ),
     *("replicas", "reduction", "clusters", "order"),
 )
 CLUSTERS = ("pipeline", "data", "both")
@@ -49,11 +59,18 @@ class Limits:
     two_level: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        choices = {"recompute": RECOMPUTE, "reduction": REDUCTIONS, "clusters": CLUSTERS, "order": ORDERS,
-                   "zero": (0, 1, 2, 3)}
+        choices = {
+            "recompute": RECOMPUTE,
+            "reduction": REDUCTIONS,
+            "clusters": CLUSTERS,
+            "order": ORDERS,
+            "zero": (0, 1, 2, 3),
+        }
         for name, values in self.allowed.items():
             if name not in NAMES:
-                raise HolmesError(f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}")
+                raise HolmesError(
+                    f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}"
+                )
             if not values:
                 raise HolmesError(f"limit {name}: it allows no value; give at least one")
             known = [str(value) for value in choices.get(name, ())]
@@ -79,10 +96,14 @@ def parse_limits(texts: list[str]) -> Limits:
     memory = named.pop("memory", "")
     number = memory.removesuffix("B").removesuffix("G")
     if memory and (not number.replace(".", "", 1).isdecimal() or not 0 < float(number) < 1e9):
-        raise HolmesError(f"--limit memory: {memory!r:.40} is not a size above 0; write for example 60GB")
+        raise HolmesError(
+            f"--limit memory: {memory!r:.40} is not a size above 0; write for example 60GB"
+        )
     for name, values in named.items():
         parts = [part.strip() for part in values.split(",") if part.strip()]
-        allowed[name] = tuple(int(part) if part.isdecimal() and len(part) < 9 else part for part in parts)
+        allowed[name] = tuple(
+            int(part) if part.isdecimal() and len(part) < 9 else part for part in parts
+        )
     return Limits(allowed, float(number or 0) * 1e9)
 
 
@@ -102,8 +123,9 @@ def shapes(network: Network, model: Model, global_batch: int, limits: Limits) ->
                 fits = pipeline <= model.layers and _even(processes, world // pipeline)
                 if fits and global_batch % data == 0 and limits.of("data", [data]):
                     sizes = pipeline, tensor, context
-                    yield from _inner(model, global_batch // data, limits, sizes, data,
-                                      equal_clusters(network))
+                    yield from _inner(
+                        model, global_batch // data, limits, sizes, data, equal_clusters(network)
+                    )
 
 
 def equal_clusters(network: Network) -> int:
@@ -113,13 +135,20 @@ def equal_clusters(network: Network) -> int:
 
 
 def _inner(
-    model: Model, sequences: int, limits: Limits, sizes: tuple[int, int, int], data: int, clusters: int
+    model: Model,
+    sequences: int,
+    limits: Limits,
+    sizes: tuple[int, int, int],
+    data: int,
+    clusters: int,
 ) -> Iterator[Shape]:
     """The shapes of these sizes, of `sequences` a step on each data-parallel rank."""
     (pipeline, _, context), experts = sizes, model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
     zeros = limits.of("zero", (0, 1) if pipeline > 1 else (0, 1, 2, 3))
-    for expert, micro_batch in product(expert_sizes, limits.allowed.get("micro_batch", MICRO_BATCHES)):
+    for expert, micro_batch in product(
+        expert_sizes, limits.allowed.get("micro_batch", MICRO_BATCHES)
+    ):
         count = sequences // micro_batch
         if experts % expert or sequences % micro_batch:
             continue

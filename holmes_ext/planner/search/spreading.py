@@ -31,8 +31,15 @@ def with_spread(result: SearchResult) -> SearchResult:
     fastest: dict[tuple[int, int], Candidate] = {}
     for candidate in result.candidates:
         shape = candidate.shape
-        if candidate.simulated_s and shape.pipeline > 1 and shape.virtual == 1 and (
-                ShapeBound(result.network, result.prices(shape), shape).computing_s() < result.best.step_s):
+        if (
+            candidate.simulated_s
+            and shape.pipeline > 1
+            and shape.virtual == 1
+            and (
+                ShapeBound(result.network, result.prices(shape), shape).computing_s()
+                < result.best.step_s
+            )
+        ):
             fastest.setdefault((shape.pipeline, shape.tensor * shape.context), candidate)
     known = {plan.placement.stages for plan in result.candidates}
     improved = []
@@ -48,18 +55,28 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """`candidate` with its nodes spread; None where stages hold no whole nodes, or nothing crosses faster."""
     network, shape, job = result.network, candidate.shape, result.prices(candidate.shape).job
     processes, size = network.processes, network.world // shape.pipeline
-    if size % processes or candidate.placement.tied > 1 or processes % (shape.tensor * shape.context):
+    if (
+        size % processes
+        or candidate.placement.tied > 1
+        or processes % (shape.tensor * shape.context)
+    ):
         return None
     sent = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
     reduced = shape.tensor * (0.5 if shape.zero else 1.0) * job.total_bytes / shape.pipeline
     crossing = Crossing(network, sent, reduced)
     parts = candidate.placement.parts
-    current = tuple(tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts)
+    current = tuple(
+        tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts
+    )
     chain = tuple(dict.fromkeys(kind for part in parts for kind, _ in part))
-    stages, seconds = spread(list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain)
+    stages, seconds = spread(
+        list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain
+    )
     if seconds >= crossing.seconds(current) * (1 - EQUAL):
         return None
-    spread_out = result.candidate(shape, laid(stages, candidate.placement.sizes, processes), candidate.split)
+    spread_out = result.candidate(
+        shape, laid(stages, candidate.placement.sizes, processes), candidate.split
+    )
     costs = result.costs(spread_out)
     return spread_out if all(estimate(costs, candidate.split).fits) else None
 

@@ -64,7 +64,9 @@ def best_stock(result: SearchResult) -> Candidate | None:
     best is, of the few that are first in closed form."""
     user_layout = result.user_layout
     asked = [*result.candidates, *([user_layout] if user_layout else [])]
-    every = [result.stock(shape)[1] for shape in dict.fromkeys(candidate.shape for candidate in asked)]
+    every = [
+        result.stock(shape)[1] for shape in dict.fromkeys(candidate.shape for candidate in asked)
+    ]
     fitting = [candidate for candidate in every if candidate.fits]
     ranked = sorted(fitting, key=lambda candidate: candidate.formula_s)
     if not result.best.simulated_s:

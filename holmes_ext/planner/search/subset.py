@@ -66,9 +66,15 @@ class Subsets:
 
 
 def best_subset(
-    idle: Counts, count: int, price: Callable[[Counts], Priced], floor: Callable[[Family], float], *,
+    idle: Counts,
+    count: int,
+    price: Callable[[Counts], Priced],
+    floor: Callable[[Family], float],
+    *,
     unit: int = 1,
-    alike: Sequence[int] = (), order: Sequence[int] = (), end: float = inf,
+    alike: Sequence[int] = (),
+    order: Sequence[int] = (),
+    end: float = inf,
 ) -> Subsets:
     """Of `count` nodes out of so many idle ones of each cluster. price: HolmesError for a subset on which
     nothing fits; floor: no step of a subset of a family is below it; unit: nodes that a stage fills; alike:
@@ -79,7 +85,9 @@ def best_subset(
     HolmesError: there are too few nodes, or nothing fits on any subset (price's own).
     """
     if sum(idle) < count or count < 1:
-        raise HolmesError(f"{count} nodes requested, {sum(idle)} available; ask for 1 to {sum(idle)}")
+        raise HolmesError(
+            f"{count} nodes requested, {sum(idle)} available; ask for 1 to {sum(idle)}"
+        )
     unit, every = max(1, unit), range(len(idle))
     search = _Search(idle, count, price, floor, alike or every, order or every, end)
     search.look(_likely(idle, count, unit), search.share(LIKELY))
@@ -92,14 +100,23 @@ def best_subset(
 class _Search:
     """heap: (floor, number, family) of families that are left; of equal floors the newest comes first."""
 
-    def __init__(self, idle: Counts, count: int, price: Callable[[Counts], Priced],
-                 floor: Callable[[Family], float],
-                 alike: Sequence[int], order: Sequence[int], end: float):
+    def __init__(
+        self,
+        idle: Counts,
+        count: int,
+        price: Callable[[Counts], Priced],
+        floor: Callable[[Family], float],
+        alike: Sequence[int],
+        order: Sequence[int],
+        end: float,
+    ):
         self.idle, self.count = idle, count
         self.price, self.floor = price, floor
         self.order, self.end = order, end
-        groups = [[index for index, first in enumerate(alike) if first == kind]
-                  for kind in dict.fromkeys(alike)]
+        groups = [
+            [index for index, first in enumerate(alike) if first == kind]
+            for kind in dict.fromkeys(alike)
+        ]
         #: Clusters that are alike, the one with most idle nodes first.
         self.groups = [sorted(group, key=lambda index: -idle[index]) for group in groups]
         self.seen: set[Counts] = set()
@@ -123,7 +140,9 @@ class _Search:
 
     def share(self, part: float) -> float:
         """When this part of the time that is left is over."""
-        return self.end if self.end == inf else time.monotonic() + part * (self.end - time.monotonic())
+        return (
+            self.end if self.end == inf else time.monotonic() + part * (self.end - time.monotonic())
+        )
 
     def over(self, end: float) -> bool:
         """Whether nothing can be better, or the time is up (one subset at least is looked at)."""
@@ -205,7 +224,9 @@ class _Search:
         """The same with clusters that are alike in one order: the fuller ones where more nodes are idle."""
         kept = list(counts)
         for group in self.groups:
-            for index, nodes in zip(group, sorted((counts[index] for index in group), reverse=True)):
+            for index, nodes in zip(
+                group, sorted((counts[index] for index in group), reverse=True)
+            ):
                 kept[index] = nodes
         return tuple(kept)
 
@@ -228,8 +249,11 @@ class _Search:
             assert self.trouble is not None
             raise self.trouble
         ranked = sorted(self.found, key=lambda entry: entry[:2])
-        bound_s = min(self.best_s, *(priced.bound_s for _, _, priced in ranked),
-                      *(entry[0] for entry in self.heap))
+        bound_s = min(
+            self.best_s,
+            *(priced.bound_s for _, _, priced in ranked),
+            *(entry[0] for entry in self.heap),
+        )
         complete = not self.heap and not self.left_out
         return Subsets(tuple((counts, priced) for _, counts, priced in ranked), bound_s, complete)
 
@@ -237,7 +261,9 @@ class _Search:
 def _likely(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
     """Subsets that are mostly good: few clusters, whole stages in each, equal parts."""
     clusters = range(len(idle))
-    for order in permutations(clusters, min(len(idle), EVERY_ORDER if len(idle) <= EVERY_ORDER else 2)):
+    for order in permutations(
+        clusters, min(len(idle), EVERY_ORDER if len(idle) <= EVERY_ORDER else 2)
+    ):
         rest = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
         for whole in dict.fromkeys((1, unit)):
             yield from _filled(idle, count, (*order, *rest), whole)
@@ -264,5 +290,7 @@ def _of_two(idle: Counts, count: int) -> Iterator[Counts]:
     """Of one cluster or two: more are seldom better."""
     for first, second in combinations(range(len(idle)), 2):
         for nodes in range(max(0, count - idle[second]), min(idle[first], count) + 1):
-            yield tuple(nodes if index == first else count - nodes if index == second else 0
-                        for index in range(len(idle)))
+            yield tuple(
+                nodes if index == first else count - nodes if index == second else 0
+                for index in range(len(idle))
+            )

@@ -17,16 +17,29 @@ from holmes_ext.plan.partition import METHODS, partition
 from holmes_ext.planner.html.plan_pictures import memory_text
 
 COLUMNS = (
-    Column("stage"), Column("layers", right=True), Column("compute", right=True),
-    Column("send", right=True, drop=2), Column("reduce", right=True, drop=1), Column("exposed", right=True),
-    Column("idle", right=True), Column("memory", right=True),
-)  # fmt: skip
+    Column("stage"),
+    Column("layers", right=True),
+    Column("compute", right=True),
+    Column("send", right=True, drop=2),
+    Column("reduce", right=True, drop=1),
+    Column("exposed", right=True),
+    Column("idle", right=True),
+    Column("memory", right=True),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("times and memory of each stage").add_argument
-    add("--explain", action="store_true", help="every stage's times and memory, for each --partition")
-    add("--picture", metavar="FILE", help="the same as a picture (.png, .svg, .pdf; needs matplotlib)")
+    add(
+        "--explain",
+        action="store_true",
+        help="every stage's times and memory, for each --partition",
+    )
+    add(
+        "--picture",
+        metavar="FILE",
+        help="the same as a picture (.png, .svg, .pdf; needs matplotlib)",
+    )
 
 
 def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
@@ -64,8 +77,12 @@ def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
     for name, estimate in estimates.items():
         rows = []
         for stage, place in enumerate(costs.places):
-            times = (estimate.compute_s[stage], (*estimate.transfer_s, 0.0)[stage],
-                     estimate.reduction_s[stage], estimate.exposed_s[stage])
+            times = (
+                estimate.compute_s[stage],
+                (*estimate.transfer_s, 0.0)[stage],
+                estimate.reduction_s[stage],
+                estimate.exposed_s[stage],
+            )
             cells = [f"{value:.3g}" for value in (*times, estimate.idle_s[stage])]
             layers = str(estimate.stage_layers[stage])
             rows.append((f"{stage} {place}", layers, *cells, memory_text(estimate, costs, stage)))
@@ -75,5 +92,7 @@ def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
         ratio = estimates["uniform"].step_s / estimate.step_s
         misfit = "" if all(estimate.fits) else " - does not fit the memory"
         screen.line(f"{name:>8}: {estimate.step_s:.4g} s, {ratio:.3f} x uniform{misfit}")
-    screen.line("seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of "
-                "the reduction, after the last backward; compute, exposed and idle add up to the step")
+    screen.line(
+        "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of "
+        "the reduction, after the last backward; compute, exposed and idle add up to the step"
+    )

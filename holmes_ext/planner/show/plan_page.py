@@ -19,7 +19,10 @@ from holmes_ext.planner.show import search_table as shown
 
 
 def document(
-    result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    result: SearchResult,
+    args: argparse.Namespace,
+    job: Training,
+    starts: Mapping[str, Launch],
     besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> str:
     """The best plan of a search, or the layout that was given; nothing needs the network."""
@@ -32,21 +35,33 @@ def document(
     rows_shown = 0 if alone else args.rows
     plan_rows = [shown.row_cells(*row) for row in shown.ranked(result, rows_shown)]
     return page(
-        "holmes plan", heading(shown.title(result), 1),
+        "holmes plan",
+        heading(shown.title(result), 1),
         paragraphs([*certificate, *shown.why_lines(result), *job.lines]),
-        heading("Start it"), *_launches(result, args, starts),
-        heading("Placement"), paragraphs([where]), drawn["placement"], drawn["clusters"],
-        heading("One step"), paragraphs([*shown.edge_lines(result, best), *thin_stages(result, best)]),
+        heading("Start it"),
+        *_launches(result, args, starts),
+        heading("Placement"),
+        paragraphs([where]),
+        drawn["placement"],
+        drawn["clusters"],
+        heading("One step"),
+        paragraphs([*shown.edge_lines(result, best), *thin_stages(result, best)]),
         drawn["timeline"],
-        heading(seconds.capitalize()), picture(whys, "seconds by cause"), table(head, rows, strong=-1),
-        heading("What if the network between the clusters were another"), drawn["ethernet"],
+        heading(seconds.capitalize()),
+        picture(whys, "seconds by cause"),
+        table(head, rows, strong=-1),
+        heading("What if the network between the clusters were another"),
+        drawn["ethernet"],
         *(part for beside in besides.values() for part in beside.page_parts()),
         heading("Your layout" if alone else "The plans found"),
         table([column.name for column in shown.COLUMNS], plan_rows),
-        paragraphs([shown.LEGEND]))
+        paragraphs([shown.LEGEND]),
+    )
 
 
-def _launches(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> list[str]:
+def _launches(
+    result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]
+) -> list[str]:
     """What is to be copied; and below it which frameworks cannot do the plan."""
     parts, cannot = [], []
     if result.user_layout:

@@ -54,17 +54,38 @@ FIRST = 0.1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = "search (when no sizes are given, and --model or a command line says what to train)"
     add = parser.add_argument_group(what).add_argument
-    add("--search", action="store_true", help="search even if sizes are given, and compare with the best")
-    add("--limit", action="append", default=[], metavar="NAME=V,...",
+    add(
+        "--search",
+        action="store_true",
+        help="search even if sizes are given, and compare with the best",
+    )
+    add(
+        "--limit",
+        action="append",
+        default=[],
+        metavar="NAME=V,...",
         help="search only these values: tensor=1,2 or pipeline=2,tensor=1 or recompute=none or memory=60GB; "
-             "repeatable")
-    add("--seconds", type=float, default=60.0, metavar="S",
-        help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far")
+        "repeatable",
+    )
+    add(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="time limit; ends early once the best is proven (default: 60); Ctrl-C: the best so far",
+    )
     add("--rows", type=int, default=10, metavar="N", help="rows of the table (default: 10)")
-    add("--html", metavar="FILE", help="write one page with all of it, and pictures (needs matplotlib)")
-    add("--pictures", metavar="DIR",
+    add(
+        "--html",
+        metavar="FILE",
+        help="write one page with all of it, and pictures (needs matplotlib)",
+    )
+    add(
+        "--pictures",
+        metavar="DIR",
         help="write placement, timeline, clusters and ethernet.png, and joined.png with --joined (needs "
-             "matplotlib)")
+        "matplotlib)",
+    )
     for companion in companions():
         companion.load().add_arguments(add)
 
@@ -82,11 +103,15 @@ def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
 def wanted(args: argparse.Namespace) -> bool:
     """Whether these arguments ask for a search: something says what to train, no option says the sizes."""
     drawn = args.pictures or args.html
-    of_search = args.global_batch is not None or args.limit or args.framework or drawn or args.command
+    of_search = (
+        args.global_batch is not None or args.limit or args.framework or drawn or args.command
+    )
     if args.picture or (args.explain and not of_search and not args.model):
         return False
     asked = args.search or wanted_companions(args) or bool(args.limit)
-    return bool(asked) or (bool(args.model or args.command or args.global_batch) and not sizes_given(args))
+    return bool(asked) or (
+        bool(args.model or args.command or args.global_batch) and not sizes_given(args)
+    )
 
 
 def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
@@ -149,30 +174,53 @@ def leave_out(
     """What to say where a job on fewer nodes is faster: lines, and the same for --json. A command line's
     sizes are of all nodes, so the lines name flags for the fewer."""
     nodes = [node.name for node in fewer.network.site.nodes]
-    left = grouped((node.cluster, node.name) for node in on_all.network.site.nodes if node.name not in nodes)
+    left = grouped(
+        (node.cluster, node.name) for node in on_all.network.site.nodes if node.name not in nodes
+    )
     clusters = fewer.network.site.clusters
-    named = ", ".join(f"{len(names)} nodes of {cluster} ({folded(names)})" if cluster in clusters else
-                      f"{cluster} ({len(names)} nodes)" for cluster, names in left.items())
+    named = ", ".join(
+        f"{len(names)} nodes of {cluster} ({folded(names)})"
+        if cluster in clusters
+        else f"{cluster} ({len(names)} nodes)"
+        for cluster, names in left.items()
+    )
     ratio = on_all.best.step_s / fewer.best.step_s
-    lines = [f"{LEAVE_OUT}{named}: a job on {folded(nodes)} takes {fewer.best.step_s:.4g} s a step, on all "
-             f"nodes {on_all.best.step_s:.4g} s, {ratio:.2f} times as long"]
+    lines = [
+        f"{LEAVE_OUT}{named}: a job on {folded(nodes)} takes {fewer.best.step_s:.4g} s a step, on all "
+        f"nodes {on_all.best.step_s:.4g} s, {ratio:.2f} times as long"
+    ]
     starts = search_table.launches_of(fewer, args, job, "")
     if job.sizes is not None:
-        lines += [f"  {name}: {' '.join(flags)}" for name, flags in search_table.launch_lines(starts).items()]
+        lines += [
+            f"  {name}: {' '.join(flags)}"
+            for name, flags in search_table.launch_lines(starts).items()
+        ]
     return lines, {
-        "nodes": left, "nodelist": folded(nodes), "step_seconds": fewer.best.step_s,
-        "step_seconds_of_all": on_all.best.step_s, "best": search_table.row(fewer.best, fewer),
+        "nodes": left,
+        "nodelist": folded(nodes),
+        "step_seconds": fewer.best.step_s,
+        "step_seconds_of_all": on_all.best.step_s,
+        "best": search_table.row(fewer.best, fewer),
         "launch": {name: asdict(launch) for name, launch in starts.items()},
     }
 
 
-def asked_for(network: Network, job: Training, batch: int, limits: Limits = Limits()) -> SearchResult:
+def asked_for(
+    network: Network, job: Training, batch: int, limits: Limits = Limits()
+) -> SearchResult:
     """A search's question: what the job's model, engine, options and command line say."""
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
     if job.engine.two_level_zero is not None:  # its flags can ask for them
         rules = replace(rules, reductions=REDUCTIONS)
-    asked = SearchResult(network, job.known_model, batch, limits, rules, job.engine,
-                         stock_overlap=job.engine.overlaps)
+    asked = SearchResult(
+        network,
+        job.known_model,
+        batch,
+        limits,
+        rules,
+        job.engine,
+        stock_overlap=job.engine.overlaps,
+    )
     if not job.said.framework:
         return asked
     return replace(asked, stock_overlap=job.said.overlap, gather_overlap=job.said.gather_overlap)
@@ -191,11 +239,16 @@ def check_pictures(args: argparse.Namespace, job: Training) -> None:
             pyplot(f"--{name} needs")
             if job.model is None:
                 advice = "give --model FILE (examples/models has some)"
-                raise HolmesError(f"--{name} needs to know the model: {advice} or a command line after --")
+                raise HolmesError(
+                    f"--{name} needs to know the model: {advice} or a command line after --"
+                )
 
 
 def draw(
-    search_result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch],
+    search_result: SearchResult,
+    args: argparse.Namespace,
+    job: Training,
+    starts: Mapping[str, Launch],
     besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> None:
     """The page of --html and the pictures of --pictures."""
@@ -219,7 +272,9 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
         sizes = job.sizes.complete(search_result.network.world, search_result.network.processes)
         layout = timed(search_result, _candidate(search_result, job, sizes))
     except HolmesError as error:
-        return search_result, replace(job, lines=(*job.lines, f"not possible: your layout: {error}"))
+        return search_result, replace(
+            job, lines=(*job.lines, f"not possible: your layout: {error}")
+        )
     return replace(search_result.with_known(layout), user_layout=layout), job
 
 
@@ -235,7 +290,9 @@ def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchRe
     return replace(asked, user_layout=layout, candidates=[layout])
 
 
-def _candidate(result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None) -> Candidate:
+def _candidate(
+    result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None
+) -> Candidate:
     said, options = job.said, job.options
     partitioned = bool(options.plan) or options.partition != "uniform"
     for line in refusals(said, sizes, result.network.world, partitioned):
@@ -265,8 +322,15 @@ class _Bar(Progress):
         text = TextColumn("{task.completed:.0f} of {task.total:.0f}")
         console = Console(stderr=True)
         shown = console.is_terminal and not quiet
-        super().__init__(TextColumn("{task.description}"), BarColumn(), text, TimeElapsedColumn(),
-                         console=console, transient=True, disable=not shown)
+        super().__init__(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            text,
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+            disable=not shown,
+        )
         self.begin, self.task = time.monotonic(), self.add_task("searching", visible=False)
 
     def on_progress(self, done: int, left: int, best: float, gap: float) -> None:

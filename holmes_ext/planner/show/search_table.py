@@ -26,14 +26,23 @@ from holmes_ext.units import format_bytes
 
 #: Those that a narrow screen does not get have a number: the greatest goes first.
 COLUMNS = (
-    Column("", right=True), Column("sizes"), Column("batch", right=True), Column("recompute"),
-    Column("ZeRO", right=True), Column("clusters", wrap=12), Column("reduce", drop=3),
-    Column("step s", right=True), Column("closed form", right=True, drop=5),
-    Column("token/s", right=True, drop=1), Column("TFLOP/s", right=True, drop=4),
+    Column("", right=True),
+    Column("sizes"),
+    Column("batch", right=True),
+    Column("recompute"),
+    Column("ZeRO", right=True),
+    Column("clusters", wrap=12),
+    Column("reduce", drop=3),
+    Column("step s", right=True),
+    Column("closed form", right=True, drop=5),
+    Column("token/s", right=True, drop=1),
+    Column("TFLOP/s", right=True, drop=4),
     Column("memory", right=True, drop=2),
-)  # fmt: skip
-LEGEND = ("T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
-          "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only")
+)
+LEGEND = (
+    "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
+    "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only"
+)
 DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
 
 
@@ -49,14 +58,23 @@ def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate, Searc
     """The rows of the table: the user's layout or the best of all nodes, then the best `count` by number."""
     first = [("yours", result.user_layout, result)] if result.user_layout else []
     first += [("all", result.on_all.best, result.on_all)] if result.on_all else []
-    return first + [(str(i), candidate, result) for i, candidate in enumerate(distinct(result)[:count], 1)]
+    return first + [
+        (str(i), candidate, result) for i, candidate in enumerate(distinct(result)[:count], 1)
+    ]
 
 
 def sizes_text(shape: Shape) -> str:
     """ "T2 P2 V3 D16": only what is above 1, data always."""
-    letters = {"T": shape.tensor, "P": shape.pipeline, "C": shape.context, "E": shape.expert,
-               "V": shape.virtual}
-    return " ".join([f"{letter}{size}" for letter, size in letters.items() if size > 1] + [f"D{shape.data}"])
+    letters = {
+        "T": shape.tensor,
+        "P": shape.pipeline,
+        "C": shape.context,
+        "E": shape.expert,
+        "V": shape.virtual,
+    }
+    return " ".join(
+        [f"{letter}{size}" for letter, size in letters.items() if size > 1] + [f"D{shape.data}"]
+    )
 
 
 def split_text(split: Sequence[int]) -> str:
@@ -64,7 +82,9 @@ def split_text(split: Sequence[int]) -> str:
     return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
 
 
-def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]) -> None:
+def show(
+    result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]
+) -> None:
     screen, network, best, user_layout = Screen(), result.network, result.best, result.user_layout
     job.show(screen)
     _table(screen, result, ranked(result, args.rows))
@@ -72,16 +92,22 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
         screen.line("interrupted: the best so far", "yellow")
     if result.certificate:
         screen.line(f"best {result.certificate.step_s:.4g} s, {result.certificate}", "bold")
-    counts = (f"{result.shapes} shapes, {len(result.candidates)} plans worked out, {result.pruned} left out "
-              f"by their")
+    counts = (
+        f"{result.shapes} shapes, {len(result.candidates)} plans worked out, {result.pruned} left out "
+        f"by their"
+    )
     screen.line(f"{counts} bound, {result.misfits} too large, {result.seconds:.1f} s")
     if network.links.measured:
         screen.line(f"networks as holmes probe measured them: {', '.join(network.links.measured)}")
     if best.breadth_first:
         before = next(candidate for candidate in result.candidates if not candidate.breadth_first)
-        text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
+        text = (
+            f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
+        )
         screen.line(f"{text}; the certificate is of 1F1B's orders", "bold")
-    screen.line(f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}")
+    screen.line(
+        f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}"
+    )
     _show_why(screen, result)
     if args.explain:
         for line in explain(result):
@@ -91,10 +117,14 @@ def show(result: SearchResult, args: argparse.Namespace, job: Training, starts: 
         screen.line(f"  {shlex.join(added(user_layout, args.cluster, ''))}")
     _show_launches(screen, starts)
     if not args.output:
-        screen.line("the job orders its nodes when it starts; --output plan.json fixes what is shown")
+        screen.line(
+            "the job orders its nodes when it starts; --output plan.json fixes what is shown"
+        )
 
 
-def show_given(result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]) -> None:
+def show_given(
+    result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]
+) -> None:
     """The user's layout alone, of a search's result that has only it: its row, seconds, memory and flags."""
     screen, user_layout = Screen(), result.best
     _table(screen, result, [("yours", user_layout, result)])
@@ -126,7 +156,9 @@ def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     return result
 
 
-def _table(screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]) -> None:
+def _table(
+    screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]
+) -> None:
     styles = ["" if candidate.fits else "red" for _, candidate, _ in rows]
     screen.table(COLUMNS, [row_cells(*row) for row in rows], title(result), styles)
     more = "; yours: with holmes, as it is" if result.user_layout else ""
@@ -145,15 +177,30 @@ def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[st
     step = f"{candidate.step_s:.4g}" if candidate.simulated_s else f"~{candidate.step_s:.4g}"
     rates = f"{result.tokens_per_s(candidate):.0f}", f"{result.flops_per_gpu(candidate) / 1e12:.3g}"
     memory = format_bytes(candidate.peak_bytes) + ("" if candidate.fits else " !")
-    return (name, sizes_text(shape), f"{shape.micro_batch}x{shape.micro_batches}", shape.recompute,
-            str(shape.zero), where, reductions, step, f"{candidate.formula_s:.4g}", *rates, memory)
+    return (
+        name,
+        sizes_text(shape),
+        f"{shape.micro_batch}x{shape.micro_batches}",
+        shape.recompute,
+        str(shape.zero),
+        where,
+        reductions,
+        step,
+        f"{candidate.formula_s:.4g}",
+        *rates,
+        memory,
+    )
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """Seconds by cause: of the best plan, the user's layout, stock with its sizes (or as that layout)."""
     user_layout = result.user_layout
     by_who = {"holmes": causes(result, result.best)}
-    by_who |= {"yours": causes(result, user_layout)} if user_layout and user_layout is not result.best else {}
+    by_who |= (
+        {"yours": causes(result, user_layout)}
+        if user_layout and user_layout is not result.best
+        else {}
+    )
     return by_who | {"stock": causes(*stock_like(result, user_layout or result.best))}
 
 
@@ -161,8 +208,12 @@ def _show_why(screen: Screen, result: SearchResult) -> None:
     for line in (*edge_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
     title, head, rows = why_table(result)
-    screen.table([Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])], rows, title,
-                 ["", *[""] * (len(rows) - 2), "bold"])
+    screen.table(
+        [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])],
+        rows,
+        title,
+        ["", *[""] * (len(rows) - 2), "bold"],
+    )
     for line in why_lines(result):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
 
@@ -170,8 +221,11 @@ def _show_why(screen: Screen, result: SearchResult) -> None:
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
     """reasons(), by what a reader calls them."""
     user_layout, alone = result.user_layout, result.user_layout is result.best
-    names = {"holmes": "your layout" if alone else "this plan", "yours": "your layout",
-             "stock": "your layout, stock" if user_layout else "stock, same sizes"}
+    names = {
+        "holmes": "your layout" if alone else "this plan",
+        "yours": "your layout",
+        "stock": "your layout, stock" if user_layout else "stock, same sizes",
+    }
     return {names[who]: seconds for who, seconds in reasons(result).items()}
 
 
@@ -180,8 +234,11 @@ def why_table(result: SearchResult) -> tuple[str, list[str], list[tuple[str, ...
     best, why = result.best, named_reasons(result)
     parts = {text: [why[who][part] for who in why] for part, text in CAUSES.items()}
     parts["step"] = [sum(column) for column in zip(*parts.values())]
-    rows = [(text, *(f"{s:.4g}" for s in both)) for text, both in parts.items()
-            if max(both) > 1e-4 * best.step_s]
+    rows = [
+        (text, *(f"{s:.4g}" for s in both))
+        for text, both in parts.items()
+        if max(both) > 1e-4 * best.step_s
+    ]
     how = "simulated, mean of all ranks" if best.simulated_s else "closed form, mean of the stages"
     return f"where a step's seconds go ({how})", ["", *why], rows
 
@@ -193,11 +250,15 @@ def why_lines(result: SearchResult) -> list[str]:
     stock = "the launcher's order, all traffic on the network that all nodes share, layers "
     stock += "as yours" if user_layout else "even"
     whose = "your layout as stock runs it" if user_layout and not alone else "stock"
-    lines = [f"{before / total:.2f} x {whose} ({stock})",
-             *(f"{other / total:.2f} x your layout with holmes" for other in others[:1])]
+    lines = [
+        f"{before / total:.2f} x {whose} ({stock})",
+        *(f"{other / total:.2f} x your layout with holmes" for other in others[:1]),
+    ]
     if not alone and (least := best_stock(result)):
         ratio, sizes = least.step_s / total, sizes_text(least.shape)
-        lines.append(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)")
+        lines.append(
+            f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)"
+        )
     stage = _fullest(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     lines.append(f"memory of the fullest stage: {used} ({_terms(memory_terms(result, best))})")
@@ -214,8 +275,10 @@ def _terms(bytes_of: dict[str, float]) -> str:
 
 
 def _fullest(best: Candidate) -> int:
-    shares = [used / (limit if limit < inf else 1.0)
-              for used, limit in zip(best.memory_bytes, best.limit_bytes)]
+    shares = [
+        used / (limit if limit < inf else 1.0)
+        for used, limit in zip(best.memory_bytes, best.limit_bytes)
+    ]
     return shares.index(max(shares))
 
 
@@ -232,31 +295,48 @@ def edge_lines(result: SearchResult, candidate: Candidate) -> list[str]:
     without = step_without(result, candidate)
     gain = f"{candidate.step_s:.4g} s a step instead of {without:.4g} s under the framework's own schedule"
     if candidate.passes:
-        return ["pipeline passes: gradients of weights wait, in a listed order (--holmes-passes auto): "
-                f"{gain}"]
+        return [
+            "pipeline passes: gradients of weights wait, in a listed order (--holmes-passes auto): "
+            f"{gain}"
+        ]
     if abs(without - candidate.step_s) < NOTHING * candidate.step_s:
         return []
     held = "+".join(map(str, candidate.in_flight))
     loads = result.costs(candidate).loads(candidate.split)
-    stock_in_flight = (min(count, candidate.shape.micro_batches) for count in range(len(loads), 0, -1))
-    more = max((in_flight - stock) * load.kept_bytes
-               for in_flight, stock, load in zip(candidate.in_flight, stock_in_flight, loads))
+    stock_in_flight = (
+        min(count, candidate.shape.micro_batches) for count in range(len(loads), 0, -1)
+    )
+    more = max(
+        (in_flight - stock) * load.kept_bytes
+        for in_flight, stock, load in zip(candidate.in_flight, stock_in_flight, loads)
+    )
     memory = f", which takes {format_bytes(more)} more of the memory of one stage" if more else ""
-    return [f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
+    return [
+        f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"
+    ]
 
 
 def launches_of(
     result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
 ) -> dict[str, Launch]:
     """How to start the best plan, by framework: all, or the one asked for. plan: its file, or --output's."""
-    framework, plan = args.framework or job.said.framework, (args.output or "") if plan is None else plan
+    framework, plan = (
+        args.framework or job.said.framework,
+        (args.output or "") if plan is None else plan,
+    )
     how = result.best, result.model, result.global_batch, result.rules.overlap
     by_framework = launches(*how, args.cluster, plan)
-    return {name: launch for name, launch in by_framework.items() if not framework or name == framework}
+    return {
+        name: launch for name, launch in by_framework.items() if not framework or name == framework
+    }
 
 
 def document(
-    result: SearchResult, plan: Plan, job: Training, starts: Mapping[str, Launch], more: Mapping[str, Any]
+    result: SearchResult,
+    plan: Plan,
+    job: Training,
+    starts: Mapping[str, Launch],
+    more: Mapping[str, Any],
 ) -> str:
     """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
     simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones;
@@ -266,17 +346,29 @@ def document(
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
         "global_batch": result.global_batch,
-        "certificate": proof and {"proven": proof.proven, "gap": proof.gap, "step_seconds": proof.step_s,
-                                  "bound_seconds": proof.bound_s},
+        "certificate": proof
+        and {
+            "proven": proof.proven,
+            "gap": proof.gap,
+            "step_seconds": proof.step_s,
+            "bound_seconds": proof.bound_s,
+        },
         "interrupted": result.interrupted,
         "seconds": result.seconds,
-        "counts": {"shapes": result.shapes, "plans": len(result.candidates), "pruned": result.pruned,
-                   "too_large": result.misfits},
+        "counts": {
+            "shapes": result.shapes,
+            "plans": len(result.candidates),
+            "pruned": result.pruned,
+            "too_large": result.misfits,
+        },
         "told": list(job.lines),
         "yours": row(result.user_layout, result) if result.user_layout else None,
         "candidates": [row(candidate, result) for candidate in result.candidates],
-        "not_expanded": [{**asdict(shape), "bound_seconds": bound_s}
-                         for shape, bound_s in result.ideals.items() if shape not in expanded],
+        "not_expanded": [
+            {**asdict(shape), "bound_seconds": bound_s}
+            for shape, bound_s in result.ideals.items()
+            if shape not in expanded
+        ],
         "where": reasons(result),
         "memory_bytes": memory_terms(result, result.best),
         "framework_schedule_seconds": step_without(result, result.best),

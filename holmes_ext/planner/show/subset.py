@@ -55,21 +55,44 @@ WIDEST = 4
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("which nodes to ask for").add_argument
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
-    add("--from-cluster", metavar="FILE", help="with --nodes: cluster.toml of all nodes to choose from")
-    add("--idle", metavar="slurm|LIST",
-        help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)")
-    add("--as", dest="form", choices=FORMS,
-        help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity")
+    add(
+        "--from-cluster",
+        metavar="FILE",
+        help="with --nodes: cluster.toml of all nodes to choose from",
+    )
+    add(
+        "--idle",
+        metavar="slurm|LIST",
+        help="with --nodes: only of these, a[0-7],b3, or those that Slurm has idle (default: all)",
+    )
+    add(
+        "--as",
+        dest="form",
+        choices=FORMS,
+        help="with --nodes: print only this: for sbatch, as a heterogeneous job, for MPI, a node affinity",
+    )
 
 
 def wanted(args: argparse.Namespace) -> bool:
     """Whether these arguments ask for a subset; HolmesError where they contradict each other."""
-    lone = next((f"--{name}" for name, value in (("from-cluster", args.from_cluster), ("idle", args.idle),
-                                                 ("as", args.form)) if value), "")
+    lone = next(
+        (
+            f"--{name}"
+            for name, value in (
+                ("from-cluster", args.from_cluster),
+                ("idle", args.idle),
+                ("as", args.form),
+            )
+            if value
+        ),
+        "",
+    )
     if args.nodes is None and lone:
         raise HolmesError(f"{lone} needs --nodes N: how many to ask for")
     if args.nodes is not None and not args.from_cluster:
-        raise HolmesError("--nodes needs --from-cluster FILE: a cluster.toml of all nodes to choose from")
+        raise HolmesError(
+            "--nodes needs --from-cluster FILE: a cluster.toml of all nodes to choose from"
+        )
     return args.nodes is not None
 
 
@@ -86,7 +109,11 @@ class AvailableNodes:
     floor_s: float = 0.0
 
     def names(self, counts: Counts) -> list[str]:
-        return [name for cluster, count in zip(self.spec.clusters, counts) for name in cluster.nodes[:count]]
+        return [
+            name
+            for cluster, count in zip(self.spec.clusters, counts)
+            for name in cluster.nodes[:count]
+        ]
 
     def search(self, counts: Counts, seconds: float = 1e9) -> SearchResult:
         subset = self.spec.only(set(self.names(counts)))
@@ -107,16 +134,18 @@ class AvailableNodes:
         site, model = of_family(self.spec, family, self.count, self.job.known_model, links, slices)
         job = replace(self.job, model=model)
         try:
-            result = in_closed_form(Network(site, links, uneven=True), job, self.batch, self.limits,
-                                    self.shapes)
+            result = in_closed_form(
+                Network(site, links, uneven=True), job, self.batch, self.limits, self.shapes
+            )
         except HolmesError:  # nothing fits
             return inf
         return max(self.floor_s, result.best.formula_s)
 
     def computing_s(self) -> float:
         """Of the shape that computes least on the fastest GPUs: no step on so many nodes is below it."""
-        site, model = ideal_gpus(site_from_spec(self.spec), self.count, self.job.known_model,
-                                 Links.of_spec(self.spec))
+        site, model = ideal_gpus(
+            site_from_spec(self.spec), self.count, self.job.known_model, Links.of_spec(self.spec)
+        )
         job = replace(self.job, model=model)
         result = in_closed_form(Network(site), job, self.batch, self.limits, self.shapes, 0.0)
         return min(result.ideals.values())
@@ -126,12 +155,18 @@ class AvailableNodes:
         idle = tuple(len(cluster.nodes) for cluster in self.spec.clusters)
         kin, unit = alike(self.spec, self.job.known_model), self.count // self.shapes[0].pipeline
         order = fastest_first(self.spec, self.job.known_model, kin)
-        return best_subset(idle, self.count, self.price, self.floor, unit=unit, alike=kin, order=order,
-                           end=end)
+        return best_subset(
+            idle, self.count, self.price, self.floor, unit=unit, alike=kin, order=order, end=end
+        )
 
 
 def in_closed_form(
-    network: Network, job: Training, batch: int, limits: Limits, shapes: Sequence[Shape], seconds: float = 1e9
+    network: Network,
+    job: Training,
+    batch: int,
+    limits: Limits,
+    shapes: Sequence[Shape],
+    seconds: float = 1e9,
 ) -> SearchResult:
     """What is quickest in closed form; shapes: () for all."""
     asked = asked_for(network, job, batch, limits)
@@ -152,12 +187,16 @@ def run(args: argparse.Namespace) -> int:
     end = args.begin + args.seconds
     job = training_of(args, spec)
     if job.model is None:
-        raise HolmesError("--nodes: nothing says what to train; write the command after --, or give --model "
-                          "FILE (examples/models has some)")
+        raise HolmesError(
+            "--nodes: nothing says what to train; write the command after --, or give --model "
+            "FILE (examples/models has some)"
+        )
     total = len(spec.owner)
     if not 0 < args.nodes <= total:
-        raise HolmesError(f"--nodes {args.nodes}: {spec.source} has {total} nodes"
-                          f"{' that are idle' if args.idle else ''}; ask for 1 to {total}")
+        raise HolmesError(
+            f"--nodes {args.nodes}: {spec.source} has {total} nodes"
+            f"{' that are idle' if args.idle else ''}; ask for 1 to {total}"
+        )
     available = _begin(args, spec, job, args.seconds)
     reserved = FOR_SIZES if len(available.shapes) > 1 else FOR_TABLE
     subsets = available.best(end - reserved * args.seconds)
@@ -175,7 +214,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float) -> AvailableNodes:
+def _begin(
+    args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float
+) -> AvailableNodes:
     """What prices subsets, and has the floor of all their steps."""
     site, links, model = site_from_spec(spec), Links.of_spec(spec), job.known_model
     best, ideal_model = ideal(site, args.nodes, model, links)
@@ -186,7 +227,9 @@ def _begin(args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: flo
         sizes = job.sizes.complete(best.world_size, best.processes)
         shapes = (shape_of(model, sizes, *job.zero_and_chunks),)
     ideal_job = replace(job, model=ideal_model)
-    ideal_result = in_closed_form(Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds)
+    ideal_result = in_closed_form(
+        Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds
+    )
     shapes = shapes or _of_every_depth(ideal_result)
     available = AvailableNodes(spec, job, batch, limits, shapes, args.nodes)
     return replace(available, floor_s=max(floor(ideal_result), available.computing_s()))
@@ -225,39 +268,71 @@ def _simulated(
 
 
 def _parts(spec: SiteSpec, whole: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
-    return [request.ChosenNodes(cluster.name, cluster.nodes[:count], cluster.processes,
-                         next(full.nodes for full in whole.clusters if full.name == cluster.name))
-            for cluster, count in zip(spec.clusters, counts) if count]
+    return [
+        request.ChosenNodes(
+            cluster.name,
+            cluster.nodes[:count],
+            cluster.processes,
+            next(full.nodes for full in whole.clusters if full.name == cluster.name),
+        )
+        for cluster, count in zip(spec.clusters, counts)
+        if count
+    ]
 
 
-def _written(form: str, parts: Sequence[request.ChosenNodes], features: request.Features | None) -> str:
+def _written(
+    form: str, parts: Sequence[request.ChosenNodes], features: request.Features | None
+) -> str:
     if form == "hostfile":
         return request.hostfile(parts)
     if form == "kubernetes":
         return json.dumps(request.node_affinity(parts), indent=2) + "\n"
-    lines = request.sbatch_lines(parts,
-                                 features) if form == "sbatch" else request.hetjob_lines(parts, features)
+    lines = (
+        request.sbatch_lines(parts, features)
+        if form == "sbatch"
+        else request.hetjob_lines(parts, features)
+    )
     return "\n".join(lines) + "\n"
 
 
 def _document(
-    subsets: Subsets, best: Sequence[tuple[Counts, SearchResult]],
-    parts: Sequence[Sequence[request.ChosenNodes]], features: request.Features | None,
+    subsets: Subsets,
+    best: Sequence[tuple[Counts, SearchResult]],
+    parts: Sequence[Sequence[request.ChosenNodes]],
+    features: request.Features | None,
 ) -> dict[str, Any]:
-    rows = [{"nodes": {part.cluster: list(part.nodes) for part in nodes}, "step_seconds": result.best.step_s}
-            for (_, result), nodes in zip(best, parts)]
+    rows = [
+        {
+            "nodes": {part.cluster: list(part.nodes) for part in nodes},
+            "step_seconds": result.best.step_s,
+        }
+        for (_, result), nodes in zip(best, parts)
+    ]
     chosen = parts[0]
     forms = {form: _written(form, chosen, features) for form in FORMS if form != "kubernetes"}
-    return {"version": 1, "best": rows[0], "others": rows[1:], "gap": subsets.gap,
-            "bound_seconds": subsets.bound_s,
-            "looked_at": len(subsets.found), "all": subsets.complete,
-            "nodelist": folded(node for part in chosen for node in part.nodes), **forms,
-            "affinity": request.node_affinity(chosen)}
+    return {
+        "version": 1,
+        "best": rows[0],
+        "others": rows[1:],
+        "gap": subsets.gap,
+        "bound_seconds": subsets.bound_s,
+        "looked_at": len(subsets.found),
+        "all": subsets.complete,
+        "nodelist": folded(node for part in chosen for node in part.nodes),
+        **forms,
+        "affinity": request.node_affinity(chosen),
+    }
 
 
-def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, subsets: Subsets,
-          best: Sequence[tuple[Counts, SearchResult]], parts: Sequence[Sequence[request.ChosenNodes]],
-          features: request.Features | None) -> None:
+def _show(
+    args: argparse.Namespace,
+    spec: SiteSpec,
+    job: Training,
+    subsets: Subsets,
+    best: Sequence[tuple[Counts, SearchResult]],
+    parts: Sequence[Sequence[request.ChosenNodes]],
+    features: request.Features | None,
+) -> None:
     screen = Screen()
     job.show(screen)
     first_s = best[0][1].best.step_s
@@ -267,22 +342,49 @@ def _show(args: argparse.Namespace, spec: SiteSpec, job: Training, subsets: Subs
         shape = candidate.shape
         nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in chosen_nodes)
         sizes = f"pipeline {shape.pipeline}, tensor {shape.tensor}, data {shape.data}"
-        rows.append((nodes, format_seconds(candidate.step_s), f"{candidate.step_s / first_s - 1:+.1%}", sizes,
-                     result.describe(candidate)))
-    columns = (Column("nodes", wrap=16), Column("step", right=True), Column("slower by", right=True),
-               Column("sizes", wrap=12, drop=2), Column("stages", wrap=10, drop=1))
-    screen.table(columns, rows, f"{args.nodes} of the {len(spec.owner)} nodes"
-                                f"{' that are idle' if args.idle else ''} in {spec.source}")
-    looked = f"subsets looked at: {len(subsets.found)}" + (", all that there are" if subsets.complete else "")
-    verdict = "the first is the best of all" if subsets.proven else (
-        f"none is more than {subsets.gap:.1%} better than the first (in closed form; the table's steps are "
-        f"simulated); --seconds S searches longer")
+        rows.append(
+            (
+                nodes,
+                format_seconds(candidate.step_s),
+                f"{candidate.step_s / first_s - 1:+.1%}",
+                sizes,
+                result.describe(candidate),
+            )
+        )
+    columns = (
+        Column("nodes", wrap=16),
+        Column("step", right=True),
+        Column("slower by", right=True),
+        Column("sizes", wrap=12, drop=2),
+        Column("stages", wrap=10, drop=1),
+    )
+    screen.table(
+        columns,
+        rows,
+        f"{args.nodes} of the {len(spec.owner)} nodes"
+        f"{' that are idle' if args.idle else ''} in {spec.source}",
+    )
+    looked = f"subsets looked at: {len(subsets.found)}" + (
+        ", all that there are" if subsets.complete else ""
+    )
+    verdict = (
+        "the first is the best of all"
+        if subsets.proven
+        else (
+            f"none is more than {subsets.gap:.1%} better than the first (in closed form; the "
+            f"table's steps are "
+            f"simulated); --seconds S searches longer"
+        )
+    )
     screen.line(f"{looked}; {verdict}", "dim")
     screen.line("\nfor sbatch, as one job:", "bold")
     print(_written("sbatch", parts[0], features), end="")
     if len(parts[0]) > 1:
-        screen.line("or as a heterogeneous job (srun --het-group=0-"
-                    f"{len(parts[0]) - 1} starts one step on all of it):", "bold")
+        screen.line(
+            "or as a heterogeneous job (srun --het-group=0-"
+            f"{len(parts[0]) - 1} starts one step on all of it):",
+            "bold",
+        )
         print(_written("hetjob", parts[0], features), end="")
     screen.line("for mpirun and deepspeed: --as hostfile; for Kubernetes: --as kubernetes", "dim")
     if args.output:

@@ -57,26 +57,42 @@ class CollectiveOps(Collectives):
             if not 0 <= place < len(layers):
                 return []
             pipelines = whole.pipelines if what == "across" else shards.pipelines
-            name: Tag = (what, stage, pipelines, layers[place], *([letter] if what == "weights" else []))
+            name: Tag = (
+                what,
+                stage,
+                pipelines,
+                layers[place],
+                *([letter] if what == "weights" else []),
+            )
             awaited = "gather" if what == "weights" else "reduce"
-            every: dict[str, Op] = {"post": ("post", (name, micro_batch)),
-                                    "wait": ("wait", (name, micro_batch), awaited, micro_batch)}
+            every: dict[str, Op] = {
+                "post": ("post", (name, micro_batch)),
+                "wait": ("wait", (name, micro_batch), awaited, micro_batch),
+            }
             return [every[kind] for kind in kinds] if name in self.transfers else []
 
         ahead = int(self.run.prefetch)
         for place, layer in enumerate(layers):
             first = of_layer("weights", 0, "post") if ahead and not place else []
-            needs[layer] = [*first, *of_layer("weights", place, *() if ahead else ("post",), "wait")]
+            needs[layer] = [
+                *first,
+                *of_layer("weights", place, *() if ahead else ("post",), "wait"),
+            ]
             if ahead:
                 needs[layer] += of_layer("weights", place + 1, "post")
             if letter != "B":
                 continue
             launches[layer] = of_layer("scatter", place, "post")
             for done in (place - 1,) * ahead + (place,) * (not ahead or layer == layers[-1]):
-                launches[layer] += [*of_layer("scatter", done, "wait"), *of_layer("across", done, "post")]
+                launches[layer] += [
+                    *of_layer("scatter", done, "wait"),
+                    *of_layer("across", done, "post"),
+                ]
                 launches[layer] += of_layer("across", done, "wait") if not ahead else []
             if ahead and layer == layers[-1]:
-                launches[layer] += [op for at in range(len(layers)) for op in of_layer("across", at, "wait")]
+                launches[layer] += [
+                    op for at in range(len(layers)) for op in of_layer("across", at, "wait")
+                ]
         return needs, launches
 
     def after(self, kind: int, stage: int) -> Iterator[Op]:
@@ -89,7 +105,9 @@ class CollectiveOps(Collectives):
         owners_of = (self.shards or self.groups) if self.run.zero else {}
         share = owners_of[kind, stage].ranks if (kind, stage) in owners_of else 1
         ranges = self.ranges[stage :: self.stages]
-        parameters = sum(self.parameters[layer] for low_high in ranges for layer in range(*low_high))
+        parameters = sum(
+            self.parameters[layer] for low_high in ranges for layer in range(*low_high)
+        )
         yield ("software", "optimizer", self.run.parameter_s * parameters / share, -1, 0)
         if self.run.zero in (1, 2) and not self.late_gather:
             for tag in self._tags(kind, stage, "gather"):
@@ -97,7 +115,9 @@ class CollectiveOps(Collectives):
 
     def report(self, kind: int, stage: int) -> Iterator[Op]:
         """The loss, and what the script sums: the end of all."""
-        if (kind, stage) in self.groups and (tag := self._tag(kind, stage, "average", 0)) in self.transfers:
+        if (kind, stage) in self.groups and (
+            tag := self._tag(kind, stage, "average", 0)
+        ) in self.transfers:
             yield from (("post", tag), ("wait", tag, "reduce", -1))
         yield from self._loss(kind, stage)
         for number in range(self.run.sums if (kind, stage) in self.groups else 0):
@@ -107,8 +127,15 @@ class CollectiveOps(Collectives):
     def _loss(self, kind: int, stage: int) -> list[Op]:
         last = self.stages - 1
         if stage < last and ("loss", kind, stage) in self.transfers:
-            return [("post", ("loss", kind, stage), True), ("wait", ("loss", kind, stage), "send", -1)]
-        tags = [("loss", kind, other) for other in range(last) if ("loss", kind, other) in self.transfers]
+            return [
+                ("post", ("loss", kind, stage), True),
+                ("wait", ("loss", kind, stage), "send", -1),
+            ]
+        tags = [
+            ("loss", kind, other)
+            for other in range(last)
+            if ("loss", kind, other) in self.transfers
+        ]
         posts: list[Op] = [("post", tag) for tag in tags]
         return [*posts, *(("wait", tag, "send", -1, True) for tag in tags)]
 

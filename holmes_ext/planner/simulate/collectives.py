@@ -1,16 +1,16 @@
 """What is summed and gathered in a step, and when.
 
-    gradients     of a stage after its last backward, or under it: a layer's are final in
-                  the last micro-batch's backward, and full buckets leave at once. Chunks of
-                  an interleaved stage share no bucket
-    tied          a weight of the first and the last stage: after the
-                  stage's own, or before (EngineTraits.tied_first)
-    ZeRO 1        weights are gathered after the optimizer, or under the next forward
-    ZeRO 2, 3     each micro-batch: a layer's gradients are scattered after its backward, (3) its weights
-                  gathered before forward and backward; once a step: (2) weights are gathered
-    small ones    the gradients' norm among a pipeline's stages before the optimizer; the loss,
-                  averaged over the last stage's ranks, and from there to the other stages at
-                  the step's end (a round trip between clusters); what the script sums itself
+gradients     of a stage after its last backward, or under it: a layer's are final in
+              the last micro-batch's backward, and full buckets leave at once. Chunks of
+              an interleaved stage share no bucket
+tied          a weight of the first and the last stage: after the
+              stage's own, or before (EngineTraits.tied_first)
+ZeRO 1        weights are gathered after the optimizer, or under the next forward
+ZeRO 2, 3     each micro-batch: a layer's gradients are scattered after its backward, (3) its weights
+              gathered before forward and backward; once a step: (2) weights are gathered
+small ones    the gradients' norm among a pipeline's stages before the optimizer; the loss,
+              averaged over the last stage's ranks, and from there to the other stages at
+              the step's end (a round trip between clusters); what the script sums itself
 """
 
 from __future__ import annotations
@@ -77,8 +77,11 @@ def leaving(
             after = None if late else of_kind[places[-1]].place
             by_moment.setdefault(after, []).append([of_kind[index] for index in places])
     return [
-        Leaving(tuple(sum(gradient.size for gradient in bucket) for bucket in buckets),
-                tuple(dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)), after)
+        Leaving(
+            tuple(sum(gradient.size for gradient in bucket) for bucket in buckets),
+            tuple(dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)),
+            after,
+        )
         for after, buckets in by_moment.items()
     ]
 
@@ -87,8 +90,14 @@ class Collectives:
     """transfers: of all of them."""
 
     def __init__(
-        self, network: Network, fold: Fold, run: Execution, ranges: Sequence[tuple[int, int]],
-        layers: Sequence[Layer], model: Model, maker: TransferMaker,
+        self,
+        network: Network,
+        fold: Fold,
+        run: Execution,
+        ranges: Sequence[tuple[int, int]],
+        layers: Sequence[Layer],
+        model: Model,
+        maker: TransferMaker,
     ):
         self.network, self.fold, self.run, self.ranges = network, fold, run, ranges
         self.model, self.maker = model, maker
@@ -97,9 +106,13 @@ class Collectives:
         self.weights = model.activation_width / model.gradient_width
         self.parameters = [layer.parameters for layer in layers]
         #: Of each gradient of each layer.
-        self.reduced = [[model.gradient_width * count
-                         for count in layer.reduced(sizes.data * sizes.context, sizes.expert)]
-                        for layer in layers]
+        self.reduced = [
+            [
+                model.gradient_width * count
+                for count in layer.reduced(sizes.data * sizes.context, sizes.expert)
+            ]
+            for layer in layers
+        ]
         self.tied_bytes = model.tied_bytes(sizes)
         self.late_gather = run.zero == 1 and run.gather_overlap
         self.transfers: dict[Hashable, Transfer] = {}
@@ -149,9 +162,13 @@ class Collectives:
         for kind in family.pipelines:
             self.groups[kind, stage], self.leaving[kind, stage] = family, every
         if run.engine.averages_loss and stage == self.stages - 1:
-            self.transfers["average", stage, family.pipelines, 0] = self._number_summed(family, ring)
+            self.transfers["average", stage, family.pipelines, 0] = self._number_summed(
+                family, ring
+            )
         for number in range(run.sums):
-            self.transfers["sum", stage, family.pipelines, number] = self._number_summed(family, ring)
+            self.transfers["sum", stage, family.pipelines, number] = self._number_summed(
+                family, ring
+            )
         if run.zero > 1:
             self._add_shards(family)
         for number, buckets in enumerate(every):
@@ -160,21 +177,25 @@ class Collectives:
             if scatters:
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
-                self._add_reduction(reduction, tag, buckets.sizes, len(family.pipelines),
-                                    MOST_CHUNKS // len(every))
+                self._add_reduction(
+                    reduction, tag, buckets.sizes, len(family.pipelines), MOST_CHUNKS // len(every)
+                )
             if run.zero:
                 sizes = [self.weights * size for size in buckets.sizes]
                 self._add_ring(family, ring.scaled(0.5), ("gather", *tag[1:]), sizes)
 
-    def _buckets(self, family: GroupFamily, gradients: Sequence[Gradient],
-                 chunk_bytes: float) -> list[Leaving]:
+    def _buckets(
+        self, family: GroupFamily, gradients: Sequence[Gradient], chunk_bytes: float
+    ) -> list[Leaving]:
         run, total = self.run, sum(gradient.size for gradient in gradients)
         if not run.buckets_on(family.stage):
             places = dict.fromkeys(gradient.place for gradient in gradients)
             return [Leaving((total,), tuple(places), None)]
         suited = chunk_bytes or bucket_bytes(self.network.fabric(family.kinds), family.ranks, total)
         how = run.bucket_bytes or suited, run.engine.buckets_exceed, run.first_bucket_bytes
-        chunks = [list(of_chunk) for _, of_chunk in groupby(gradients, lambda gradient: gradient.place[0])]
+        chunks = [
+            list(of_chunk) for _, of_chunk in groupby(gradients, lambda gradient: gradient.place[0])
+        ]
         return [bucket for chunk in chunks for bucket in leaving(chunk, *how)]
 
     def _add_reduction(
@@ -268,10 +289,16 @@ class Collectives:
         first, and from there down to the second; the last one hears first that the one below it waits."""
         if ring.fabric is None:
             return self.maker.collective(ring, [4.0], len(family.pipelines))
-        nodes = [self.network.cluster(kind) for kind, count in family.ring for _ in range(min(count, 2))]
+        nodes = [
+            self.network.cluster(kind) for kind, count in family.ring for _ in range(min(count, 2))
+        ]
         down = zip([*nodes[:0:-1], nodes[0]], [*nodes[-2::-1], nodes[-1]])
         fabric = self.network.fabric(family.kinds)
-        longer = [self.network.longer_s(fabric, pair) if pair[0] != pair[1] else 0.0 for pair in down]
+        longer = [
+            self.network.longer_s(fabric, pair) if pair[0] != pair[1] else 0.0 for pair in down
+        ]
         longer_s = 2 * sum(longer) - sum(longer[-2:]) + longer[0]
-        transfer = self.maker.collective(replace(ring, longer_s=longer_s), [4.0], len(family.pipelines))
+        transfer = self.maker.collective(
+            replace(ring, longer_s=longer_s), [4.0], len(family.pipelines)
+        )
         return replace(transfer, bits=0.0, uses=())

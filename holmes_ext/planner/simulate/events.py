@@ -70,7 +70,9 @@ class Transfer:
     look: int = field(default=-1, init=False)
     waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
     has_left: bool = field(default=False, init=False)
-    behind: list[Hashable] = field(default_factory=list, init=False)  # receives whose word goes after it
+    behind: list[Hashable] = field(
+        default_factory=list, init=False
+    )  # receives whose word goes after it
 
     def fresh(self) -> Transfer:
         """The same, not begun."""
@@ -95,8 +97,10 @@ class Simulation:
     """capacities: bits/s of every NIC, one way. run(): every actor's spans, without gaps from 0."""
 
     def __init__(
-        self, programs: Sequence[Sequence[Op]], transfers: dict[Hashable, Transfer],
-        capacities: dict[Hashable, float]
+        self,
+        programs: Sequence[Sequence[Op]],
+        transfers: dict[Hashable, Transfer],
+        capacities: dict[Hashable, float],
     ):
         self.programs, self.transfers, self.capacities = programs, transfers, capacities
         self.now, self.count = 0.0, 0
@@ -128,7 +132,8 @@ class Simulation:
         for actor, program in enumerate(self.programs):
             if self.place[actor] < len(program):
                 raise HolmesError(
-                    f"simulation: actor {actor} deadlocks, waiting for {program[self.place[actor]][1]}")
+                    f"simulation: actor {actor} deadlocks, waiting for {program[self.place[actor]][1]}"
+                )
         return self.spans
 
     def _at(self, moment: float, what: int, item: Hashable, version: int = 0) -> None:
@@ -298,7 +303,11 @@ def _fair(
     while growing:
         level = min((left[nic] / weights[nic] for nic in nics if weights[nic] > 1e-9), default=inf)
         level = min(level, min(flow.limit_bps for flow in growing.values()))
-        full = {nic for nic in nics if weights[nic] > 1e-9 and left[nic] / weights[nic] <= level * (1 + 1e-9)}
+        full = {
+            nic
+            for nic in nics
+            if weights[nic] > 1e-9 and left[nic] / weights[nic] <= level * (1 + 1e-9)
+        }
         for tag, flow in list(growing.items()):
             if flow.limit_bps <= level * (1 + 1e-9) or any(nic in full for nic, _ in flow.uses):
                 rates[tag] = level

@@ -80,12 +80,17 @@ class Execution:
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
                 raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
-        if self.passes and (self.virtual > 1 or self.breadth_first or self.overlap != "off" or self.zero > 1):
+        if self.passes and (
+            self.virtual > 1 or self.breadth_first or self.overlap != "off" or self.zero > 1
+        ):
             raise HolmesError(
-                "passes of a plan have one chunk a stage, ZeRO 0 or 1, and no overlapped reductions")
+                "passes of a plan have one chunk a stage, ZeRO 0 or 1, and no overlapped reductions"
+            )
         if self.in_flight and (self.virtual > 1 or self.breadth_first):
             schedule = "a breadth-first" if self.breadth_first else "an interleaved"
-            raise HolmesError(f"in_flight is {self.in_flight}, but {schedule} schedule has its own order")
+            raise HolmesError(
+                f"in_flight is {self.in_flight}, but {schedule} schedule has its own order"
+            )
         if self.virtual < 1 or self.cores < 0 or self.sums < 0:
             raise HolmesError("virtual must be 1 or more, cores and sums 0 or more")
 

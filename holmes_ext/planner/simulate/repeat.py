@@ -38,23 +38,34 @@ def folded_s(job: JobStep) -> float:
     while few < MOST * total:
         count = total - (total - few) // unit * unit
         spans = job.simulation(count).run()
-        periods = [period for period in range(unit, PERIODS * unit + 1, unit)
-                   if (total - count) % period == 0]
+        periods = [
+            period
+            for period in range(unit, PERIODS * unit + 1, unit)
+            if (total - count) % period == 0
+        ]
         more = [_more_s(spans, stages, periods, total - count)]
         if more[0]:
             return end_of(spans) + more[0]
         if len(apart := job.apart()) > 1:
-            by_group = [[spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
-                        for kinds in apart]
-            more = [_more_s(group_spans, stages, periods, total - count) for group_spans in by_group]
+            by_group = [
+                [spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
+                for kinds in apart
+            ]
+            more = [
+                _more_s(group_spans, stages, periods, total - count) for group_spans in by_group
+            ]
             if all(more):
                 begins = {kind: seconds for kinds, seconds in zip(apart, more) for kind in kinds}
-                return end_of(job.simulation(count, [begins[kind] for kind in sorted(begins)]).run())
+                return end_of(
+                    job.simulation(count, [begins[kind] for kind in sorted(begins)]).run()
+                )
         few *= MORE
     return end_of(job.simulation(total).run())
 
 
-def _more_s(spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], extra: int) -> float:
+def _more_s(
+    spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], extra: int
+) -> float:
     """What `extra` micro-batches more take, where the middle repeats; else 0."""
     per_period = ((period, _longer_s(spans, stages, period)) for period in periods)
     return next((extra // period * longer for period, longer in per_period if longer), 0.0)
@@ -62,9 +73,15 @@ def _more_s(spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int]
 
 def _longer_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
     """What `period` micro-batches more take, where the middle repeats; else 0."""
-    ends = {(actor, span.kind, span.chunk, span.micro_batch): span.end
-            for actor, actor_spans in enumerate(spans) for span in actor_spans if span.kind in _PASSES}
-    same_until = min(max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans)
+    ends = {
+        (actor, span.kind, span.chunk, span.micro_batch): span.end
+        for actor, actor_spans in enumerate(spans)
+        for span in actor_spans
+        if span.kind in _PASSES
+    }
+    same_until = min(
+        max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans
+    )
     lived = 0.0
     for first in range(0, len(spans), stages):  # of first stages
         begins: dict[int, float] = {}

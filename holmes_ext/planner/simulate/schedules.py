@@ -20,8 +20,14 @@ _KINDS = {"a": "F", "g": "B"}
 
 
 def schedule(
-    sends: str, stage: int, stages: int, micro_batches: int, virtual: int = 1, in_flight: int = 0,
-    breadth_first: bool = False, planned: PassOrder | None = None,
+    sends: str,
+    stage: int,
+    stages: int,
+    micro_batches: int,
+    virtual: int = 1,
+    in_flight: int = 0,
+    breadth_first: bool = False,
+    planned: PassOrder | None = None,
 ) -> Iterator[Op]:
     """sends: of plan/engine.py's SENDS. Receives are posted beforehand where chunks are interleaved,
     breadth-first, or `in_flight` or `planned` passes are given: at the step's begin, or as these have it."""
@@ -63,7 +69,9 @@ def _posted(order: Sequence[Pass], ends: _Ends, planned: PassOrder | None = None
     for message in (message for stage_pass in order for message in ends.needs(stage_pass)):
         kind, place, number = message
         after = planned.posted_after(place, _KINDS[kind], number) if planned else None
-        posts[("g" if kind == "a" else "a", place, after[1]) if after else None].append(("post", message))
+        posts[("g" if kind == "a" else "a", place, after[1]) if after else None].append(
+            ("post", message)
+        )
     yield from posts[None]
     for stage_pass in order:
         yield from (("wait", message) for message in ends.needs(stage_pass))
@@ -92,7 +100,9 @@ def _awaited(ends: _Ends, micro_batches: int) -> Iterator[Op]:
     for step in range(2 * (micro_batches + ends.last)):
         forward = step % 2 == stage % 2
         index = (step - stage) // 2 if forward else (step - 2 * stages + stage + 1) // 2
-        current: list[Pass] = [("F" if forward else "B", index, 0)] if 0 <= index < micro_batches else []
+        current: list[Pass] = (
+            [("F" if forward else "B", index, 0)] if 0 <= index < micro_batches else []
+        )
         to_receive = [message for stage_pass in current for message in ends.needs(stage_pass)]
         for messages in (to_send, to_receive) if forward else (to_receive, to_send):
             yield from _together(messages)

@@ -33,13 +33,23 @@ from holmes_ext.planner.simulate.schedules import schedule
 from holmes_ext.planner.simulate.transfers import TransferMaker
 
 CAUSES = (
-    "compute", "optimizer", "bubble", "send_inside", "send_across", "reduce_inside", "reduce_across",
-)  # fmt: skip
+    "compute",
+    "optimizer",
+    "bubble",
+    "send_inside",
+    "send_across",
+    "reduce_inside",
+    "reduce_across",
+)
 _KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
 _CAUSES = {
-    "forward": "compute", "backward": "compute", "weights": "compute", "optimizer": "optimizer",
-    "idle": "bubble", "send": "send",
-}  # fmt: skip
+    "forward": "compute",
+    "backward": "compute",
+    "weights": "compute",
+    "optimizer": "optimizer",
+    "idle": "bubble",
+    "send": "send",
+}
 
 
 @dataclass(frozen=True)
@@ -83,8 +93,14 @@ class Step:
 
 
 def simulate(
-    site: Site, order: Sequence[str], sizes: Sizes, model: Model, execution: Execution = Execution(),
-    links: Links = Links(), only: Fabric | None = None, costs: StageCosts | None = None,
+    site: Site,
+    order: Sequence[str],
+    sizes: Sizes,
+    model: Model,
+    execution: Execution = Execution(),
+    links: Links = Links(),
+    only: Fabric | None = None,
+    costs: StageCosts | None = None,
 ) -> Step:
     """Rank r runs on order[r // processes]. only: the fabric of all traffic (stock); costs: instead of
     price()'s. HolmesError: what does not fit together."""
@@ -98,7 +114,12 @@ class JobStep:
     """What is simulated, of any number of micro-batches. actors: (kind of pipeline, stage)."""
 
     def __init__(
-        self, network: Network, placement: Placement, model: Model, run: Execution, costs: StageCosts
+        self,
+        network: Network,
+        placement: Placement,
+        model: Model,
+        run: Execution,
+        costs: StageCosts,
     ):
         sizes, self.network, self.run, self.costs = placement.sizes, network, run, costs
         if run.zero > 1 and sizes.pipeline > 1:
@@ -128,7 +149,9 @@ class JobStep:
                     transfers[letter, place, kind] = self._message(maker, kind, *ends, size)
         return transfers
 
-    def _message(self, maker: TransferMaker, kind: int, stage: int, other: int, size: float) -> Transfer:
+    def _message(
+        self, maker: TransferMaker, kind: int, stage: int, other: int, size: float
+    ) -> Transfer:
         """From a stage to another. Tensor ranks share out what crosses on Ethernet, and gather it then."""
         buffered, gathered_s, fold = size <= self.run.buffer_bytes, 0.0, self.fold
         clusters = [self.network.cluster(fold.kind_on(kind, at)) for at in (stage, other)]
@@ -137,17 +160,25 @@ class JobStep:
         if stage == other:
             return Transfer(2, buffered=buffered)
         if load.fabric is not None and load.fabric.name == ETHERNET:
-            share = 1.0 if self.network.only else narrowed(self.run.narrow, self.model.activation_width)
+            share = (
+                1.0 if self.network.only else narrowed(self.run.narrow, self.model.activation_width)
+            )
             slices = self._slices
             gathered_s = 8 * (slices - 1) / slices * size / rates[1] if rates[1] else 0.0
             size *= share / slices
         transfer = maker.message(load, size, gathered_s)
-        return replace(transfer, channel=(kind, stage, other) if load.fabric else None, buffered=buffered)
+        return replace(
+            transfer, channel=(kind, stage, other) if load.fabric else None, buffered=buffered
+        )
 
     @property
     def _slices(self) -> int:
         sizes = self.fold.of.sizes
-        cut = self.network.only is None and self.run.cut and sizes.tensor_inside(self.network.processes)
+        cut = (
+            self.network.only is None
+            and self.run.cut
+            and sizes.tensor_inside(self.network.processes)
+        )
         return self.model.copies(sizes) if cut else 1
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
@@ -162,18 +193,23 @@ class JobStep:
 
     def apart(self) -> list[set[int]]:
         """Kinds of pipelines, those together that share something before their gradients are reduced."""
-        kinds_uses: list[tuple[set[int], set[Hashable]]] = [({kind}, set())
-                                                            for kind in range(len(self.fold.kinds))]
+        kinds_uses: list[tuple[set[int], set[Hashable]]] = [
+            ({kind}, set()) for kind in range(len(self.fold.kinds))
+        ]
         for tag, transfer in self.templates.items():
             if isinstance(tag, tuple) and tag[0] in ("a", "g"):
-                kinds_uses[tag[2]][1].update(nic for nic, _ in transfer.uses if self.capacities[nic] < inf)
+                kinds_uses[tag[2]][1].update(
+                    nic for nic, _ in transfer.uses if self.capacities[nic] < inf
+                )
         joined: list[tuple[set[int], set[Hashable]]] = []
         for kinds, uses in kinds_uses:
             for other in [group for group in joined if group[1] & uses]:
                 joined.remove(other)
                 kinds, uses = kinds | other[0], uses | other[1]
             joined.append((kinds, uses))
-        early = self.run.zero == 1 and self.run.gather_overlap or self.run.zero > 1 or self.run.cores
+        early = (
+            self.run.zero == 1 and self.run.gather_overlap or self.run.zero > 1 or self.run.cores
+        )
         return [set(range(len(kinds_uses)))] if early else [kinds for kinds, _ in joined]
 
     def step(self) -> Step:
@@ -219,7 +255,9 @@ class JobStep:
         sends = (place + (message == "g")) % self.costs.stages == stage
         tag, *sent = (((what, at, kind), number) for what, at, number in op[1:])
         if op[0] == "post":
-            return ("post", tag) if sends else ("post", tag, True, *(sent if self.run.notices else ()))
+            return (
+                ("post", tag) if sends else ("post", tag, True, *(sent if self.run.notices else ()))
+            )
         return ("wait", tag, "send", micro_batch, *((True,) if sends else ()))
 
     def _software(
@@ -256,14 +294,21 @@ def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
 
 
 def _pieces(
-    sums: Sequence[float], low: int, high: int, forward: bool, needs: Operations, launches: Operations
+    sums: Sequence[float],
+    low: int,
+    high: int,
+    forward: bool,
+    needs: Operations,
+    launches: Operations,
 ) -> Iterator[tuple[float, list[Op]]]:
     """(seconds, operations then) of a pass over layers [low, high), cut where weights are needed or gradients
     leave."""
     at = sums[low if forward else high]
     for layer in sorted({*needs, *launches}, reverse=not forward):
-        for ops, border in ((needs.get(layer), layer + (not forward)),
-                            (launches.get(layer), layer + forward)):
+        for ops, border in (
+            (needs.get(layer), layer + (not forward)),
+            (launches.get(layer), layer + forward),
+        ):
             if ops:
                 yield abs(sums[border] - at), ops
                 at = sums[border]

@@ -26,9 +26,13 @@ class TransferMaker:
         curve = self.network.curve(load)
         fixed_s = curve.fixed_s(size) + self.message_s + gathered_s
         uses, bits = self._uses(load, size), 8 * size
-        return Transfer(2, fixed_s, bits, curve.rate_bps, uses, across=load.across, latency_s=load.longer_s)
+        return Transfer(
+            2, fixed_s, bits, curve.rate_bps, uses, across=load.across, latency_s=load.longer_s
+        )
 
-    def collective(self, load: Load, sizes: Sequence[float], parties: int, host: float = 1.0) -> Transfer:
+    def collective(
+        self, load: Load, sizes: Sequence[float], parties: int, host: float = 1.0
+    ) -> Transfer:
         """Of `sizes` bytes, one after the other."""
         total = sum(sizes)
         if load.fabric is None:
@@ -42,7 +46,9 @@ class TransferMaker:
     def flow(self, flow: Flow, parties: int) -> Transfer:
         """Of a reduction."""
         if not flow.chained:
-            return replace(self.collective(flow.loads[0], flow.sizes, parties), channel=flow.channel)
+            return replace(
+                self.collective(flow.loads[0], flow.sizes, parties), channel=flow.channel
+            )
         (size,) = flow.sizes
         fixed_s = 0.0
         for load in flow.loads:
@@ -59,9 +65,13 @@ class TransferMaker:
                 uses[resource] = uses.get(resource, 0.0) + load.volume * weight
         shared = tuple(uses.items())
         bits = 8 * size if shared else 0.0
-        return Transfer(parties, fixed_s, bits, inf, shared, flow.channel, flow.then, True, latency_s)
+        return Transfer(
+            parties, fixed_s, bits, inf, shared, flow.channel, flow.then, True, latency_s
+        )
 
-    def _uses(self, load: Load, size: float, host: float = 1.0) -> tuple[tuple[Hashable, float], ...]:
+    def _uses(
+        self, load: Load, size: float, host: float = 1.0
+    ) -> tuple[tuple[Hashable, float], ...]:
         """host: CPU seconds of a byte, to an all-reduced one's."""
         assert load.fabric is not None
         link = self.network.link(load)
@@ -69,6 +79,8 @@ class TransferMaker:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
-        cores = self.network.links.on_cores(load.fabric, load.senders, load.posts / size / load.volume)
+        cores = self.network.links.on_cores(
+            load.fabric, load.senders, load.posts / size / load.volume
+        )
         hops = ((hop.key, flows) for hop, flows in load.hops)
         return (*hops, *load.nics, *((CORES, host * weight) for _, weight in cores))

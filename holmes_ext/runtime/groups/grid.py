@@ -1,7 +1,7 @@
 """The grid of ranks that a framework makes when it starts, against the one that was planned.
 
-    other sizes than the user planned for    ends the job, on all ranks, with one line
-    groups that straddle clusters            told once, with the way to fewer of them if there is one
+other sizes than the user planned for    ends the job, on all ranks, with one line
+groups that straddle clusters            told once, with the way to fewer of them if there is one
 """
 
 from __future__ import annotations
@@ -25,14 +25,19 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     except HolmesError as error:
         raise told_once(error) from None
     if current.rank == 0 and current.maker is not None:
-        tell(current, current.maker.advice_on_straddling(current.plan, current.site, sizes, instances))
+        tell(
+            current,
+            current.maker.advice_on_straddling(current.plan, current.site, sizes, instances),
+        )
 
 
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
     """HolmesError when the plan (--holmes-plan, --holmes-sizes) was made for others."""
     plan = current.plan
     if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
-        where = f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
+        where = (
+            f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
+        )
         raise HolmesError(
             f"{where} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; "
             "make them agree"

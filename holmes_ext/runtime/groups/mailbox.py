@@ -48,8 +48,9 @@ class _Sent:
     keep: Any
 
 
-def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, int],
-             pipeline: Any) -> Mailbox:
+def of_pairs(
+    pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, int], pipeline: Any
+) -> Mailbox:
     """The mailbox of `rank`, with a group for activations and one for gradients of each of `pairs` (the
     earlier stage first) that it is in; all ranks make them in one order. stages: of its pipeline's ranks;
     pipeline: a group whose settings theirs have."""
@@ -58,8 +59,13 @@ def of_pairs(pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, i
         if rank in pair:
             earlier = rank == pair[0]
             neighbour = pair[1] if earlier else pair[0]
-            both = [pair_group(pair, f"pipeline {what}", pipeline) for what in ("activations", "gradients")]
-            groups[neighbour, "send"], groups[neighbour, "recv"] = both if earlier else reversed(both)
+            both = [
+                pair_group(pair, f"pipeline {what}", pipeline)
+                for what in ("activations", "gradients")
+            ]
+            groups[neighbour, "send"], groups[neighbour, "recv"] = (
+                both if earlier else reversed(both)
+            )
     return Mailbox(groups, {peer: (stages[rank], stages[peer]) for peer, _ in groups})
 
 
@@ -79,7 +85,9 @@ class Mailbox:
         self._expected: dict[int, Sequence[Form]] = {}  # of each micro-batch, from a neighbour
         self._seen: dict[int, list[Form]] = {}  # in a step of the engine's own schedule
         self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
-        self._count: Counter[int] = Counter()  # of micro-batches whose receives were posted in this step
+        self._count: Counter[int] = (
+            Counter()
+        )  # of micro-batches whose receives were posted in this step
         self._came: Counter[int] = Counter()  # messages in this step
         self.open, self.listening, self.unit = False, False, ("", 0)
         self._early: dict[int, Early | ListedEarly] = {}
@@ -130,7 +138,9 @@ class Mailbox:
             current.in_flight = flight.in_flight
         for count in (self._count, self._came, self._checked):
             count.clear()
-        self._early = {peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours}
+        self._early = {
+            peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours
+        }
 
     def announce(self, forms: Sequence[Form], peer: int) -> None:
         """What this rank sends `peer` of every micro-batch; () for what is not known."""
@@ -139,8 +149,10 @@ class Mailbox:
     @property
     def by_peer(self) -> dict[int, Any]:
         """One group for both directions, the same at both ends: that of activations."""
-        return {peer: self._groups[peer, "send" if my_stage < its_stage else "recv"]
-                for peer, (my_stage, its_stage) in self._ends.items()}
+        return {
+            peer: self._groups[peer, "send" if my_stage < its_stage else "recv"]
+            for peer, (my_stage, its_stage) in self._ends.items()
+        }
 
     def _check(self, tensor: Any, peer: int) -> None:
         """HolmesError where a tensor is not as announced: gloo would leave half a message in the receiver's
@@ -153,7 +165,9 @@ class Mailbox:
             my_stage, its_stage = self._ends[peer]
             edge = f"pipeline edge from stage {my_stage} to stage {its_stage} (to rank {peer}): micro-batch"
             said, now = (f"{shape} {dtype}" for shape, dtype in (forms[place], form_of(tensor)))
-            advice = "give all micro-batches the same shape (pad them, leave out a shorter last one)"
+            advice = (
+                "give all micro-batches the same shape (pad them, leave out a shorter last one)"
+            )
             raise HolmesError(f"{edge} {micro_batch} is {now}, expected {said}; {advice}")
 
     def send(self, tensor: Any, peer: int) -> None:
@@ -164,7 +178,9 @@ class Mailbox:
         if self.listening:
             dist.send(part, peer, group=group)
         else:
-            self._sent[self.unit[0]].append(_Sent(self.unit, dist.isend(part, peer, group=group), part))
+            self._sent[self.unit[0]].append(
+                _Sent(self.unit, dist.isend(part, peer, group=group), part)
+            )
 
     def passed(self, kind: str, index: int) -> None:
         """The pass of `kind` ("F", "B") of micro-batch `index` is launched, and all that it sends."""
@@ -221,7 +237,9 @@ class Mailbox:
         except RuntimeError as error:
             my_stage, its_stage = self._ends[peer]
             edge = f"pipeline edge from stage {its_stage} (rank {peer}) to stage {my_stage}"
-            raise HolmesError(failure.broken(edge, str(error)).removeprefix(failure.INPUT)) from error
+            raise HolmesError(
+                failure.broken(edge, str(error)).removeprefix(failure.INPUT)
+            ) from error
 
     def _post(self, peer: int, micro_batches: int) -> None:
         """Receives of the step's first micro_batches, where they are not there yet."""

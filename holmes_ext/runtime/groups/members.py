@@ -102,5 +102,3 @@ def _default_group_bound_to(device: Any) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = before
-
-

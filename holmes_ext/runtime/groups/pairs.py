@@ -1,7 +1,7 @@
 """Process groups for pairs of neighbouring pipeline stages that share a faster network than the pipeline.
 
-    stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's group uses its fabric
-       cluster a        |       cluster b            --- between clusters: the pair's group uses Ethernet
+stage 0 === stage 1 --- stage 2 === stage 3      === inside a cluster: the pair's group uses its fabric
+   cluster a        |       cluster b            --- between clusters: the pair's group uses Ethernet
 """
 
 from __future__ import annotations
@@ -12,7 +12,13 @@ from typing import Any
 from holmes_ext.plan.plan import pairs_with_group
 from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.runtime import session
-from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of, timeout_of, traits_of
+from holmes_ext.runtime.backend import (
+    backend_of,
+    group_ranks,
+    network_api_of,
+    timeout_of,
+    traits_of,
+)
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.transport import settings_of
 

@@ -102,7 +102,9 @@ class ReceiveOrder:
         """On `stage`, for messages of its neighbour (a stage, too); micro_batches: of a step."""
         first = min(stage, neighbour)
         ahead, behind = (min(held, micro_batches) for held in self.in_flight[first : first + 2])
-        longer = (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
+        longer = (
+            (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
+        )
         room = ahead - behind
         if self.free:
             return Early(room, behind if stage == first else None)
@@ -111,7 +113,9 @@ class ReceiveOrder:
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
         """The passes of a stage."""
-        scheduled = passes(stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage])
+        scheduled = passes(
+            stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage]
+        )
         return [(kind, number) for kind, number, _ in scheduled]
 
 
@@ -141,8 +145,10 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
     """A plan's, for groups of `network_api`. HolmesError: as flight_of's."""
     order = PassOrder.parse(texts)
     if network_api == VERBS and not order.leads:
-        raise HolmesError("the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
-                          "which NCCL needs; make the plan again")
+        raise HolmesError(
+            "the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
+            "which NCCL needs; make the plan again"
+        )
     return order
 
 

@@ -56,7 +56,9 @@ def transport_on(fabric: Fabric | None, here: Node) -> Transport:
     if fabric is None:
         return Transport(LOCAL, LOCAL, interface="lo", net_name="")
     port = here.port(fabric.name)
-    return Transport(fabric.name, fabric.kind, interface=port.interface, net_name=network_name(fabric))
+    return Transport(
+        fabric.name, fabric.kind, interface=port.interface, net_name=network_name(fabric)
+    )
 
 
 def as_made(
@@ -118,7 +120,9 @@ def _nccl_transport(
 
 
 @contextmanager
-def gloo_interface(transport: Transport, environ: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+def gloo_interface(
+    transport: Transport, environ: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
     """Set GLOO_SOCKET_IFNAME for the groups that are made inside the `with` block.
 
     A value that the user has set stays.
@@ -204,7 +208,12 @@ def _copy_settings(source: Any, target: Any, skip: frozenset[str] | set[str] = f
     """Copy all attributes that differ from `source` to `target`, except those in `skip`."""
     for name in dir(source):
         value = getattr(source, name)
-        if name.startswith("__") or name in skip or callable(value) or value == getattr(target, name):
+        if (
+            name.startswith("__")
+            or name in skip
+            or callable(value)
+            or value == getattr(target, name)
+        ):
             continue
         try:
             setattr(target, name, value)

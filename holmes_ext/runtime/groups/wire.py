@@ -81,7 +81,11 @@ class Wire:
             return tensor.detach(), lambda: None
         rows = _rows(tensor.detach())
         each = -(-len(rows) // self.parts)
-        whole = rows if len(rows) == each * self.parts else rows.new_empty(each * self.parts, rows.shape[1])
+        whole = (
+            rows
+            if len(rows) == each * self.parts
+            else rows.new_empty(each * self.parts, rows.shape[1])
+        )
         mine = whole[self.place * each : (self.place + 1) * each]
         flat, code = mine.view(-1), _codec(narrow, mine)
         sent = mine if narrow == "off" else code.buffer(flat)
@@ -105,7 +109,9 @@ class Wire:
         dtype = tensor.dtype
         if self.narrow == "int8" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
             sends = f"{self.edge} sends {str(dtype).removeprefix('torch.')}"
-            way_out = "only float32, bf16 and fp16 can be rounded to int8, use --holmes-edges bf16 or off"
+            way_out = (
+                "only float32, bf16 and fp16 can be rounded to int8, use --holmes-edges bf16 or off"
+            )
             raise HolmesError(f"--holmes-edges int8: {sends}; {way_out}")
         return "off" if self.narrow == "bf16" and dtype != torch.float32 else self.narrow
 

@@ -49,8 +49,12 @@ class StepCounter:
         A training step may consist of several optimizer steps. Only those count that update one chosen
         parameter, the leader. This method must be called exactly once for each optimizer step.
         """
-        parameter = _first_parameter(optimizer)  # stands for all parameters that this optimizer step updated
-        leader = self._leader() if self._leader is not None else None  # None if the program deleted it
+        parameter = _first_parameter(
+            optimizer
+        )  # stands for all parameters that this optimizer step updated
+        leader = (
+            self._leader() if self._leader is not None else None
+        )  # None if the program deleted it
         is_updated_again = any(other() is parameter for other in self._updated_since_leader)
         if leader is None or is_updated_again:  # this parameter becomes the leader
             leader = parameter
@@ -78,8 +82,9 @@ QUESTIONS = 5
 Clock = Callable[[], float]
 
 
-def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float,
-           clock: Clock = time.monotonic) -> None:
+def answer(
+    store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, clock: Clock = time.monotonic
+) -> None:
     """Rank 0: answer every node's questions, one after the other; who does not ask in time is left out."""
     for node in nodes:
         try:
@@ -90,8 +95,9 @@ def answer(store: Any, prefix: str, nodes: Sequence[int], timeout_s: float,
             continue
 
 
-def ask(store: Any, prefix: str, node: int, timeout_s: float,
-        clock: Clock = time.monotonic) -> tuple[float, float]:
+def ask(
+    store: Any, prefix: str, node: int, timeout_s: float, clock: Clock = time.monotonic
+) -> tuple[float, float]:
     """(offset, error) in seconds: this clock + offset is rank 0's. RuntimeError: nobody answers in time."""
     best = (float("inf"), 0.0)
     for number in range(QUESTIONS):

@@ -49,7 +49,9 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
     schedule = []
     for _ in range(len(circle) - 1):
         pairs = [(circle[place], circle[-1 - place]) for place in range(len(circle) // 2)]
-        schedule.append(sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None))
+        schedule.append(
+            sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
+        )
         circle.insert(1, circle.pop())
     return schedule
 
@@ -60,7 +62,9 @@ def is_flat(site: Site, pairs: Sequence[MeasuredPair]) -> bool:
     nodes = [min(MOST_NODES, *(count[name] for name in pair.clusters)) for pair in pairs]
     nic = site.fabric_by_name[ETHERNET].rate_bps
     least = [FLAT_SHARE * nic * number for number in nodes]
-    return all(pair.latency_s <= FLAT_S and pair.rate_bps >= rate for pair, rate in zip(pairs, least))
+    return all(
+        pair.latency_s <= FLAT_S and pair.rate_bps >= rate for pair, rate in zip(pairs, least)
+    )
 
 
 def streams_of(nodes: int) -> int:
@@ -74,18 +78,24 @@ def stated_bps(site: Site, source: str, target: str, nodes: int) -> float:
     return min([nics, *(hop.rate_bps for hop in site.wan.hops(source, target))])
 
 
-def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -> tuple[MeasuredPair, ...]:
+def measure(
+    session: Session, tell: Callable[[str], None] = lambda text: None
+) -> tuple[MeasuredPair, ...]:
     """Every pair of clusters, alike on all ranks (all call it); () for one cluster. OSError: no answer."""
     import torch.distributed as dist
 
     site, plan = session.site, session.plan
     rank, node = dist.get_rank(), plan.nodes[dist.get_rank() // plan.processes]
     first = {name: index * plan.processes for index, name in enumerate(plan.nodes)}
-    clusters = [[first[name] for name in plan.nodes if site.node_by_name[name].cluster == cluster]
-                for cluster in site.clusters]
+    clusters = [
+        [first[name] for name in plan.nodes if site.node_by_name[name].cluster == cluster]
+        for cluster in site.clusters
+    ]
     if len(clusters) < 2:
         return ()
-    server = socket.create_server((site.node_by_name[node].port(ETHERNET).address, 0), backlog=2 * STREAMS)
+    server = socket.create_server(
+        (site.node_by_name[node].port(ETHERNET).address, 0), backlog=2 * STREAMS
+    )
     server.settimeout(PATIENCE_S)
     addresses: list = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, server.getsockname()[:2])
@@ -93,8 +103,10 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
     for number, pairs in enumerate(schedule := rounds(len(clusters)), start=1):
         listed = ", ".join(f"{site.clusters[a]}-{site.clusters[b]}" for a, b in pairs)
         tell(f"round {number} of {len(schedule)} between the clusters: {listed}")
-        sides = next(((clusters[a], clusters[b]) for a, b in pairs if rank in (*clusters[a], *clusters[b])),
-                     None)
+        sides = next(
+            ((clusters[a], clusters[b]) for a, b in pairs if rank in (*clusters[a], *clusters[b])),
+            None,
+        )
         my_results.append(_pair(rank, sides, server, addresses, dist.barrier))
     all_results: list = [None] * dist.get_world_size()
     dist.all_gather_object(all_results, my_results)
@@ -108,11 +120,18 @@ def measure(session: Session, tell: Callable[[str], None] = lambda text: None) -
                 together = max(together, stated_bps(site, *names, len(ends)))
             measured.append(MeasuredPair(names, round(together), trip / 2, round(stream)))
     server.close()
-    return tuple(sorted(measured, key=lambda pair: [site.clusters.index(name) for name in pair.clusters]))
+    return tuple(
+        sorted(measured, key=lambda pair: [site.clusters.index(name) for name in pair.clusters])
+    )
 
 
-def _pair(rank: int, sides: tuple[_Cluster, _Cluster] | None, server: socket.socket, addresses: Sequence[Any],
-          barrier: Callable[[], object]) -> tuple[float, float, _Rates]:
+def _pair(
+    rank: int,
+    sides: tuple[_Cluster, _Cluster] | None,
+    server: socket.socket,
+    addresses: Sequence[Any],
+    barrier: Callable[[], object],
+) -> tuple[float, float, _Rates]:
     """(seconds of a round trip, bits/s of one stream, of all this sender's in each part of the time), 0 where
     not measured. All ranks pass the same barriers."""
     ends = list(zip(*sides))[:MOST_NODES] if sides else []
@@ -141,7 +160,9 @@ def _median(rates: Sequence[_Rates]) -> float:
     return statistics.median(together) or statistics.mean(together)
 
 
-def _connect(address: tuple[str, int], kind: bytes, lead: float = 0.0, window: float = 0.0) -> socket.socket:
+def _connect(
+    address: tuple[str, int], kind: bytes, lead: float = 0.0, window: float = 0.0
+) -> socket.socket:
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(_HEAD.pack(kind, lead, window))
@@ -196,7 +217,9 @@ def _answer(connection: socket.socket) -> None:
             return
         buffer, begin = bytearray(1 << 20), time.monotonic() + lead
         part_s, counted = window / PARTS, [0] * PARTS
-        while (size := connection.recv_into(buffer)) and (passed := time.monotonic() - begin) < window:
+        while (size := connection.recv_into(buffer)) and (
+            passed := time.monotonic() - begin
+        ) < window:
             if passed >= 0:
                 counted[min(PARTS - 1, int(passed / part_s))] += size
         connection.sendall(_RATES.pack(*(8 * size / part_s for size in counted)))

@@ -98,7 +98,9 @@ class OnDevice:
         self._polling = threading.RLock()
         self.captures, self.step_done, self.mark = clock.capturing, clock.step_done, clock.mark
 
-    def timed(self, spans: list[tuple[str, Any, Any]]) -> tuple[list[tuple[str, float, float]], list[Any]]:
+    def timed(
+        self, spans: list[tuple[str, Any, Any]]
+    ) -> tuple[list[tuple[str, float, float]], list[Any]]:
         """(those that the GPU has come by, in seconds; the others). Spans in seconds are as they are."""
         done, left = [], []
         for kind, begun, ended in spans:
@@ -149,7 +151,9 @@ class OnDevice:
         with self._polling:
             while count := self._first_known(group):
                 last = group.on_device[count - 1]
-                if not self._is_over(last) or not all(self._clock.over(after) for _, after in last.waits):
+                if not self._is_over(last) or not all(
+                    self._clock.over(after) for _, after in last.waits
+                ):
                     return
                 for _ in range(count):
                     self._end(group.on_device.popleft(), last)
@@ -157,8 +161,14 @@ class OnDevice:
     def _first_known(self, group: GroupTraffic) -> int:
         """How many operations there are up to the first whose end can be told; 0 for none."""
         ops = enumerate(group.on_device, 1)
-        return next((n for n, op in ops if op.ended is not None
-                     or (op.work is not None and op.work() is not None)), 0)
+        return next(
+            (
+                n
+                for n, op in ops
+                if op.ended is not None or (op.work is not None and op.work() is not None)
+            ),
+            0,
+        )
 
     def _is_over(self, op: Op) -> bool:
         work = op.work() if op.work is not None else None

@@ -24,19 +24,36 @@ from holmes_ext.runtime.backend import backend_of, traits_of
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
 #: Words of a group's description (lower case) and its kind; the first that fits counts.
 _WORDS = (
-    ("embedding", "embedding"), ("two-level", "data"), ("pipeline pair", "pipeline"),
-    ("pipeline twin", "pipeline"), ("pipeline activations", "pipeline"), ("pipeline gradients", "pipeline"),
-    ("expert_data", "data"), ("expert", "expert"), ("distributed_optimizer_instance", "data"),
-    ("tensor_and", "other"), ("data_parallel", "data"), ("context_parallel", "context"),
-    ("hybrid_dp_cp", "context"), ("hierarchical", "context"), ("tensor_model_parallel", "tensor"),
-    ("pipeline_model_parallel", "pipeline"), ("default_pg", "world"),
-)  # fmt: skip
+    ("embedding", "embedding"),
+    ("two-level", "data"),
+    ("pipeline pair", "pipeline"),
+    ("pipeline twin", "pipeline"),
+    ("pipeline activations", "pipeline"),
+    ("pipeline gradients", "pipeline"),
+    ("expert_data", "data"),
+    ("expert", "expert"),
+    ("distributed_optimizer_instance", "data"),
+    ("tensor_and", "other"),
+    ("data_parallel", "data"),
+    ("context_parallel", "context"),
+    ("hybrid_dp_cp", "context"),
+    ("hierarchical", "context"),
+    ("tensor_model_parallel", "tensor"),
+    ("pipeline_model_parallel", "pipeline"),
+    ("default_pg", "world"),
+)
 #: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among
 #: them counts: a group of "dp_shard_cp" shards weights.
 _DIMENSIONS = {
-    "dp": "data", "replicate": "data", "shard": "data", "fsdp": "data", "tp": "tensor", "cp": "context",
-    "pp": "pipeline", "ep": "expert",
-}  # fmt: skip
+    "dp": "data",
+    "replicate": "data",
+    "shard": "data",
+    "fsdp": "data",
+    "tp": "tensor",
+    "cp": "context",
+    "pp": "pipeline",
+    "ep": "expert",
+}
 
 
 def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_size: int) -> str:
@@ -65,10 +82,14 @@ def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) ->
         if set(members) <= set(stages):
             places = [stages.index(rank) for rank in members]
             return "embedding" if places == [0, len(stages) - 1] and len(stages) > 2 else "pipeline"
-        spans = {axis for axis in AXES
-                 if any(set(sizes.group(members[0], axis)) & {rank} for rank in members[1:])}
-        if spans == {"dp"} or (spans == {"dp", "cp"}
-                               and len(members) == sizes.data * sizes.context < world_size):
+        spans = {
+            axis
+            for axis in AXES
+            if any(set(sizes.group(members[0], axis)) & {rank} for rank in members[1:])
+        }
+        if spans == {"dp"} or (
+            spans == {"dp", "cp"} and len(members) == sizes.data * sizes.context < world_size
+        ):
             return "data"
     return "world" if len(members) == world_size else "other"
 
@@ -90,7 +111,9 @@ _RING = {
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
     """Bytes that one rank sends in `operation` among `ranks`; gloo's reduce-scatter is an all-reduce."""
-    factor = _RING[operation](ranks) if operation in _RING and (ranks > 1 or operation == "send") else 0
+    factor = (
+        _RING[operation](ranks) if operation in _RING and (ranks > 1 or operation == "send") else 0
+    )
     if operation == "reduce_scatter" and backend == "gloo":
         factor *= 2
     return payload * factor
@@ -110,17 +133,29 @@ class GroupTraffic:
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
         self.is_nccl2 = traits.is_nccl2
         self.description = str(process_group.group_desc or "").replace("undefined", "")
-        made = [r.transport for r in current.groups if r.ranks == self.ranks and r.backend == self.backend]
+        made = [
+            r.transport
+            for r in current.groups
+            if r.ranks == self.ranks and r.backend == self.backend
+        ]
         self.transport = made[-1] if made else current.transport(self.ranks, self.backend)
         self.world_size = current.plan.world_size
         self.collectives = 0
-        self.messages: dict[tuple[str, int], int] = {}  # ("send" or "receive", the other's rank) -> how many
-        self.on_device: deque[Op] = deque()  # over NCCL: those under way, in the order of their launch
+        self.messages: dict[
+            tuple[str, int], int
+        ] = {}  # ("send" or "receive", the other's rank) -> how many
+        self.on_device: deque[Op] = (
+            deque()
+        )  # over NCCL: those under way, in the order of their launch
         self.last_end = 0.0  # of those: one communicator works in that order
 
     def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
         """What it is for; a message between two ranks may belong to the pipeline over any group."""
-        if peer is not None and len(self.ranks) > 2 and described(self.description) in ("", "world"):
+        if (
+            peer is not None
+            and len(self.ranks) > 2
+            and described(self.description) in ("", "world")
+        ):
             return kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
         return kind_of(self.ranks, self.description, sizes, self.world_size)
 

@@ -44,7 +44,9 @@ def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
         if fabric not in chosen or (fabric == ETHERNET and crossing and not chosen[fabric][1]):
             chosen[fabric] = (source, target), crossing
     first = {node: index * plan.processes for index, node in enumerate(plan.nodes)}
-    return {fabric: (first[source], first[target]) for fabric, ((source, target), _) in chosen.items()}
+    return {
+        fabric: (first[source], first[target]) for fabric, ((source, target), _) in chosen.items()
+    }
 
 
 def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
@@ -58,13 +60,18 @@ def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
         if flat or fabric != ETHERNET or first_cluster.setdefault(fabric, cluster) == cluster:
             members.setdefault(fabric, []).append(index * plan.processes)
     if flat:
-        members[site.shared_fabric(plan.nodes).name] = [index * plan.processes
-                                                        for index in range(len(plan.nodes))]
+        members[site.shared_fabric(plan.nodes).name] = [
+            index * plan.processes for index in range(len(plan.nodes))
+        ]
     return {fabric: tuple(ranks) for fabric, ranks in members.items() if len(ranks) > 1}
 
 
-def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda text: None,
-            flat: bool = True) -> dict[str, MeasuredLink]:
+def measure(
+    session: Session,
+    largest: int,
+    tell: Callable[[str], None] = lambda text: None,
+    flat: bool = True,
+) -> dict[str, MeasuredLink]:
     """Every fabric's curves, alike on all ranks (all call it). largest: bytes; flat: between clusters."""
     import torch
     import torch.distributed as dist
@@ -73,7 +80,10 @@ def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda
     device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
     sizes = [size for size in SEND_BYTES if size <= largest]
     samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    measured = ("send", pairs(session, flat), _there_and_back), ("ring", rings(session, flat), _all_reduce)
+    measured = (
+        ("send", pairs(session, flat), _there_and_back),
+        ("ring", rings(session, flat), _all_reduce),
+    )
     for key, groups, run in measured:
         for fabric, ranks in groups.items():
             group = dist.new_group(list(ranks))
@@ -89,13 +99,15 @@ def measure(session: Session, largest: int, tell: Callable[[str], None] = lambda
     dist.barrier()
     links = {}
     for fabric, curves in samples.items():
-        links[fabric] = MeasuredLink(**{key: fit(sampled, f"fabric {fabric}").points
-                                        for key, sampled in curves.items()})
+        links[fabric] = MeasuredLink(
+            **{key: fit(sampled, f"fabric {fabric}").points for key, sampled in curves.items()}
+        )
     return links
 
 
-def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group,
-           device) -> list[tuple[float, float]]:
+def _curve(
+    run: Callable, sizes: list[int], ranks: tuple[int, ...], group, device
+) -> list[tuple[float, float]]:
     """(bytes, median seconds) until a size takes too long; all ranks of the group decide alike."""
     import torch
     import torch.distributed as dist
@@ -106,11 +118,14 @@ def _curve(run: Callable, sizes: list[int], ranks: tuple[int, ...], group,
         part = run(tensor, ranks, group)  # connects
         again = lambda: run(tensor, ranks, group)  # noqa: B023, E731
         (once,) = seconds_of(again, 1, device)
-        count = torch.tensor([max(LEAST, min(MOST, int(SECONDS / max(part * once, 1e-6))))], device=device)
+        count = torch.tensor(
+            [max(LEAST, min(MOST, int(SECONDS / max(part * once, 1e-6))))], device=device
+        )
         dist.broadcast(count, ranks[0], group=group)
         seconds = part * statistics.median(seconds_of(again, int(count), device))
-        median = torch.tensor([seconds], dtype=torch.float64 if device.type == "cpu" else torch.float32,
-                              device=device)
+        median = torch.tensor(
+            [seconds], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
+        )
         dist.broadcast(median, ranks[0], group=group)
         points.append((float(size), float(median)))
         if float(median) > LONGEST_S and len(points) > 1:
@@ -161,13 +176,17 @@ def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
     for count in (large := max(4096, min(size_bytes, _LARGEST_REDUCTION)) // 4, large // 4):
         tensor = torch.zeros(count, device=device)
         times = seconds_of(lambda: dist.all_reduce(tensor, group=group), 4, device)  # noqa: B023
-        timings.append((count * 4, statistics.median(times[1:])))  # the first one brings the ranks together
+        timings.append(
+            (count * 4, statistics.median(times[1:]))
+        )  # the first one brings the ranks together
     (big, long), (small, short) = timings
     per_byte = (long - short) / (big - small) if long > short else long / big
     return per_byte, max(0.0, long - per_byte * big)
 
 
-def edge(stage: int, stages: int, size_bytes: int, device: Any, send: Callable, receive: Callable) -> float:
+def edge(
+    stage: int, stages: int, size_bytes: int, device: Any, send: Callable, receive: Callable
+) -> float:
     """Seconds of an activation to the next stage, one way (0 on the last). All stages call it; send(tensor,
     stage) and receive(tensor, stage) block."""
     import torch

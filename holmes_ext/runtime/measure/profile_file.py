@@ -26,17 +26,26 @@ _TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
 def publish(
-    current: session.Session, profiler: Profiler, report: dict[str, Any], *, stages: int,
-    gradient_bytes: dict[Label, float], group: Any, device: Any, send: Callable[[Any, int], Any],
+    current: session.Session,
+    profiler: Profiler,
+    report: dict[str, Any],
+    *,
+    stages: int,
+    gradient_bytes: dict[Label, float],
+    group: Any,
+    device: Any,
+    send: Callable[[Any, int], Any],
     receive: Callable[[Any, int], Any],
-) -> None:  # fmt: skip
+) -> None:
     """Time `group`'s reduction and the edges alone, and report; rank 0 writes the profile. report: has
     "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes"; send, receive:
     take a tensor and a stage, and block. Exits with 0 where the options say so (`holmes tune`)."""
     report |= {
         "steps": profiler.steps,
         "gradient_bytes": [[label, size] for label, size in gradient_bytes.items()],
-        "edge_s": probe.edge(report["stage"], stages, report["activation_bytes"], device, send, receive),
+        "edge_s": probe.edge(
+            report["stage"], stages, report["activation_bytes"], device, send, receive
+        ),
         "reduction": probe.reduction(group, int(sum(gradient_bytes.values())), device),
         **profiler.medians(),
     }
@@ -69,7 +78,9 @@ def _reports(store: Any, prefix: str, world: int) -> list[dict[str, Any]]:
     """Of all ranks, in their order."""
     reports = dict(map(json.loads, gathered(store, f"{prefix}/reports", _COLLECT_SECONDS)))
     if missing := [rank for rank in range(world) if rank not in reports]:
-        raise HolmesError(f"--holmes-profile: rank {some_of(missing)} did not report what it measured")
+        raise HolmesError(
+            f"--holmes-profile: rank {some_of(missing)} did not report what it measured"
+        )
     return [reports[rank] for rank in range(world)]
 
 
@@ -87,17 +98,23 @@ def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
     """Of a stage's ranks the slowest counts. Sizes that nobody told holmes are the framework's."""
     plan, first = current.plan, reports[0]
     stages = 1 + max(report["stage"] for report in reports)
-    ranks = [[rank for rank, report in enumerate(reports) if report["stage"] == stage]
-             for stage in range(stages)]
+    ranks = [
+        [rank for rank, report in enumerate(reports) if report["stage"] == stage]
+        for stage in range(stages)
+    ]
     gradients = _most(reports, "gradient_bytes")
     blocks = sum(isinstance(label, int) for label in gradients)
     return Profile(
         framework=first["framework"],
         site=current.site.to_dict(),
-        sizes=(plan.sizes or Sizes(pipeline=stages, tensor=first["tensor"])).complete(plan.world_size),
+        sizes=(plan.sizes or Sizes(pipeline=stages, tensor=first["tensor"])).complete(
+            plan.world_size
+        ),
         micro_batches=first["micro_batches"],
         steps=first["steps"],
-        gradient_bytes=tuple(gradients.get(label, 0.0) for label in ("before", *range(blocks), "after")),
+        gradient_bytes=tuple(
+            gradients.get(label, 0.0) for label in ("before", *range(blocks), "after")
+        ),
         activation_bytes=first["activation_bytes"],
         step_s=max(report["totals"]["step"] for report in reports),
         stages=tuple(_stage(current, mine, [reports[rank] for rank in mine]) for mine in ranks),
@@ -126,5 +143,8 @@ def _stage(current: session.Session, ranks: list[int], reports: list[dict[str, A
         reduction_s_per_byte=max(report["reduction"][0] for report in reports),
         reduction_latency_s=max(report["reduction"][1] for report in reports),
         edge_s=max(report["edge_s"] for report in reports),
-        **{f"{kind}_s": max(report["totals"].get(kind, 0.0) for report in reports) for kind in _TOTALS},
+        **{
+            f"{kind}_s": max(report["totals"].get(kind, 0.0) for report in reports)
+            for kind in _TOTALS
+        },
     )

@@ -33,9 +33,11 @@ class Profiler:
     """The times of one rank. clock() -> a mark; seconds(a, b) between two marks, once the step has ended."""
 
     def __init__(
-        self, steps: int, clock: Callable[[], Any] = time.perf_counter,
+        self,
+        steps: int,
+        clock: Callable[[], Any] = time.perf_counter,
         seconds: Callable[[Any, Any], float] = lambda a, b: b - a,
-    ):  # fmt: skip
+    ):
         self.steps, self.clock, self.seconds = steps, clock, seconds
         self.done = 0  # steps, warm-up included
         self.totals: dict[str, list[float]] = {}  # kind -> seconds of each measured step
@@ -107,7 +109,11 @@ class Profiler:
             if kind in self.passes:
                 for label, seconds in self._cut(kind, marks).items():
                     self.passes[kind].setdefault(label, []).append(seconds)
-        for kind, seconds in {**sums, "step": total, "idle": max(0.0, total - sum(sums.values()))}.items():
+        for kind, seconds in {
+            **sums,
+            "step": total,
+            "idle": max(0.0, total - sum(sums.values())),
+        }.items():
             self.totals.setdefault(kind, []).append(seconds)
 
     def _cut(self, kind: str, marks: list) -> dict[Label, float]:
@@ -116,7 +122,9 @@ class Profiler:
         labels = [label for label, _ in marks[1:-1]]
         if not labels:
             return {}
-        if kind == "forward":  # a mark is where its layer begins; what comes before the first is the first's
+        if (
+            kind == "forward"
+        ):  # a mark is where its layer begins; what comes before the first is the first's
             owners = [labels[0], *labels]
         else:
             # a mark is where its layer ends; what comes after the last is of the layer in front, which has
@@ -129,12 +137,17 @@ class Profiler:
 
     def medians(self) -> dict[str, Any]:
         """For JSON: layers as [label, seconds] pairs."""
-        padded = {kind: values + [0.0] * (self.steps - len(values)) for kind, values in self.totals.items()}
+        padded = {
+            kind: values + [0.0] * (self.steps - len(values))
+            for kind, values in self.totals.items()
+        }
         return {
             "totals": {kind: statistics.median(values) for kind, values in padded.items()},
-            **{kind: [[label, statistics.median(values)] for label, values in by_layer.items()]
-               for kind, by_layer in self.passes.items()},
-        }  # fmt: skip
+            **{
+                kind: [[label, statistics.median(values)] for label, values in by_layer.items()]
+                for kind, by_layer in self.passes.items()
+            },
+        }
 
 
 def profiler(steps: int) -> Profiler:

@@ -44,12 +44,17 @@ class Recorder:
     watchdog only."""
 
     def __init__(
-        self, rank: int, sizes: Sizes | None, on_step: Callable[..., None] | None = None,
+        self,
+        rank: int,
+        sizes: Sizes | None,
+        on_step: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
-    ):  # fmt: skip
+    ):
         self.rank, self.sizes, self.clock = rank, sizes, clock
         self.on_step = [on_step] if on_step is not None else []
-        self.on_round: Callable[[dict[str, Any]], None] | None = None  # told of rounds with other jobs
+        self.on_round: Callable[[dict[str, Any]], None] | None = (
+            None  # told of rounds with other jobs
+        )
         self.device = OnDevice(self, DeviceClock(clock))
         self.groups: dict[int, GroupTraffic] = {}
         self.open: dict[int, Op] = {}  # by id(op)
@@ -99,7 +104,11 @@ class Recorder:
 
     def ends(self, op: Op) -> tuple[int, ...]:
         """The ranks that take part."""
-        return op.group.ranks if op.peer is None or op.peer < 0 else tuple(sorted((self.rank, op.peer)))
+        return (
+            op.group.ranks
+            if op.peer is None or op.peer < 0
+            else tuple(sorted((self.rank, op.peer)))
+        )
 
     def launch(self, process_group: Any, name: str, payload: int, to: int | None) -> Op | None:
         """It is about to be started. to: the other's rank in the group (send, receive). None: a CUDA graph
@@ -131,7 +140,9 @@ class Recorder:
         """
         op.is_synchronous = is_synchronous
         block = self.coalescing.get(id(process_group))
-        if block is not None:  # the program coalesces operations: block_ended() records them together
+        if (
+            block is not None
+        ):  # the program coalesces operations: block_ended() records them together
             block.append(op)
             return
         if is_synchronous and op.group.is_nccl2:

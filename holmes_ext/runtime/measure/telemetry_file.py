@@ -60,10 +60,15 @@ class Writer:
     cluster_of(rank): its name."""
 
     def __init__(
-        self, path: Path | None, head: dict[str, Any], recorder: Recorder, cluster_of: Callable[[int], str],
-        make_board: Callable[[], Any] = lambda: None, limit: int = LIMIT_BYTES,
+        self,
+        path: Path | None,
+        head: dict[str, Any],
+        recorder: Recorder,
+        cluster_of: Callable[[int], str],
+        make_board: Callable[[], Any] = lambda: None,
+        limit: int = LIMIT_BYTES,
         take: Callable[[dict[str, Any]], None] = lambda document: None,
-    ):  # fmt: skip
+    ):
         self.path, self.recorder = path, recorder
         self.cluster_of, self.limit = cluster_of, limit
         self.take = take
@@ -73,8 +78,9 @@ class Writer:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._line({"holmes_telemetry": VERSION, **head})
-        self._thread = threading.Thread(target=self._serve, args=(make_board,), name="holmes telemetry",
-                                        daemon=True)
+        self._thread = threading.Thread(
+            target=self._serve, args=(make_board,), name="holmes telemetry", daemon=True
+        )
         self._thread.start()
 
     def on_step(self, *step: Any) -> None:
@@ -88,8 +94,13 @@ class Writer:
     def close(self) -> None:
         """Write what is left, and what the last step left under way; at most some seconds."""
         if late := [op for op in self.recorder.behind if op.end]:
-            self.put({"late": self.recorder.step - 1, "groups": self.totals(late),
-                      "between": self.between(late)})
+            self.put(
+                {
+                    "late": self.recorder.step - 1,
+                    "groups": self.totals(late),
+                    "between": self.between(late),
+                }
+            )
         self._queue.put(None)
         self._thread.join(10)
 
@@ -126,10 +137,22 @@ class Writer:
             self._file = -1
 
     def _step(
-        self, step: int, begin: float, end: float, tokens: int, done: list[Op], spans: list,
-        reduction: dict | None
+        self,
+        step: int,
+        begin: float,
+        end: float,
+        tokens: int,
+        done: list[Op],
+        spans: list,
+        reduction: dict | None,
     ) -> dict[str, Any]:
-        document = {"step": step, "begin": begin, "end": end, "tokens": tokens, "groups": self.totals(done)}
+        document = {
+            "step": step,
+            "begin": begin,
+            "end": end,
+            "tokens": tokens,
+            "groups": self.totals(done),
+        }
         if crossed := self.between(done):
             document["between"] = crossed
         if reduction:
@@ -143,13 +166,23 @@ class Writer:
         """The "groups" of a step's line."""
         sums: dict[tuple[str, str, str], list[Op]] = {}
         for op in done:
-            where = "across" if len(set(map(self.cluster_of, self.recorder.ends(op)))) > 1 else "inside"
-            sums.setdefault((self.recorder.kind(op), op.group.transport.fabric, where), []).append(op)
+            where = (
+                "across" if len(set(map(self.cluster_of, self.recorder.ends(op)))) > 1 else "inside"
+            )
+            sums.setdefault((self.recorder.kind(op), op.group.transport.fabric, where), []).append(
+                op
+            )
         return [
-            [*place, len(ops), sum(op.payload for op in ops), round(sum(op.sent for op in ops)),
-             round(union_s([(op.start, op.end) for op in ops]), 7), round(sum(op.waited for op in ops), 7)]
+            [
+                *place,
+                len(ops),
+                sum(op.payload for op in ops),
+                round(sum(op.sent for op in ops)),
+                round(union_s([(op.start, op.end) for op in ops]), 7),
+                round(sum(op.waited for op in ops), 7),
+            ]
             for place, ops in sorted(sums.items())
-        ]  # fmt: skip
+        ]
 
     def between(self, done: list[Op]) -> list[list[Any]]:
         """The "between" of a step's line. A collective counts with what it sends to the group's next rank, if
@@ -169,9 +202,13 @@ class Writer:
                 sent = op.sent if following[0] == other else 0.0
             if other != cluster:
                 received = op.peer is not None and not op.sent
-                total = sums.setdefault((other, cluster) if received else (cluster, other), [0.0, 0.0])
+                total = sums.setdefault(
+                    (other, cluster) if received else (cluster, other), [0.0, 0.0]
+                )
                 total[:] = total[0] + sent, total[1] + op.waited
-        return [[*pair, round(sent), round(waited, 7)] for pair, (sent, waited) in sorted(sums.items())]
+        return [
+            [*pair, round(sent), round(waited, 7)] for pair, (sent, waited) in sorted(sums.items())
+        ]
 
     def _op(self, op: Op) -> list[Any]:
         times = (round(op.start, 7), round(op.end, 7), round(op.waited, 7))
@@ -186,23 +223,36 @@ def open_writer(
     site, node, sizes, scale = current.site, current.node, current.plan.sizes, lab_scale(os.environ)
     folder = Path(current.options.telemetry).absolute() / run
     head = {
-        "run": run, "rank": current.rank, "world": current.process.world_size, "node": node.name,
-        "cluster": node.cluster, "wall": time.time(),
+        "run": run,
+        "rank": current.rank,
+        "world": current.process.world_size,
+        "node": node.name,
+        "cluster": node.cluster,
+        "wall": time.time(),
         "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
         **({"scale": scale} if scale != 1 else {}),
-        "fabrics": {fabric.name: [fabric.kind, round(fabric.rate_bps * scale)] for fabric in site.fabrics},
+        "fabrics": {
+            fabric.name: [fabric.kind, round(fabric.rate_bps * scale)] for fabric in site.fabrics
+        },
         "between": [
-            [*pair, min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
-             sum(hop.latency_s for hop in hops)]
-            for pair in permutations(site.clusters, 2) if (hops := current.plan.wan.hops(*pair))
+            [
+                *pair,
+                min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
+                sum(hop.latency_s for hop in hops),
+            ]
+            for pair in permutations(site.clusters, 2)
+            if (hops := current.plan.wan.hops(*pair))
         ],
-    }  # fmt: skip
+    }
 
     def cluster_of(rank: int) -> str:
         return site.node_by_name[current.plan.node_of(rank)].cluster
 
-    make_board = partial(tensorboard_writer,
-                         folder / "tensorboard") if run and current.rank == 0 else lambda: None
+    make_board = (
+        partial(tensorboard_writer, folder / "tensorboard")
+        if run and current.rank == 0
+        else lambda: None
+    )
     path = folder / f"rank{current.rank}.jsonl" if run else None
     writer = Writer(path, head, recorder, cluster_of, make_board, take=take)
     recorder.on_step.append(writer.on_step)

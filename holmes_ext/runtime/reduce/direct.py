@@ -52,10 +52,14 @@ def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list
     number = {name: index for index, name in enumerate(names)}
     if across.algorithm == "tree":
         parent = dict(zip(across.order, across.parents))[me]
-        children = [number[child] for child, above in zip(across.order, across.parents) if above == me]
+        children = [
+            number[child] for child, above in zip(across.order, across.parents) if above == me
+        ]
         down = tuple((child, 0, _DOWN) for child in children)
-        up = Round(tuple((child, 0, _UP, True) for child in children),
-                   ((number[parent], 0, _UP),) if parent else down)
+        up = Round(
+            tuple((child, 0, _UP, True) for child in children),
+            ((number[parent], 0, _UP),) if parent else down,
+        )
         return [up, Round(((number[parent], 0, _DOWN, False),), down)] if parent else [up]
     count, place = len(across.order), across.order.index(me)
     before, after = number[across.order[place - 1]], number[across.order[(place + 1) % count]]
@@ -79,15 +83,22 @@ class Passage:
 class Relay:
     """exchange: its groups and tags from _UP on are used; clusters: as owners are listed; me: this rank's."""
 
-    def __init__(self, exchange: DirectExchange, across: CrossClusterAlgorithm, clusters: Sequence[str],
-                 me: str):
+    def __init__(
+        self,
+        exchange: DirectExchange,
+        across: CrossClusterAlgorithm,
+        clusters: Sequence[str],
+        me: str,
+    ):
         self._exchange, self.rounds = exchange, rounds(across, clusters, me)
         self.parts = 1 if across.algorithm == "tree" else len(clusters)
 
     def expect(self, owned: list[Parts]) -> Passage:
         """Posts the receives of a chunk. owned: this rank's pieces, in `parts` parts, an owner per
         cluster."""
-        arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]] = [[] for _ in self.rounds]
+        arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]] = [
+            [] for _ in self.rounds
+        ]
         for turn, step in enumerate(self.rounds):
             for parts, owners in owned:
                 for cluster, number, tag, added in step.takes:
@@ -124,14 +135,22 @@ class DirectExchange:
     residuals. streams: groups that share out each large part over a long link. purpose: of the groups.
     """
 
-    def __init__(self, ranks: Sequence[int], codec: Codec = PLAIN, streams: int = 1,
-                 purpose: str = "two-level"):
+    def __init__(
+        self,
+        ranks: Sequence[int],
+        codec: Codec = PLAIN,
+        streams: int = 1,
+        purpose: str = "two-level",
+    ):
         self._rank = dist.get_rank()
         self.codec = codec
         self._sent: Counter = Counter()  # by tag: each has its own thread
         self._buffers: dict[tuple, torch.Tensor] = {}
         self._groups = [
-            [members_group(ranks, f"{purpose} {direction}", backend="gloo") for direction in ("up", "down")]
+            [
+                members_group(ranks, f"{purpose} {direction}", backend="gloo")
+                for direction in ("up", "down")
+            ]
             for _ in range(streams)
         ]
 
@@ -140,28 +159,41 @@ class DirectExchange:
         """By this rank, without headers."""
         return sum(self._sent.values())
 
-    def reduce_scatter(self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None) -> None:
+    def reduce_scatter(
+        self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None
+    ) -> None:
         """My part of every job becomes the sum of all owners' copies, added in the order of the owners."""
         works: list[Any] = []
         copies = []
         for number, (parts, owners) in enumerate(jobs):
             mine = parts[owners.index(self._rank)]
-            received = {owner: self._kept(mine, tag, number, owner) for owner in self._others(owners)}
+            received = {
+                owner: self._kept(mine, tag, number, owner) for owner in self._others(owners)
+            }
             for owner, wire in received.items():
                 self.post(works, dist.irecv, wire, owner, tag)
             copies.append((mine, received, owners))
         for parts, owners in jobs:
             for owner in self._others(owners):
-                self.post(works, dist.isend, self._encode(parts[owners.index(owner)], tag, residuals), owner,
-                          tag)
+                self.post(
+                    works,
+                    dist.isend,
+                    self._encode(parts[owners.index(owner)], tag, residuals),
+                    owner,
+                    tag,
+                )
         wait_for(works)
         for mine, received, owners in copies:
             codec = self._codec_of(mine)
-            total, *others = (mine if o == self._rank else codec.decode(received[o], mine) for o in owners)
+            total, *others = (
+                mine if o == self._rank else codec.decode(received[o], mine) for o in owners
+            )
             for value in others:
                 total = torch.add(total, value, out=mine if value is others[-1] else total)
 
-    def all_gather(self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None) -> None:
+    def all_gather(
+        self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None
+    ) -> None:
         """Every owner's part of every job arrives in its place."""
         works: list[Any] = []
         arriving = []
@@ -208,7 +240,9 @@ class DirectExchange:
     def post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
         """isend or irecv of a part, if not empty, over its direction's group; large ones over all streams."""
         count = len(self._groups) if part.nbytes >= len(self._groups) * STREAM_BYTES else 1
-        for (up, down), share in zip(self._groups, part.tensor_split(count) if part.numel() else ()):
+        for (up, down), share in zip(
+            self._groups, part.tensor_split(count) if part.numel() else ()
+        ):
             sends = start is dist.isend
             if sends:
                 self._sent[tag] += share.nbytes

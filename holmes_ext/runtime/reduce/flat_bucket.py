@@ -50,14 +50,18 @@ def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Para
             named.append((name, parameter))
     if not named:
         raise HolmesError(
-            "GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()")
+            "GradientReducer: no parameter given that requires a gradient; pass model.named_parameters()"
+        )
     return named
 
 
-def fill_buckets(items: Sequence[Item], order: Sequence[int],
-                 limit_bytes: int) -> tuple[tuple[int, ...], ...]:
+def fill_buckets(
+    items: Sequence[Item], order: Sequence[int], limit_bytes: int
+) -> tuple[tuple[int, ...], ...]:
     """Indices into `items`, in `order`, cut as plan/buckets.py says."""
-    buckets = cut([items[index].bytes for index in order], limit_bytes, [items[index].key for index in order])
+    buckets = cut(
+        [items[index].bytes for index in order], limit_bytes, [items[index].key for index in order]
+    )
     return tuple(tuple(order[place] for place in bucket) for bucket in buckets)
 
 
@@ -66,10 +70,17 @@ def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
     items share one: ranks of a node have others."""
     places: dict[torch.device, int] = {}
     content = [
-        [item.name, item.numel, item.itemsize, str(dtype), device.type,
-         places.setdefault(device, len(places))]
-        for item in items for dtype, device in (item.key,)
-    ]  # fmt: skip
+        [
+            item.name,
+            item.numel,
+            item.itemsize,
+            str(dtype),
+            device.type,
+            places.setdefault(device, len(places)),
+        ]
+        for item in items
+        for dtype, device in (item.key,)
+    ]
     text = json.dumps([content, limit_bytes])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
@@ -83,7 +94,9 @@ class FlatBucket:
     that travel as they are become views of it: never more than one bucket is there twice.
     """
 
-    def __init__(self, indices: tuple[int, ...], items: Sequence[Item], multiple: int = 1, kept: bool = True):
+    def __init__(
+        self, indices: tuple[int, ...], items: Sequence[Item], multiple: int = 1, kept: bool = True
+    ):
         self._dtype, self._device = items[indices[0]].key
         self._sizes = [items[index].numel for index in indices]
         self._padding = -sum(self._sizes) % multiple
@@ -109,30 +122,41 @@ class FlatBucket:
         assert self._flat is not None
         return self._flat
 
-    def fill(self, parameters: Sequence[torch.nn.Parameter], gradient_of: Gradient, divisor: float) -> None:
+    def fill(
+        self, parameters: Sequence[torch.nn.Parameter], gradient_of: Gradient, divisor: float
+    ) -> None:
         """Copy the gradients in, divided; zeros, here and in .grad, for a parameter that has none."""
         if self._flat is None:
-            self._flat = torch.empty(sum(self._sizes) + self._padding, dtype=self._dtype, device=self._device)
+            self._flat = torch.empty(
+                sum(self._sizes) + self._padding, dtype=self._dtype, device=self._device
+            )
             self._flat[sum(self._sizes) :].zero_()
         of, gradients = [parameters[index] for index in self.indices], []
         for parameter in of:
             if (gradient := gradient_of(parameter)) is None:
                 gradient = parameter.grad = torch.zeros_like(parameter)
             gradients.append(gradient)
-        views = [view.view(g.shape)
-                 for view, g in zip(self._flat.split([*self._sizes, self._padding]), gradients)]
+        views = [
+            view.view(g.shape)
+            for view, g in zip(self._flat.split([*self._sizes, self._padding]), gradients)
+        ]
         with torch.no_grad():
             torch._foreach_copy_(views, gradients)
         if divisor != 1:
             self._flat.div_(divisor)
         for parameter, gradient, view in zip(of, gradients, views):
-            travels = (gradient is parameter.grad and gradient.dtype == view.dtype
-                       and not gradient.requires_grad)
+            travels = (
+                gradient is parameter.grad
+                and gradient.dtype == view.dtype
+                and not gradient.requires_grad
+            )
             if self.kept or not travels or not gradient.is_contiguous():
                 self._stores.append((gradient, view))
             else:
                 parameter.grad = view
-                if gradient.is_cuda:  # its memory may be given to the backward pass only after the copy
+                if (
+                    gradient.is_cuda
+                ):  # its memory may be given to the backward pass only after the copy
                     gradient.record_stream(torch.cuda.current_stream())
 
     def store(self, divisor: float) -> None:

@@ -78,10 +78,14 @@ class ReduceToOwners:
         Returns:
             A work with wait() and get_future().
         """
-        parts = list(zip(flat.split([elements for elements, _ in spans]), [owner for _, owner in spans]))
+        parts = list(
+            zip(flat.split([elements for elements, _ in spans]), [owner for _, owner in spans])
+        )
         if self._steps is not None:
             return self._steps([parts])
-        return _Works([dist.reduce(part, owner, group=self._group, async_op=True) for part, owner in parts])
+        return _Works(
+            [dist.reduce(part, owner, group=self._group, async_op=True) for part, owner in parts]
+        )
 
     def close(self) -> None:
         if self._steps is not None:
@@ -100,8 +104,10 @@ class ReduceToOwners:
             place = (me - self._ranks.index(owner) - 1) % count
             for chunk in part.split(max(1, CHUNK_BYTES // part.element_size())):
                 arriving = torch.empty_like(chunk) if place > 0 else None
-                receive = arriving is not None and (dist.irecv(arriving, src=before, group=self._group),
-                                                    arriving)
+                receive = arriving is not None and (
+                    dist.irecv(arriving, src=before, group=self._group),
+                    arriving,
+                )
                 hops.append((chunk, receive, place < count - 1))
         sends: list[Any] = []
         for chunk, receive, goes_on in hops:

@@ -70,7 +70,9 @@ class PlannedReduction:
         network_api = network_api_of(self.backend)
         if current is None or self.spec is None or not network_api:
             return False
-        hooks.on_reduction(current, self.ranks, network_api, self)  # an extension may change the plan
+        hooks.on_reduction(
+            current, self.ranks, network_api, self
+        )  # an extension may change the plan
         spec = current.decided_again(self.ranks, self.backend)
         if spec is None or spec == self.spec:
             return False
@@ -82,7 +84,9 @@ class PlannedReduction:
     def _adopt(self, spec: ReductionSpec) -> None:
         if spec not in self._made:
             made = hooks.reduction_for(self._group, self.size, spec, self.device_type)
-            self._made[spec] = made or hierarchical_for(self._group, self.size, spec, self.device_type)
+            self._made[spec] = made or hierarchical_for(
+                self._group, self.size, spec, self.device_type
+            )
         self.spec = spec
         self.hierarchical = self._made[spec]
 
@@ -187,6 +191,11 @@ def hierarchical_over(
     if across is not None and set(across.order) != set(ranks_by_cluster):
         across = None  # it was planned for other clusters than these
     return TwoLevelAllReduce(
-        clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, across=across,
-        names=list(ranks_by_cluster), streams=spec.streams, purpose=purpose,
-    )  # fmt: skip
+        clusters,
+        chunk_bytes=spec.chunk_bytes,
+        compress=spec.compress,
+        across=across,
+        names=list(ranks_by_cluster),
+        streams=spec.streams,
+        purpose=purpose,
+    )

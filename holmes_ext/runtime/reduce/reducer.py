@@ -89,13 +89,19 @@ class GradientReducer:
     def __init__(
         self,
         parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
-        group: dist.ProcessGroup | None = None, *,
-        bucket_bytes: int | None = None, fabric: Fabric | None = None,
-        average: bool = True, predivide: float = 1.0, communication_dtype: torch.dtype | None = None,
-        compress: str | None = None, deferred: Iterable[torch.nn.Parameter] = (),
-        all_reduce: Callable[[torch.Tensor], Any] | None = None, gradient: Gradient | None = None,
+        group: dist.ProcessGroup | None = None,
+        *,
+        bucket_bytes: int | None = None,
+        fabric: Fabric | None = None,
+        average: bool = True,
+        predivide: float = 1.0,
+        communication_dtype: torch.dtype | None = None,
+        compress: str | None = None,
+        deferred: Iterable[torch.nn.Parameter] = (),
+        all_reduce: Callable[[torch.Tensor], Any] | None = None,
+        gradient: Gradient | None = None,
         owners: Callable[[torch.nn.Parameter], Spans] | None = None,
-    ):  # fmt: skip
+    ):
         named = flat_bucket.named_parameters(parameters)
         self._parameters = [parameter for _, parameter in named]
         if group is None:
@@ -123,7 +129,9 @@ class GradientReducer:
         self.bucket_bytes = self._bucket_bytes()
         self._side = SideStream() if device_type == "cuda" else None
         late = {id(parameter) for parameter in deferred}
-        self._deferred = [i for i, parameter in enumerate(self._parameters) if id(parameter) in late]
+        self._deferred = [
+            i for i, parameter in enumerate(self._parameters) if id(parameter) in late
+        ]
         self.times: ReductionTimes | None = None
         self._step = 0
         self._expected: list[int] | None = None
@@ -131,7 +139,9 @@ class GradientReducer:
         self._check_alike()
         self._build([i for i in reversed(range(len(named))) if i not in set(self._deferred)])
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(functools.partial(self._gradient_arrived, index))
+            parameter.register_post_accumulate_grad_hook(
+                functools.partial(self._gradient_arrived, index)
+            )
             for index, parameter in enumerate(self._parameters)
         ]
 
@@ -159,10 +169,14 @@ class GradientReducer:
     def _check_alike(self) -> None:
         """Ranks with different parameters would reduce different things with each other, or hang."""
         device = self._parameters[0].device
-        mine = torch.tensor([flat_bucket.layout_digest(self._items, self.bucket_bytes)], device=device)
+        mine = torch.tensor(
+            [flat_bucket.layout_digest(self._items, self.bucket_bytes)], device=device
+        )
         all_ = [torch.empty_like(mine) for _ in self.ranks]
         dist.all_gather(all_, mine, group=self.group)
-        other = next((rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None)
+        other = next(
+            (rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None
+        )
         if other is not None:
             raise HolmesError(
                 f"GradientReducer: rank {other} has other parameters or another bucket size than rank "
@@ -177,13 +191,16 @@ class GradientReducer:
         self._buckets = []  # the old ones' buffers go before there are new ones
         self._reduction = self._chosen_reduction()
         multiple, kept = self._reduction.multiple, self._side is None
-        self._buckets = [FlatBucket(indices, self._items, multiple, kept) for indices in (*groups, *last)]
+        self._buckets = [
+            FlatBucket(indices, self._items, multiple, kept) for indices in (*groups, *last)
+        ]
         self._hooked = len(groups)  # buckets that the backward pass may launch
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         if self._owners is not None and self._reduction is self._to_owners:
             for bucket in self._buckets:
-                bucket.spans = merge_spans(span for i in bucket.indices
-                                           for span in self._owners(self._parameters[i]))
+                bucket.spans = merge_spans(
+                    span for i in bucket.indices for span in self._owners(self._parameters[i])
+                )
         self._reset()
 
     def _reset(self) -> None:
@@ -198,15 +215,17 @@ class GradientReducer:
 
     def covers(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Whether these parameters, in this order, are the ones that are reduced."""
-        return [id(parameter) for parameter in parameters] == [id(parameter)
-                                                               for parameter in self._parameters]
+        return [id(parameter) for parameter in parameters] == [
+            id(parameter) for parameter in self._parameters
+        ]
 
     def arm(self, hold: bool = False) -> None:
         """All backward passes until finish() are the step's last: send gradients as they become final; hold:
         none before release()."""
         if self.armed:
             raise HolmesError(
-                "GradientReducer: arm() was called twice without finish() between; call each once a step")
+                "GradientReducer: arm() was called twice without finish() between; call each once a step"
+            )
         self._begin_step()
         self.armed, self._held = True, hold
         if self._side is not None:
@@ -231,7 +250,9 @@ class GradientReducer:
         early, began = self._next, time.perf_counter()
         while self._next < len(self._buckets):
             self._launch()
-        with self._side.after({}) if self._side is not None else nullcontext():  # where they were launched
+        with (
+            self._side.after({}) if self._side is not None else nullcontext()
+        ):  # where they were launched
             for bucket in self._buckets:
                 self._store(bucket)
         if self._side is not None:
@@ -240,16 +261,24 @@ class GradientReducer:
         ended = time.perf_counter()
         last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
         self.times = ReductionTimes(
-            step=self._step, bytes=sum(bucket.bytes for bucket in self._buckets), buckets=len(self._buckets),
-            early=early, seconds=last - self._started_at if self._buckets else 0.0, exposed_s=ended - began,
+            step=self._step,
+            bytes=sum(bucket.bytes for bucket in self._buckets),
+            buckets=len(self._buckets),
+            early=early,
+            seconds=last - self._started_at if self._buckets else 0.0,
+            exposed_s=ended - began,
             fabric=self.fabric.name if self.fabric else "",
-        )  # fmt: skip
+        )
         if self._planned is not None:  # for the comparison of the job with its plan
             is_hierarchical = self._planned.hierarchical is not None
             session.note_reduction(
-                self.ranks, self._planned.spec, self.times.bytes, two_levels=is_hierarchical,
-                overlap=self.armed, follows=self._owners is None,
-            )  # fmt: skip
+                self.ranks,
+                self._planned.spec,
+                self.times.bytes,
+                two_levels=is_hierarchical,
+                overlap=self.armed,
+                follows=self._owners is None,
+            )
         self._step += 1
         if self.armed and self._expected is None:
             self._learn()
@@ -331,7 +360,8 @@ class GradientReducer:
                 bucket.work = self._reduction.all_reduce(bucket.flat, bucket)
         if self._side is None:
             bucket.work.get_future().add_done_callback(
-                before_exit(lambda _: setattr(bucket, "done_at", time.perf_counter())))
+                before_exit(lambda _: setattr(bucket, "done_at", time.perf_counter()))
+            )
         self._next += 1
 
     def _store(self, bucket: FlatBucket) -> None:
@@ -347,6 +377,10 @@ class GradientReducer:
         try:
             yield
         except RuntimeError as error:
-            what = (f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step "
-                    f"{self._step}")
-            raise HolmesError(describe_failure(what, self.ranks, self.fabric, str(error))) from error
+            what = (
+                f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step "
+                f"{self._step}"
+            )
+            raise HolmesError(
+                describe_failure(what, self.ranks, self.fabric, str(error))
+            ) from error

@@ -1,9 +1,9 @@
 """The interface of everything that sums gradients over a process group, and its simplest implementations.
 
-    FlatReduction                            torch's own all-reduce
-    TwoLevelAllReduce, TwoLevelCollectives   hierarchical: inside each cluster, then between clusters
-    ReduceToOwners                           each rank gets the sums of its own part only (ZeRO 1)
-    CallersReduction                         a function that the caller of GradientReducer gave
+FlatReduction                            torch's own all-reduce
+TwoLevelAllReduce, TwoLevelCollectives   hierarchical: inside each cluster, then between clusters
+ReduceToOwners                           each rank gets the sums of its own part only (ZeRO 1)
+CallersReduction                         a function that the caller of GradientReducer gave
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 if TYPE_CHECKING:
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
-
 
 
 class Reduction(Protocol):

@@ -75,10 +75,15 @@ class Steps:
     def __init__(self, name: str, *steps: Callable[[Any], None]):
         self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]
         self._threads = [
-            threading.Thread(target=_serve, args=(step, inbox, outbox), name=f"holmes {name} {number}",
-                             daemon=True)
-            for number, (step, inbox,
-                         outbox) in enumerate(zip(steps, self._inboxes, [*self._inboxes[1:], None]), 1)
+            threading.Thread(
+                target=_serve,
+                args=(step, inbox, outbox),
+                name=f"holmes {name} {number}",
+                daemon=True,
+            )
+            for number, (step, inbox, outbox) in enumerate(
+                zip(steps, self._inboxes, [*self._inboxes[1:], None]), 1
+            )
         ]
         for thread in self._threads:
             thread.start()
@@ -95,7 +100,9 @@ class Steps:
             thread.join()
 
 
-def _serve(step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None) -> None:
+def _serve(
+    step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None
+) -> None:
     """One step's thread. After an error the parts of a work pass through untouched."""
     broken: Exception | None = None
     while (task := inbox.get()) is not None:

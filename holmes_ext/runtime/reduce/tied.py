@@ -35,7 +35,12 @@ class TiedSum:
     faster."""
 
     def __init__(self, ranks: tuple[int, ...], reduction: Reduction, least: int):
-        self.ranks, self.twins, self.reduction, self.least = ranks, len(ranks) // 2, reduction, least
+        self.ranks, self.twins, self.reduction, self.least = (
+            ranks,
+            len(ranks) // 2,
+            reduction,
+            least,
+        )
 
     def takes(self, gradient: Any) -> bool:
         return gradient.is_contiguous() and gradient.numel() * gradient.element_size() >= self.least

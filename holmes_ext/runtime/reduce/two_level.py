@@ -64,10 +64,15 @@ def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
     cuts_of = [_cuts(numel, len(members)) for members in clusters]
     edges = sorted({cut for cuts in cuts_of for cut in cuts})
     return [
-        Shard(start, stop, tuple(members[bisect_right(cuts, start) - 1]
-                                 for members, cuts in zip(clusters, cuts_of)))
+        Shard(
+            start,
+            stop,
+            tuple(
+                members[bisect_right(cuts, start) - 1] for members, cuts in zip(clusters, cuts_of)
+            ),
+        )
         for start, stop in pairwise(edges)
-    ]  # fmt: skip
+    ]
 
 
 def _cuts(numel: int, parts: int) -> list[int]:
@@ -94,27 +99,41 @@ class TwoLevelAllReduce:
     multiple = 1
 
     def __init__(
-        self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off",
-        across: CrossClusterAlgorithm | None = None, names: Sequence[str] = (), streams: int = 1,
+        self,
+        clusters: Sequence[Sequence[int]],
+        *,
+        chunk_bytes: int | None = None,
+        compress: str = "off",
+        across: CrossClusterAlgorithm | None = None,
+        names: Sequence[str] = (),
+        streams: int = 1,
         purpose: str = "two-level",
     ):
         self.clusters = [list(members) for members in clusters]
         everyone = sorted(rank for members in self.clusters for rank in members)
         self.rank = dist.get_rank()
-        if len(self.clusters) < 2 or len(set(everyone)) != len(everyone) or self.rank not in everyone:
+        if (
+            len(self.clusters) < 2
+            or len(set(everyone)) != len(everyone)
+            or self.rank not in everyone
+        ):
             raise HolmesError(
                 f"TwoLevelAllReduce: clusters {self.clusters} must be two or more lists of different ranks,"
                 f" rank {self.rank} in one of them"
             )
         self.members = next(members for members in self.clusters if self.rank in members)
-        self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * min(len(members) for members in self.clusters)
+        self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * min(
+            len(members) for members in self.clusters
+        )
         self._inside = DirectExchange(sorted(self.members), purpose=purpose)
         self._across = DirectExchange(everyone, codec(compress), streams, purpose)
         self._residuals = Residuals()
         middle: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
         self._relay = None
         if across is not None:
-            self._relay = Relay(self._across, across, names, names[self.clusters.index(self.members)])
+            self._relay = Relay(
+                self._across, across, names, names[self.clusters.index(self.members)]
+            )
             middle = [partial(self._relay_on, turn) for turn in range(len(self._relay.rounds))]
         self._steps = Steps("two-level", self._scatter_inside, *middle, self._gather_inside)
 
@@ -126,7 +145,9 @@ class TwoLevelAllReduce:
         if self._relay is None:
             return self._steps([(chunk, residuals) for chunk in chunks])
         owned = [self._owned(chunk, self._relay.parts) for chunk in chunks]
-        return self._steps([(chunk, self._relay.expect(parts)) for chunk, parts in zip(chunks, owned)])
+        return self._steps(
+            [(chunk, self._relay.expect(parts)) for chunk, parts in zip(chunks, owned)]
+        )
 
     def close(self) -> None:
         self._steps.close()
@@ -158,6 +179,10 @@ class TwoLevelAllReduce:
 
     def _owned(self, chunk: torch.Tensor, count: int = 0) -> list[Parts]:
         """The pieces that this rank owns, each cut into `count` parts, or one for each of its owners."""
-        owned = [shard for shard in shards(chunk.numel(), self.clusters) if self.rank in shard.owners]
-        return [(_split(chunk[shard.start : shard.stop], count or len(shard.owners)), shard.owners)
-                for shard in owned]
+        owned = [
+            shard for shard in shards(chunk.numel(), self.clusters) if self.rank in shard.owners
+        ]
+        return [
+            (_split(chunk[shard.start : shard.stop], count or len(shard.owners)), shard.owners)
+            for shard in owned
+        ]

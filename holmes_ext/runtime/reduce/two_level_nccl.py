@@ -70,13 +70,18 @@ class TwoLevelCollectives:
     """
 
     def __init__(
-        self, clusters: Sequence[Sequence[int]], *, chunk_bytes: int | None = None, compress: str = "off",
+        self,
+        clusters: Sequence[Sequence[int]],
+        *,
+        chunk_bytes: int | None = None,
+        compress: str = "off",
         purpose: str = "two-level",
     ):
         sizes = {len(members) for members in clusters}
         if len(sizes) != 1 or len(clusters) < 2:
             raise HolmesError(
-                f"TwoLevelCollectives: clusters {clusters} must be two or more lists of the same length")
+                f"TwoLevelCollectives: clusters {clusters} must be two or more lists of the same length"
+            )
         rank = dist.get_rank()
         inside = sorted(next(members for members in clusters if rank in members))
         self._place, self.multiple = inside.index(rank), len(inside)
@@ -96,7 +101,10 @@ class TwoLevelCollectives:
         assert flat.dim() == 1 and flat.is_contiguous()
         streams = self._streams if flat.is_cuda else []
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
-        length = ceil(flat.numel() / chunks_of(flat.nbytes, self.chunk_bytes) / self.multiple) * self.multiple
+        length = (
+            ceil(flat.numel() / chunks_of(flat.nbytes, self.chunk_bytes) / self.multiple)
+            * self.multiple
+        )
         *chunks, last = flat.split(length) if flat.numel() else (flat,)
         rest = -last.numel() % self.multiple
         padded = torch.nn.functional.pad(last, (0, rest)) if rest else last
@@ -122,7 +130,9 @@ class TwoLevelCollectives:
         chunk = format_bytes(self.chunk_bytes)
         return f"hierarchical all-reduce over {self._clusters} clusters, in chunks of {chunk}"
 
-    def _sum(self, chunk: torch.Tensor, number: int, residuals: dict | None, streams: Sequence[Any]) -> None:
+    def _sum(
+        self, chunk: torch.Tensor, number: int, residuals: dict | None, streams: Sequence[Any]
+    ) -> None:
         shard = chunk.view(self.multiple, -1)[self._place]
 
         def across() -> None:
@@ -132,9 +142,10 @@ class TwoLevelCollectives:
                 dist.all_reduce(shard, group=self._across)
 
         steps = (
-            lambda: dist.reduce_scatter_tensor(shard, chunk, group=self._scatters), across,
+            lambda: dist.reduce_scatter_tensor(shard, chunk, group=self._scatters),
+            across,
             lambda: dist.all_gather_into_tensor(chunk, shard, group=self._gathers),
-        )  # fmt: skip
+        )
         for place, step in enumerate(steps):
             if streams and place:
                 streams[place].wait_event(streams[place - 1].record_event())

@@ -69,14 +69,22 @@ def _classes() -> tuple[Any, Any]:
             given, weight = ctx.saved_tensors
             ctx.kept.append((ctx.owner, given, gradient))
             rows = gradient.reshape(-1, gradient.shape[-1])
-            return gradient.matmul(weight), None, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+            return (
+                gradient.matmul(weight),
+                None,
+                rows.sum(0) if ctx.needs_input_grad[2] else None,
+                None,
+                None,
+            )
 
     class Keeping(TorchFunctionMode):
         def __init__(self, kept: list[Any]):
             super().__init__()
             self.kept = kept
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if func is functional.linear and torch.is_grad_enabled():
                 bound = dict(zip(("input", "weight", "bias"), args), **(kwargs or {}))
                 given, weight, bias = bound["input"], bound["weight"], bound.get("bias")

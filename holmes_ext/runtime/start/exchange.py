@@ -34,7 +34,13 @@ from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.preflight import HEARD_SECONDS, Neighbours, name_of, speaker_hears, told
+from holmes_ext.runtime.start.preflight import (
+    HEARD_SECONDS,
+    Neighbours,
+    name_of,
+    speaker_hears,
+    told,
+)
 from holmes_ext.runtime.start.store import awaited, gathered, put_in
 from holmes_ext.words import some_of
 
@@ -64,8 +70,9 @@ class Verdict:
         return content
 
 
-def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decide,
-             timeout_s: float) -> Verdict:
+def exchange(
+    store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float
+) -> Verdict:
     """The verdict on all ranks' reports, which hold at least node, identity, local_rank, `agreed` (a flat
     dict, the same everywhere) and, from local rank 0, `nics_of_node`; or only `error`. HolmesError on rank 0,
     RemoteError elsewhere."""
@@ -74,8 +81,10 @@ def exchange(store: Any, process: Process, report: dict[str, Any], decide: Decid
     if process.local_world_size < 2:
         return _spoken(store, process, [said], decide, limit)
     node = f"{report['node']}/{report.get('identity', '')}"
-    name, patience = name_of(node, process.master_addr,
-                             process.master_port), min(HEARD_SECONDS, timeout_s / 4)
+    name, patience = (
+        name_of(node, process.master_addr, process.master_port),
+        min(HEARD_SECONDS, timeout_s / 4),
+    )
     if process.local_rank:
         if speaker := speaker_hears(name, said, patience):
             return _learned(process, speaker, limit)
@@ -97,20 +106,25 @@ def _learned(process: Process, speaker: socket.socket, limit: Deadline) -> Verdi
     if not said:
         who = f"rank {process.rank - process.local_rank}"
         raise HolmesError(
-            f"rank {process.rank} got no verdict from {who}, which spoke for its node; is it alive?")
+            f"rank {process.rank} got no verdict from {who}, which spoke for its node; is it alive?"
+        )
     if said[:1] == _BAD:
         raise RemoteError(said[1:].decode())
     return Verdict(said[1:].decode(), document)
 
 
-def _spoken(store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline) -> Verdict:
+def _spoken(
+    store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline
+) -> Verdict:
     """The verdict for this rank, and for those of its node whose reports it has."""
     answer: tuple[str, bytes] | None = None
     try:
         if process.rank == 0:
             return _lead(store, process, reports, decide, limit)
         answer = _await_verdict(store, process, reports, limit)
-    except RuntimeError:  # the store, or the host of it, is gone; torch.distributed.DistError is one
+    except (
+        RuntimeError
+    ):  # the store, or the host of it, is gone; torch.distributed.DistError is one
         pass
     if answer is None:
         raise HolmesError(
@@ -124,7 +138,9 @@ def _spoken(store: Any, process: Process, reports: list[bytes], decide: Decide, 
     return Verdict(prefix, verdict[1:])
 
 
-def _lead(store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline) -> Verdict:
+def _lead(
+    store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline
+) -> Verdict:
     number = store.add(_ROUND, 1)
     prefix, before = f"holmes/{number}", f"holmes/{number - 1}"
     if number > 1:
@@ -141,8 +157,9 @@ def _lead(store: Any, process: Process, reports: list[bytes], decide: Decide, li
     return Verdict(prefix, packed)
 
 
-def _await_verdict(store: Any, process: Process, reports: list[bytes],
-                   limit: Deadline) -> tuple[str, bytes] | None:
+def _await_verdict(
+    store: Any, process: Process, reports: list[bytes], limit: Deadline
+) -> tuple[str, bytes] | None:
     """Report in the round that is under way, or the next: its prefix and verdict; None when none came."""
     packed = _pack(reports)
     while (left := limit.left) > 0 and (number := awaited(store, _ROUND, left)):
@@ -171,7 +188,9 @@ def _collect(store: Any, prefix: str, process: Process, limit: Deadline) -> list
     for report in (report for entry in entries for report in json.loads(zlib.decompress(entry))):
         if (other := reports.setdefault(report["rank"], report)) is not report:
             where = f"on {other['node']} and {report['node']}"
-            raise HolmesError(f"rank {report['rank']} reported twice, {where}: how were they started?")
+            raise HolmesError(
+                f"rank {report['rank']} reported twice, {where}: how were they started?"
+            )
     if missing := [rank for rank in range(world) if rank not in reports]:
         raise HolmesError(
             f"{len(missing)} of {world} ranks did not report within {limit.seconds:g} s: rank "
@@ -212,7 +231,8 @@ def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
         if local != list(range(len(members))):
             count = len(members)
             raise HolmesError(
-                f"node {name!r}: its {count} processes have local ranks {local}, not 0 to {count - 1}")
+                f"node {name!r}: its {count} processes have local ranks {local}, not 0 to {count - 1}"
+            )
         leader = next(member for member in members if member["local_rank"] == 0)
         nodes.append(NodeReport.from_dict(leader["nics_of_node"], len(members)))
     return nodes

@@ -42,7 +42,8 @@ class Process:
     def __post_init__(self):
         if not 0 <= self.rank < self.world_size:
             raise HolmesError(
-                f"{self.launcher}: rank {self.rank} is not below the world size {self.world_size}")
+                f"{self.launcher}: rank {self.rank} is not below the world size {self.world_size}"
+            )
 
 
 NONE = "no launcher"
@@ -51,8 +52,9 @@ _JOB_NODES = "SLURM_JOB_NODELIST"
 #: allocation starts its own daemons by srun, so its ranks have Slurm's variables too, those of the daemon:
 #: mpirun's come first.
 VARIABLES = {
-    "mpirun (Open MPI)": tuple(f"OMPI_COMM_WORLD_{name}"
-                               for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
+    "mpirun (Open MPI)": tuple(
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    ),
     "mpirun (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
 }
@@ -67,14 +69,22 @@ def detect(environ: Mapping[str, str]) -> Process:
         return _from_torch(environ)
     in_step = "SLURM_STEP_ID" in environ  # what srun starts; a batch script has SLURM_PROCID=0 too
     for launcher, names in VARIABLES.items():
-        pmi_of_srun = launcher == "mpirun (Hydra)" and in_step and names[2] not in environ  # srun --mpi=pmi2
-        if names[0] in environ and names[1] in environ and not pmi_of_srun and (
-                in_step or launcher != "srun"):
+        pmi_of_srun = (
+            launcher == "mpirun (Hydra)" and in_step and names[2] not in environ
+        )  # srun --mpi=pmi2
+        if (
+            names[0] in environ
+            and names[1] in environ
+            and not pmi_of_srun
+            and (in_step or launcher != "srun")
+        ):
             return _from_mpi_like(environ, launcher, names)
     return Process(0, 1, 0, 1, "127.0.0.1", 0, NONE)
 
 
-def _number(environ: Mapping[str, str], name: str, launcher: str, default: int | None = None) -> int:
+def _number(
+    environ: Mapping[str, str], name: str, launcher: str, default: int | None = None
+) -> int:
     text = environ.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         state = f"is {text!r}, not a number" if text else "is not set"
@@ -87,7 +97,9 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
     launcher = next((name for variable, name in by.items() if variable in environ), "environment")
     world_size = _number(environ, "WORLD_SIZE", launcher)
     if world_size > 1 and not environ.get("MASTER_ADDR"):
-        raise HolmesError(f"{launcher}: environment variable MASTER_ADDR is not set; it names rank 0's host")
+        raise HolmesError(
+            f"{launcher}: environment variable MASTER_ADDR is not set; it names rank 0's host"
+        )
     local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
     return Process(
         rank=_number(environ, "RANK", launcher),
@@ -103,20 +115,27 @@ def _from_torch(environ: Mapping[str, str]) -> Process:
 
 def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> Process:
     rank, size, local, per_node = names
-    address = environ.get("MASTER_ADDR") or (_first_of_step if launcher == "srun" else _first_of_job)(environ)
+    address = environ.get("MASTER_ADDR") or (
+        _first_of_step if launcher == "srun" else _first_of_job
+    )(environ)
     world_size = _number(environ, size, launcher)
     if world_size > 1 and not address:
         raise HolmesError(
-            f"{launcher}: environment variable MASTER_ADDR is not set; export the name of rank 0's host")
+            f"{launcher}: environment variable MASTER_ADDR is not set; export the name of rank 0's host"
+        )
     # Without MASTER_PORT: one port for each Slurm job, as in the launch scripts of PyTorch's Slurm examples.
-    port = 10000 + int(environ["SLURM_JOB_ID"]) % 20000 if environ.get(
-        "SLURM_JOB_ID", "").isdecimal() else 29500
+    port = (
+        10000 + int(environ["SLURM_JOB_ID"]) % 20000
+        if environ.get("SLURM_JOB_ID", "").isdecimal()
+        else 29500
+    )
     return Process(
         rank=_number(environ, rank, launcher),
         world_size=world_size,
         local_rank=_number(environ, local, launcher),
-        local_world_size=_number({per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node,
-                                 launcher),
+        local_world_size=_number(
+            {per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher
+        ),
         master_addr=address or "127.0.0.1",
         master_port=_number(environ, "MASTER_PORT", launcher, port),
         launcher=launcher,
@@ -154,7 +173,8 @@ def _first_of_hostfile(path: str) -> str:
     advice = "export MASTER_ADDR, the host of its first line, for all ranks"
     if not path:
         raise HolmesError(
-            f"srun --distribution=arbitrary: SLURM_HOSTFILE is not set where the ranks run; {advice}")
+            f"srun --distribution=arbitrary: SLURM_HOSTFILE is not set where the ranks run; {advice}"
+        )
     lines = [line.strip() for line in read_text(path, advice).splitlines()]
     return next((line for line in lines if line), "")
 
@@ -190,7 +210,9 @@ def launched_hosts(pid: int | None = None) -> dict[str, int]:
 
 def _slots_of_hosts(text: str) -> dict[str, int]:
     try:
-        return {host: len(slots) for host, slots in json.loads(base64.urlsafe_b64decode(text)).items()}
+        return {
+            host: len(slots) for host, slots in json.loads(base64.urlsafe_b64decode(text)).items()
+        }
     except (ValueError, AttributeError, TypeError):
         return {}  # another program's flag of that name
 
@@ -201,7 +223,9 @@ def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
         return
     known = {host: name for host in hosts if (name := spec.known_as(host))}
     count = len(spec.owner)
-    counts = f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {count} nodes"
+    counts = (
+        f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {count} nodes"
+    )
     if len(hosts) > count:
         extra = next(name for name in hosts if name not in known)
         way_out = "add it to a cluster's nodes, or take it out of the hostfile"
@@ -210,5 +234,7 @@ def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
         cluster = spec.cluster_of(name)
         if hosts[host] != cluster.processes:
             key = f"in {spec.source} key 'cluster.{cluster.name}.processes' is {cluster.processes}"
-            started = f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}"
+            started = (
+                f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}"
+            )
             raise HolmesError(f"{started}, but {key}; make the slots and the key agree")

@@ -159,7 +159,9 @@ def told(connection: socket.socket, seconds: float) -> tuple[bytes, bytes]:
 
 def _user_of(connection: socket.socket) -> int:
     """Who is at the other end."""
-    _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    )
     return int(user)
 
 
@@ -168,13 +170,22 @@ Finding = tuple[str, str, str, str]
 
 
 def decide(
-    site: Site, plan: Plan, todo: Sequence[Any], findings: Sequence[Finding], options: Options,
-    engine: EngineTraits, maker: PlanMaker,
+    site: Site,
+    plan: Plan,
+    todo: Sequence[Any],
+    findings: Sequence[Finding],
+    options: Options,
+    engine: EngineTraits,
+    maker: PlanMaker,
 ) -> dict[str, Any]:
     """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where that is to end the job."""
     first = {(pair.fabric, pair.first, pair.second): pair for pair in todo}
     lines = _not_tried(site, todo)
-    bad = {finding: _tell(site, plan, first[finding[:3]], finding[3]) for finding in findings if finding[3]}
+    bad = {
+        finding: _tell(site, plan, first[finding[:3]], finding[3])
+        for finding in findings
+        if finding[3]
+    }
     if not bad:
         return {"faults": [], "lines": lines}
     if ethernet := [text for finding, text in bad.items() if finding[0] == ETHERNET]:
@@ -188,8 +199,10 @@ def decide(
     moved = _moved(plan, maker.on_ports(plan, site.without(faults), options, engine=engine))
     therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
     lines = [f"{summary}; {therefore} (--holmes-fallback fail would end the job)", *lines]
-    return {"faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()],
-            "lines": lines}
+    return {
+        "faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()],
+        "lines": lines,
+    }
 
 
 def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
@@ -228,13 +241,19 @@ def _moved(before: Plan, after: Plan) -> list[str]:
     """The planned groups that travel on another fabric now."""
     lines = []
     for kind, ranks in before.groups():
-        networks = [(before.fabric_of(ranks, network_api), after.fabric_of(ranks, network_api))
-                    for network_api in NETWORK_APIS]
+        networks = [
+            (before.fabric_of(ranks, network_api), after.fabric_of(ranks, network_api))
+            for network_api in NETWORK_APIS
+        ]
         if now := [new.name for old, new in networks if old and new and old.name != new.name]:
-            lines.append(f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks")
+            lines.append(
+                f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks"
+            )
     if not lines and before.sizes is None:  # the script makes its groups as it likes
-        lines = ["every group that needs it goes over the next fastest fabric that its ranks share, on all "
-                 "of them"]
+        lines = [
+            "every group that needs it goes over the next fastest fabric that its ranks share, on all "
+            "of them"
+        ]
     return lines
 
 
@@ -249,8 +268,12 @@ def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:
     lines = []
     for fabric, nodes in without.items():
         (node, name), more = next(iter(nodes.items())), len(nodes) - 1
-        others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none" if more else ""
-        text = f"{node} ({name}) has no IP address there{others}; the ports are up, no more is known"
+        others = (
+            f", and {more} more {'nodes have' if more > 1 else 'node has'} none" if more else ""
+        )
+        text = (
+            f"{node} ({name}) has no IP address there{others}; the ports are up, no more is known"
+        )
         lines.append(f"preflight: not tried on {fabric}: {text}")
     return lines
 
@@ -282,25 +305,45 @@ def pairs(plan: Plan) -> list[Pair]:
             first, second = map(plan.node_of, pair)
             # two stages may have a group of their own
             groups = [ranks, pair] if kind == "pipeline" else [ranks]
-            used = [plan.fabric_of(group, network_api) for group in groups
-                    for network_api in NETWORK_APIS] if first != second else []
+            used = (
+                [
+                    plan.fabric_of(group, network_api)
+                    for group in groups
+                    for network_api in NETWORK_APIS
+                ]
+                if first != second
+                else []
+            )
             for name in dict.fromkeys(fabric.name for fabric in used if fabric is not None):
-                to_try.setdefault((name, frozenset((first, second))), Pair(name, first, second, kind, ranks))
+                to_try.setdefault(
+                    (name, frozenset((first, second))), Pair(name, first, second, kind, ranks)
+                )
     for known in list(to_try.values()):
-        to_try.setdefault((ETHERNET, frozenset((known.first, known.second))), replace(known, fabric=ETHERNET))
+        to_try.setdefault(
+            (ETHERNET, frozenset((known.first, known.second))), replace(known, fabric=ETHERNET)
+        )
     return list(to_try.values())
 
 
 def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
     """(kind, ranks) of every group of the plan; without sizes of the clusters and of all ranks."""
     if plan.sizes is None:
-        yield from (("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values())
+        yield from (
+            ("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values()
+        )
     yield from plan.groups()
 
 
 def run(
-    store: dist.Store, prefix: str, process: Process, host: str, site: Site, plan: Plan, options: Options,
-    engine: EngineTraits, maker: PlanMaker,
+    store: dist.Store,
+    prefix: str,
+    process: Process,
+    host: str,
+    site: Site,
+    plan: Plan,
+    options: Options,
+    engine: EngineTraits,
+    maker: PlanMaker,
 ) -> tuple[Site, Plan, list[str]]:
     """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
 
@@ -315,7 +358,11 @@ def run(
             if process.local_rank == 0:
                 listeners = Listeners(site, host, todo, token=prefix)
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
-                report = host, _try_mine(store, prefix, site, host, todo), tcp_line(plan, site, host)
+                report = (
+                    host,
+                    _try_mine(store, prefix, site, host, todo),
+                    tcp_line(plan, site, host),
+                )
                 put_in(store, f"{prefix}/findings", json.dumps(report).encode(), 1, len(plan.nodes))
             if process.rank == 0:
                 verdict = _judge(store, prefix, site, plan, todo, options, engine, maker, limit)
@@ -353,7 +400,9 @@ class Listeners:
                 try:
                     listening = listen(address, 0)
                 except OSError as error:
-                    self.ports[fabric] = f"cannot listen on its own address {address}: {error.strerror}"
+                    self.ports[fabric] = (
+                        f"cannot listen on its own address {address}: {error.strerror}"
+                    )
                     continue
                 listener = Listener(listening, self._reply, "holmes-preflight", _ASKING, _ASKING)
                 listener.start()
@@ -377,14 +426,18 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 
     def attempt(pair: Pair) -> Finding:
         source, target = addresses(pair)
-        port = ports[pair.second].get(pair.fabric, "the process there has not come to its preflight")
+        port = ports[pair.second].get(
+            pair.fabric, "the process there has not come to its preflight"
+        )
         problem = port
         if not isinstance(port, str):
             problem = exchange_hello(source, target, port, host, pair.second, prefix)
         return pair.fabric, pair.first, pair.second, problem
 
     def addresses(pair: Pair) -> Iterator[str]:
-        return (site.node_by_name[name].port(pair.fabric).address for name in (pair.first, pair.second))
+        return (
+            site.node_by_name[name].port(pair.fabric).address for name in (pair.first, pair.second)
+        )
 
     mine = [pair for pair in todo if pair.first == host and all(addresses(pair))]
     for other in dict.fromkeys(pair.second for pair in mine):
@@ -399,7 +452,9 @@ def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) 
 def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
     """Have a message between two addresses answered by node `other` of this job; "" or what went wrong."""
     try:
-        connection = socket.create_connection((target, port), timeout=CONNECT_S, source_address=(source, 0))
+        connection = socket.create_connection(
+            (target, port), timeout=CONNECT_S, source_address=(source, 0)
+        )
     except TimeoutError:
         return f"no answer to connect within {CONNECT_S:g} s"
     except OSError as error:
@@ -412,8 +467,10 @@ def exchange_hello(source: str, target: str, port: int, me: str, other: str, tok
         except TimeoutError:
             return f"connected, but no answer within {ANSWER_S:g} s"
         except (OSError, ValueError) as error:
-            return (f"connected, but the answer failed: "
-                    f"{getattr(error, 'strerror', None) or 'it is not of this job'}")
+            return (
+                f"connected, but the answer failed: "
+                f"{getattr(error, 'strerror', None) or 'it is not of this job'}"
+            )
     if answer == {"node": other, "token": token}:
         return ""
     if isinstance(answer, dict):
@@ -433,17 +490,28 @@ def tcp_line(plan: Plan, site: Site, host: str) -> str:
 
 
 def _judge(
-    store: Any, prefix: str, site: Site, plan: Plan, todo: list[Pair], options: Options, engine: EngineTraits,
-    maker: PlanMaker, limit: Deadline,
+    store: Any,
+    prefix: str,
+    site: Site,
+    plan: Plan,
+    todo: list[Pair],
+    options: Options,
+    engine: EngineTraits,
+    maker: PlanMaker,
+    limit: Deadline,
 ) -> dict[str, Any]:
     """Rank 0: every node's findings -> what all go on with."""
     findings: list[Finding] = []
     short: list[str] = []
-    reports = {node: report
-               for node, *report in map(json.loads, gathered(store, f"{prefix}/findings", limit.left))}
+    reports = {
+        node: report
+        for node, *report in map(json.loads, gathered(store, f"{prefix}/findings", limit.left))
+    }
     if missing := [node for node in plan.nodes if node not in reports]:
         # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
-        node = next((name for name in missing if not store.check([f"{prefix}/ports/{name}"])), missing[0])
+        node = next(
+            (name for name in missing if not store.check([f"{prefix}/ports/{name}"])), missing[0]
+        )
         who = f"node {node} (rank {plan.nodes.index(node) * plan.processes})"
         advice = "is its process alive? (--holmes-preflight off skips it)"
         return {"error": f"preflight: {who} did not finish it within {FINDINGS_S:g} s; {advice}"}
@@ -453,7 +521,9 @@ def _judge(
     try:
         verdict = decide(site, plan, todo, findings, options, engine, maker)
         alike = f" ({len(short)} nodes are short of it)" if len(short) > 1 else ""
-        return {**verdict,
-                "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])]}
+        return {
+            **verdict,
+            "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])],
+        }
     except HolmesError as error:
         return {"error": str(error)}

@@ -1,6 +1,6 @@
 """Start-up of a rank: report, learn the plan, take the planned rank - all before the script's first line.
 
-    launcher's rank r, local rank l, on node n   ->   rank = position of n in plan.nodes x processes + l
+launcher's rank r, local rank l, on node n   ->   rank = position of n in plan.nodes x processes + l
 """
 
 from __future__ import annotations
@@ -55,18 +55,31 @@ def start(
 
     def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
         site, plan = request.make_plan(nodes)
-        forced = {n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}" for n in nodes
-                  if n.nccl.forced_net}
+        forced = {
+            n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}"
+            for n in nodes
+            if n.nccl.forced_net
+        }
         remarks = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
         lines = [*remarks, *apart_by_subnet(site)]
-        document = {"plan": plan.to_json(), "source": plan.source, "lines": lines, "forced_nets": forced}
+        document = {
+            "plan": plan.to_json(),
+            "source": plan.source,
+            "lines": lines,
+            "forced_nets": forced,
+        }
         return {"site": site.to_dict(), **document}
 
     if process.world_size == 1:
-        prefix, verdict = "holmes/1", decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)])
+        prefix, verdict = (
+            "holmes/1",
+            decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)]),
+        )
     else:
-        silent, patience = _silent(process,
-                                   report), _ERROR_SECONDS if "error" in report else options.timeout_s
+        silent, patience = (
+            _silent(process, report),
+            _ERROR_SECONDS if "error" in report else options.timeout_s,
+        )
         try:
             store = within(2 * patience + _SILENT_SECONDS, silent, open_store, process, patience)
         except HolmesError:
@@ -76,11 +89,15 @@ def start(
         if process.agent_store:  # it outlives a restart
             options, again = request.start_again(*left_layers(store))
         limit = options.timeout_s + 15 + _SILENT_SECONDS
-        decision = within(limit, silent, exchange, store, process, report, decide, options.timeout_s)
+        decision = within(
+            limit, silent, exchange, store, process, report, decide, options.timeout_s
+        )
         prefix, verdict = decision.round, decision.content()
     site, lines = Site.from_dict(verdict["site"]), [*again, *verdict["lines"]]
     plan = parse_plan(verdict["plan"], verdict["source"])
-    here = next(node.name for node in site.nodes if short_name(node.name) == short_name(report["node"]))
+    here = next(
+        node.name for node in site.nodes if short_name(node.name) == short_name(report["node"])
+    )
     if store is not None and options.preflight == "on":
         limit = preflight.FINDINGS_S + 10 + _SILENT_SECONDS
         arguments = store, prefix, process, here, site, plan, options, request.engine, maker
@@ -91,8 +108,16 @@ def start(
         environ.update(launcher.exported(process, rank, site.processes))
     environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
     current = session.Session(
-        options, process, site, plan, rank, round=prefix, store=store, model=request.model,
-        engine=request.engine, maker=maker,
+        options,
+        process,
+        site,
+        plan,
+        rank,
+        round=prefix,
+        store=store,
+        model=request.model,
+        engine=request.engine,
+        maker=maker,
     )
     current.forced_nets = verdict["forced_nets"]
     session.set_active(current)
@@ -107,14 +132,20 @@ def _own_report(
     environ: MutableMapping[str, str],
 ) -> dict[str, Any]:
     """What this rank tells the others; an error on the way is the report."""
-    base = {"node": node_name(environ), "identity": node_identity(), "local_rank": process.local_rank}
+    base = {
+        "node": node_name(environ),
+        "identity": node_identity(),
+        "local_rank": process.local_rank,
+    }
     try:
         if failure is not None:
             raise failure
         request.read_files()
         if request.spec is not None:
             launcher.check_hosts(launcher.launched_hosts(), request.spec)
-        given = {f"{key} (flag --holmes-{key})": value for key, value in request.options.agreed().items()}
+        given = {
+            f"{key} (flag --holmes-{key})": value for key, value in request.options.agreed().items()
+        }
         versions = {"holmes_ext version": __version__, "Python version": platform.python_version()}
         alike = {**given, **request.digests, **versions, **agreed, "world size": process.world_size}
         report = {**base, "agreed": alike}
@@ -130,11 +161,17 @@ def _own_report(
 def _left_out(spec: SiteSpec | None, site: Site) -> list[str]:
     """A line where cluster.toml knows more nodes than this job has."""
     here = {node.name for node in site.nodes}
-    absent = [name for cluster in spec.clusters for name in cluster.nodes if name not in here] if spec else []
+    absent = (
+        [name for cluster in spec.clusters for name in cluster.nodes if name not in here]
+        if spec
+        else []
+    )
     if not absent:
         return []
     known = len(here) + len(absent)
-    return [f"{len(here)} of the {known} nodes of {site.source}; not in this job: {some_of(absent, 4)}"]
+    return [
+        f"{len(here)} of the {known} nodes of {site.source}; not in this job: {some_of(absent, 4)}"
+    ]
 
 
 def _down(reports: list[NodeReport], site: Site) -> list[str]:
@@ -157,8 +194,11 @@ def _down(reports: list[NodeReport], site: Site) -> list[str]:
 
 
 def _silent(process: launcher.Process, report: dict[str, Any]) -> str:
-    where = (f"the job's store at {process.master_addr}:{process.master_port} takes connections and does not "
-             f"answer")
+    where = (
+        f"the job's store at {process.master_addr}:{process.master_port} takes connections and does not "
+        f"answer"
+    )
     return (
         f"rank {process.rank} on {report['node']}: {where}; is rank 0 stopped, or another program on that "
-        f"port?")
+        f"port?"
+    )

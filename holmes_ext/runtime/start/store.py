@@ -59,7 +59,9 @@ def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
 
     limit = timedelta(seconds=timeout_s)
     where = process.master_addr, process.master_port, process.world_size
-    return dist.TCPStore(*where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    return dist.TCPStore(
+        *where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True
+    )
 
 
 @contextmanager
@@ -69,7 +71,9 @@ def until_gone(process: Process, store: Any) -> Iterator[None]:
     watch = None
     if process.rank > 0 and not process.agent_store:
         with suppress(OSError):  # the program has its store elsewhere
-            watch = socket.create_connection((process.master_addr, process.master_port), timeout=STORE_S)
+            watch = socket.create_connection(
+                (process.master_addr, process.master_port), timeout=STORE_S
+            )
         if store.add("holmes/leave", 1) == process.world_size - 1:
             store.set("holmes/leave/all", b"1")
     elif process.world_size > 1 and not process.agent_store:
@@ -105,7 +109,9 @@ def put_in(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
 def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
     """All entries that put_in() added, once they are complete, or those there after so many seconds."""
     whole = awaited(store, f"{key}/all", max(0.1, seconds))
-    kept = memoryview(store.get(f"{key}/entries") if whole or store.check([f"{key}/entries"]) else b"")
+    kept = memoryview(
+        store.get(f"{key}/entries") if whole or store.check([f"{key}/entries"]) else b""
+    )
     entries = []
     while kept:
         end = 4 + int.from_bytes(kept[:4], "big")

@@ -26,8 +26,14 @@ from holmes_ext.words import some_of, tell_user
 #: Number of training steps after which the comparison is made. One step is not enough: in the first step,
 #: DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes yet.
 COMPARED_STEP = 2
-_HOW_SUMMED = {True: "in two levels", False: "in one ring"}  # by whether the reduction is hierarchical
-_WHEN_SUMMED = {True: "under the last backward pass", False: "after the backward pass"}  # by overlap
+_HOW_SUMMED = {
+    True: "in two levels",
+    False: "in one ring",
+}  # by whether the reduction is hierarchical
+_WHEN_SUMMED = {
+    True: "under the last backward pass",
+    False: "after the backward pass",
+}  # by overlap
 
 
 class Difference(NamedTuple):
@@ -66,7 +72,9 @@ class Comparison:
         for text, is_explained in differences.items():
             if not is_explained and _is_first_to_report(self.current, text):
                 tell_user(f"not as planned: {text}")
-        self.put({"done": {**summary(self.current), "differences": list(differences)}})  # for the report
+        self.put(
+            {"done": {**summary(self.current), "differences": list(differences)}}
+        )  # for the report
 
 
 def _is_first_to_report(current: Session, text: str) -> bool:
@@ -82,7 +90,9 @@ def _is_first_to_report(current: Session, text: str) -> bool:
     try:
         # Writes this rank only if the key has no value yet, and returns the key's value afterwards. `round`
         # differs for each start of the job, so an earlier start does not count.
-        first_rank = current.store.compare_set(f"{current.round}/difference/{digest}", "", this_rank)
+        first_rank = current.store.compare_set(
+            f"{current.round}/difference/{digest}", "", this_rank
+        )
         return first_rank.decode() == this_rank
     except RuntimeError:  # the store failed, with a torch.distributed.DistError
         return True
@@ -109,12 +119,19 @@ def find_differences(current: Session) -> Iterator[Difference]:
     """Yield each difference between what the job did and what holmes planned."""
     sizes, world = current.plan.sizes, current.plan.world_size
     for record in current.groups:  # the process groups that were created
-        planned = current.transport(record.ranks, record.backend).fabric  # the plan's network of these ranks
+        planned = current.transport(
+            record.ranks, record.backend
+        ).fabric  # the plan's network of these ranks
         if record.transport.fabric != planned:
             kind = kind_of(record.ranks, record.name, sizes, world)  # e.g. "data"
-            yield Difference(f"{kind} groups are on {record.transport.fabric}, planned on {planned}")
+            yield Difference(
+                f"{kind} groups are on {record.transport.fabric}, planned on {planned}"
+            )
 
-    for ranks, reduction in current.reductions.items():  # ranks of a group -> the reduction that holmes made
+    for (
+        ranks,
+        reduction,
+    ) in current.reductions.items():  # ranks of a group -> the reduction that holmes made
         text = _reduction_difference(reduction)
         if text:
             sentence = f"gradients of {_stage(current, ranks)} are summed {text}"
@@ -145,7 +162,9 @@ def _reduction_difference(reduction: DoneReduction) -> str:
     is_planned_in_two_levels = spans_clusters and is_large
     if reduction.two_levels != is_planned_in_two_levels:
         # e.g. "in one ring, planned in two levels"
-        return f"{_HOW_SUMMED[reduction.two_levels]}, planned {_HOW_SUMMED[is_planned_in_two_levels]}"
+        return (
+            f"{_HOW_SUMMED[reduction.two_levels]}, planned {_HOW_SUMMED[is_planned_in_two_levels]}"
+        )
     if planned.overlap and not reduction.overlap:
         # "after the backward pass, planned under the last backward pass"
         return f"{_WHEN_SUMMED[False]}, planned {_WHEN_SUMMED[True]}"
@@ -199,6 +218,7 @@ def _in_flight_difference(current: Session) -> str:
         return ""
     # e.g. "3+1"
     done_text, planned_text = (
-        "+".join(map(str, numbers)) or "the framework's own" for numbers in (current.in_flight, planned)
+        "+".join(map(str, numbers)) or "the framework's own"
+        for numbers in (current.in_flight, planned)
     )
     return f"micro-batches in flight by stage are {done_text}, planned {planned_text}"

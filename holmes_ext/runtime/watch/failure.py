@@ -58,7 +58,9 @@ _OF_COMMUNICATION = re.compile(
 )
 #: How torch.save ends when nothing more can be written (the second while it closes the file after the first);
 #: it drops the kernel's reason.
-_WRITE_FAILED = re.compile(r"PytorchStreamWriter failed writing file|inline_container.* unexpected pos")
+_WRITE_FAILED = re.compile(
+    r"PytorchStreamWriter failed writing file|inline_container.* unexpected pos"
+)
 _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){2,})\]?:[0-9]+")
 
 
@@ -86,8 +88,10 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
     reporter = me(current) if current else f"rank {dist.get_rank()}"
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
     lost_node = _lost_node(error, ranks)  # "" if `error` contains no address of a node
-    failure = (f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
-               f"{lost_node}: {_last_line(error)}")
+    failure = (
+        f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
+        f"{lost_node}: {_last_line(error)}"
+    )
     # _bad_input_or() returns this failure, or the bad input that another rank has reported before.
     # Such a message begins with INPUT ("holmes: "). It is removed: the caller's exception is printed with it.
     return _bad_input_or(reporter, failure).removeprefix(INPUT)
@@ -112,8 +116,11 @@ def explain(error: BaseException) -> str | None:
     mine = f"{me(current)}: {type(error).__name__}: {_last_line(text)}"
     _first(mine)  # puts the message into the job's store, for ranks that see a failure later
     # ENOSPC: no space is left. EDQUOT: the user's quota is used up.
-    is_disk_full = isinstance(error, OSError) and error.errno in (
-        errno.ENOSPC, errno.EDQUOT) or _WRITE_FAILED.search(text)
+    is_disk_full = (
+        isinstance(error, OSError)
+        and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        or _WRITE_FAILED.search(text)
+    )
     return f"{mine}; is the disk full?" if is_disk_full else None
 
 
@@ -129,7 +136,9 @@ def broken(what: str, error: str) -> str:
     """
     current = session.active()
     assert current is not None
-    lost_node = _lost_node(error, range(current.plan.world_size))  # "" if the error names no node's address
+    lost_node = _lost_node(
+        error, range(current.plan.world_size)
+    )  # "" if the error names no node's address
     return _bad_input_or(me(current), f"{what} failed{lost_node}: {_last_line(error)}")
 
 
@@ -209,7 +218,9 @@ def _blamed() -> str:
         grown_counters = nics.grown(counters_now, port)  # in words: errors since the job's start
         if problem or grown_counters:
             since_start = f" ({grown_counters} since the start)" if grown_counters else ""
-            findings.append(f"{nics.say(current.node, port)} {problem or 'has a link'}{since_start}")
+            findings.append(
+                f"{nics.say(current.node, port)} {problem or 'has a link'}{since_start}"
+            )
     if not any(problems.values()):  # this node's NICs work: the cause is elsewhere
         findings += nics.unreachable(current)
     return "".join(f"; {text}" for text in findings)
@@ -229,7 +240,9 @@ def _lost_node(error: str, ranks: Sequence[int]) -> str:
         return ""
     for node in current.site.nodes:
         # match[1] is the address in the message. A NIC's address has a prefix length: "10.0.0.1/24".
-        nic = next((port for port in node.ports if port.address.partition("/")[0] == match[1]), None)
+        nic = next(
+            (port for port in node.ports if port.address.partition("/")[0] == match[1]), None
+        )
         if nic is not None:
             node_ranks = [rank for rank in ranks if current.plan.node_of(rank) == node.name]
             words = some_of(node_ranks, separator=" or ")
@@ -289,8 +302,12 @@ class NicWatch:
         self._trouble = trouble
         self._end = end or _end_process
         self.ended = threading.Event()  # tells the thread to end
-        self._since: dict[str, float] = {}  # name of a failed NIC -> time of the first poll that saw it fail
-        self._ignored: set[str] | None = None  # names of NICs that failed at the first poll; None before it
+        self._since: dict[
+            str, float
+        ] = {}  # name of a failed NIC -> time of the first poll that saw it fail
+        self._ignored: set[str] | None = (
+            None  # names of NICs that failed at the first poll; None before it
+        )
         self._has_reported_failure = False  # whether a failure of NCCL has been printed
         self._report_lock = threading.Lock()  # held while a failure of NCCL is printed
 
@@ -343,7 +360,9 @@ class NicWatch:
 
         for name in [name for name in self._since if name not in troubled]:
             away = now - self._since.pop(name)
-            self._tell_once(current, f"NIC {name} of node {current.node.name} is back after {away:.0f} s")
+            self._tell_once(
+                current, f"NIC {name} of node {current.node.name} is back after {away:.0f} s"
+            )
         for name, (port, problem) in troubled.items():
             if name in self._ignored:
                 continue

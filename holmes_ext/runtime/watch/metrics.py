@@ -53,24 +53,44 @@ FAMILIES = {
     "holmes_steps_total": Family("steps that this rank has finished"),
     "holmes_step_seconds_total": Family("seconds that these steps took"),
     "holmes_last_step_seconds": Family("seconds of the last step"),
-    "holmes_tokens_total": Family("tokens that all ranks together trained in, where the framework tells"),
-    "holmes_exposed_seconds_total": Family("seconds the program was blocked on communication", _GROUP),
+    "holmes_tokens_total": Family(
+        "tokens that all ranks together trained in, where the framework tells"
+    ),
+    "holmes_exposed_seconds_total": Family(
+        "seconds the program was blocked on communication", _GROUP
+    ),
     "holmes_under_way_seconds_total": Family("seconds with one or more of them under way", _GROUP),
     "holmes_sent_bytes_total": Family("bytes that this rank's operations sent", _GROUP),
     "holmes_operations_total": Family("operations of a kind of group, where, on a fabric", _GROUP),
-    "holmes_reducer_exposed_seconds_total": Family("seconds that GradientReducer's threads were waited for"),
-    "holmes_between_sent_bytes_total": Family("bytes that this rank sent from a cluster to another", _WAY),
-    "holmes_between_exposed_seconds_total": Family("seconds blocked on traffic between clusters", _WAY),
+    "holmes_reducer_exposed_seconds_total": Family(
+        "seconds that GradientReducer's threads were waited for"
+    ),
+    "holmes_between_sent_bytes_total": Family(
+        "bytes that this rank sent from a cluster to another", _WAY
+    ),
+    "holmes_between_exposed_seconds_total": Family(
+        "seconds blocked on traffic between clusters", _WAY
+    ),
     "holmes_rounds_total": Family("rounds with joined jobs, by how they ended", ("verdict",)),
     "holmes_round_sent_bytes_total": Family("bytes sent in rounds with joined jobs"),
     "holmes_round_seconds_total": Family("seconds that these rounds were under way"),
     "holmes_round_exposed_seconds_total": Family("seconds the program was blocked on rounds"),
-    "holmes_plan_changes_total": Family("changes of the running job's plan; of rank 0", ("in_flight",)),
-    "holmes_plan_predicted_step_seconds": Family("seconds of a step that the last change was to bring"),
-    "holmes_nic_up": Family("1: the NIC carries data now; 0: it has no link, or is down", ("nic", "fabric")),
+    "holmes_plan_changes_total": Family(
+        "changes of the running job's plan; of rank 0", ("in_flight",)
+    ),
+    "holmes_plan_predicted_step_seconds": Family(
+        "seconds of a step that the last change was to bring"
+    ),
+    "holmes_nic_up": Family(
+        "1: the NIC carries data now; 0: it has no link, or is down", ("nic", "fabric")
+    ),
     "holmes_nic_errors_total": Family("the kernel's error counters of a NIC", ("nic", "counter")),
-    "holmes_nic_bytes_total": Family("bytes that an interface and its HCAs carried", ("interface",)),
-    "holmes_fabric_bits_per_second": Family("a node's rate on a fabric, as planned with", ("fabric",)),
+    "holmes_nic_bytes_total": Family(
+        "bytes that an interface and its HCAs carried", ("interface",)
+    ),
+    "holmes_fabric_bits_per_second": Family(
+        "a node's rate on a fabric, as planned with", ("fabric",)
+    ),
 }
 
 
@@ -94,8 +114,11 @@ class Collector:
             elif "outer" in document:
                 figures = document["outer"]
                 self._add("rounds", 1, str(figures["verdict"]))
-                for name, key in (("sent_bytes", "bytes"), ("seconds", "seconds"),
-                                  ("exposed_seconds", "exposed")):
+                for name, key in (
+                    ("sent_bytes", "bytes"),
+                    ("seconds", "seconds"),
+                    ("exposed_seconds", "exposed"),
+                ):
                     self._add(f"round_{name}", figures[key])
 
     def _take_step(self, document: dict[str, Any]) -> None:
@@ -154,14 +177,23 @@ def _of_now(current: session.Session) -> Iterator[tuple[str, tuple[str, ...], fl
             yield "holmes_nic_bytes_total", (interface,), count
     rates = {fabric.name: fabric.rate_bps for fabric in current.site.fabrics}
     for port in ports:
-        yield "holmes_fabric_bits_per_second", (port.fabric,), rates[port.fabric] * lab_scale(os.environ)
+        yield (
+            "holmes_fabric_bits_per_second",
+            (port.fabric,),
+            rates[port.fabric] * lab_scale(os.environ),
+        )
 
 
 class Metrics:
     """place: for the user; write: into the file, None where a port is open; shut: closes the port."""
 
-    def __init__(self, collector: Collector, place: str, write: Callable[[], None] | None,
-                 shut: Callable[[], None]):
+    def __init__(
+        self,
+        collector: Collector,
+        place: str,
+        write: Callable[[], None] | None,
+        shut: Callable[[], None],
+    ):
         self.place, self._collector, self._write, self._shut = place, collector, write, shut
         self._written = float("-inf")
 
@@ -179,7 +211,9 @@ class Metrics:
         try:
             self._write()
         except OSError as error:
-            tell_user(f"--holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on")
+            tell_user(
+                f"--holmes-metrics {self.place}: no more metrics ({why(error)}); training goes on"
+            )
             self._write = None
 
     def close(self) -> None:
@@ -197,7 +231,8 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
         from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
     except ModuleNotFoundError:
         raise HolmesError(
-            f"{flag}: prometheus_client is not installed; pip install 'holmes_ext[metrics]'") from None
+            f"{flag}: prometheus_client is not installed; pip install 'holmes_ext[metrics]'"
+        ) from None
     collector, registry = Collector(), CollectorRegistry(auto_describe=False)
     registry.register(collector)
     if options.metrics.endswith(".prom"):
@@ -205,8 +240,11 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
         if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
             raise HolmesError(
                 f"{flag}: {path.parent} is no folder that can be written; name a file in node_exporter's"
-                              " --collector.textfile.directory")
-        return Metrics(collector, str(path), lambda: write_to_textfile(str(path), registry), lambda: None)
+                " --collector.textfile.directory"
+            )
+        return Metrics(
+            collector, str(path), lambda: write_to_textfile(str(path), registry), lambda: None
+        )
     host, port = options.metrics_address
     where = address_text(host, port)
     try:
@@ -214,10 +252,15 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
     except OSError as error:
         raise HolmesError(
             f"{flag}: {where} cannot be listened on ({why(error)}); name another port, and each job of a"
-                          " node its own") from None
+            " node its own"
+        ) from None
     limits = {"strangers": _ASKING, "per_address": _ASKING_EACH}
-    listener = Listener(listening, lambda guest: _answer(guest, lambda: generate_latest(registry)),
-                        "holmes-metrics", **limits)
+    listener = Listener(
+        listening,
+        lambda guest: _answer(guest, lambda: generate_latest(registry)),
+        "holmes-metrics",
+        **limits,
+    )
     listener.start()
     return Metrics(collector, f"http://{where}/metrics", None, listener.close)
 
@@ -232,11 +275,15 @@ def _answer(guest: Guest, text: Callable[[], bytes]) -> None:
         request += some
     method, _, rest = request.partition(b" ")
     path = rest.split(b" ", 1)[0].partition(b"?")[0]
-    status, body = ("200 OK", text()) if path in (b"/metrics", b"/") else ("404 Not Found", b"see /metrics\n")
+    status, body = (
+        ("200 OK", text()) if path in (b"/metrics", b"/") else ("404 Not Found", b"see /metrics\n")
+    )
     if method not in (b"GET", b"HEAD"):
         status, body = "405 Method Not Allowed", b"only GET\n"
-    head = (f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT}\r\nContent-Length: {len(body)}\r\nConnection: "
-            f"close\r\n\r\n")
+    head = (
+        f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT}\r\nContent-Length: {len(body)}\r\nConnection: "
+        f"close\r\n\r\n"
+    )
     data = memoryview(head.encode() + (b"" if method == b"HEAD" else body))
     while data:
         deadline.limit(guest.socket)

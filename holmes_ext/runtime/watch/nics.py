@@ -25,13 +25,23 @@ PROBE_S = 3.0
 _PROBED_PORT = 9  # discard: nearly always closed, so that the kernel at the other end refuses
 _MOST_PROBES = 8
 #: What tells of a bad link, where it grows: under class/net/DEVICE and under class/infiniband/HCA/ports/N.
-_NET_COUNTERS = ("carrier_down_count", "statistics/rx_errors", "statistics/tx_errors",
-                 "statistics/tx_carrier_errors",
-                 "statistics/rx_dropped", "statistics/tx_dropped")  # fmt: skip
-_HCA_COUNTERS = ("counters/link_downed", "counters/link_error_recovery", "counters/symbol_error",
-                 "counters/port_rcv_errors", "counters/port_xmit_discards",
-                 "hw_counters/local_ack_timeout_err",
-                 "hw_counters/packet_seq_err")  # fmt: skip
+_NET_COUNTERS = (
+    "carrier_down_count",
+    "statistics/rx_errors",
+    "statistics/tx_errors",
+    "statistics/tx_carrier_errors",
+    "statistics/rx_dropped",
+    "statistics/tx_dropped",
+)
+_HCA_COUNTERS = (
+    "counters/link_downed",
+    "counters/link_error_recovery",
+    "counters/symbol_error",
+    "counters/port_rcv_errors",
+    "counters/port_xmit_discards",
+    "hw_counters/local_ack_timeout_err",
+    "hw_counters/packet_seq_err",
+)
 #: Of each port by its name, as the job started: what they show beyond that belongs to it.
 _at_start: dict[str, dict[str, int]] = {}
 
@@ -40,7 +50,9 @@ def in_use(current: Session) -> list[Port]:
     """The ports of this node that its groups travel on; all usable ones while there are no groups yet."""
     fabrics = {record.transport.fabric for record in current.groups}
     ports = [port for port in current.node.ports if port.usable]
-    return [port for port in ports if not fabrics or port.fabric in fabrics or port.fabric == ETHERNET]
+    return [
+        port for port in ports if not fabrics or port.fabric in fabrics or port.fabric == ETHERNET
+    ]
 
 
 def trouble(port: Port) -> str:
@@ -57,17 +69,26 @@ def trouble(port: Port) -> str:
 def _interface_trouble(name: str) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", name.encode()[:15], 0))
+            answer = fcntl.ioctl(
+                any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", name.encode()[:15], 0)
+            )
         except OSError as error:
             return f"is gone ({error.strerror})"
     flags = struct.unpack("16sH14x", answer)[1]
-    return "is set down" if not flags & _IFF_UP else "has no link" if not flags & _IFF_RUNNING else ""
+    return (
+        "is set down" if not flags & _IFF_UP else "has no link" if not flags & _IFF_RUNNING else ""
+    )
 
 
 def _folder(hca: str) -> Path:
     device, _, number = hca.partition(":")
-    return Path(os.environ.get("HOLMES_SYSFS") or "/sys") / "class/infiniband" / device / "ports" / (
-        number or "1")
+    return (
+        Path(os.environ.get("HOLMES_SYSFS") or "/sys")
+        / "class/infiniband"
+        / device
+        / "ports"
+        / (number or "1")
+    )
 
 
 def _read(path: Path) -> str | None:
@@ -82,7 +103,9 @@ def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
     by_port: dict[str, dict[str, int]] = {}
     for port in ports:
         values = by_port.setdefault(port.name, {})
-        places = [(Path("/sys/class/net") / port.interface, _NET_COUNTERS)] if port.interface else []
+        places = (
+            [(Path("/sys/class/net") / port.interface, _NET_COUNTERS)] if port.interface else []
+        )
         for place, names in [*places, *((_folder(hca), _HCA_COUNTERS) for hca in port.hcas)]:
             for name in names:
                 text = _read(place / name)
@@ -120,8 +143,10 @@ def bytes_carried(node: Node) -> dict[str, int]:
 
 def say(node: Node, port: Port) -> str:
     """ "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
-    return (f"NIC {port.name} of node {node.name} (fabric "
-            f"{port.fabric}{f', {port.address}' if port.address else ''})")
+    return (
+        f"NIC {port.name} of node {node.name} (fabric "
+        f"{port.fabric}{f', {port.address}' if port.address else ''})"
+    )
 
 
 def unreachable(current: Session) -> list[str]:
@@ -141,14 +166,17 @@ def unreachable(current: Session) -> list[str]:
         return []
     sources = [current.node.port(fabric).address for _, fabric in todo]
     with ThreadPoolExecutor(len(todo)) as pool:
-        answers = dict(zip(todo, pool.map(answers_at, sources, [port.address for port in todo.values()])))
+        answers = dict(
+            zip(todo, pool.map(answers_at, sources, [port.address for port in todo.values()]))
+        )
     lines = []
     for name in dict.fromkeys(name for name, _ in todo):
         silent = [fabric for node, fabric in todo if node == name and not answers[node, fabric]]
         alive = [fabric for node, fabric in todo if node == name and answers[node, fabric]]
         if silent:
-            dead = " and ".join(f"{todo[name, fabric].name} {todo[name, fabric].address}"
-                                for fabric in silent)
+            dead = " and ".join(
+                f"{todo[name, fabric].name} {todo[name, fabric].address}" for fabric in silent
+            )
             over = " and ".join(todo[name, fabric].name for fabric in alive)
             rest = f"but does over {over}" if alive else "over no NIC: the node is lost"
             mine = current.node.port(silent[0])
@@ -157,12 +185,16 @@ def unreachable(current: Session) -> list[str]:
     return lines
 
 
-def answers_at(source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S) -> bool:
+def answers_at(
+    source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S
+) -> bool:
     """Whether the kernel at `target` answers a connection from `source`; True where one has no address."""
     if not source or not target:
         return True
     try:
-        socket.create_connection((target, port), timeout=seconds, source_address=(source, 0)).close()
+        socket.create_connection(
+            (target, port), timeout=seconds, source_address=(source, 0)
+        ).close()
         return True
     except ConnectionRefusedError:
         return True

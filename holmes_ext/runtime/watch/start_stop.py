@@ -53,7 +53,12 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     lines: list[str] = []
     _Running.metrics, take = metrics, metrics.take if metrics is not None else lambda document: None
     hooks.activate(extensions.hooks_of(current))
-    if current.options.telemetry or limits is not None or metrics is not None or hooks.follow_steps():
+    if (
+        current.options.telemetry
+        or limits is not None
+        or metrics is not None
+        or hooks.follow_steps()
+    ):
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
         if current.options.telemetry:
             lines = _start_telemetry(current, recorder, take)
@@ -119,7 +124,9 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
     """
     from torch.optim import optimizer
 
-    open_spans: list[Any] = []  # a stack: an optimizer's step() may call the step() of another optimizer
+    open_spans: list[
+        Any
+    ] = []  # a stack: an optimizer's step() may call the step() of another optimizer
     counter = StepCounter()  # a training step may consist of several optimizer steps
 
     def before_step(*_: Any) -> None:
@@ -168,18 +175,27 @@ def unhook_optimizers() -> None:
         _Running.hooks.pop().remove()
 
 
-def _watchdog(current: Session, recorder: telemetry.Recorder, factor: float, floor_s: float) -> Watchdog:
+def _watchdog(
+    current: Session, recorder: telemetry.Recorder, factor: float, floor_s: float
+) -> Watchdog:
     process, plan = current.process, current.plan
     # the rank that the launcher's rank 0 has now
     first = plan.nodes.index(current.site.nodes[0].name) * plan.processes
     return Watchdog(
-        recorder, factor, floor_s, connect=lambda: connect(process, STORE_S),
-        prefix=f"{current.round}/watchdog", node_of=plan.node_of,
-        rates={fabric.name: round(fabric.rate_bps * lab_scale(os.environ))
-               for fabric in current.site.fabrics},
-        carried=lambda: nics.bytes_carried(current.node), host=None if process.agent_store else first,
+        recorder,
+        factor,
+        floor_s,
+        connect=lambda: connect(process, STORE_S),
+        prefix=f"{current.round}/watchdog",
+        node_of=plan.node_of,
+        rates={
+            fabric.name: round(fabric.rate_bps * lab_scale(os.environ))
+            for fabric in current.site.fabrics
+        },
+        carried=lambda: nics.bytes_carried(current.node),
+        host=None if process.agent_store else first,
         dump_hint=lambda: flight_recorder.dump_hint(current.rank),
-    )  # fmt: skip
+    )
 
 
 def _open_writer(*arguments: Any) -> Writer:
@@ -187,8 +203,9 @@ def _open_writer(*arguments: Any) -> Writer:
     return extensions.load("holmes_ext.runtime.measure.telemetry_file:open_writer")(*arguments)
 
 
-def _start_telemetry(current: Session, recorder: telemetry.Recorder,
-                     take: Callable[[dict[str, Any]], None]) -> list[str]:
+def _start_telemetry(
+    current: Session, recorder: telemetry.Recorder, take: Callable[[dict[str, Any]], None]
+) -> list[str]:
     """Open this rank's file; the clocks are compared meanwhile, in a thread."""
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
     process, directory = current.process, current.options.telemetry
@@ -205,7 +222,9 @@ def _start_telemetry(current: Session, recorder: telemetry.Recorder,
         return []
     if store is not None and process.local_rank == 0:
         arguments = (current, store, prefix, writer)
-        threading.Thread(target=_compare_clocks, args=arguments, name="holmes clock", daemon=True).start()
+        threading.Thread(
+            target=_compare_clocks, args=arguments, name="holmes clock", daemon=True
+        ).start()
     return [f"telemetry: {Path(directory).absolute() / run} (holmes report {directory})"]
 
 

@@ -86,8 +86,10 @@ class State:
     @classmethod
     def load(cls, text: str) -> State:
         document = json.loads(text)
-        waiting = tuple(Waiting(**{**entry, "ranks": tuple(entry["ranks"])})
-                        for entry in document.pop("waiting"))
+        waiting = tuple(
+            Waiting(**{**entry, "ranks": tuple(entry["ranks"])})
+            for entry in document.pop("waiting")
+        )
         return cls(**document, waiting=waiting)
 
 
@@ -102,8 +104,10 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
     while True:
         state, who = ask(rank), f"rank {rank} on {node_of(rank)}"
         if state is None:
-            return (f"{seen_in} waits for {who}, which does not answer: stopped, dead, or cut off from the "
-                    f"job's store")
+            return (
+                f"{seen_in} waits for {who}, which does not answer: stopped, dead, or cut off from the "
+                f"job's store"
+            )
         if not state.waiting:
             idle = f"{seen_in} waits for {who}, which is in no operation: it computes, loads data or writes"
             return idle if seen_in else ""
@@ -121,12 +125,18 @@ def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str
 def _late_one(rank: int, wait: Waiting, ask: Ask) -> tuple[int, Waiting] | None:
     """Who has not come to the operation that `rank` waits in; one that does not answer before others."""
     states = {other: ask(other) for other in wait.awaited if other != rank}
-    late = [other for other, state in states.items() if state is None or not state.has_reached(wait, rank)]
+    late = [
+        other
+        for other, state in states.items()
+        if state is None or not state.has_reached(wait, rank)
+    ]
     late.sort(key=lambda other: states[other] is not None)
     return (late[0], wait) if late else None
 
 
-def _slow(rank: int, wait: Waiting, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]) -> str:
+def _slow(
+    rank: int, wait: Waiting, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]
+) -> str:
     """Everybody is there and still it takes long: the network, with what each member's NIC carries."""
     seen = []
     for member in dict.fromkeys((rank, *wait.awaited)):
@@ -158,7 +168,9 @@ class Watchdog:
     say: Callable[[str], None] = tell_user
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    dump_hint: Callable[[], str] = lambda: ""  # says where torch's flight recorder writes; "" if nowhere
+    dump_hint: Callable[[], str] = lambda: (
+        ""
+    )  # says where torch's flight recorder writes; "" if nowhere
 
     def __post_init__(self) -> None:
         self.pause_s = min(2.0, max(0.25, self.floor_s / 8))
@@ -205,7 +217,11 @@ class Watchdog:
     def _limit_s(self) -> float:
         """What a step may take until it is late."""
         median = self.recorder.median_s()
-        return FIRST_FLOORS * self.floor_s if median is None else max(self.factor * median, self.floor_s)
+        return (
+            FIRST_FLOORS * self.floor_s
+            if median is None
+            else max(self.factor * median, self.floor_s)
+        )
 
     def _so_far(self) -> float:
         return self.clock() - self.recorder.entered
@@ -221,25 +237,43 @@ class Watchdog:
         ops, groups = recorder.in_flight(), list(recorder.groups.values())
         self._looks += 1
         started = {group.name: group.collectives for group in groups}
-        messages = {(group.name, way, peer): count for group in groups
-                    for (way, peer), count in list(group.messages.items())}
+        messages = {
+            (group.name, way, peer): count
+            for group in groups
+            for (way, peer), count in list(group.messages.items())
+        }
         for op in recorder.not_begun():  # launched by the host, which is ahead
             if op.peer is None:
                 started[op.group.name] -= 1
             else:
                 messages[op.group.name, op.name, op.peer] -= 1
         return State(
-            rank=recorder.rank, node=self.node_of(recorder.rank), step=recorder.step, look=self._looks,
-            waiting=tuple(self._waiting(op, now) for op in ops[:_TOLD]), started=started,
-            messages={f"{way} {name} {peer}": count for (name, way, peer), count in messages.items()},
+            rank=recorder.rank,
+            node=self.node_of(recorder.rank),
+            step=recorder.step,
+            look=self._looks,
+            waiting=tuple(self._waiting(op, now) for op in ops[:_TOLD]),
+            started=started,
+            messages={
+                f"{way} {name} {peer}": count for (name, way, peer), count in messages.items()
+            },
             nics=self._rates(now),
-        )  # fmt: skip
+        )
 
     def _waiting(self, op: Op, now: float) -> Waiting:
         name, kind, transport = op.group.name, self.recorder.kind(op), op.group.transport
         age, ranks = now - op.start, self.recorder.ends(op)
-        return Waiting(name, kind, op.name, ranks, op.number, op.peer, age, transport.fabric,
-                       transport.interface)
+        return Waiting(
+            name,
+            kind,
+            op.name,
+            ranks,
+            op.number,
+            op.peer,
+            age,
+            transport.fabric,
+            transport.interface,
+        )
 
     def _rates(self, now: float) -> dict[str, float]:
         """Bits/s of each interface since the last look."""
@@ -248,7 +282,9 @@ class Watchdog:
         if before is None or now <= before[0]:
             return {}
         seconds, known = now - before[0], before[1]
-        return {name: (carried[name] - known[name]) * 8 / seconds for name in carried if name in known}
+        return {
+            name: (carried[name] - known[name]) * 8 / seconds for name in carried if name in known
+        }
 
     # The job's store
 
@@ -261,8 +297,11 @@ class Watchdog:
         return f"{self.prefix}/state/{rank}"
 
     def _get(self, rank: int) -> State | None:
-        return State.load(self._store.get(self._key(rank)).decode()) if self._store.check(
-            [self._key(rank)]) else None
+        return (
+            State.load(self._store.get(self._key(rank)).decode())
+            if self._store.check([self._key(rank)])
+            else None
+        )
 
     def _explain(self, state: State) -> None:
         """Say the line unless another rank has; who is alive gets time to tell of itself twice."""
@@ -274,27 +313,38 @@ class Watchdog:
         mine = f"{state.rank} {late} {int(lines) + 1}"
         if self._store.compare_set(key, last, mine).decode() != mine:
             return
-        ranks = sorted({rank for group in list(self.recorder.groups.values()) for rank in group.ranks})[:1024]
+        ranks = sorted(
+            {rank for group in list(self.recorder.groups.values()) for rank in group.ranks}
+        )[:1024]
         looks = {rank: known.look for rank in ranks if (known := self._get(rank)) is not None}
         median = self.recorder.median_s()
         for _ in range(4):  # ranks are late up to a step after each other
             self.sleep(self.pause_s + min(10.0, median or 0.0) / 4)
             state = self.state()
             self.tell(state)
-        if not state.waiting or state.step != late:  # it went on meanwhile; the next step may be as late
+        if (
+            not state.waiting or state.step != late
+        ):  # it went on meanwhile; the next step may be as late
             self._store.compare_set(key, mine, last)
             return
 
         def ask(rank: int) -> State | None:
             """Who has not told of itself since the first look is not alive."""
             known = state if rank == state.rank else self._get(rank)
-            return known if known is not None and (known is state
-                                                   or known.look > looks.get(rank, 0)) else None
+            return (
+                known
+                if known is not None and (known is state or known.look > looks.get(rank, 0))
+                else None
+            )
 
         if cause := blame(state.rank, ask, self.node_of, self.rates):
-            usual = "no step's time is known yet" if median is None else f"the median is {median:.2f} s"
-            self.say(f"step {late} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
-                     f"{state.rank})")
+            usual = (
+                "no step's time is known yet" if median is None else f"the median is {median:.2f} s"
+            )
+            self.say(
+                f"step {late} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
+                f"{state.rank})"
+            )
             self._say_dump_hint()
 
     def _say_dump_hint(self) -> None:
@@ -315,7 +365,10 @@ class Watchdog:
         wait = state.waiting[0]
         if state.rank == min({state.rank, *wait.ranks} - {self.host}, default=-1):
             self._alone_at = state.step
-            kept = (f"; it is kept by rank {self.host} on {self.node_of(self.host)}" if self.host is not None
-                    else "")
+            kept = (
+                f"; it is kept by rank {self.host} on {self.node_of(self.host)}"
+                if self.host is not None
+                else ""
+            )
             stuck = f"{wait} is stuck, and the job's store does not answer{kept} (seen by rank {state.rank})"
             self.say(f"step {state.step} takes {self._so_far():.1f} s so far: {stuck}")

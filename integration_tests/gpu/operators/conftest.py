@@ -35,22 +35,34 @@ def emulated_environment() -> dict[str, str]:
     from holmes_lab.gpu.torch_build import find_torch
 
     torch, compiler = find_torch(sys.executable, os.environ), find_compiler()
-    built = build([recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch)], cache_folder())
+    built = build(
+        [recipes.runtime(compiler, torch.cuda), recipes.operators(compiler, torch)], cache_folder()
+    )
     names = (f"libcudart.so.{torch.cuda[0]}", "libcuda.so.1", "libnvidia-ml.so.1")
     runtime = [built["runtime"] / name for name in names]
     site = ROOT / "lab" / "holmes_lab" / "site"
-    return {**os.environ, MARK: "1", "LD_PRELOAD": " ".join(map(str, runtime)), "HOLMES_GPU_COUNT": "2",
-            "HOLMES_GPU_OPERATORS": str(built["operators"] / "libholmes_operators.so"),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")]))}
+    return {
+        **os.environ,
+        MARK: "1",
+        "LD_PRELOAD": " ".join(map(str, runtime)),
+        "HOLMES_GPU_COUNT": "2",
+        "HOLMES_GPU_OPERATORS": str(built["operators"] / "libholmes_operators.so"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH", "")])),
+    }
 
 
 def pytest_configure(config):
-    only_here = all(Path(argument.split("::")[0]).resolve().is_relative_to(HERE) for argument in config.args)
+    only_here = all(
+        Path(argument.split("::")[0]).resolve().is_relative_to(HERE) for argument in config.args
+    )
     if MARK in os.environ or not only_here or not has_cuda_build():
         return
     config.pluginmanager.getplugin("capturemanager").stop_global_capturing()
-    os.execve(sys.executable, [sys.executable, "-m", "pytest", *config.invocation_params.args],
-              emulated_environment())
+    os.execve(
+        sys.executable,
+        [sys.executable, "-m", "pytest", *config.invocation_params.args],
+        emulated_environment(),
+    )
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -30,30 +30,56 @@ def blocked():
 
 def in_a_process(code: str, **environ: str) -> str:
     """A device whose kernel failed is lost to its process."""
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True,
-                          timeout=120, env={**os.environ, **environ})
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environ},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
 
 
-@pytest.mark.parametrize("call", [
-    lambda x: x + 1,
-    lambda x: x @ x,
-    lambda x: torch.nn.functional.layer_norm(x, (8,)),
-    lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
-    lambda x: torch.nn.functional.dropout(x, 0.5),
-    lambda x: x.sort()[0],
-    lambda x: torch.linalg.inv_ex(x @ x.T + 10 * torch.eye(8, device="cuda")),
-    lambda x: torch.nn.functional.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
-    lambda x: x.index_select(0, torch.arange(3, device="cuda")),
-    lambda x: torch.randn(5, device="cuda"),
-    lambda x: torch._foreach_mul([x, x], 2.0),
-    lambda x: x.to(torch.bfloat16),
-    lambda x: torch.cat([x, x]),
-    lambda x: x.clone().masked_fill_(x > 0, 0.0),
-    lambda x: torch.empty(8, 8, pin_memory=True).copy_(x, non_blocking=True),
-], ids=["add", "matmul", "layer_norm", "conv1d", "dropout", "sort", "inv_ex", "attention", "index_select",
-        "randn", "foreach", "to", "cat", "masked_fill", "copy to pinned"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x + 1,
+        lambda x: x @ x,
+        lambda x: torch.nn.functional.layer_norm(x, (8,)),
+        lambda x: torch.nn.functional.conv1d(x[None], x[:, :, None]),
+        lambda x: torch.nn.functional.dropout(x, 0.5),
+        lambda x: x.sort()[0],
+        lambda x: torch.linalg.inv_ex(x @ x.T + 10 * torch.eye(8, device="cuda")),
+        lambda x: torch.nn.functional.scaled_dot_product_attention(
+            x[None, None], x[None, None], x[None, None]
+        ),
+        lambda x: x.index_select(0, torch.arange(3, device="cuda")),
+        lambda x: torch.randn(5, device="cuda"),
+        lambda x: torch._foreach_mul([x, x], 2.0),
+        lambda x: x.to(torch.bfloat16),
+        lambda x: torch.cat([x, x]),
+        lambda x: x.clone().masked_fill_(x > 0, 0.0),
+        lambda x: torch.empty(8, 8, pin_memory=True).copy_(x, non_blocking=True),
+    ],
+    ids=[
+        "add",
+        "matmul",
+        "layer_norm",
+        "conv1d",
+        "dropout",
+        "sort",
+        "inv_ex",
+        "attention",
+        "index_select",
+        "randn",
+        "foreach",
+        "to",
+        "cat",
+        "masked_fill",
+        "copy to pinned",
+    ],
+)
 def test_host_runs_ahead(call):
     inputs = torch.randn(8, 8, device="cuda")
     torch.cuda.synchronize()
@@ -63,7 +89,9 @@ def test_host_runs_ahead(call):
 
 
 def test_host_runs_ahead_through_a_training_step():
-    layer = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)).cuda()
+    layer = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1)
+    ).cuda()
     optimizer = torch.optim.AdamW(layer.parameters())
     inputs = torch.randn(4, 8, device="cuda")
     layer(inputs).sum().backward()
@@ -76,12 +104,31 @@ def test_host_runs_ahead_through_a_training_step():
             optimizer.step()
 
 
-@pytest.mark.parametrize("call", [
-    lambda x: x.sum().item(), lambda x: x.nonzero(), lambda x: x[x > 0], lambda x: torch.unique(x),
-    lambda x: x.cpu(),
-    lambda x: torch.equal(x, x), lambda x: x.masked_select(x > 0), lambda x: bool(x.any()),
-    lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.long, device="cuda"), 0),
-], ids=["item", "nonzero", "mask", "unique", "cpu", "equal", "masked_select", "bool", "repeat_interleave"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: torch.unique(x),
+        lambda x: x.cpu(),
+        lambda x: torch.equal(x, x),
+        lambda x: x.masked_select(x > 0),
+        lambda x: bool(x.any()),
+        lambda x: x.repeat_interleave(torch.ones(8, dtype=torch.long, device="cuda"), 0),
+    ],
+    ids=[
+        "item",
+        "nonzero",
+        "mask",
+        "unique",
+        "cpu",
+        "equal",
+        "masked_select",
+        "bool",
+        "repeat_interleave",
+    ],
+)
 def test_who_reads_values_waits(call):
     inputs = torch.randn(8, 8, device="cuda")
     torch.cuda.synchronize()
@@ -181,19 +228,37 @@ def ones(*sizes, **options):
     return torch.ones(*sizes, **{"device": "cuda", **options})
 
 
-@pytest.mark.parametrize("call, text", [
-    (lambda: ones(3) + ones(4), "must match the size"),
-    (lambda: ones(3, 4) @ ones(3, 4), "cannot be multiplied"),
-    (lambda: ones(3) + torch.ones(3), "Expected all tensors to be on the same device"),
-    (lambda: ones(3) + ones(3, device="cuda:1"), "Expected all tensors to be on the same device"),
-    (lambda: ones(3, dtype=torch.long).add_(1.5), "can't be cast"),
-    (lambda: torch.nn.functional.layer_norm(ones(3), (4,)), "normalized_shape"),
-    (lambda: ones(3).normal_(std=-1), "std"),
-    (lambda: torch.nn.functional.conv2d(ones(1, 2, 5, 5), ones(1, 3, 3, 3)), "channels"),
-    (lambda: torch.ops.aten._weight_int4pack_mm(ones(2, 2), ones(2, 2), 32, ones(2, 2, 2)),
-     "_weight_int4pack_mm is not emulated"),
-], ids=["sizes", "matmul", "devices", "two GPUs", "types", "layer_norm", "normal_", "conv2d",
-        "not emulated"])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: ones(3) + ones(4), "must match the size"),
+        (lambda: ones(3, 4) @ ones(3, 4), "cannot be multiplied"),
+        (lambda: ones(3) + torch.ones(3), "Expected all tensors to be on the same device"),
+        (
+            lambda: ones(3) + ones(3, device="cuda:1"),
+            "Expected all tensors to be on the same device",
+        ),
+        (lambda: ones(3, dtype=torch.long).add_(1.5), "can't be cast"),
+        (lambda: torch.nn.functional.layer_norm(ones(3), (4,)), "normalized_shape"),
+        (lambda: ones(3).normal_(std=-1), "std"),
+        (lambda: torch.nn.functional.conv2d(ones(1, 2, 5, 5), ones(1, 3, 3, 3)), "channels"),
+        (
+            lambda: torch.ops.aten._weight_int4pack_mm(ones(2, 2), ones(2, 2), 32, ones(2, 2, 2)),
+            "_weight_int4pack_mm is not emulated",
+        ),
+    ],
+    ids=[
+        "sizes",
+        "matmul",
+        "devices",
+        "two GPUs",
+        "types",
+        "layer_norm",
+        "normal_",
+        "conv2d",
+        "not emulated",
+    ],
+)
 def test_wrong_arguments_are_refused_at_the_call(call, text):
     with pytest.raises(RuntimeError, match=text):
         call()
@@ -201,10 +266,15 @@ def test_wrong_arguments_are_refused_at_the_call(call, text):
 
 
 def drawn() -> list[torch.Tensor]:
-    return [torch.rand(5, device="cuda"), torch.randn(5, device="cuda"), torch.randperm(9, device="cuda"),
-            torch.bernoulli(torch.full((9,), 0.5, device="cuda")),
-            torch.empty(5, device="cuda").exponential_(),
-            torch.multinomial(ones(9), 3), torch.nn.functional.dropout(ones(9))]  # fmt: skip
+    return [
+        torch.rand(5, device="cuda"),
+        torch.randn(5, device="cuda"),
+        torch.randperm(9, device="cuda"),
+        torch.bernoulli(torch.full((9,), 0.5, device="cuda")),
+        torch.empty(5, device="cuda").exponential_(),
+        torch.multinomial(ones(9), 3),
+        torch.nn.functional.dropout(ones(9)),
+    ]
 
 
 def test_random_numbers_repeat():
@@ -244,7 +314,9 @@ def test_threads_of_the_program_have_streams_of_their_own_order():
 def test_a_matrix_product_takes_its_flops():
     """At 100 MFLOP/s 2 x 256^3 operations keep a stream busy for a third of a second, and the host goes
     on."""
-    said = json.loads(in_a_process("""
+    said = json.loads(
+        in_a_process(
+            """
         import json, torch
         a = torch.randn(256, 256, device="cuda")
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -256,14 +328,19 @@ def test_a_matrix_product_takes_its_flops():
         ahead = not end.query()
         end.synchronize()
         print(json.dumps([ahead, begin.elapsed_time(end)]))
-    """, HOLMES_GPU_MFLOPS="100"))
+    """,
+            HOLMES_GPU_MFLOPS="100",
+        )
+    )
     assert said[0] and said[1] >= 2 * 256**3 / 100e6 * 1000 * 0.999
 
 
 @pytest.mark.parametrize("lengths", [[], [32, 32]], ids=["attention", "packed sequences"])
 def test_attention_takes_its_flops(lengths):
     """Of both passes, as torch's own counter has them."""
-    took_ms, flops = json.loads(in_a_process(f"""
+    took_ms, flops = json.loads(
+        in_a_process(
+            f"""
         import json, torch
         from torch.utils.flop_counter import FlopCounterMode
         lengths = {lengths}
@@ -290,7 +367,10 @@ def test_attention_takes_its_flops(lengths):
         end.record()
         end.synchronize()
         print(json.dumps([begin.elapsed_time(end), counter.get_total_flops()]))
-    """, HOLMES_GPU_MFLOPS="20"))
+    """,
+            HOLMES_GPU_MFLOPS="20",
+        )
+    )
     assert flops > 0 and took_ms >= flops / 20e6 * 1000 * 0.999
 
 

@@ -29,8 +29,9 @@ def test_the_sanitizer_names_both_sides_of_a_race():
 
 
 def test_the_sanitizer_finds_nothing_where_the_stream_waits():
-    said = in_a_process(RACE.format(wait="side.wait_stream(torch.cuda.current_stream())"),
-                        TORCH_CUDA_SANITIZER="1")
+    said = in_a_process(
+        RACE.format(wait="side.wait_stream(torch.cuda.current_stream())"), TORCH_CUDA_SANITIZER="1"
+    )
     assert said.strip() == "4000.0"
 
 
@@ -64,8 +65,9 @@ def test_attention_whichever_is_chosen(backend, dtype):
     """
     if (backend, dtype) == (SDPBackend.FLASH_ATTENTION, torch.float32):
         pytest.skip("CUDA's flash kernel takes no float32")
-    found, expected = ([torch.randn(1, 2, 8, 16, dtype=dtype, requires_grad=True) for _ in range(3)]
-                       for _ in "ab")
+    found, expected = (
+        [torch.randn(1, 2, 8, 16, dtype=dtype, requires_grad=True) for _ in range(3)] for _ in "ab"
+    )
     for one, other in zip(found, expected):
         other.data.copy_(one.data)
     attend = torch.nn.functional.scaled_dot_product_attention
@@ -74,14 +76,19 @@ def test_attention_whichever_is_chosen(backend, dtype):
     output.sum().backward()
     other = attend(*expected, is_causal=True)
     other.sum().backward()
-    pairs = [(output.cpu(), other), *((one.grad, other.grad) for one, other in zip(found, expected))]
+    pairs = [
+        (output.cpu(), other),
+        *((one.grad, other.grad) for one, other in zip(found, expected)),
+    ]
     exact = backend is not SDPBackend.MATH
     assert all(torch.equal(*pair) if exact else torch.allclose(*pair, atol=1e-2) for pair in pairs)
 
 
 def test_a_graph_is_refused_by_name():
-    with pytest.raises(RuntimeError,
-                       match="CUDA graphs are not emulated"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with (
+        pytest.raises(RuntimeError, match="CUDA graphs are not emulated"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
         pass
     assert (torch.ones(2, device="cuda") + 1).tolist() == [2, 2]
 

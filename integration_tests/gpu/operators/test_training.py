@@ -11,7 +11,10 @@ from torch.utils.checkpoint import checkpoint
 class Recurrent(nn.Module):
     def __init__(self, kind: type, **options):
         super().__init__()
-        self.recurrent, self.head = kind(8, 16, num_layers=2, batch_first=True, **options), nn.LazyLinear(4)
+        self.recurrent, self.head = (
+            kind(8, 16, num_layers=2, batch_first=True, **options),
+            nn.LazyLinear(4),
+        )
 
     def forward(self, x):
         return self.head(self.recurrent(x)[0]).flatten(1)
@@ -26,7 +29,9 @@ class Transformer(nn.Module):
 
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
-        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True)).flatten(0, 1)
+        return self.head(self.layers(self.embedding(tokens), mask=mask, is_causal=True)).flatten(
+            0, 1
+        )
 
 
 class RmsNormed(nn.Module):
@@ -43,9 +48,17 @@ def mlp():
 
 
 def convolutional():
-    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-                         nn.Conv2d(8, 8, 3, groups=8), nn.GroupNorm(2, 8), nn.AdaptiveAvgPool2d(1),
-                         nn.Flatten(), nn.Linear(8, 4))  # fmt: skip
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, groups=8),
+        nn.GroupNorm(2, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 4),
+    )
 
 
 def vectors():
@@ -80,8 +93,12 @@ OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
     "AdamW, one by one": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, foreach=False),
-    "Adam, amsgrad": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, amsgrad=True, foreach=True),
-    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+    "Adam, amsgrad": lambda parameters: torch.optim.Adam(
+        parameters, lr=1e-2, amsgrad=True, foreach=True
+    ),
+    "SGD": lambda parameters: torch.optim.SGD(
+        parameters, lr=0.1, momentum=0.9, nesterov=True, foreach=True
+    ),
     "SGD, fused": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, foreach=True),
     "Adagrad, fused": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, fused=True),
@@ -92,7 +109,9 @@ OPTIMIZERS = {
     "RAdam": lambda parameters: torch.optim.RAdam(parameters, foreach=True),
     "ASGD": lambda parameters: torch.optim.ASGD(parameters, foreach=True),
     "Rprop": lambda parameters: torch.optim.Rprop(parameters, foreach=True),
-    "LBFGS": lambda parameters: torch.optim.LBFGS(parameters, max_iter=3, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda parameters: torch.optim.LBFGS(
+        parameters, max_iter=3, line_search_fn="strong_wolfe"
+    ),
 }
 
 
@@ -149,8 +168,10 @@ def test_mixed_precision_with_a_loss_scaler():
     results = []
     for device in "cpu", "cuda":
         parameter = nn.Parameter(weight.clone().to(device))
-        optimizer, scaler = torch.optim.SGD([parameter],
-                                            lr=0.1), torch.amp.GradScaler(device, init_scale=1024.0)
+        optimizer, scaler = (
+            torch.optim.SGD([parameter], lr=0.1),
+            torch.amp.GradScaler(device, init_scale=1024.0),
+        )
         for step in range(4):
             optimizer.zero_grad()
             with torch.autocast(device, dtype=torch.float16):

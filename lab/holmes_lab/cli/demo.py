@@ -37,29 +37,62 @@ TOKENS = 1 * 8 * 2 * 16
 ACCELERATOR = {"flops": 6.7e9, "classes": ["Block"]}
 CLUSTER = "two_clusters_4.toml"
 #: The last two: MB that a node sent for each step on Ethernet and on its fast NIC.
-HEAD = ("run", "step, s (spread)", "token/s", "x stock", "x bound", "last loss", "Eth MB", "fast MB")
+HEAD = (
+    "run",
+    "step, s (spread)",
+    "token/s",
+    "x stock",
+    "x bound",
+    "last loss",
+    "Eth MB",
+    "fast MB",
+)
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
-        "demo", help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
+        "demo",
+        help="train a GPT on two emulated clusters, stock and with holmes, and show the difference",
         description="Trains examples/deepspeed_pipeline on 4 emulated nodes (2 with InfiniBand, 2 with RoCE, "
         "Ethernet between) with DeepSpeed's pipeline engine: stock, with --holmes, and on one all-InfiniBand "
         "cluster (the bound). Needs root (or user namespaces) and iproute2; takes about 5 minutes on 2 cores."
-        " Exit status 1 when a loss differs from stock's by more than 1e-6.")
-    parser.add_argument("--repetitions", type=int, default=4, metavar="N",
-                        help="runs of each variant, alternating (default: 4)")
-    parser.add_argument("--steps", type=int, default=12, metavar="N",
-                        help="steps of each run, the first 3 not measured (default: 12)")
-    parser.add_argument("--output", default="report.html", metavar="FILE",
-                        help="the page with table and pictures (default: report.html)")
-    parser.add_argument("--timeline", metavar="FILE", help="one step of each run as a picture alone (.svg)")
-    parser.add_argument("--joined", action="store_true",
-                        help="two jobs train one model over 40 ms and 20 Mb/s, one of them killed and back")
-    parser.add_argument("--gpu", action="store_true",
-                        help="on emulated GPUs, over NCCL: its networks, each NIC's bytes and the losses, "
-                             "stock and holmes (needs the CUDA build of torch, g++ and NCCL's source: `make "
-                             ".venv-gpu`)")
+        " Exit status 1 when a loss differs from stock's by more than 1e-6.",
+    )
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=4,
+        metavar="N",
+        help="runs of each variant, alternating (default: 4)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=12,
+        metavar="N",
+        help="steps of each run, the first 3 not measured (default: 12)",
+    )
+    parser.add_argument(
+        "--output",
+        default="report.html",
+        metavar="FILE",
+        help="the page with table and pictures (default: report.html)",
+    )
+    parser.add_argument(
+        "--timeline", metavar="FILE", help="one step of each run as a picture alone (.svg)"
+    )
+    parser.add_argument(
+        "--joined",
+        action="store_true",
+        help="two jobs train one model over 40 ms and 20 Mb/s, one of them killed and back",
+    )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="on emulated GPUs, over NCCL: its networks, each NIC's bytes and the losses, "
+        "stock and holmes (needs the CUDA build of torch, g++ and NCCL's source: `make "
+        ".venv-gpu`)",
+    )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
@@ -69,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
         raise HolmesError("holmes demo: --gpu and --joined are two demos; leave one out")
     needed = ("torch", "matplotlib", *(() if args.joined else ("deepspeed",)))
     if missing := [name for name in needed if find_spec(name) is None]:
-        raise HolmesError(f"holmes demo needs {', '.join(missing)}: pip install {' '.join(missing)}")
+        raise HolmesError(
+            f"holmes demo needs {', '.join(missing)}: pip install {' '.join(missing)}"
+        )
     if args.joined:
         return joined_demo.run(args.json, max(args.steps, 160), args.output)
     if args.repetitions < 1 or args.steps < 6:
@@ -80,32 +115,48 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as directory:
         variants, series = _measure(args, Path(directory), screen)
         result = _result(series)
-        traces = {variant.name: pictures.load_traces(Path(directory) / variant.name) for variant in variants}
+        traces = {
+            variant.name: pictures.load_traces(Path(directory) / variant.name)
+            for variant in variants
+        }
         save(args.output, _report(variants, series, result, traces), "the report")
         if args.timeline:
             save(args.timeline, pictures.svg_file(pictures.timeline_figure(traces)), "the picture")
-    screen.table([Column(name, right=name != "run") for name in HEAD], _rows(series), title=
-                 f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
-                 f" losses differ by {result['max_loss_difference']:.1g}\n")
-    screen.line(f"\nStep times are emulated: layers sleep as long as the emulated accelerator"
-                f" ({ACCELERATOR['flops']:.1e} FLOP/s) would\ncompute; the network, DeepSpeed and the "
-                f"numbers are real.\nPictures: {args.output}")
+    screen.table(
+        [Column(name, right=name != "run") for name in HEAD],
+        _rows(series),
+        title=f"holmes: {result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x all-RDMA;"
+        f" losses differ by {result['max_loss_difference']:.1g}\n",
+    )
+    screen.line(
+        f"\nStep times are emulated: layers sleep as long as the emulated accelerator"
+        f" ({ACCELERATOR['flops']:.1e} FLOP/s) would\ncompute; the network, DeepSpeed and the "
+        f"numbers are real.\nPictures: {args.output}"
+    )
     if args.json:
         print(json.dumps(result))
     return 0 if result["max_loss_difference"] <= 1e-6 else 1
 
 
-def _measure(args: argparse.Namespace, directory: Path,
-             screen: Screen) -> tuple[list[Variant], dict[str, Series]]:
+def _measure(
+    args: argparse.Namespace, directory: Path, screen: Screen
+) -> tuple[list[Variant], dict[str, Series]]:
     file = examples() / "clusters" / CLUSTER
     spec = load_spec(file)
     order = interleave(spec)
     holmes = Variant("holmes", spec, order, ("--holmes", "--holmes-cluster", str(file)))
     variants = [Variant("stock", spec, order), holmes, all_rdma(spec)]
     total = len(variants) * args.repetitions
-    screen.line("A GPT (6.15 M parameters, English text) on 4 nodes: 2 with InfiniBand, 2 with RoCE, "
-                "Ethernet between; pipeline 2 x data 2.")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    screen.line(
+        "A GPT (6.15 M parameters, English text) on 4 nodes: 2 with InfiniBand, 2 with RoCE, "
+        "Ethernet between; pipeline 2 x data 2."
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=screen.console) as progress:
         task, numbers = progress.add_task("starting the lab", total=total), itertools.count()
 
@@ -114,9 +165,15 @@ def _measure(args: argparse.Namespace, directory: Path,
             progress.update(task, completed=done, description=f"run {done + 1} of {total}: {name}")
 
         series = compare(
-            variants, [str(examples() / "deepspeed_pipeline" / "train.py"), *SCRIPT],
+            variants,
+            [str(examples() / "deepspeed_pipeline" / "train.py"), *SCRIPT],
             repetitions=args.repetitions,
-            steps=args.steps, skip=3, accelerator=ACCELERATOR, traces=directory, on_run=on_run)
+            steps=args.steps,
+            skip=3,
+            accelerator=ACCELERATOR,
+            traces=directory,
+            on_run=on_run,
+        )
         progress.update(task, completed=total, description="done")
     return variants, series
 
@@ -129,8 +186,9 @@ def _result(series: dict[str, Series]) -> dict[str, Any]:
         "ratio_to_bound": bound.median / holmes.median,
         "stock_to_bound": bound.median / stock.median,
         "max_loss_difference": max_loss_difference(stock, holmes),
-        "step_seconds": {name: {"median": runs.median, "spread": runs.spread}
-                         for name, runs in series.items()},
+        "step_seconds": {
+            name: {"median": runs.median, "spread": runs.spread} for name, runs in series.items()
+        },
         "tokens_per_second": {name: TOKENS / runs.median for name, runs in series.items()},
         "final_loss": {name: runs.losses[-1] for name, runs in series.items()},
         "bytes_sent_each_step": {name: runs.sent for name, runs in series.items()},
@@ -145,15 +203,26 @@ def _rows(series: dict[str, Series]) -> list[list[str]]:
     for name, runs in series.items():
         low, high = runs.spread
         slow, fast = runs.megabytes
-        rows.append([name, f"{runs.median:.3f} ({low:.3f}-{high:.3f})", f"{TOKENS / runs.median:.0f}",
-                     f"{stock / runs.median:.2f}", f"{bound / runs.median:.2f}",
-                     f"{runs.losses[-1]:.4f}", f"{slow:.1f}", f"{fast:.1f}"])
+        rows.append(
+            [
+                name,
+                f"{runs.median:.3f} ({low:.3f}-{high:.3f})",
+                f"{TOKENS / runs.median:.0f}",
+                f"{stock / runs.median:.2f}",
+                f"{bound / runs.median:.2f}",
+                f"{runs.losses[-1]:.4f}",
+                f"{slow:.1f}",
+                f"{fast:.1f}",
+            ]
+        )
     return rows
 
 
 def _report(
-    variants: list[Variant], series: dict[str, Series], result: dict[str, Any],
-    traces: dict[str, list[dict[str, Any]]]
+    variants: list[Variant],
+    series: dict[str, Series],
+    result: dict[str, Any],
+    traces: dict[str, list[dict[str, Any]]],
 ) -> str:
     """report.html: table and pictures in one file. traces: of the ranks of each run."""
     panels = []
@@ -165,13 +234,21 @@ def _report(
     placement = pictures.svg(pictures.placement_figure(panels, Sizes(pipeline=2).complete(4)))
     timeline = pictures.svg(pictures.timeline_figure(traces))
     said = next((line for line in series["holmes"].lines if line.startswith("holmes:")), "")
-    about = ("4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real "
-             "text. Times are emulated: layers sleep as long as the emulated accelerator would compute; the "
-             "sockets, their limited rates and the losses are real. Largest difference of the loss to "
-             f"stock's at any step: {result['max_loss_difference']:.2g}.")
+    about = (
+        "4 emulated nodes, DeepSpeed's pipeline engine, pipeline 2 x data 2, 6.15 M parameters, real "
+        "text. Times are emulated: layers sleep as long as the emulated accelerator would compute; the "
+        "sockets, their limited rates and the losses are real. Largest difference of the loss to "
+        f"stock's at any step: {result['max_loss_difference']:.2g}."
+    )
     ratios = f"{result['ratio_to_stock']:.2f} x stock, {result['ratio_to_bound']:.2f} x the all-RDMA bound"
     return page(
-        "holmes demo", heading(f"One GPT on two clusters: {ratios}", 1), paragraphs([about]),
-        table(HEAD, _rows(series)), paragraphs([said]),
-        heading("Who sits where, over which NIC"), picture(placement, "placement of the ranks"),
-        heading("One step"), picture(timeline, "timeline of one step of each run"))
+        "holmes demo",
+        heading(f"One GPT on two clusters: {ratios}", 1),
+        paragraphs([about]),
+        table(HEAD, _rows(series)),
+        paragraphs([said]),
+        heading("Who sits where, over which NIC"),
+        picture(placement, "placement of the ranks"),
+        heading("One step"),
+        picture(timeline, "timeline of one step of each run"),
+    )

@@ -15,8 +15,13 @@ class BuildProgress:
     """A context manager; its call is a build's OnProgress. Shows nothing where nothing is built."""
 
     def __init__(self) -> None:
-        self._bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(),
-                             TimeElapsedColumn(), console=Console(stderr=True))
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
         self._task = self._bar.add_task(_TITLE, total=None)
         self._shown = -1
 
@@ -34,7 +39,9 @@ class BuildProgress:
             return
         self._bar.start()
         if total:
-            self._bar.update(self._task, completed=done, total=total, description=f"{_TITLE}: {what:.40}")
+            self._bar.update(
+                self._task, completed=done, total=total, description=f"{_TITLE}: {what:.40}"
+            )
         else:
             self._bar.update(self._task, description=f"{_TITLE}: {what}")
 
@@ -42,4 +49,6 @@ class BuildProgress:
         part = done * _LINES // total if total else -1
         if part != self._shown or not total:
             self._shown = part
-            print(f"{_TITLE}: {f'{done} of {total}' if total else what}", file=sys.stderr, flush=True)
+            print(
+                f"{_TITLE}: {f'{done} of {total}' if total else what}", file=sys.stderr, flush=True
+            )

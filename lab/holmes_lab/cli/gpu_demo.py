@@ -28,8 +28,13 @@ def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
     folder, screen = examples(), Screen(stderr=True)
     file = folder / "clusters" / cluster
     spec = load_spec(file)
-    command = [sys.executable, str(folder / "deepspeed_pipeline" / "train.py"), *script, "--steps",
-               str(steps)]
+    command = [
+        sys.executable,
+        str(folder / "deepspeed_pipeline" / "train.py"),
+        *script,
+        "--steps",
+        str(steps),
+    ]
     flags = {"stock": [], "holmes": ["--holmes", "--holmes-cluster", str(file)]}
     with BuildProgress() as progress:
         gpus = Gpus(libraries(command, os.environ, on_progress=progress), memory_mb=4096)
@@ -38,9 +43,19 @@ def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
         for name, more in flags.items():
             screen.line(f"{name}: 4 nodes with an emulated GPU each, {steps} steps")
             log = Path(directory, f"{name}.jsonl")
-            runs.append(lab_gpu.run_watched(
-                lab, name, [*command, "--log", str(log), *more], interleave(spec), gpus=gpus,
-                env=_ENVIRONMENT, order=interleave(spec), processes=1, preload=("torch", "deepspeed")))
+            runs.append(
+                lab_gpu.run_watched(
+                    lab,
+                    name,
+                    [*command, "--log", str(log), *more],
+                    interleave(spec),
+                    gpus=gpus,
+                    env=_ENVIRONMENT,
+                    order=interleave(spec),
+                    processes=1,
+                    preload=("torch", "deepspeed"),
+                )
+            )
             if runs[-1].result.returncode:
                 screen.line(runs[-1].result.outputs[runs[-1].result.first_failed or 0][-3000:])
                 return 1
@@ -48,10 +63,25 @@ def run(as_json: bool, script: list[str], cluster: str, steps: int) -> int:
     lab_gpu.show(runs, gpus.libraries)
     difference = max(abs(a - b) for a, b in zip(losses["stock"], losses["holmes"], strict=True))
     screen.line(
-        f"last loss {losses['stock'][-1]:.4f}; stock's and holmes's losses differ by {difference:.1g}")
+        f"last loss {losses['stock'][-1]:.4f}; stock's and holmes's losses differ by {difference:.1g}"
+    )
     screen.line("Emulated GPU: numbers, networks and bytes are real, times are not.")
     if as_json:
-        print(json.dumps({"emulated": "GPU", "max_loss_difference": difference, "losses": losses,
-                          "runs": [{"name": run.name, "groups": [asdict(group) for group in run.groups],
-                                    "nics": [asdict(nic) for nic in run.nics]} for run in runs]}))
+        print(
+            json.dumps(
+                {
+                    "emulated": "GPU",
+                    "max_loss_difference": difference,
+                    "losses": losses,
+                    "runs": [
+                        {
+                            "name": run.name,
+                            "groups": [asdict(group) for group in run.groups],
+                            "nics": [asdict(nic) for nic in run.nics],
+                        }
+                        for run in runs
+                    ],
+                }
+            )
+        )
     return 0 if difference <= 1e-6 else 1

@@ -27,106 +27,191 @@ from holmes_lab.process.ranks import interleave
 from holmes_lab.process.shell import inside, running
 
 #: Commands that start the processes of a job.
-LAUNCHERS = ("torchrun", "torch.distributed.run", "torch.distributed.launch", "deepspeed", "srun", "mpirun",
-             "mpiexec", "accelerate")
+LAUNCHERS = (
+    "torchrun",
+    "torch.distributed.run",
+    "torch.distributed.launch",
+    "deepspeed",
+    "srun",
+    "mpirun",
+    "mpiexec",
+    "accelerate",
+)
 QUIET_TAIL = 20  # lines that --quiet shows of a rank that failed
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser(
-        "lab", help="emulate the clusters of a cluster.toml on this machine",
+        "lab",
+        help="emulate the clusters of a cluster.toml on this machine",
         description="Emulates the clusters of a cluster.toml on this machine: each node is a network "
-                    "namespace with NICs of the file's rates. Needs root or user namespaces, and iproute2.")
+        "namespace with NICs of the file's rates. Needs root or user namespaces, and iproute2.",
+    )
     actions = parser.add_subparsers(dest="lab_action", required=True, metavar="ACTION")
 
     start = actions.add_parser(
-        "run", help="run a command once for each process of each node",
+        "run",
+        help="run a command once for each process of each node",
         description="Runs COMMAND once for each process of each node, with torchrun's variables set: it "
-                    "takes the place of torchrun. Exit status: that of the first process that failed, 124 "
-                    "after --timeout.",
+        "takes the place of torchrun. Exit status: that of the first process that failed, 124 "
+        "after --timeout.",
         epilog="Example:\n\n"
-        "  holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes")
+        "  holmes lab run --cluster examples/clusters/two_clusters_4.toml -- python train.py --holmes",
+    )
     _add_site(start)
     order = start.add_mutually_exclusive_group()
-    order.add_argument("--order", metavar="a0,b0,...", help="nodes in the launcher's order (or the file's)")
-    order.add_argument("--interleave", action="store_true", help="take clusters' nodes in turn: a0,b0,a1,...")
-    start.add_argument("--processes", type=int, metavar="N", help="of each node (default: the file's)")
-    start.add_argument("--env", action="append", default=[], metavar="K=V", help="set a variable in every "
-                                                                                 "process")
-    start.add_argument("--preload", metavar="M,N", help="import these once and fork every rank (python)")
-    start.add_argument("--accelerator", metavar="JSON",
-                       help='emulate a GPU\'s speed: {"flops": 5e9, "classes": ["Block"]}; with --gpu '
-                       '{"flops": 5e9, "bytes": 2e9, "sms": 108}')
-    start.add_argument("--sysctl", action="append", default=[], metavar="K=V",
-                       help="a kernel setting (sysctl) of every node's network")
-    start.add_argument("--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted")
-    start.add_argument("--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log")
-    start.add_argument("--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)")
-    start.add_argument("--launcher", choices=tuple(NEEDS),
-                       help="start the job by the real launcher, with its daemons in the nodes; COMMAND may "
-                            "begin with its program (srun, sbatch, mpirun, ...): then it is run as it stands "
-                            "on the host \"login\"")
-    start.add_argument("--quiet", action="store_true", help="show only rank 0's output, and the last lines "
-                                                            "of ranks that fail")
+    order.add_argument(
+        "--order", metavar="a0,b0,...", help="nodes in the launcher's order (or the file's)"
+    )
+    order.add_argument(
+        "--interleave", action="store_true", help="take clusters' nodes in turn: a0,b0,a1,..."
+    )
+    start.add_argument(
+        "--processes", type=int, metavar="N", help="of each node (default: the file's)"
+    )
+    start.add_argument(
+        "--env", action="append", default=[], metavar="K=V", help="set a variable in every process"
+    )
+    start.add_argument(
+        "--preload", metavar="M,N", help="import these once and fork every rank (python)"
+    )
+    start.add_argument(
+        "--accelerator",
+        metavar="JSON",
+        help='emulate a GPU\'s speed: {"flops": 5e9, "classes": ["Block"]}; with --gpu '
+        '{"flops": 5e9, "bytes": 2e9, "sms": 108}',
+    )
+    start.add_argument(
+        "--sysctl",
+        action="append",
+        default=[],
+        metavar="K=V",
+        help="a kernel setting (sysctl) of every node's network",
+    )
+    start.add_argument(
+        "--realtime", action="store_true", help="run the ranks under SCHED_RR where permitted"
+    )
+    start.add_argument(
+        "--logs", type=Path, metavar="DIR", help="write each rank's output to DIR/rankN.log"
+    )
+    start.add_argument(
+        "--timeout", type=float, metavar="S", help="end the job after S seconds (status 124)"
+    )
+    start.add_argument(
+        "--launcher",
+        choices=tuple(NEEDS),
+        help="start the job by the real launcher, with its daemons in the nodes; COMMAND may "
+        "begin with its program (srun, sbatch, mpirun, ...): then it is run as it stands "
+        'on the host "login"',
+    )
+    start.add_argument(
+        "--quiet",
+        action="store_true",
+        help="show only rank 0's output, and the last lines of ranks that fail",
+    )
     lab_gpu.add_options(start)
-    start.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND",
-                       help="what every process runs: python train.py ARGUMENTS")
+    start.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="what every process runs: python train.py ARGUMENTS",
+    )
 
     prebuild = actions.add_parser(
-        "build", help="build what `holmes lab run --gpu` needs, beforehand",
+        "build",
+        help="build what `holmes lab run --gpu` needs, beforehand",
         description="Builds the libraries of the emulated GPU for the torch of a Python, into the user's "
-                    "cache, and checks NCCL's results, as the first `holmes lab run --gpu` would.")
-    prebuild.add_argument("--nccl-source", metavar="DIR",
-                          help="a checkout of NCCL, or an archive of it (.tar.gz)")
-    prebuild.add_argument("--python", default="python", metavar="P",
-                          help="the Python whose torch is used (default: python)")
+        "cache, and checks NCCL's results, as the first `holmes lab run --gpu` would.",
+    )
+    prebuild.add_argument(
+        "--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)"
+    )
+    prebuild.add_argument(
+        "--python",
+        default="python",
+        metavar="P",
+        help="the Python whose torch is used (default: python)",
+    )
 
     links = actions.add_parser(
-        "measure", help="achieved against configured bandwidth of every kind of link",
+        "measure",
+        help="achieved against configured bandwidth of every kind of link",
         description="Sends over every kind of link and compares with the file. Exit status 1 when one is off "
-                    "by more than 10 %.")
+        "by more than 10 %.",
+    )
     _add_site(links)
     links.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     shell = actions.add_parser(
-        "shell", help="a shell on a host of a lab",
+        "shell",
+        help="a shell on a host of a lab",
         description="Opens a shell on a node of a running lab (`holmes lab run` in another terminal); with "
-                    "--cluster, of a new lab that ends with the shell.",
+        "--cluster, of a new lab that ends with the shell.",
         epilog="Example: a Slurm of four nodes to try things on\n\n"
-        "  holmes lab shell --cluster examples/clusters/two_clusters_4.toml --launcher srun login")
+        "  holmes lab shell --cluster examples/clusters/two_clusters_4.toml --launcher srun login",
+    )
     which = shell.add_mutually_exclusive_group()
     which.add_argument("--cluster", metavar="FILE", help="cluster.toml of a lab of its own")
-    which.add_argument("--lab", metavar="DIR", help="directory of a lab that runs, where several do")
-    shell.add_argument("--scale", type=float, default=1.0, metavar="S", help="with --cluster: multiply every "
-                                                                             "rate by S")
+    which.add_argument(
+        "--lab", metavar="DIR", help="directory of a lab that runs, where several do"
+    )
+    shell.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="with --cluster: multiply every rate by S",
+    )
     shell.add_argument("--launcher", choices=tuple(NEEDS), help="with --cluster: its daemons, too")
-    shell.add_argument("host", metavar="NODE", help='its name; "login" is where launchers start jobs')
-    shell.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", default=[],
-                       help="run this instead of a shell")
+    shell.add_argument(
+        "host", metavar="NODE", help='its name; "login" is where launchers start jobs'
+    )
+    shell.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        default=[],
+        help="run this instead of a shell",
+    )
 
-    down = actions.add_parser("down", help="end labs whose owner is gone and remove their files",
-                              description="Ends labs whose owner is gone, and removes their files.")
+    down = actions.add_parser(
+        "down",
+        help="end labs whose owner is gone and remove their files",
+        description="Ends labs whose owner is gone, and removes their files.",
+    )
     down.add_argument("--all", action="store_true", help="also end the labs that are in use")
     down.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _add_site(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cluster", required=True, metavar="FILE", help="cluster.toml")
-    parser.add_argument("--scale", type=float, default=1.0, metavar="S", help="multiply every rate by S "
-                                                                              "(default: 1.0)")
+    parser.add_argument(
+        "--scale",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="multiply every rate by S (default: 1.0)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit status: the command's (130 after Ctrl-C); `measure` 1 when a link is off by more than 10 %."""
-    return {"run": _run, "build": lab_gpu.build, "measure": _measure, "shell": _shell,
-            "down": _down}[args.lab_action](args)
+    return {
+        "run": _run,
+        "build": lab_gpu.build,
+        "measure": _measure,
+        "shell": _shell,
+        "down": _down,
+    }[args.lab_action](args)
 
 
 def _run(args: argparse.Namespace) -> int:
     spec = load_spec(args.cluster)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
-        raise HolmesError("holmes lab run: no command; write it after --, for example: -- python train.py")
+        raise HolmesError(
+            "holmes lab run: no command; write it after --, for example: -- python train.py"
+        )
     if args.launcher is None:
         refuse_launcher(command)
     env = dict(_key_value(text) for text in args.env)
@@ -135,14 +220,25 @@ def _run(args: argparse.Namespace) -> int:
     sysctl = dict(_key_value(text, "--sysctl") for text in args.sysctl)
     gpus = lab_gpu.gpus_of(args, command, env)
     printer = _Printer(args.quiet, [])
-    how: dict[str, Any] = {"order": order, "processes": args.processes, "env": env, "logs": args.logs,
-                           "timeout": args.timeout, "on_line": printer}
+    how: dict[str, Any] = {
+        "order": order,
+        "processes": args.processes,
+        "env": env,
+        "logs": args.logs,
+        "timeout": args.timeout,
+        "on_line": printer,
+    }
     if gpus is None:
         how["accelerator"] = _configuration(args.accelerator)
-    with Lab(spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None) as lab:
+    with Lab(
+        spec, args.scale, realtime=args.realtime, sysctl=sysctl, login=args.launcher is not None
+    ) as lab:
         if args.launcher is None:
-            printer.labels = [f"{name}:{local}" for name in order or [node.name for node in lab.nodes]
-                              for local in range(args.processes or spec.cluster_of(name).processes)]
+            printer.labels = [
+                f"{name}:{local}"
+                for name in order or [node.name for node in lab.nodes]
+                for local in range(args.processes or spec.cluster_of(name).processes)
+            ]
         if gpus is not None:
             result = lab_gpu.run(lab, command, args, gpus, printer.labels, preload=preload, **how)
         elif args.launcher is None:
@@ -151,9 +247,14 @@ def _run(args: argparse.Namespace) -> int:
             job, printer.labels = started(lab, args.launcher, command, **how)
             result = job.wait()
     if result.emulated:
-        print("holmes lab: the timings of this run come from an emulated accelerator", file=sys.stderr)
+        print(
+            "holmes lab: the timings of this run come from an emulated accelerator", file=sys.stderr
+        )
     if result.busy > BOUND and args.accelerator:
-        print(f"holmes lab: its timings are {BOUND_TEXT}, which were {result.busy:.0%} busy", file=sys.stderr)
+        print(
+            f"holmes lab: its timings are {BOUND_TEXT}, which were {result.busy:.0%} busy",
+            file=sys.stderr,
+        )
     if args.timeout is not None and result.returncode == 124 and result.first_failed is None:
         print(f"holmes lab: ended after {args.timeout:g} s (--timeout)", file=sys.stderr)
     elif result.first_failed is not None:
@@ -165,16 +266,22 @@ def refuse_launcher(command: Sequence[str]) -> None:
     """HolmesError for a launcher that would start a job on every node (not torchrun with --nnodes)."""
     words = [Path(word).name for word in command]
     known = next((name for name in LAUNCHERS if name in words[:3]), "")
-    if not known or "torch" in known and any(word.startswith(("--nnodes", "--nnode-")) for word in words):
+    if (
+        not known
+        or "torch" in known
+        and any(word.startswith(("--nnodes", "--nnode-")) for word in words)
+    ):
         return
     try:
         said = split_command(command)
         script = " ".join(["python", *([said.script] if said.script else ["-m"]), *said.arguments])
     except HolmesError:
         script = "python train.py"
-    raise HolmesError(f"holmes lab run starts every process itself, as a launcher does; {known} in it would "
-                      "make a job of its own on each node. Without it: holmes lab run --cluster FILE "
-                      f"[--processes N] -- {script:.200}")
+    raise HolmesError(
+        f"holmes lab run starts every process itself, as a launcher does; {known} in it would "
+        "make a job of its own on each node. Without it: holmes lab run --cluster FILE "
+        f"[--processes N] -- {script:.200}"
+    )
 
 
 class _Printer:
@@ -194,8 +301,10 @@ class _Printer:
         if self.quiet and rank != 0:
             for _, line in lines[rank][-QUIET_TAIL:]:
                 print(f"[{self.labels[rank]}] {line}", file=sys.stderr)
-        print(f"holmes lab: rank {rank} ({self.labels[rank]}) failed first, with status {status}",
-              file=sys.stderr)
+        print(
+            f"holmes lab: rank {rank} ({self.labels[rank]}) failed first, with status {status}",
+            file=sys.stderr,
+        )
 
 
 def _key_value(text: str, flag: str = "--env") -> tuple[str, str]:
@@ -213,15 +322,20 @@ def _configuration(text: str | None) -> dict[str, Any] | None:
 
 
 def _shell(args: argparse.Namespace) -> int:
-    argv = (args.command[1:] if args.command[:1] == ["--"]
-            else args.command) or [os.environ.get("SHELL") or "sh"]
+    argv = (args.command[1:] if args.command[:1] == ["--"] else args.command) or [
+        os.environ.get("SHELL") or "sh"
+    ]
     if argv[0].startswith("-"):
-        raise HolmesError(f"{argv[0]!r} comes after the node; options go before it, a command after --:"
-                          f" holmes lab shell [--cluster FILE] {args.host} -- COMMAND")
+        raise HolmesError(
+            f"{argv[0]!r} comes after the node; options go before it, a command after --:"
+            f" holmes lab shell [--cluster FILE] {args.host} -- COMMAND"
+        )
     if args.cluster is None:
         if args.launcher:
-            raise HolmesError("--launcher: a running lab keeps the launcher that it was started with; give "
-                              "--cluster FILE for a new lab")
+            raise HolmesError(
+                "--launcher: a running lab keeps the launcher that it was started with; give "
+                "--cluster FILE for a new lab"
+            )
         host = running(args.host, args.lab)
         return inside(host.holder, argv, {**os.environ, **host.variables})
     with Lab(load_spec(args.cluster), args.scale, login=args.launcher is not None) as lab:
@@ -237,31 +351,53 @@ def _measure(args: argparse.Namespace) -> int:
     if args.json:
         links = [dataclasses.asdict(row) for row in rows]
         between = [dataclasses.asdict(row) for row in crossings]
-        print(json.dumps({"cluster": args.cluster, "scale": args.scale, "rows": links, "between": between}))
+        print(
+            json.dumps(
+                {"cluster": args.cluster, "scale": args.scale, "rows": links, "between": between}
+            )
+        )
     else:
-        columns = [Column(name, right=name not in ("link", "nodes", ""))
-                   for name in ("link", "nodes", "message", "configured", "achieved", "ratio", "")]
+        columns = [
+            Column(name, right=name not in ("link", "nodes", ""))
+            for name in ("link", "nodes", "message", "configured", "achieved", "ratio", "")
+        ]
         title = f"{args.cluster}, scale {args.scale:g}: achieved against configured bandwidth"
         Screen().table(columns, [_cells(row) for row in rows], title)
         if crossings:
-            columns = [Column(name, right=name in ("configured", "achieved"))
-                       for name in ("between", "what", "configured", "achieved", "")]
-            Screen().table(columns, [_crossing_cells(row) for row in crossings], "between the clusters")
+            columns = [
+                Column(name, right=name in ("configured", "achieved"))
+                for name in ("between", "what", "configured", "achieved", "")
+            ]
+            Screen().table(
+                columns, [_crossing_cells(row) for row in crossings], "between the clusters"
+            )
     good = all(row.within for row in rows if row.counts) and all(row.within for row in crossings)
     return 0 if good else 1
 
 
 def _crossing_cells(row: CrossingRow) -> list[str]:
     show = format_seconds if row.what == "round trip" else format_rate
-    verdict = ("ok" if row.within else "off by more than 1 ms and 5 %" if show is format_seconds
-               else "off by > 10 %")
+    verdict = (
+        "ok"
+        if row.within
+        else "off by more than 1 ms and 5 %"
+        if show is format_seconds
+        else "off by > 10 %"
+    )
     return ["-".join(row.clusters), row.what, show(row.configured), show(row.achieved), verdict]
 
 
 def _cells(row: LinkRow) -> list[str]:
     verdict = "ok" if row.within else "off by more than 10 %" if row.counts else "small message"
-    return [row.link, "-".join(row.nodes), f"{row.message_bytes >> 10} KiB", format_rate(row.configured_bps),
-            format_rate(row.achieved_bps), f"{row.ratio:.3f}", verdict]
+    return [
+        row.link,
+        "-".join(row.nodes),
+        f"{row.message_bytes >> 10} KiB",
+        format_rate(row.configured_bps),
+        format_rate(row.achieved_bps),
+        f"{row.ratio:.3f}",
+        verdict,
+    ]
 
 
 def _down(args: argparse.Namespace) -> int:
@@ -274,7 +410,9 @@ def _down(args: argparse.Namespace) -> int:
         if not lab.cleared:
             print(f"{lab.directory} ({lab.source}; {owner}): in use, left alone; --all ends it")
         else:
-            ended = f"keeper {lab.keeper} ended with all its processes, " if lab.keeper_alive else ""
+            ended = (
+                f"keeper {lab.keeper} ended with all its processes, " if lab.keeper_alive else ""
+            )
             print(f"{lab.directory} ({lab.source}; {owner}): {ended}files removed")
     if not labs:
         print("no lab has left anything behind")

@@ -29,11 +29,23 @@ from holmes_lab.gpu.watcher import END_S, Watcher, wait_watched
 from holmes_lab.lab import Lab
 from holmes_lab.process.job import RunResult
 
-GROUPS = (Column("run", drop=1), Column("group"), Column("communicators", right=True),
-          Column("ranks", right=True),
-          Column("nodes", right=True), Column("NCCL's network"), Column("NICs"))  # fmt: skip
-NICS = (Column("run", drop=1), Column("node"), Column("NIC"), Column("kind"), Column("sent", right=True),
-        Column("received", right=True))  # fmt: skip
+GROUPS = (
+    Column("run", drop=1),
+    Column("group"),
+    Column("communicators", right=True),
+    Column("ranks", right=True),
+    Column("nodes", right=True),
+    Column("NCCL's network"),
+    Column("NICs"),
+)
+NICS = (
+    Column("run", drop=1),
+    Column("node"),
+    Column("NIC"),
+    Column("kind"),
+    Column("sent", right=True),
+    Column("received", right=True),
+)
 #: Status of a job that hung and was ended; of one that asked for what a rehearsal has not.
 HUNG, NOT_EMULATED = 125, 2
 _MISSING = re.compile(r"emulated GPU: (.* not emulated.*|this machine has no .*)")
@@ -42,54 +54,97 @@ _MISSING = re.compile(r"emulated GPU: (.* not emulated.*|this machine has no .*)
 def add_options(parser: argparse.ArgumentParser) -> None:
     what = "CUDA and NCCL without a GPU: the command needs the CUDA build of torch"
     gpu = parser.add_argument_group("emulated GPUs", what)
-    gpu.add_argument("--gpu", nargs="?", type=int, const=-1, metavar="N",
-                     help="run on N emulated GPUs of each node (default: one for each process)")
-    gpu.add_argument("--gpu-memory", metavar="SIZE",
-                     help='of each GPU (default: "16GiB"); what is used of it is this machine\'s')
-    gpu.add_argument("--gpu-order", choices=("launched", "random"), default="launched",
-                     help="random: kernels start late at random, so that a missing wait gives wrong numbers, "
-                     "and is named")
-    gpu.add_argument("--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)")
-    gpu.add_argument("--gpu-standstill", type=float, default=END_S, metavar="S",
-                     help="end the job once no rank has progressed for S seconds while a stream has work "
-                     f"(status {HUNG}; default: {END_S:g}); a proven deadlock ends it at once")
-    gpu.add_argument("--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)")
-    gpu.add_argument("--beside-stock", action="store_true",
-                     help="run the command without its --holmes flags first, and show both")
+    gpu.add_argument(
+        "--gpu",
+        nargs="?",
+        type=int,
+        const=-1,
+        metavar="N",
+        help="run on N emulated GPUs of each node (default: one for each process)",
+    )
+    gpu.add_argument(
+        "--gpu-memory",
+        metavar="SIZE",
+        help='of each GPU (default: "16GiB"); what is used of it is this machine\'s',
+    )
+    gpu.add_argument(
+        "--gpu-order",
+        choices=("launched", "random"),
+        default="launched",
+        help="random: kernels start late at random, so that a missing wait gives wrong numbers, "
+        "and is named",
+    )
+    gpu.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="of --gpu-order random (default: 0)"
+    )
+    gpu.add_argument(
+        "--gpu-standstill",
+        type=float,
+        default=END_S,
+        metavar="S",
+        help="end the job once no rank has progressed for S seconds while a stream has work "
+        f"(status {HUNG}; default: {END_S:g}); a proven deadlock ends it at once",
+    )
+    gpu.add_argument(
+        "--nccl-source", metavar="DIR", help="a checkout of NCCL, or an archive of it (.tar.gz)"
+    )
+    gpu.add_argument(
+        "--beside-stock",
+        action="store_true",
+        help="run the command without its --holmes flags first, and show both",
+    )
     gpu.add_argument("--gpu-report", metavar="FILE", help="write the networks and bytes as JSON")
 
 
-def gpus_of(args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]) -> Gpus | None:
+def gpus_of(
+    args: argparse.Namespace, command: Sequence[str], env: Mapping[str, str]
+) -> Gpus | None:
     """The emulated GPUs that the options ask for; None without --gpu."""
     if args.gpu is None:
-        values = {"--gpu-memory": args.gpu_memory, "--nccl-source": args.nccl_source,
-                  "--gpu-report": args.gpu_report, "--beside-stock": args.beside_stock,
-                  "--gpu-order": args.gpu_order == "random", "--gpu-standstill": args.gpu_standstill != END_S}
+        values = {
+            "--gpu-memory": args.gpu_memory,
+            "--nccl-source": args.nccl_source,
+            "--gpu-report": args.gpu_report,
+            "--beside-stock": args.beside_stock,
+            "--gpu-order": args.gpu_order == "random",
+            "--gpu-standstill": args.gpu_standstill != END_S,
+        }
         if name := next((name for name, value in values.items() if value), ""):
             raise HolmesError(f"holmes lab run: {name} is for emulated GPUs; add --gpu")
         return None
     if args.launcher is not None:
         raise HolmesError(
-            f"--gpu: the ranks of --launcher {args.launcher} find no emulated GPUs; leave one out")
+            f"--gpu: the ranks of --launcher {args.launcher} find no emulated GPUs; leave one out"
+        )
     if args.gpu == 0 or args.gpu < -1:
         raise HolmesError(
-            f"--gpu {args.gpu}: a node needs at least 1 GPU (without a number: one for each process)")
+            f"--gpu {args.gpu}: a node needs at least 1 GPU (without a number: one for each process)"
+        )
     if args.gpu_standstill <= 0:
         raise HolmesError(f"--gpu-standstill {args.gpu_standstill:g}: seconds, more than 0")
-    memory_mb = 16384 if args.gpu_memory is None else parse_size(args.gpu_memory, "--gpu-memory") >> 20
+    memory_mb = (
+        16384 if args.gpu_memory is None else parse_size(args.gpu_memory, "--gpu-memory") >> 20
+    )
     if memory_mb < 64:
         raise HolmesError(f"--gpu-memory {args.gpu_memory}: NCCL and torch alone need 64 MB")
     clock = GpuClock() if args.accelerator is None else parse_clock(args.accelerator)
     with BuildProgress() as progress:
         libs = libraries(command, {**os.environ, **env}, args.nccl_source, progress)
-    return Gpus(libs, None if args.gpu < 0 else args.gpu, memory_mb,
-                args.seed if args.gpu_order == "random" else None, clock)
+    return Gpus(
+        libs,
+        None if args.gpu < 0 else args.gpu,
+        memory_mb,
+        args.seed if args.gpu_order == "random" else None,
+        clock,
+    )
 
 
 def build(args: argparse.Namespace) -> int:
     with BuildProgress() as progress:
         libs = libraries([args.python], os.environ, args.nccl_source, progress)
-    print(f"emulated GPU for torch {libs.torch.version} with NCCL {libs.source.name}: {libs.nccl.parent}")
+    print(
+        f"emulated GPU for torch {libs.torch.version} with NCCL {libs.source.name}: {libs.nccl.parent}"
+    )
     return 0
 
 
@@ -105,21 +160,30 @@ class GpuRun:
     races: tuple[str, ...] = field(default=())
 
 
-def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, labels: Sequence[str],
-        **options: Any) -> RunResult:
+def run(
+    lab: Lab,
+    command: Sequence[str],
+    args: argparse.Namespace,
+    gpus: Gpus,
+    labels: Sequence[str],
+    **options: Any,
+) -> RunResult:
     """Runs the command (options: Lab.start's), before it without holmes where that is asked for; shows the
     networks and bytes. The result of the command itself: status HUNG where it was ended because it hung."""
     plain = list(command)
     strip_flags(plain)
     if args.beside_stock and plain == list(command):
         raise HolmesError(
-            "--beside-stock: the command has no --holmes flag, so there is nothing to compare with stock")
+            "--beside-stock: the command has no --holmes flag, so there is nothing to compare with stock"
+        )
     named = {"stock": plain, "holmes": list(command)} if args.beside_stock else {"": list(command)}
     runs = []
     for name, words in named.items():
         if name:
             print(f"holmes lab: {name}", file=sys.stderr, flush=True)
-        runs.append(run_watched(lab, name, words, labels, args.gpu_standstill, gpus=gpus, **options))
+        runs.append(
+            run_watched(lab, name, words, labels, args.gpu_standstill, gpus=gpus, **options)
+        )
         if runs[-1].result.returncode:
             break
     show(runs, gpus.libraries)
@@ -128,8 +192,14 @@ def run(lab: Lab, command: Sequence[str], args: argparse.Namespace, gpus: Gpus, 
     return runs[-1].result
 
 
-def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[str], end_s: float = END_S,
-                **options: Any) -> GpuRun:
+def run_watched(
+    lab: Lab,
+    name: str,
+    command: Sequence[str],
+    labels: Sequence[str],
+    end_s: float = END_S,
+    **options: Any,
+) -> GpuRun:
     """Ends the job once it is sure that it hangs, or after `end_s` of a standstill."""
     before, killed = lab.counters(), killed_for_memory()
     job = lab.start(command, **options)
@@ -142,8 +212,14 @@ def run_watched(lab: Lab, name: str, command: Sequence[str], labels: Sequence[st
     by_name = {node.name: node for node in lab.nodes}
     nodes = [by_name[node] for node in options["order"] or by_name]
     groups = group_networks(communicators.read(job.watch), nodes, len(labels) // len(nodes))
-    return GpuRun(name, result, groups, nic_bytes(before, lab.counters(), nodes), run.hang,
-                  tuple(missing_waits(job.watch)))
+    return GpuRun(
+        name,
+        result,
+        groups,
+        nic_bytes(before, lab.counters(), nodes),
+        run.hang,
+        tuple(missing_waits(job.watch)),
+    )
 
 
 def killed_for_memory() -> int:
@@ -155,11 +231,19 @@ def what_is_missing(result: RunResult, killed: bool = False) -> str:
     """What the rank that failed first was last refused: an operator, kernel or CUDA call that is not
     emulated, or memory; "" for another reason. killed: the kernel has ended some process for memory."""
     if killed and result.returncode == 128 + signal.SIGKILL:
-        return ("this machine had no memory left; run fewer ranks, or give NCCL small buffers: "
-                "--env NCCL_BUFFSIZE=262144 --env NCCL_MAX_P2P_NCHANNELS=4")
+        return (
+            "this machine had no memory left; run fewer ranks, or give NCCL small buffers: "
+            "--env NCCL_BUFFSIZE=262144 --env NCCL_MAX_P2P_NCHANNELS=4"
+        )
     output = result.outputs[result.first_failed] if result.first_failed is not None else ""
-    return next((match[1].strip() for line in reversed(output.splitlines())
-                 if (match := _MISSING.search(line))), "")
+    return next(
+        (
+            match[1].strip()
+            for line in reversed(output.splitlines())
+            if (match := _MISSING.search(line))
+        ),
+        "",
+    )
 
 
 def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
@@ -170,21 +254,44 @@ def show(runs: Sequence[GpuRun], libraries: Libraries) -> None:
         tell(run.races)
     named = len(runs) > 1
     versions = f"emulated GPU, torch {libraries.torch.version}, NCCL {libraries.source.name}"
-    rows = [[run.name * named, group.group or "-", str(len(group.ranks)), str(len(group.ranks[0])),
-             str(group.nodes),
-             group.network, " ".join(group.nics)] for run in runs for group in run.groups]  # fmt: skip
+    rows = [
+        [
+            run.name * named,
+            group.group or "-",
+            str(len(group.ranks)),
+            str(len(group.ranks[0])),
+            str(group.nodes),
+            group.network,
+            " ".join(group.nics),
+        ]
+        for run in runs
+        for group in run.groups
+    ]
     if rows:
         screen.table(GROUPS, rows, f"{versions}: the network that NCCL chose for each group")
     else:
         screen.line(f"{versions}: no communicator was made")
-    cells = [[run.name * named, nic.node, nic.nic, nic.kind, _megabytes(nic.sent), _megabytes(nic.received)]
-             for run in runs for nic in run.nics]  # fmt: skip
+    cells = [
+        [
+            run.name * named,
+            nic.node,
+            nic.nic,
+            nic.kind,
+            _megabytes(nic.sent),
+            _megabytes(nic.received),
+        ]
+        for run in runs
+        for nic in run.nics
+    ]
     for run in runs:
         busy = f"this machine's cores were {run.result.busy:.0%} busy"
         timing = f": its times are {BOUND_TEXT}" if run.result.busy > BOUND else ""
         screen.line(f"{run.name} ran {run.result.seconds:.1f} s; {busy}{timing}".lstrip())
-    screen.table(NICS, cells,
-                 "emulated GPU: bytes of each NIC, from start to end of the job (headers included)")
+    screen.table(
+        NICS,
+        cells,
+        "emulated GPU: bytes of each NIC, from start to end of the job (headers included)",
+    )
 
 
 def tell(lines: Sequence[str]) -> None:
@@ -198,10 +305,24 @@ def _megabytes(count: int) -> str:
 
 
 def write_report(file: str, runs: Sequence[GpuRun], libs: Libraries) -> None:
-    document = {"version": 1, "emulated": "GPU", "torch": libs.torch.version, "nccl": libs.source.name,
-                "runs": [{"name": run.name, "status": run.result.returncode, "seconds": run.result.seconds,
-                          "cores_busy": round(run.result.busy, 3), "bound_by_cores": run.result.busy > BOUND,
-                          "hang": list(run.hang), "missing_waits": list(run.races),
-                          "groups": [asdict(group) for group in run.groups],
-                          "nics": [asdict(nic) for nic in run.nics]} for run in runs]}  # fmt: skip
+    document = {
+        "version": 1,
+        "emulated": "GPU",
+        "torch": libs.torch.version,
+        "nccl": libs.source.name,
+        "runs": [
+            {
+                "name": run.name,
+                "status": run.result.returncode,
+                "seconds": run.result.seconds,
+                "cores_busy": round(run.result.busy, 3),
+                "bound_by_cores": run.result.busy > BOUND,
+                "hang": list(run.hang),
+                "missing_waits": list(run.races),
+                "groups": [asdict(group) for group in run.groups],
+                "nics": [asdict(nic) for nic in run.nics],
+            }
+            for run in runs
+        ],
+    }
     save(file, json.dumps(document) + "\n", "the report")

@@ -62,8 +62,10 @@ class Config:
     throttle: str = ""
 
     def __post_init__(self) -> None:
-        for key, value in [("flops", self.flops),
-                           *((f"speed.{name}", factor) for name, factor in self.speed.items())]:
+        for key, value in [
+            ("flops", self.flops),
+            *((f"speed.{name}", factor) for name, factor in self.speed.items()),
+        ]:
             if not value > 0:
                 raise HolmesError(f"key {key!r}: {value} is not above 0")
         if not self.classes and not self.plain:
@@ -81,7 +83,9 @@ def dump(document: Mapping[str, Any]) -> str:
 
 def load(text: str) -> Config:
     """The settings of the variable's value; HolmesError names the key."""
-    return parse_json(text, VARIABLE, 'write for example {"flops": 5e9, "classes": ["Block"]}').into(Config)
+    return parse_json(
+        text, VARIABLE, 'write for example {"flops": 5e9, "classes": ["Block"]}'
+    ).into(Config)
 
 
 def add_to_environment(env: MutableMapping[str, str]) -> None:
@@ -107,7 +111,9 @@ def _tell_listeners(kind: str, start: float, end: float) -> None:
 def install_when_imported(text: str) -> None:
     """Called by holmes_lab/site/sitecustomize.py: pace layers once the program imports torch."""
     pacer = Pacer(load(text))
-    wrapt.register_post_import_hook(lambda module: _start(pacer, module.Module), "torch.nn.modules.module")
+    wrapt.register_post_import_hook(
+        lambda module: _start(pacer, module.Module), "torch.nn.modules.module"
+    )
     wrapt.register_post_import_hook(lambda module: pacer.put_off(module.WeightGradients), WEIGHTS)
 
 
@@ -119,8 +125,12 @@ def _start(pacer: Pacer, module_class: type) -> None:
 class Pacer:
     """Makes forward and backward passes of the configured layers last as long as on the emulated GPU."""
 
-    def __init__(self, config: Config, clock: Callable[[], float] = time.monotonic,
-                 sleep: Callable[[float], None] = time.sleep):
+    def __init__(
+        self,
+        config: Config,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
         self.config, self.clock, self.sleep = config, clock, sleep
         self.calls = 0
         self.unfinished: _Backward | None = None
@@ -197,13 +207,20 @@ class Pacer:
         """At exit, if nothing was paced: the class names are probably wrong."""
         if self.calls == 0:
             names = ", ".join(self.config.classes + self.config.plain)
-            print(f"holmes lab: the emulated accelerator paced nothing: no layer of class {names} ran",
-                  file=sys.stderr)
+            print(
+                f"holmes lab: the emulated accelerator paced nothing: no layer of class {names} ran",
+                file=sys.stderr,
+            )
 
     def _kind(self, layer: type) -> str:
         names = {base.__name__ for base in layer.__mro__}
-        return "classes" if names & {*self.config.classes} else "plain" if names & {
-            *self.config.plain} else ""
+        return (
+            "classes"
+            if names & {*self.config.classes}
+            else "plain"
+            if names & {*self.config.plain}
+            else ""
+        )
 
     def _call(self, original: Callable, module: Any, args: tuple, kwargs: dict, kind: str) -> Any:
         inputs = list(_tensors((args, kwargs)))
@@ -220,7 +237,9 @@ class Pacer:
             self._late[self._of] += later
         backward = _Backward(self, 2 * target - later, whole_at_start=followed is None)
         if followed is not None and sys.modules["torch"].is_grad_enabled():
-            followed.register_hook(backward.finish)  # before the layer may change its input in place
+            followed.register_hook(
+                backward.finish
+            )  # before the layer may change its input in place
         start, self._inside = self.clock(), True
         try:
             result = original(module, *args, **kwargs)

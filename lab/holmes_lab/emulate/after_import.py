@@ -21,8 +21,9 @@ class _AfterImport(importlib.abc.MetaPathFinder):
     def __init__(self, callbacks: dict[str, Callable[[ModuleType], None]]):
         self._callbacks = dict(callbacks)
 
-    def find_spec(self, name: str, path: Sequence[str] | None,
-                  target: ModuleType | None = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
         if name not in self._callbacks:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]

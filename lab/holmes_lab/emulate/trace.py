@@ -28,10 +28,13 @@ VARIABLE = "HOLMES_LAB_TRACE"
 KINDS = {
     **dict.fromkeys(("send", "isend"), "send"),
     **dict.fromkeys(("recv", "irecv"), "receive"),
-    **dict.fromkeys(("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter"),
-                    "reduce"),
-    **dict.fromkeys(("all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast", "barrier"),
-                    "collective"),
+    **dict.fromkeys(
+        ("all_reduce", "reduce_scatter_tensor", "reduce_scatter_single", "reduce_scatter"), "reduce"
+    ),
+    **dict.fromkeys(
+        ("all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast", "barrier"),
+        "collective",
+    ),
 }
 _inside = threading.local()  # has the kind of the operation that this thread is in
 
@@ -40,22 +43,31 @@ def install(directory: str) -> None:
     """Trace this process from now on (or from its import of torch on) and write the events when it ends."""
     events: list[tuple[str, float, float, int]] = []
     accelerator.after_each_pass(lambda kind, start, end: events.append((kind, start, end, 0)))
-    wrapt.register_post_import_hook(lambda module: _wrap_distributed(module, events), "torch.distributed")
-    wrapt.register_post_import_hook(lambda module: _hook_optimizer(module, events), "torch.optim.optimizer")
+    wrapt.register_post_import_hook(
+        lambda module: _wrap_distributed(module, events), "torch.distributed"
+    )
+    wrapt.register_post_import_hook(
+        lambda module: _hook_optimizer(module, events), "torch.optim.optimizer"
+    )
     atexit.register(_write, directory, events)
 
 
 def _write(directory: str, events: list) -> None:
     rank = os.environ.get("RANK", "0")
-    document = {"rank": int(rank), "node": os.uname().nodename,
-                "cluster": os.environ.get("HOLMES_LAB_CLUSTER", "")}
+    document = {
+        "rank": int(rank),
+        "node": os.uname().nodename,
+        "cluster": os.environ.get("HOLMES_LAB_CLUSTER", ""),
+    }
     Path(directory, f"rank{rank}.json").write_text(json.dumps({**document, "events": events}))
 
 
 def _wrap_distributed(module: Any, events: list) -> None:
     if not module.is_available():
         return
-    for name in KINDS.keys() & vars(module.distributed_c10d).keys():  # the "single" ones are torch 2.13's
+    for name in (
+        KINDS.keys() & vars(module.distributed_c10d).keys()
+    ):  # the "single" ones are torch 2.13's
         traced = _traced(getattr(module.distributed_c10d, name), KINDS[name], events)
         for holder in (module, module.distributed_c10d):
             setattr(holder, name, traced)
@@ -108,4 +120,5 @@ def _hook_optimizer(module: Any, events: list) -> None:
     started: list[float] = []
     module.register_optimizer_step_pre_hook(lambda *_: started.append(time.monotonic()))
     module.register_optimizer_step_post_hook(
-        lambda *_: events.append(("optimizer", started.pop(), time.monotonic(), 0)))
+        lambda *_: events.append(("optimizer", started.pop(), time.monotonic(), 0))
+    )

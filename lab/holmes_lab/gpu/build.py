@@ -1,8 +1,8 @@
 """Builds components on all cores, into the user's cache.
 
-    CACHE/NAME-DIGEST/         what is built: made in one rename, so it is whole or not there
-    CACHE/NAME-DIGEST.part/    being built; a build that was killed goes on here
-    CACHE/NAME-DIGEST.lock     held by the process that builds it; another one waits, and then finds it
+CACHE/NAME-DIGEST/         what is built: made in one rename, so it is whole or not there
+CACHE/NAME-DIGEST.part/    being built; a build that was killed goes on here
+CACHE/NAME-DIGEST.lock     held by the process that builds it; another one waits, and then finds it
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from holmes_lab.gpu.recipes import HERE, MADE, BuildStep, BuildUnit
 VARIABLE = "HOLMES_GPU_CACHE"
 #: Told (commands done, commands in all, what was made last).
 OnProgress = Callable[[int, int, str], None]
-_FORGOTTEN_S = 30 * 86400  # seconds without use after which a component of another digest is removed
+_FORGOTTEN_S = (
+    30 * 86400
+)  # seconds without use after which a component of another digest is removed
 _SHOWN = 300  # characters of a compiler's message
 
 
@@ -34,8 +36,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get(VARIABLE) or Path(base, "holmes_ext", "gpu")).absolute()
 
 
-def build(components: Sequence[BuildUnit], cache: Path,
-          on_progress: OnProgress = lambda *_: None) -> dict[str, Path]:
+def build(
+    components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = lambda *_: None
+) -> dict[str, Path]:
     """Name of each BuildUnit -> its folder. Builds those that are not in the cache, in the given order where
     one links another. HolmesError with the compiler's first error."""
     built = {unit.name: cache / unit.folder for unit in components}
@@ -74,14 +77,20 @@ class _locked:
         self.file.close()
 
 
-def _build_all(missing: Sequence[BuildUnit], folders: dict[str, Path], on_progress: OnProgress) -> None:
+def _build_all(
+    missing: Sequence[BuildUnit], folders: dict[str, Path], on_progress: OnProgress
+) -> None:
     for unit in missing:
         (folders[unit.name] / "objects").mkdir(parents=True, exist_ok=True)
         unit.prepare(folders[unit.name])
     headers = [(unit.header, folders[unit.name]) for unit in missing if unit.header]
-    compiles = [(step, folders[unit.name]) for unit in missing for step in unit.compiles(folders[unit.name])]
-    headers, compiles = ([(step, folder) for step, folder in steps if not (folder / step.makes).exists()]
-                         for steps in (headers, compiles))
+    compiles = [
+        (step, folders[unit.name]) for unit in missing for step in unit.compiles(folders[unit.name])
+    ]
+    headers, compiles = (
+        [(step, folder) for step, folder in steps if not (folder / step.makes).exists()]
+        for steps in (headers, compiles)
+    )
     links = [(step, folders[unit.name]) for unit in missing for step in unit.links(folders)]
     total, done, failed = len(headers) + len(compiles) + len(links), 0, Event()
 
@@ -116,7 +125,9 @@ def _run(step: BuildStep, folder: Path) -> None:
     draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
     argv = [word.replace(MADE, str(draft)).replace(HERE, str(folder)) for word in step.argv]
     try:
-        done = subprocess.run(argv, cwd=step.where, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            argv, cwd=step.where, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
     except OSError as error:
         raise HolmesError(f"the emulated GPU cannot be built: {argv[0]}: {error}") from None
     if done.returncode:
@@ -126,7 +137,8 @@ def _run(step: BuildStep, folder: Path) -> None:
         lines = done.stderr.splitlines() or [f"status {done.returncode}"]
         said = next((line for line in lines if "error" in line or "undefined" in line), lines[-1])
         raise HolmesError(
-            f"the emulated GPU cannot be built: {step.makes}: {said.strip()[:_SHOWN]} (all of it: {log})")
+            f"the emulated GPU cannot be built: {step.makes}: {said.strip()[:_SHOWN]} (all of it: {log})"
+        )
     draft.rename(target)
 
 

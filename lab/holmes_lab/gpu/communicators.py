@@ -37,11 +37,16 @@ def read(directory: Path) -> list[Communicator]:
     """
     records = _records_by_rank(directory)
     rank_of_process = {
-        record["self"]: rank for rank, of_rank in records.items() for record in of_rank if "members" in record
+        record["self"]: rank
+        for rank, of_rank in records.items()
+        for record in of_rank
+        if "members" in record
     }
     found: dict[str, Communicator] = {}
     for rank in sorted(records):
-        last_name = {record["communicator"]: record["group"] for record in records[rank] if record["group"]}
+        last_name = {
+            record["communicator"]: record["group"] for record in records[rank] if record["group"]
+        }
         for record in records[rank]:
             name = record["communicator"]
             if "members" not in record:  # this line has only a new name for a communicator
@@ -49,7 +54,9 @@ def read(directory: Path) -> list[Communicator]:
             if name in found and found[name].group:
                 continue
             ranks = tuple(rank_of_process.get(member) for member in record["members"])
-            found[name] = Communicator(name, ranks, record["network"], group=last_name.get(name, ""))
+            found[name] = Communicator(
+                name, ranks, record["network"], group=last_name.get(name, "")
+            )
     return list(found.values())
 
 
@@ -89,8 +96,9 @@ class NicBytes:
     sent: int
 
 
-def group_networks(communicators: Sequence[Communicator], nodes: Sequence[LabNode],
-                   processes: int) -> list[GroupNetwork]:
+def group_networks(
+    communicators: Sequence[Communicator], nodes: Sequence[LabNode], processes: int
+) -> list[GroupNetwork]:
     """nodes: in the launcher's order; processes: on each node. A communicator of one rank uses no network,
     and is left out."""
     alike: dict[tuple[str, int, int, str, tuple[str, ...]], list[tuple[int, ...]]] = {}
@@ -103,22 +111,35 @@ def group_networks(communicators: Sequence[Communicator], nodes: Sequence[LabNod
         nics = _nics(network, [nodes[place] for place in places]) if len(places) > 1 else ()
         key = (communicator.group, len(communicator.ranks), len(places), network, nics)
         alike.setdefault(key, []).append(ranks)
-    return [GroupNetwork(group, tuple(ranks), count, network, nics)
-            for (group, _, count, network, nics), ranks in alike.items()]
+    return [
+        GroupNetwork(group, tuple(ranks), count, network, nics)
+        for (group, _, count, network, nics), ranks in alike.items()
+    ]
 
 
 def _nics(network: str, nodes: Sequence[LabNode]) -> tuple[str, ...]:
     """Interfaces that NCCL's network means on these nodes."""
     fast = network == "IB"
     return tuple(
-        sorted({nic.name for node in nodes for nic in node.nics if (nic.kind != "ethernet") == fast}))
+        sorted(
+            {nic.name for node in nodes for nic in node.nics if (nic.kind != "ethernet") == fast}
+        )
+    )
 
 
-def nic_bytes(before: Mapping[str, Mapping[str, tuple[int, int]]],
-              after: Mapping[str, Mapping[str, tuple[int, int]]],
-              nodes: Sequence[LabNode]) -> list[NicBytes]:
+def nic_bytes(
+    before: Mapping[str, Mapping[str, tuple[int, int]]],
+    after: Mapping[str, Mapping[str, tuple[int, int]]],
+    nodes: Sequence[LabNode],
+) -> list[NicBytes]:
     """before, after: Lab.counters()."""
-    return [NicBytes(node.name, nic.name, nic.kind,
-                     *(after[node.name][nic.name][i] - before[node.name][nic.name][i]
-                        for i in (0, 1)))
-            for node in nodes for nic in node.nics]  # fmt: skip
+    return [
+        NicBytes(
+            node.name,
+            nic.name,
+            nic.kind,
+            *(after[node.name][nic.name][i] - before[node.name][nic.name][i] for i in (0, 1)),
+        )
+        for node in nodes
+        for nic in node.nics
+    ]

@@ -33,12 +33,14 @@ def find_compiler() -> Compiler:
     if shutil.which(command[0]) is None:
         raise HolmesError(
             f"the emulated GPU is built with {command[0]}, which is missing: apt-get install g++ (Red"
-                          " Hat: dnf install gcc-c++), or name a compiler in CXX")
+            " Hat: dnf install gcc-c++), or name a compiler in CXX"
+        )
     version = _ask(command, "--version").splitlines()[0]
     number = re.search(r"(\d+)\.\d+", version)
     if "clang" not in version and number and int(number[1]) < OLDEST:
         raise HolmesError(
-            f"{command[0]} is {version}: the emulated GPU needs g++ {OLDEST} or newer; name one in CXX")
+            f"{command[0]} is {version}: the emulated GPU needs g++ {OLDEST} or newer; name one in CXX"
+        )
     macros = _ask(command, "-march=native", "-dM", "-E", "-x", "c++", "-")
     return Compiler(command, version, hashlib.sha256(macros.encode()).hexdigest())
 
@@ -46,10 +48,13 @@ def find_compiler() -> Compiler:
 def _ask(command: Sequence[str], *arguments: str) -> str:
     """What it prints."""
     try:
-        done = subprocess.run([*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
     except OSError as error:
         raise HolmesError(f"the compiler {command[0]} cannot be run: {error}") from None
     if done.returncode:
-        raise HolmesError(f"the compiler {command[0]} fails: {' '.join(done.stderr.split())[-200:]}")
+        raise HolmesError(
+            f"the compiler {command[0]} fails: {' '.join(done.stderr.split())[-200:]}"
+        )
     return done.stdout

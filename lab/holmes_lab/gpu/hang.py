@@ -87,8 +87,14 @@ class Hang:
         works: list[NcclLaunch | StreamWork] = []
         for state in self.states.values():
             works += [*state.recent, *state.works()]
-        group = next((work.group for work in works if work.communicator == communicator and work.group), "")
-        return f"group {group}, communicator {communicator}" if group else f"communicator {communicator}"
+        group = next(
+            (work.group for work in works if work.communicator == communicator and work.group), ""
+        )
+        return (
+            f"group {group}, communicator {communicator}"
+            if group
+            else f"communicator {communicator}"
+        )
 
     def _add(self, node: Node, waits: Iterable[Wait]) -> None:
         self.waits[node] = list(waits)
@@ -100,7 +106,9 @@ class Hang:
             if (rank := self._rank_of(host.communicator, host.peer)) is not None:
                 yield Wait(RankHost(state.rank), RankHost(rank), f"waits in {host.call}")
 
-    def _of_work(self, state: RankState, queue: int, head: StreamWork, work: StreamWork) -> Iterable[Wait]:
+    def _of_work(
+        self, state: RankState, queue: int, head: StreamWork, work: StreamWork
+    ) -> Iterable[Wait]:
         if work is not head:
             yield Wait(work.place, head.place, "comes in its stream after")
         elif work.started:
@@ -109,16 +117,24 @@ class Hang:
         elif work.after is not None:
             yield Wait(work.place, self._shown(work.after), f"waits ({work.name}) for")
         elif work.queue is not None:
-            ahead = [other for (_, _, number), works in state.streams.items() if number == queue
-                     for other in works if not other.started and 0 < other.position < work.position]
+            ahead = [
+                other
+                for (_, _, number), works in state.streams.items()
+                if number == queue
+                for other in works
+                if not other.started and 0 < other.position < work.position
+            ]
             if ahead:
                 first = min(ahead, key=lambda other: other.position)
                 yield Wait(work.place, first.place, f"stands in hardware queue {queue} behind")
         elif work.needs_sms:
             for other in state.works():
                 if other.started and other.sms:
-                    yield Wait(work.place, other.place,
-                               f"needs {work.sms} multiprocessors, of which this holds some:")
+                    yield Wait(
+                        work.place,
+                        other.place,
+                        f"needs {work.sms} multiprocessors, of which this holds some:",
+                    )
 
     def _of_collective(self, work: StreamWork) -> Iterable[Wait]:
         """A running kernel of NCCL waits for its peer's kernel, or for the peer's host to launch one; for
@@ -127,23 +143,33 @@ class Hang:
         rank = self._rank_of(work.communicator, work.peer)
         if rank is None:
             return
-        of_peer = [other for other in self.states[rank].works() if other.communicator == work.communicator]
+        of_peer = [
+            other for other in self.states[rank].works() if other.communicator == work.communicator
+        ]
         if of_peer:
             first = next((other for other in of_peer if other.started), of_peer[0])
             if not self._under_way(work, first):
                 yield Wait(work.place, first.place, f"waits for {awaited} rank {rank}, which is at")
         else:
-            yield Wait(work.place, RankHost(rank),
-                       f"waits for {awaited} rank {rank}, which has launched no kernel for it:")
+            yield Wait(
+                work.place,
+                RankHost(rank),
+                f"waits for {awaited} rank {rank}, which has launched no kernel for it:",
+            )
 
     def _under_way(self, work: StreamWork, of_peer: StreamWork) -> bool:
         """Whether one kernel sends what the other receives, or all ranks run the same collective."""
         if of_peer.started and {work.direction, of_peer.direction} == {"send", "recv"}:
             return of_peer.peer == work.member
         operation = work.communicator, work.number, work.what
-        return all(rank in self.states and any(
-            other.started and (other.communicator, other.number, other.what) == operation
-            for other in self.states[rank].works()) for rank in self.ranks[work.communicator])
+        return all(
+            rank in self.states
+            and any(
+                other.started and (other.communicator, other.number, other.what) == operation
+                for other in self.states[rank].works()
+            )
+            for rank in self.ranks[work.communicator]
+        )
 
     def _rank_of(self, communicator: str, peer: int | None) -> int | None:
         """The rank of the job; None where it has not answered, so may do anything."""
@@ -155,16 +181,25 @@ class Hang:
         """The work itself, or what its rank has shown of its stream last before it."""
         if place in self.work:
             return place
-        same = [known for known in self.work if known.rank == place.rank and known.stream == place.stream
-                and known.device == place.device and known.sequence < place.sequence]
+        same = [
+            known
+            for known in self.work
+            if known.rank == place.rank
+            and known.stream == place.stream
+            and known.device == place.device
+            and known.sequence < place.sequence
+        ]
         return max(same, key=lambda known: known.sequence, default=place)
 
     def _stuck(self) -> set[Node]:
         moving: set[Node] = set()
         nodes = set(self.waits) | {wait.target for waits in self.waits.values() for wait in waits}
         while True:
-            more = {node for node in nodes - moving
-                    if all(wait.target in moving for wait in self.waits.get(node, ()))}
+            more = {
+                node
+                for node in nodes - moving
+                if all(wait.target in moving for wait in self.waits.get(node, ()))
+            }
             if not more:
                 return nodes - moving
             moving |= more

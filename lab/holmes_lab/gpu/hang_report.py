@@ -11,17 +11,22 @@ from holmes_lab.gpu.state import RankState, StreamWork
 _FRAMES = 12  # of a thread's Python stack that are shown
 
 
-def explain(hang: Hang, nodes: Mapping[int, str], stacks: Mapping[int, str] | None = None) -> list[str]:
+def explain(
+    hang: Hang, nodes: Mapping[int, str], stacks: Mapping[int, str] | None = None
+) -> list[str]:
     """Lines for a person. nodes: rank -> where it runs; stacks: rank -> what Python's faulthandler wrote."""
     lines = []
     circle = hang.circle()
     if circle:
         lines.append("deadlock: each of these waits for the next, and the last for the first:")
-        lines += [f"  {describe(hang, wait.node)} {wait.why} {describe(hang, wait.target)}"
-                  for wait in circle]
+        lines += [
+            f"  {describe(hang, wait.node)} {wait.why} {describe(hang, wait.target)}"
+            for wait in circle
+        ]
     else:
         lines.append(
-            "all ranks are stalled, but CUDA calls and kernels form no cycle: a host waits elsewhere")
+            "all ranks are stalled, but CUDA calls and kernels form no cycle: a host waits elsewhere"
+        )
     for communicator, by_what in hang.differences():
         parts = [f"{what} on {_ranks(ranks)}" for what, ranks in by_what.items()]
         lines.append(f"mismatched collectives in {hang.group_of(communicator)}: {'; '.join(parts)}")
@@ -51,7 +56,9 @@ def label(work: StreamWork) -> str:
 
 
 def _of_rank(hang: Hang, state: RankState, node: str) -> Iterator[str]:
-    calls = [f"its host waits in {host.call}" for host in state.hosts] or ["its host is in no CUDA call"]
+    calls = [f"its host waits in {host.call}" for host in state.hosts] or [
+        "its host is in no CUDA call"
+    ]
     yield f"  rank {state.rank} ({node}): {'; '.join(calls)}"
     for (_, number, queue), works in state.streams.items():
         waits = [f"{wait.why} {describe(hang, wait.target)}" for wait in hang.waits[works[0].place]]

@@ -54,10 +54,14 @@ class GpuClock:
 
     def variables(self, cluster: str) -> dict[str, str]:
         factor = self.speed.get(cluster, 1.0)
-        rates = {"HOLMES_GPU_MFLOPS": self.flops * factor / 1e6,
-                 "HOLMES_GPU_MBYTES": self.bytes * factor / 1e6}
-        return {"HOLMES_GPU_SMS": str(self.sms),
-                **{name: str(round(value)) for name, value in rates.items() if value}}
+        rates = {
+            "HOLMES_GPU_MFLOPS": self.flops * factor / 1e6,
+            "HOLMES_GPU_MBYTES": self.bytes * factor / 1e6,
+        }
+        return {
+            "HOLMES_GPU_SMS": str(self.sms),
+            **{name: str(round(value)) for name, value in rates.items() if value},
+        }
 
 
 def parse_clock(text: str) -> GpuClock:
@@ -83,31 +87,48 @@ class Gpus:
         count = processes if self.count is None else self.count
         if count < processes:
             raise HolmesError(
-                f"--gpu {count}: the {processes} processes of a node need a GPU each (--processes)")
+                f"--gpu {count}: the {processes} processes of a node need a GPU each (--processes)"
+            )
         shown = visible(environ.get("CUDA_VISIBLE_DEVICES"), count)
         if shown < processes:
             raise HolmesError(
                 f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} hides emulated GPUs: it shows"
-                              f" {shown} to the {processes} processes of a node; unset it")
+                f" {shown} to the {processes} processes of a node; unset it"
+            )
         if ranks * LEAST_RANK_MB > (left := memory_left_mb()):
             raise HolmesError(
                 f"--gpu: {ranks} ranks need at least {ranks * LEAST_RANK_MB} MB of memory, and this"
-                              f" machine has {left} MB left; run fewer (--order, --processes)")
+                f" machine has {left} MB left; run fewer (--order, --processes)"
+            )
         return count
 
-    def environment(self, base: Mapping[str, str], count: int, nodes: Sequence[LabNode], holmes: bool,
-                    watch: Path) -> dict[str, str]:
+    def environment(
+        self,
+        base: Mapping[str, str],
+        count: int,
+        nodes: Sequence[LabNode],
+        holmes: bool,
+        watch: Path,
+    ) -> dict[str, str]:
         """What is added to the environment `base` of all ranks."""
         stock = {} if holmes else of_stock(nodes)
         nccl = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin), **stock}
-        random = {} if self.seed is None else {"HOLMES_GPU_RANDOM": "1", "HOLMES_GPU_SEED": str(self.seed)}
+        random = (
+            {}
+            if self.seed is None
+            else {"HOLMES_GPU_RANDOM": "1", "HOLMES_GPU_SEED": str(self.seed)}
+        )
         preload = " ".join(map(str, self.libraries.preload))
         return {
-            **{name: value for name, value in nccl.items() if name not in base}, **random,
+            **{name: value for name, value in nccl.items() if name not in base},
+            **random,
             "LD_PRELOAD": " ".join(filter(None, [preload, base.get("LD_PRELOAD", "")])),
             "PYTHONPATH": os.pathsep.join(filter(None, [SITE, base.get("PYTHONPATH", "")])),
-            OPERATORS: str(self.libraries.hook), WATCH: str(watch), "HOLMES_GPU_COUNT": str(count),
-            "HOLMES_GPU_MEMORY_MB": str(self.memory_mb)}
+            OPERATORS: str(self.libraries.hook),
+            WATCH: str(watch),
+            "HOLMES_GPU_COUNT": str(count),
+            "HOLMES_GPU_MEMORY_MB": str(self.memory_mb),
+        }
 
 
 def of_stock(nodes: Sequence[LabNode]) -> dict[str, str]:

@@ -85,7 +85,9 @@ def find_nccl(option: str | None, cache: Path, wanted: str = DEFAULT) -> NcclSou
     else:
         path = default_nccl_folder()
     if given and not path.exists():
-        raise HolmesError(f"{given}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}")
+        raise HolmesError(
+            f"{given}: there is no such NCCL source; git clone -b v{wanted}-1 {REPOSITORY}"
+        )
     if not path.exists():
         raise HolmesError(
             f"--gpu compiles NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY} {path}, "
@@ -115,7 +117,9 @@ def _read_version(folder: Path, where: str) -> NcclSource:
     # Lines like "NCCL_MAJOR   := 2".
     numbers = re.findall(r"^NCCL_(?:MAJOR|MINOR|PATCH)\s*:=\s*(\d+)", text, re.MULTILINE)
     if len(numbers) != 3:
-        raise HolmesError(f"{where} is no checkout of NCCL (it lacks src/init.cc or makefiles/version.mk)")
+        raise HolmesError(
+            f"{where} is no checkout of NCCL (it lacks src/init.cc or makefiles/version.mk)"
+        )
     major, minor, patch = map(int, numbers)
     name = f"{major}.{minor}.{patch}"
     if (major, minor) < _minor_version(TRIED[0]):
@@ -140,7 +144,9 @@ def _minor_version(release: str) -> tuple[int, int]:
 
 def digest_of_tree(folder: Path, *patterns: str) -> str:
     """sha256 (hex) of the names and contents of all files below `folder` (or of those that match)."""
-    files = {path for pattern in patterns or ("**/*",) for path in folder.glob(pattern) if path.is_file()}
+    files = {
+        path for pattern in patterns or ("**/*",) for path in folder.glob(pattern) if path.is_file()
+    }
     total = hashlib.sha256()
     for path in sorted(files):
         total.update(f"{path.relative_to(folder)}\0".encode())
@@ -160,7 +166,8 @@ def _unpacked(archive: Path, cache: Path) -> Path:
             draft.rename(target)
         except (tarfile.TarError, EOFError) as error:
             raise HolmesError(
-                f"{archive} is neither a folder nor an archive of NCCL's source: {error}") from None
+                f"{archive} is neither a folder nor an archive of NCCL's source: {error}"
+            ) from None
         except OSError:
             if not target.is_dir():  # else another process was first
                 raise

@@ -41,18 +41,22 @@ def install_when_imported(library: str, environ: MutableMapping[str, str] = os.e
         environ["TORCHDYNAMO_DISABLE"] = "1"
     drop_expandable_segments(environ)
     loaded: list[ctypes.CDLL] = []
-    call_after_import({
-        "torch._C": lambda _: loaded.append(_load(library, environ)),
-        "torch": lambda torch: _install(loaded[0], torch),
-        "triton.runtime.interpreter": _tell_of_triton,
-    })
+    call_after_import(
+        {
+            "torch._C": lambda _: loaded.append(_load(library, environ)),
+            "torch": lambda torch: _install(loaded[0], torch),
+            "triton.runtime.interpreter": _tell_of_triton,
+        }
+    )
 
 
 def drop_expandable_segments(environ: MutableMapping[str, str]) -> None:
     """Device memory has no virtual addresses of its own, so torch's allocator takes its ordinary segments."""
     for name in _ALLOCATOR_SETTINGS:
         settings = environ.get(name, "").split(",")
-        kept = [setting for setting in settings if not setting.strip().startswith("expandable_segments")]
+        kept = [
+            setting for setting in settings if not setting.strip().startswith("expandable_segments")
+        ]
         if len(kept) < len(settings):
             environ[name] = ",".join(kept)
             say(f"{name}: expandable_segments is ignored")
@@ -76,7 +80,9 @@ def _load(path: str, environ: MutableMapping[str, str]) -> ctypes.CDLL:
 def _install(library: ctypes.CDLL, torch: Any) -> None:
     problem = library.egpuOperatorsInstall().decode()
     if problem:
-        sys.exit(f"holmes: emulated GPU: torch {torch.__version__} refuses the operators: {problem}")
+        sys.exit(
+            f"holmes: emulated GPU: torch {torch.__version__} refuses the operators: {problem}"
+        )
     torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fuser would compile device code
     torch.compile = _without_device_code(torch.compile)
     torch.cuda._lazy_call(_write_stacks_when_asked)  # in the process that uses CUDA, after a fork
@@ -85,7 +91,9 @@ def _install(library: ctypes.CDLL, torch: Any) -> None:
 def _write_stacks_when_asked() -> None:
     """The lab asks a job that hangs for its Python stacks (csrc/runtime/watch.cc)."""
     directory, rank = os.environ.get("HOLMES_GPU_WATCH"), os.environ.get("HOLMES_LAB_RANK")
-    if directory and rank and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # else it is the program's
+    if (
+        directory and rank and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
+    ):  # else it is the program's
         file = open(os.path.join(directory, f"rank{rank}.stack"), "a")
         faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
@@ -96,8 +104,10 @@ def _without_device_code(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def compile(model: Any = None, *, backend: Any = "inductor", **options: Any) -> Any:
         if backend is None or backend in _FOR_DEVICE_CODE:
-            say(f"torch.compile traces but generates no code: backend \"eager\" ({COMPILE}=off: it does "
-                f"nothing)")
+            say(
+                f'torch.compile traces but generates no code: backend "eager" ({COMPILE}=off: it does '
+                f"nothing)"
+            )
             backend = "eager"
             options.pop("mode", None)
             options.pop("options", None)

@@ -18,8 +18,14 @@ def missing_waits(directory: Path) -> list[str]:
     for rank, path in sorted(files.items()):
         for line in path.read_text(errors="replace").splitlines():
             ranks_of.setdefault(tuple(_lines(json.loads(line))), []).append(rank)
-    return [text for (first, *more), ranks in ranks_of.items() for text in (
-        f"a wait is missing (rank {', '.join(map(str, sorted(set(ranks))))}): {first}", *more)]
+    return [
+        text
+        for (first, *more), ranks in ranks_of.items()
+        for text in (
+            f"a wait is missing (rank {', '.join(map(str, sorted(set(ranks))))}): {first}",
+            *more,
+        )
+    ]
 
 
 def _lines(race: Mapping[str, Any]) -> Iterator[str]:
@@ -27,8 +33,10 @@ def _lines(race: Mapping[str, Any]) -> Iterator[str]:
     if (second := race.get("second")) is None:
         yield f"{_label(first)} reads {size} of pinned memory that the host changed after the launch"
     else:
-        yield (f"{_label(second)} {_does(second)} {size} that {_label(first)} {_does(first)}, and neither "
-               f"waits for the other")
+        yield (
+            f"{_label(second)} {_does(second)} {size} that {_label(first)} {_does(first)}, and neither "
+            f"waits for the other"
+        )
     yield from _frames(race["stack"].splitlines())
 
 

@@ -120,8 +120,10 @@ class Watch:
         self.progress()
         self._asked += 1
         answered = self._request(_ASKED, self._asked, _ANSWERED, self._asked, seconds)
-        return [parse(rank, json.loads((self.directory / f"rank{rank}.json").read_text()))
-                for rank in answered]
+        return [
+            parse(rank, json.loads((self.directory / f"rank{rank}.json").read_text()))
+            for rank in answered
+        ]
 
     def stacks(self, seconds: float = 2.0) -> dict[int, str]:
         """Rank -> the Python stacks of its threads, as far as they are written within `seconds`."""
@@ -129,14 +131,18 @@ class Watch:
         files = {int(path.stem[len("rank") :]): path for path in self.directory.glob("rank*.stack")}
         return {rank: path.read_text(errors="replace") for rank, path in sorted(files.items())}
 
-    def _request(self, word: int, value: int, answer: int, expected: int, seconds: float) -> list[int]:
+    def _request(
+        self, word: int, value: int, answer: int, expected: int, seconds: float
+    ) -> list[int]:
         """Writes a word into each page; the ranks in whose page the answer then is what is expected."""
         for page in self._pages.values():
             page[word : word + _WORD.size] = _WORD.pack(value)
         end = time.monotonic() + seconds
         missing = dict(self._pages)
         while missing and time.monotonic() < end:
-            missing = {rank: page for rank, page in missing.items() if self._read(page, answer) != expected}
+            missing = {
+                rank: page for rank, page in missing.items() if self._read(page, answer) != expected
+            }
             time.sleep(0.02)
         return sorted(self._pages.keys() - missing.keys())
 
@@ -151,10 +157,19 @@ def parse(rank: int, document: dict[str, Any]) -> RankState:
     for stream in document["streams"]:
         key = stream["device"], stream["stream"], stream["queue"]
         streams[key] = tuple(_work(rank, key, item) for item in stream["work"])
-    hosts = tuple(HostWait(host["call"], tuple(_place(rank, place) for place in host["for"]),
-                           host.get("communicator", ""), host.get("peer")) for host in document["hosts"])
-    recent = tuple(NcclLaunch(item["communicator"], item["group"], item["collective"], item["what"])
-                   for item in document.get("recent", ()))
+    hosts = tuple(
+        HostWait(
+            host["call"],
+            tuple(_place(rank, place) for place in host["for"]),
+            host.get("communicator", ""),
+            host.get("peer"),
+        )
+        for host in document["hosts"]
+    )
+    recent = tuple(
+        NcclLaunch(item["communicator"], item["group"], item["collective"], item["what"])
+        for item in document.get("recent", ())
+    )
     return RankState(rank, document.get("node", ""), streams, hosts, recent)
 
 
@@ -166,8 +181,20 @@ def _work(rank: int, key: tuple[int, int, int], item: dict[str, Any]) -> StreamW
     waits = item["waits_for"]
     after = waits.get("after")
     return StreamWork(
-        WorkPlace(rank, key[0], key[1], item["sequence"]), item["kind"], item["name"], item["position"],
-        item["started"], item["sms"], after=_place(rank, after) if after else None, queue=waits.get("queue"),
-        needs_sms="sms" in waits, peer=waits.get("peer"), direction=waits.get("direction", ""),
-        communicator=item.get("communicator", ""), group=item.get("group", ""), member=item.get("rank", -1),
-        number=item.get("number", -1), what=item.get("what", ""))
+        WorkPlace(rank, key[0], key[1], item["sequence"]),
+        item["kind"],
+        item["name"],
+        item["position"],
+        item["started"],
+        item["sms"],
+        after=_place(rank, after) if after else None,
+        queue=waits.get("queue"),
+        needs_sms="sms" in waits,
+        peer=waits.get("peer"),
+        direction=waits.get("direction", ""),
+        communicator=item.get("communicator", ""),
+        group=item.get("group", ""),
+        member=item.get("rank", -1),
+        number=item.get("number", -1),
+        what=item.get("what", ""),
+    )

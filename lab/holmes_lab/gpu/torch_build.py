@@ -19,9 +19,13 @@ TRIED = (("2.13", 13), ("2.15", 13))
 #: "1": run with others, too.
 UNTRIED = "HOLMES_GPU_UNTRIED"
 
-_FIND = "import importlib.util, json, sys; s = importlib.util.find_spec('torch'); " \
-        "print(json.dumps([sys.executable, s.origin if s else None]))"  # fmt: skip
-_ADVICE = "PIP_CONFIG_FILE=/dev/null pip install torch==2.13.0 (5 GB), or `make .venv-gpu` in a clone"
+_FIND = (
+    "import importlib.util, json, sys; s = importlib.util.find_spec('torch'); "
+    "print(json.dumps([sys.executable, s.origin if s else None]))"
+)
+_ADVICE = (
+    "PIP_CONFIG_FILE=/dev/null pip install torch==2.13.0 (5 GB), or `make .venv-gpu` in a clone"
+)
 
 
 @dataclass(frozen=True)
@@ -49,19 +53,22 @@ def python_of(command: Sequence[str], environ: Mapping[str, str]) -> str:
     interpreter = first[2:].split()[:1] if first.startswith("#!") else []
     if interpreter and Path(interpreter[0]).name.startswith("python"):
         return interpreter[0]
-    python = (shutil.which("python", path=environ.get("PATH"))
-              or shutil.which("python3", path=environ.get("PATH")))
+    python = shutil.which("python", path=environ.get("PATH")) or shutil.which(
+        "python3", path=environ.get("PATH")
+    )
     if python is None:
         raise HolmesError(
-            f"{command[0]} is no Python program, and there is no python in PATH whose torch it could use")
+            f"{command[0]} is no Python program, and there is no python in PATH whose torch it could use"
+        )
     return python
 
 
 def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
     """HolmesError where that Python has none, one for the CPU, or one that was not tried."""
     try:
-        done = subprocess.run([python, "-c", _FIND], env=dict(environ), capture_output=True, text=True,
-                              timeout=60)
+        done = subprocess.run(
+            [python, "-c", _FIND], env=dict(environ), capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.SubprocessError) as error:
         raise HolmesError(f"{python} cannot be run: {error}") from None
     if done.returncode:
@@ -75,7 +82,8 @@ def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
     if "cuda" not in said:
         raise HolmesError(
             f"--gpu: the torch of {python} ({said.get('__version__')}) is built for the CPU only; install"
-                          f" its CUDA build: {_ADVICE}")
+            f" its CUDA build: {_ADVICE}"
+        )
     major, minor = map(int, said["cuda"].split(".")[:2])
     version = said["__version__"]
     short = ".".join(version.split(".")[:2])
@@ -83,6 +91,7 @@ def find_torch(python: str, environ: Mapping[str, str]) -> TorchBuild:
         tried = " and ".join(f"{release} with CUDA {cuda}" for release, cuda in TRIED)
         raise HolmesError(
             f"--gpu: torch {version} with CUDA {said['cuda']} was not tried, only {tried}. {UNTRIED}=1"
-                          " runs it all the same")
+            " runs it all the same"
+        )
     digest = f"{version} {said['cuda']} {said.get('git_version')}"
     return TorchBuild(executable, folder, version, (major, minor), digest)

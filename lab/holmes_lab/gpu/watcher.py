@@ -30,8 +30,9 @@ class WatchedRun:
     hang: tuple[str, ...] = ()
 
 
-def wait_watched(job: Job, watcher: Watcher, labels: Sequence[str],
-                 tell: Callable[[Sequence[str]], None]) -> WatchedRun:
+def wait_watched(
+    job: Job, watcher: Watcher, labels: Sequence[str], tell: Callable[[Sequence[str]], None]
+) -> WatchedRun:
     """Waits for a job, ends it once it is sure that it hangs or has stood still for too long, and tells of
     one that stands still and may yet move on. labels: where each rank runs."""
     nodes = dict(enumerate(labels))
@@ -47,11 +48,16 @@ def wait_watched(job: Job, watcher: Watcher, labels: Sequence[str],
             if watcher.ends(hang):
                 if not hang.circle():
                     lines.append(
-                        f"no rank progressed for {watcher.end_s:g} s (--gpu-standstill): the job is ended")
+                        f"no rank progressed for {watcher.end_s:g} s (--gpu-standstill): the job is ended"
+                    )
                 job.kill()
                 return WatchedRun(job.wait(), tuple(lines))
-            tell([*lines,
-                  f"after {watcher.end_s:g} s of this (--gpu-standstill) it is ended if a stream has work"])
+            tell(
+                [
+                    *lines,
+                    f"after {watcher.end_s:g} s of this (--gpu-standstill) it is ended if a stream has work",
+                ]
+            )
     except BaseException:
         job.kill()
         raise
@@ -60,8 +66,14 @@ def wait_watched(job: Job, watcher: Watcher, labels: Sequence[str],
 class Watcher:
     """Of the job whose watch files are in `directory`. poll() is called about twice a second."""
 
-    def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic,
-                 standstill_s: float = STANDSTILL_S, still_s: float = STILL_S, end_s: float = END_S):
+    def __init__(
+        self,
+        directory: Path,
+        clock: Callable[[], float] = time.monotonic,
+        standstill_s: float = STANDSTILL_S,
+        still_s: float = STILL_S,
+        end_s: float = END_S,
+    ):
         self.directory, self.watch, self.clock = directory, Watch(directory), clock
         self.standstill_s, self.still_s, self.end_s = standstill_s, still_s, end_s
         self._seen: dict[int, int] = {}

@@ -24,20 +24,32 @@ from holmes_lab.rights import PACKAGES, program
 
 #: Launcher -> the daemons that it needs.
 NEEDS: Mapping[str, tuple[str, ...]] = {
-    "torchrun": (), "srun": ("slurm",), "mpirun": ("ssh",), "deepspeed": ("ssh",),
+    "torchrun": (),
+    "srun": ("slurm",),
+    "mpirun": ("ssh",),
+    "deepspeed": ("ssh",),
 }
 #: Launcher -> what a command begins with that already starts the job.
 _OWN = {
-    "torchrun": ("torchrun",), "srun": ("srun", "sbatch", "salloc", "scontrol", "sinfo", "squeue", "scancel"),
-    "mpirun": ("mpirun", "mpiexec", "ssh", "pdsh"), "deepspeed": ("deepspeed", "ds", "dsr", "ssh", "pdsh"),
-}  # fmt: skip
+    "torchrun": ("torchrun",),
+    "srun": ("srun", "sbatch", "salloc", "scontrol", "sinfo", "squeue", "scancel"),
+    "mpirun": ("mpirun", "mpiexec", "ssh", "pdsh"),
+    "deepspeed": ("deepspeed", "ds", "dsr", "ssh", "pdsh"),
+}
 _STORE_PORT, _RENDEZVOUS_PORT = 29500, 29400
 
 
-def started(lab: Lab, launcher: str, command: Sequence[str], *, order: Sequence[str] | None,
-            processes: int | None,
-            env: Mapping[str, str], accelerator: Mapping[str, Any] | None,
-            **options: Any) -> tuple[Job, list[str]]:
+def started(
+    lab: Lab,
+    launcher: str,
+    command: Sequence[str],
+    *,
+    order: Sequence[str] | None,
+    processes: int | None,
+    env: Mapping[str, str],
+    accelerator: Mapping[str, Any] | None,
+    **options: Any,
+) -> tuple[Job, list[str]]:
     """Start `command` with a real launcher (torchrun, srun, mpirun or deepspeed) on emulated nodes.
 
     torchrun is started on every node. The other launchers are started once, on the lab's login host, from
@@ -59,7 +71,9 @@ def started(lab: Lab, launcher: str, command: Sequence[str], *, order: Sequence[
         nodes = [node for node in lab.nodes if node.name in order]
         nodes.sort(key=lambda node: order.index(node.name))
     count = ranks.processes_for_each(nodes, processes, lab.spec.source)
-    if launcher in PACKAGES and not starts_itself(launcher, command):  # `command` has no launcher yet
+    if launcher in PACKAGES and not starts_itself(
+        launcher, command
+    ):  # `command` has no launcher yet
         program(launcher)  # raises a HolmesError that names the package to install
     names = [node.name for node in nodes]
     # Services that the launcher needs on the nodes: Slurm's for srun, sshd for mpirun and deepspeed.
@@ -74,39 +88,81 @@ def starts_itself(launcher: str, command: Sequence[str]) -> bool:
     """Whether the command begins with the launcher's own program."""
     words = [Path(word).name for word in command]
     if words[0].startswith("python") and words[1:2] == ["-m"]:
-        module = {"torch.distributed.run": "torchrun",
-                  "deepspeed.launcher.runner": "deepspeed"}.get(words[2:3][0], "")
+        module = {
+            "torch.distributed.run": "torchrun",
+            "deepspeed.launcher.runner": "deepspeed",
+        }.get(words[2:3][0], "")
         return module in _OWN[launcher]
     return words[0] in _OWN[launcher]
 
 
-def command_line(launcher: str, nodes: Sequence[str], count: int, command: Sequence[str],
-                 directory: Path) -> list[str]:
+def command_line(
+    launcher: str, nodes: Sequence[str], count: int, command: Sequence[str], directory: Path
+) -> list[str]:
     """`command` as a job of `count` processes on each of `nodes`, in that order; files that the launcher
     reads (a hostfile) are written into `directory`. HolmesError where the launcher cannot start it."""
     if starts_itself(launcher, command):
         return list(command)
     if launcher == "torchrun":
-        sizes = [f"--nnodes={len(nodes)}", f"--nproc-per-node={count}", "--rdzv-backend=c10d",
-                 "--rdzv-id=lab"]
-        return [*_module(command, "torchrun", "torch.distributed.run"), *sizes,
-                f"--rdzv-endpoint={nodes[0]}:{_RENDEZVOUS_PORT}", "--no-python", *command]
+        sizes = [
+            f"--nnodes={len(nodes)}",
+            f"--nproc-per-node={count}",
+            "--rdzv-backend=c10d",
+            "--rdzv-id=lab",
+        ]
+        return [
+            *_module(command, "torchrun", "torch.distributed.run"),
+            *sizes,
+            f"--rdzv-endpoint={nodes[0]}:{_RENDEZVOUS_PORT}",
+            "--no-python",
+            *command,
+        ]
     if launcher == "srun":
-        return ["srun", f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}",
-                f"--ntasks-per-node={count}",
-                f"--gpus-per-node={count}", "--kill-on-bad-exit=1", *command]
+        return [
+            "srun",
+            f"--nodes={len(nodes)}",
+            f"--nodelist={','.join(nodes)}",
+            f"--ntasks-per-node={count}",
+            f"--gpus-per-node={count}",
+            "--kill-on-bad-exit=1",
+            *command,
+        ]
     hosts = directory / "hostfile"
     hosts.write_text("".join(f"{name} slots={count}\n" for name in nodes))
     if launcher == "mpirun":
-        exports = [text for said in (f"MASTER_ADDR={nodes[0]}", f"MASTER_PORT={_STORE_PORT}", "PATH")
-                   for text in ("-x", said)]
-        return ["mpirun", "--allow-run-as-root", "--hostfile", str(hosts), "-np", str(len(nodes) * count),
-                "--bind-to", "none", *exports, *command]
-    if len(command) < 2 or not Path(command[0]).name.startswith("python") or command[1].startswith("-"):
-        raise HolmesError(f"--launcher deepspeed: the command must be `python SCRIPT ...`, not"
-                          f" {' '.join(command[:2])!r:.80}: deepspeed starts scripts")
-    return [*_module(command, "deepspeed", "deepspeed.launcher.runner"), "--hostfile", str(hosts),
-            "--force_multi", *command[1:]]
+        exports = [
+            text
+            for said in (f"MASTER_ADDR={nodes[0]}", f"MASTER_PORT={_STORE_PORT}", "PATH")
+            for text in ("-x", said)
+        ]
+        return [
+            "mpirun",
+            "--allow-run-as-root",
+            "--hostfile",
+            str(hosts),
+            "-np",
+            str(len(nodes) * count),
+            "--bind-to",
+            "none",
+            *exports,
+            *command,
+        ]
+    if (
+        len(command) < 2
+        or not Path(command[0]).name.startswith("python")
+        or command[1].startswith("-")
+    ):
+        raise HolmesError(
+            f"--launcher deepspeed: the command must be `python SCRIPT ...`, not"
+            f" {' '.join(command[:2])!r:.80}: deepspeed starts scripts"
+        )
+    return [
+        *_module(command, "deepspeed", "deepspeed.launcher.runner"),
+        "--hostfile",
+        str(hosts),
+        "--force_multi",
+        *command[1:],
+    ]
 
 
 def _module(command: Sequence[str], name: str, module: str) -> list[str]:

@@ -52,20 +52,31 @@ class Daemons:
     programs: in the order of `job`'s ranks. HolmesError where a daemon is missing, ends, or does not answer.
     """
 
-    def __init__(self, lab: Lab, needs: Sequence[str], order: Sequence[str] | None = None,
-                 processes: int | None = None, env: Mapping[str, str] | None = None,
-                 accelerator: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        lab: Lab,
+        needs: Sequence[str],
+        order: Sequence[str] | None = None,
+        processes: int | None = None,
+        env: Mapping[str, str] | None = None,
+        accelerator: Mapping[str, Any] | None = None,
+    ):
         if os.getuid() != 0 and needs:
-            raise HolmesError("the lab's Slurm and sshd need root: they give each process the rights of its "
-                              "user; run it as root, or start the job with --launcher torchrun")
+            raise HolmesError(
+                "the lab's Slurm and sshd need root: they give each process the rights of its "
+                "user; run it as root, or start the job with --launcher torchrun"
+            )
         self.lab, self.order = lab, tuple(order or (node.name for node in lab.nodes))
         self.processes = processes or max(node.processes for node in lab.nodes)
         common, self.emulated = ranks.common_environment(env or {}, accelerator)
         common = {name: value for name, value in common.items() if not name.startswith(_FOREIGN)}
         self.directory = lab.directory / "launchers"
         self.directory.mkdir()
-        said = {name: common[name] for name in common if name not in os.environ
-                or os.environ[name] != common[name]}
+        said = {
+            name: common[name]
+            for name in common
+            if name not in os.environ or os.environ[name] != common[name]
+        }
         # Open MPI's session folders end with the hosts; in /tmp they stay where a daemon does not end in time
         common["OMPI_MCA_orte_tmpdir_base"] = said["OMPI_MCA_orte_tmpdir_base"] = "/run"
         if "slurm" in needs:
@@ -73,8 +84,10 @@ class Daemons:
         hosts = (LOGIN, *self.order)
         self._common = common
         self._prepare(hosts, needs, {**said, "PATH": common.get("PATH", os.defpath)})
-        self.programs = [*(slurm.daemons(self.directory, self.order, common) if "slurm" in needs else ()),
-                         *(ssh.daemons(self.directory, hosts, common) if "ssh" in needs else ())]
+        self.programs = [
+            *(slurm.daemons(self.directory, self.order, common) if "slurm" in needs else ()),
+            *(ssh.daemons(self.directory, hosts, common) if "ssh" in needs else ()),
+        ]
         if self.programs:
             self.job = lab.start_programs(self.programs, logs=self.directory / "logs", grace=_GRACE)
             ports = [f"{LOGIN}:{slurm.PORT}"] if "slurm" in needs else []
@@ -85,41 +98,61 @@ class Daemons:
         """`argv` alone on the login host (rank 0 of the result); options of Lab.start_programs."""
         return self.start(argv, **options).wait()
 
-    def start(self, argv: Sequence[str], host: str = LOGIN, env: Mapping[str, str] | None = None,
-              **options: Any) -> Job:
+    def start(
+        self,
+        argv: Sequence[str],
+        host: str = LOGIN,
+        env: Mapping[str, str] | None = None,
+        **options: Any,
+    ) -> Job:
         return self.lab.start_programs([self.program(argv, host, env)], **options)
 
-    def program(self, argv: Sequence[str], host: str = LOGIN,
-                env: Mapping[str, str] | None = None) -> Program:
+    def program(
+        self, argv: Sequence[str], host: str = LOGIN, env: Mapping[str, str] | None = None
+    ) -> Program:
         return Program(host, argv, {**self._common, **self.lab.variables(host), **(env or {})})
 
     def kill(self, name: str, host: str) -> None:
         """SIGKILL to a daemon ("slurmd", "munged", "sshd", "slurmctld") and what is in its process group."""
-        number = next(number for number, daemon in enumerate(self.programs)
-                      if daemon.host == host and any(Path(word).name == name for word in daemon.argv))
+        number = next(
+            number
+            for number, daemon in enumerate(self.programs)
+            if daemon.host == host and any(Path(word).name == name for word in daemon.argv)
+        )
         self.job.kill(number)
 
     def _prepare(self, hosts: Sequence[str], needs: Sequence[str], said: Mapping[str, str]) -> None:
         """Files that the daemons read, and a /run of its own for every host."""
         variables = {host: {**said, **self.lab.variables(host)} for host in hosts}
-        script = (f"{program('mount')} -t tmpfs -o mode=755 none /run; mkdir -p /run/munge /run/slurmctld "
-                  f"/run/slurmd;")
+        script = (
+            f"{program('mount')} -t tmpfs -o mode=755 none /run; mkdir -p /run/munge /run/slurmctld "
+            f"/run/slurmd;"
+        )
         if "slurm" in needs:
-            slurm.configure(self.directory, self.lab.spec, self.order, self.processes,
-                            {host: self.lab.variables(host) for host in self.order})
+            slurm.configure(
+                self.directory,
+                self.lab.spec,
+                self.order,
+                self.processes,
+                {host: self.lab.variables(host) for host in self.order},
+            )
         if "ssh" in needs:
             ssh.configure(self.directory, variables)
             script += ssh.prepare(self.directory)
         everywhere = [Program(host, ["sh", "-ec", script], self._common) for host in hosts]
         done = self.lab.start_programs(everywhere, timeout=PATIENCE).wait()
         if done.returncode:
-            raise HolmesError(f"lab: the hosts cannot be prepared for their launchers: {_last(done)}")
+            raise HolmesError(
+                f"lab: the hosts cannot be prepared for their launchers: {_last(done)}"
+            )
 
     def _wait(self, arguments: Sequence[str]) -> None:
         waiting = self.start([sys.executable, "-I", "-S", "-c", _WAIT, *arguments])
         deadline = time.monotonic() + PATIENCE
         while waiting.poll() is None:
-            ended = [number for number in range(len(self.programs)) if number not in self.job.running]
+            ended = [
+                number for number in range(len(self.programs)) if number not in self.job.running
+            ]
             if ended or time.monotonic() > deadline:
                 waiting.kill()
                 raise HolmesError(self._why(ended[0] if ended else None))
@@ -127,8 +160,10 @@ class Daemons:
 
     def _why(self, ended: int | None) -> str:
         if ended is None:
-            return (f"lab: its launchers do not answer within {PATIENCE:g} s; what they say is in "
-                    f"{self.directory}/logs")
+            return (
+                f"lab: its launchers do not answer within {PATIENCE:g} s; what they say is in "
+                f"{self.directory}/logs"
+            )
         daemon, log = self.programs[ended], self.directory / "logs" / f"rank{ended}.log"
         lines = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
         name = next(Path(word).name for word in daemon.argv if Path(word).is_absolute())

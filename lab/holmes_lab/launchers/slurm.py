@@ -1,8 +1,8 @@
 """A Slurm for a lab: slurm.conf, topology.conf, gres.conf, and every host's daemons.
 
-    login   munged, slurmctld   partition "all" (default) and one for each cluster, called after it
-    nodes   munged, slurmd      feature: the cluster's kind and name; gres gpu: one for each process of a node
-                                topology/tree: a switch for each cluster, one above them
+login   munged, slurmctld   partition "all" (default) and one for each cluster, called after it
+nodes   munged, slurmd      feature: the cluster's kind and name; gres gpu: one for each process of a node
+                            topology/tree: a switch for each cluster, one above them
 """
 
 from __future__ import annotations
@@ -25,20 +25,25 @@ PORT = 6817  # slurmctld's
 
 
 def configure(
-    directory: Path, spec: SiteSpec, order: Sequence[str], processes: int,
-    variables: Mapping[str, Mapping[str, str]]
+    directory: Path,
+    spec: SiteSpec,
+    order: Sequence[str],
+    processes: int,
+    variables: Mapping[str, Mapping[str, str]],
 ) -> None:
     """Write what Slurm reads. order: of the nodes; processes: of a node; variables: of tasks, by host."""
     # Slurm wants devices to stand for them
     gpus = [directory / f"gpu{number}" for number in range(processes)]
     for file in gpus:
         file.symlink_to(os.devnull)
-    files = {"slurm.conf": _slurm_conf(directory, spec, order, processes),
-             "topology.conf": _topology_conf(spec),
-             "gres.conf": "".join(f"Name=gpu File={file}\n" for file in gpus),
-             # nodes have no cgroups; v1 asks at its use
-             "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
-             "task_prolog": _task_prolog(variables)}
+    files = {
+        "slurm.conf": _slurm_conf(directory, spec, order, processes),
+        "topology.conf": _topology_conf(spec),
+        "gres.conf": "".join(f"Name=gpu File={file}\n" for file in gpus),
+        # nodes have no cgroups; v1 asks at its use
+        "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
+        "task_prolog": _task_prolog(variables),
+    }
     for name, text in files.items():
         (directory / name).write_text(text)
     (directory / "task_prolog").chmod(0o755)
@@ -49,27 +54,49 @@ def configure(
 
 def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes: int) -> str:
     settings = {
-        "ClusterName": "lab", "SlurmctldHost": LOGIN, "SlurmUser": "root", "SlurmdUser": "root",
-        "AuthType": "auth/munge", "AuthInfo": f"socket={_MUNGE}",
-        "StateSaveLocation": "/run/slurmctld", "SlurmdSpoolDir": "/run/slurmd",
-        "SlurmctldPidFile": "/run/slurmctld.pid", "SlurmdPidFile": "/run/slurmd.pid", "MailProg": "/bin/true",
-        "ProctrackType": "proctrack/linuxproc", "TaskPlugin": "task/none",
+        "ClusterName": "lab",
+        "SlurmctldHost": LOGIN,
+        "SlurmUser": "root",
+        "SlurmdUser": "root",
+        "AuthType": "auth/munge",
+        "AuthInfo": f"socket={_MUNGE}",
+        "StateSaveLocation": "/run/slurmctld",
+        "SlurmdSpoolDir": "/run/slurmd",
+        "SlurmctldPidFile": "/run/slurmctld.pid",
+        "SlurmdPidFile": "/run/slurmd.pid",
+        "MailProg": "/bin/true",
+        "ProctrackType": "proctrack/linuxproc",
+        "TaskPlugin": "task/none",
         "TaskProlog": f"{directory}/task_prolog",
-        "MpiDefault": "none", "SwitchType": "switch/none", "JobAcctGatherType": "jobacct_gather/none",
-        "AccountingStorageType": "accounting_storage/none", "JobCompType": "jobcomp/none",
-        "SelectType": "select/cons_tres", "SelectTypeParameters": "CR_Core",
+        "MpiDefault": "none",
+        "SwitchType": "switch/none",
+        "JobAcctGatherType": "jobacct_gather/none",
+        "AccountingStorageType": "accounting_storage/none",
+        "JobCompType": "jobcomp/none",
+        "SelectType": "select/cons_tres",
+        "SelectTypeParameters": "CR_Core",
         "SlurmdParameters": "config_overrides",
-        "TopologyPlugin": "topology/tree", "GresTypes": "gpu", "ReturnToService": "2", "KillWait": "10",
-        "SlurmdTimeout": "15", "InactiveLimit": "0", "SlurmctldDebug": "info", "SlurmdDebug": "info",
+        "TopologyPlugin": "topology/tree",
+        "GresTypes": "gpu",
+        "ReturnToService": "2",
+        "KillWait": "10",
+        "SlurmdTimeout": "15",
+        "InactiveLimit": "0",
+        "SlurmctldDebug": "info",
+        "SlurmdDebug": "info",
         "SchedulerType": "sched/backfill",
         "SchedulerParameters": "sched_min_interval=0,bf_interval=1,batch_sched_delay=0",
-    }  # fmt: skip
+    }
     lines = [f"{name}={value}" for name, value in settings.items()]
     for name in order:
         cluster = spec.cluster_of(name)
-        features = ",".join(dict.fromkeys([cluster.kind, cluster.name, *filter(None, [cluster.gpu])]))
-        lines.append(f"NodeName={name} CPUs={_CPUS} RealMemory=1000000 Gres=gpu:{processes}"
-                     f" Feature={features} State=UNKNOWN")
+        features = ",".join(
+            dict.fromkeys([cluster.kind, cluster.name, *filter(None, [cluster.gpu])])
+        )
+        lines.append(
+            f"NodeName={name} CPUs={_CPUS} RealMemory=1000000 Gres=gpu:{processes}"
+            f" Feature={features} State=UNKNOWN"
+        )
     for cluster in spec.clusters:
         if cluster.name != "all":
             lines.append(f"PartitionName={cluster.name} Nodes={','.join(cluster.nodes)} State=UP")
@@ -78,7 +105,10 @@ def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes
 
 
 def _topology_conf(spec: SiteSpec) -> str:
-    leaves = [f"SwitchName=leaf_{cluster.name} Nodes={','.join(cluster.nodes)}" for cluster in spec.clusters]
+    leaves = [
+        f"SwitchName=leaf_{cluster.name} Nodes={','.join(cluster.nodes)}"
+        for cluster in spec.clusters
+    ]
     switches = ",".join(f"leaf_{cluster.name}" for cluster in spec.clusters)
     return "\n".join([*leaves, f"SwitchName=spine Switches={switches}"]) + "\n"
 
@@ -96,9 +126,17 @@ def daemons(directory: Path, order: Sequence[str], env: Mapping[str, str]) -> li
     """Those of all hosts."""
     munged, slurmctld, slurmd = program("munged"), program("slurmctld"), program("slurmd")
     env = {**env, "SLURM_CONF": str(directory / "slurm.conf")}
-    munge = [munged, "--foreground", "--force", f"--key-file={directory}/munge.key", f"--socket={_MUNGE}",
-             *(f"--{kind}-file=/run/munge/munged.{kind}" for kind in ("pid", "log", "seed"))]
+    munge = [
+        munged,
+        "--foreground",
+        "--force",
+        f"--key-file={directory}/munge.key",
+        f"--socket={_MUNGE}",
+        *(f"--{kind}-file=/run/munge/munged.{kind}" for kind in ("pid", "log", "seed")),
+    ]
     after = f'until [ -S {_MUNGE} ]; do sleep 0.02; done; exec "$0" "$@"'  # they ask munge at once
     programs = [Program(host, munge, env) for host in (LOGIN, *order)]
     programs.append(Program(LOGIN, ["sh", "-c", after, slurmctld, "-D", "-i"], env))
-    return programs + [Program(host, ["sh", "-c", after, slurmd, "-D", "-N", host], env) for host in order]
+    return programs + [
+        Program(host, ["sh", "-c", after, slurmd, "-D", "-N", host], env) for host in order
+    ]

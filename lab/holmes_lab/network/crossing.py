@@ -23,8 +23,12 @@ PREFIX = 24
 #: what that costs.) Reno is what a namespace may always choose. BBR paces a message that follows a pause by
 #: what it knows of the link from small ones before: 18 KiB then take 37 ms over a link of 20 ms and 100 Mb/s,
 #: with Reno 22.
-TUNED = {"net.ipv4.tcp_wmem": "4096 1048576 134217728", "net.ipv4.tcp_rmem": "4096 1048576 134217728",
-         "net.ipv4.tcp_slow_start_after_idle": "0", "net.ipv4.tcp_congestion_control": "reno"}
+TUNED = {
+    "net.ipv4.tcp_wmem": "4096 1048576 134217728",
+    "net.ipv4.tcp_rmem": "4096 1048576 134217728",
+    "net.ipv4.tcp_slow_start_after_idle": "0",
+    "net.ipv4.tcp_congestion_control": "reno",
+}
 
 
 def address(cluster: int, index: int) -> str:
@@ -39,30 +43,43 @@ def bridge(cluster: int) -> str:
 def route_lines(cluster: int) -> list[str]:
     """For `ip -batch` on a node: everything else is behind its cluster's router, which answers no ARP."""
     router = f"10.{ETHERNET_NET}.{cluster}.254"
-    return [f"neighbor add {router} lladdr {_router_mac(cluster)} dev eth0 nud permanent",
-            f"route add 10.{ETHERNET_NET}.0.0/16 via {router} dev eth0"]
+    return [
+        f"neighbor add {router} lladdr {_router_mac(cluster)} dev eth0 nud permanent",
+        f"route add 10.{ETHERNET_NET}.0.0/16 via {router} dev eth0",
+    ]
 
 
 def tap_lines(clusters: int) -> list[str]:
     """For `ip -batch` in the switch once the delay line has made its TAPs."""
-    return [f"link set dev {_tap(number)} master {bridge(number)} txqueuelen 10000 up"
-            for number in range(clusters)]
+    return [
+        f"link set dev {_tap(number)} master {bridge(number)} txqueuelen 10000 up"
+        for number in range(clusters)
+    ]
 
 
-def delay_line(spec: SiteSpec, scale: float, nodes: Sequence[tuple[str, int | None, str]], wire: float
-               ) -> dict[str, Any]:
+def delay_line(
+    spec: SiteSpec, scale: float, nodes: Sequence[tuple[str, int | None, str]], wire: float
+) -> dict[str, Any]:
     """What the keeper starts the delay line with. nodes: (address, cluster, MAC); wire: bits on the wire for
     each bit of TCP's data, which is what a rate counts."""
     wan, names = spec.wan.scaled(scale), [cluster.name for cluster in spec.clusters]
-    clusters = [{"tap": _tap(number), "mac": _router_mac(number),
-                 "uplink_bps": wan.uplink_of.get(name, 0) * wire}
-                for number, name in enumerate(names)]
+    clusters = [
+        {
+            "tap": _tap(number),
+            "mac": _router_mac(number),
+            "uplink_bps": wan.uplink_of.get(name, 0) * wire,
+        }
+        for number, name in enumerate(names)
+    ]
     links = []
     for first, second in itertools.combinations(range(len(names)), 2):
         link = link_of(wan, names[first], names[second])
         links.append([first, second, link.rate_bps * wire, link.latency_s])
-    return {"clusters": clusters, "links": links,
-            "nodes": {where: [cluster, mac] for where, cluster, mac in nodes}}
+    return {
+        "clusters": clusters,
+        "links": links,
+        "nodes": {where: [cluster, mac] for where, cluster, mac in nodes},
+    }
 
 
 def link_of(wan: Wan, first: str, second: str) -> Between:

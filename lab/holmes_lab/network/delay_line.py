@@ -47,8 +47,15 @@ class Passing:
 
     __slots__ = "bits", "end", "flow", "hops", "latency_s", "pieces", "target"
 
-    def __init__(self, pieces: tuple, bits: int, flow: bytes, target: int,
-                 path: tuple[Sequence[Clock], float], end: float):
+    def __init__(
+        self,
+        pieces: tuple,
+        bits: int,
+        flow: bytes,
+        target: int,
+        path: tuple[Sequence[Clock], float],
+        end: float,
+    ):
         self.pieces, self.bits, self.flow, self.target, self.end = pieces, bits, flow, target, end
         self.hops, self.latency_s = iter(path[0]), path[1]
 
@@ -97,27 +104,46 @@ class Router:
     unlimited); links: [cluster, cluster, wire rate (0: unlimited), one-way latency in seconds], both
     directions alike; nodes: IPv4 address -> (cluster, MAC address)."""
 
-    def __init__(self, clusters: Sequence[dict[str, Any]], links: Sequence[Sequence[float]],
-                 nodes: dict[str, tuple[int, str]]):
-        trip = {cluster: max([4 * link[3] for link in links if cluster in link[:2]], default=0.0)
-                for cluster in range(len(clusters))}
+    def __init__(
+        self,
+        clusters: Sequence[dict[str, Any]],
+        links: Sequence[Sequence[float]],
+        nodes: dict[str, tuple[int, str]],
+    ):
+        trip = {
+            cluster: max([4 * link[3] for link in links if cluster in link[:2]], default=0.0)
+            for cluster in range(len(clusters))
+        }
 
         def clock(rate: float, seconds: float) -> Clock | None:
             return Clock(rate, max(LEAST_BUFFER_S, seconds)) if rate else None
 
         out = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
-        self._into = [clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)]
+        self._into = [
+            clock(cluster["uplink_bps"], trip[index]) for index, cluster in enumerate(clusters)
+        ]
         self._paths: dict[tuple[int, int], tuple[list[Clock], float]] = {}
         between = []
         for first, second, rate, latency in links:
             for a, b in ((int(first), int(second)), (int(second), int(first))):
                 between.append(clock(rate, 4 * latency))
-                self._paths[a, b] = ([hop for hop in (out[a], between[-1]) if hop is not None], latency)
-        self._near, self._far = ([hop for hop in hops if hop] for hops in ([*out, *between], self._into))
-        self._nodes = {bytes(map(int, address.split("."))): (cluster,
-                                                             _mac(mac) + _mac(clusters[cluster]["mac"]))
-                       for address, (cluster, mac) in nodes.items()}
-        self._heap: list[tuple[float, int, bool, Passing]] = []  # (when it arrives, ..., past the far uplink)
+                self._paths[a, b] = (
+                    [hop for hop in (out[a], between[-1]) if hop is not None],
+                    latency,
+                )
+        self._near, self._far = (
+            [hop for hop in hops if hop] for hops in ([*out, *between], self._into)
+        )
+        self._nodes = {
+            bytes(map(int, address.split("."))): (
+                cluster,
+                _mac(mac) + _mac(clusters[cluster]["mac"]),
+            )
+            for address, (cluster, mac) in nodes.items()
+        }
+        self._heap: list[
+            tuple[float, int, bool, Passing]
+        ] = []  # (when it arrives, ..., past the far uplink)
         self._count = 0
         self.dropped = 0
         least = min((link[3] for link in links), default=0.0)
@@ -135,7 +161,7 @@ class Router:
         if known is None or known[0] == source:
             return
         target, macs = known
-        pieces = frame[:10] + macs, memoryview(frame)[10 + _MACS:]
+        pieces = frame[:10] + macs, memoryview(frame)[10 + _MACS :]
         path = self._paths[source, target]
         self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, path, now), now)
 
@@ -217,7 +243,9 @@ def run(router: Router, taps: Sequence[int]) -> None:
         for target, pieces in router.due(now + quantum / 2):
             try:
                 os.writev(taps[target], pieces)
-            except OSError:  # the bridge is down, or the receiver's queue is full: the frame is lost
+            except (
+                OSError
+            ):  # the bridge is down, or the receiver's queue is full: the frame is lost
                 router.dropped += 1
         time.sleep(quantum)
 

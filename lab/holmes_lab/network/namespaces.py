@@ -40,7 +40,9 @@ def unshare(flags: int) -> None:
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     encode = lambda text: None if text is None else os.fsencode(text)  # noqa: E731
-    _call("mount", encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data))
+    _call(
+        "mount", encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)
+    )
 
 
 def die_with_parent() -> None:
@@ -64,7 +66,9 @@ def become_root_of_new_user_namespace(flags: int) -> None:
 
 def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
     """Move the caller (single-threaded) into the namespaces of process `holder`."""
-    descriptors = [os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names]
+    descriptors = [
+        os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names
+    ]
     for descriptor in descriptors:
         _call("setns", descriptor, 0)
         os.close(descriptor)

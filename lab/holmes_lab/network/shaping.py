@@ -27,8 +27,12 @@ WIRE = _FRAME_BYTES / _PAYLOAD_BYTES
 LOGIN = "login"  # name of the host from which jobs are submitted
 _NAMES = {"ethernet": "eth"}
 #: Of a node's network where several NICs are in one subnet: each answers for its own address only.
-RAILS_SYSCTL = {"net.ipv4.conf.all.arp_ignore": "1", "net.ipv4.conf.all.arp_announce": "2",
-                "net.ipv4.conf.all.rp_filter": "0", "net.ipv4.conf.default.rp_filter": "0"}  # fmt: skip
+RAILS_SYSCTL = {
+    "net.ipv4.conf.all.arp_ignore": "1",
+    "net.ipv4.conf.all.arp_announce": "2",
+    "net.ipv4.conf.all.rp_filter": "0",
+    "net.ipv4.conf.default.rp_filter": "0",
+}
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,21 @@ class LabNode:
             if nic.name == name:
                 return nic
         raise HolmesError(
-            f"node {self.name}: no NIC {name!r}; it has {', '.join(nic.name for nic in self.nics)}")
+            f"node {self.name}: no NIC {name!r}; it has {', '.join(nic.name for nic in self.nics)}"
+        )
 
 
 def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
     """The nodes in the file's order, every rate multiplied by `scale`. HolmesError for too many nodes."""
     if len(spec.owner) > MAX_NODES:
         raise HolmesError(
-            f"{spec.source}: {len(spec.owner)} nodes; the lab emulates at most {MAX_NODES} on one machine")
+            f"{spec.source}: {len(spec.owner)} nodes; the lab emulates at most {MAX_NODES} on one machine"
+        )
     if not 0 < scale < 1e6:
         raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
-    fabrics = list(dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET))
+    fabrics = list(
+        dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET)
+    )
     nodes: list[LabNode] = []
     for site, cluster in enumerate(spec.clusters):
         for place, name in enumerate(cluster.nodes):
@@ -94,18 +102,30 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
             if cluster.fabric != ETHERNET:
                 number = fabrics.index(cluster.fabric)
                 rate = cluster.rate_bps // cluster.rails
-                nics += [_nic(index, cluster.kind, cluster.fabric, number, rate, scale, rail)
-                         for rail in range(cluster.rails)]
-            nodes.append(LabNode(name, cluster.name, index, cluster.processes, tuple(nics),
-                                 site if spec.wan else None))
+                nics += [
+                    _nic(index, cluster.kind, cluster.fabric, number, rate, scale, rail)
+                    for rail in range(cluster.rails)
+                ]
+            nodes.append(
+                LabNode(
+                    name,
+                    cluster.name,
+                    index,
+                    cluster.processes,
+                    tuple(nics),
+                    site if spec.wan else None,
+                )
+            )
     return tuple(nodes)
 
 
 def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNode:
     """A host on the nodes' Ethernet alone, where jobs are submitted. HolmesError for a node of its name."""
     if LOGIN in {node.name for node in nodes}:
-        raise HolmesError(f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's "
-                          "launchers start jobs; rename it")
+        raise HolmesError(
+            f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's "
+            "launchers start jobs; rename it"
+        )
     # where each cluster has an Ethernet of its own, beside the nodes of the first one
     nic = _eth0(spec, len(nodes), scale, 0, len(spec.clusters[0].nodes))
     return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
@@ -114,20 +134,41 @@ def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNod
 def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, place: int) -> LabNic:
     """Of the host `index`, which is number `place` of its cluster."""
     nic = _nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
-    return replace(nic, address=crossing.address(cluster, place), bridge=crossing.bridge(cluster),
-                   prefix=crossing.PREFIX) if spec.wan else nic
+    return (
+        replace(
+            nic,
+            address=crossing.address(cluster, place),
+            bridge=crossing.bridge(cluster),
+            prefix=crossing.PREFIX,
+        )
+        if spec.wan
+        else nic
+    )
 
 
-def _nic(index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float,
-         rail: int = 0) -> LabNic:
+def _nic(
+    index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float, rail: int = 0
+) -> LabNic:
     ethernet = fabric == ETHERNET
     net = 77 if ethernet else 100 + number
     high, low = rail, index + 1  # at most 128 nodes
     address, mac = f"10.{net}.{high}.{low}", f"02:48:4d:{net:02x}:{high:02x}:{low:02x}"
     port = f"e{index}" if ethernet else f"f{index}" + f"r{rail}" * (rail > 0)
     bridge, rate_bps = "eth" if ethernet else f"fab{number}", max(1, round(nominal_bps * scale))
-    return LabNic(f"{_NAMES.get(kind, kind)}{rail}", kind, fabric, address, mac, rate_bps, nominal_bps, port,
-                  bridge, number, f"mlx5_{rail}", rail=rail)
+    return LabNic(
+        f"{_NAMES.get(kind, kind)}{rail}",
+        kind,
+        fabric,
+        address,
+        mac,
+        rate_bps,
+        nominal_bps,
+        port,
+        bridge,
+        number,
+        f"mlx5_{rail}",
+        rail=rail,
+    )
 
 
 @dataclass(frozen=True)
@@ -150,16 +191,25 @@ class Shaping:
 def shaping(rate_bps: int) -> Shaping:
     """The shaping with which a TCP stream's data, without headers, gets `rate_bps` bits/s."""
     wire_bps = round(rate_bps * WIRE)
-    if rate_bps <= 30_000_000:  # so slow that every packet may stand alone, and a message of 32 KiB counts
+    if (
+        rate_bps <= 30_000_000
+    ):  # so slow that every packet may stand alone, and a message of 32 KiB counts
         return Shaping(wire_bps, 3_700, 2_000)
     if rate_bps <= 300_000_000:
         return Shaping(wire_bps, 10_000, 8_000)
     if rate_bps <= 700_000_000:
         return Shaping(wire_bps, 20_000, 16_000)
-    packet = min(65_536, round(rate_bps * 150e-6 / 8))  # fewer packets for each second cost less CPU
+    packet = min(
+        65_536, round(rate_bps * 150e-6 / 8)
+    )  # fewer packets for each second cost less CPU
     peak_burst = round(packet * WIRE) + 2_000  # tbf cuts packets above it into frames: costly
-    return Shaping(wire_bps, max(70_000, round(rate_bps * 1e-3 / 8)), packet, round(wire_bps * 1.06),
-                   peak_burst)
+    return Shaping(
+        wire_bps,
+        max(70_000, round(rate_bps * 1e-3 / 8)),
+        packet,
+        round(wire_bps * 1.06),
+        peak_burst,
+    )
 
 
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
@@ -182,14 +232,19 @@ def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple
     """(ip, tc) batches for the switch: bridges, veths into the nodes (by pids as the switch sees them)."""
     ip, tc = ["link set dev lo up"], []
     for bridge in dict.fromkeys(nic.bridge for node in nodes for nic in node.nics):
-        ip.append(f"link add name {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0")
+        ip.append(
+            f"link add name {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
+        )
         ip.append(f"link set dev {bridge} up")
     for node in nodes:
         for nic in node.nics:
             limit, shape = shape_commands(nic.port, nic.rate_bps)
             peer = f"peer name {nic.name} address {nic.mac} mtu {MTU} netns {inner_pid[node.name]}"
-            ip += [f"link add name {nic.port} mtu {MTU} type veth {peer}",
-                   f"link set dev {nic.port} master {nic.bridge} up", limit]
+            ip += [
+                f"link add name {nic.port} mtu {MTU} type veth {peer}",
+                f"link set dev {nic.port} master {nic.bridge} up",
+                limit,
+            ]
             tc.append(shape)
     return "\n".join(ip) + "\n", "\n".join(tc) + "\n"
 
@@ -199,7 +254,11 @@ def node_batches(node: LabNode) -> tuple[str, str]:
     ip, tc = ["link set dev lo up"], []
     for nic in node.nics:
         limit, shape = shape_commands(nic.name, nic.rate_bps)
-        ip += [f"address add {nic.address}/{nic.prefix} dev {nic.name}", f"link set dev {nic.name} up", limit]
+        ip += [
+            f"address add {nic.address}/{nic.prefix} dev {nic.name}",
+            f"link set dev {nic.name} up",
+            limit,
+        ]
         tc.append(shape)
     if node.site is not None:
         ip += crossing.route_lines(node.site)

@@ -37,7 +37,9 @@ def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str
         connection = _connect(address)
         _exchanges(connection, 1 << 20, 5 * SIZE_S if floods else 0.0)  # opens TCP's window
         result["round_trip"] = statistics.median(_exchanges(connection, 1, SIZE_S))
-        result["seconds"] = [statistics.mean(_exchanges(connection, size, SIZE_S)) for size in sizes]
+        result["seconds"] = [
+            statistics.mean(_exchanges(connection, size, SIZE_S)) for size in sizes
+        ]
         connection.sendall(struct.pack("I", 0))
     return result
 
@@ -91,7 +93,11 @@ def _count_flood(connection: socket.socket, buffer: bytearray) -> None:
 
 
 if __name__ == "__main__":
-    _rank, _floods, _addresses = int(os.environ["RANK"]), sys.argv[1] == "flood", sys.argv[2].split(",")
+    _rank, _floods, _addresses = (
+        int(os.environ["RANK"]),
+        sys.argv[1] == "flood",
+        sys.argv[2].split(","),
+    )
     _sizes = [int(text) for text in sys.argv[3:]]
     _alone = len(_addresses) == 1 and bool(_sizes)
     if _rank < len(_addresses):

@@ -17,7 +17,16 @@ from holmes_ext.cluster.nic import KINDS
 from holmes_lab.network.shaping import MAX_NODES, MTU, LabNic, LabNode
 
 _ETHERNET_PCI, _HCA_BUS = "0000:17:00.0", 0x31  # of the first rail; the next one's is the next
-_LANE_GBPS = {"SDR": 2.5, "DDR": 5, "QDR": 10, "FDR": 14, "EDR": 25, "HDR": 50, "NDR": 100, "XDR": 200}
+_LANE_GBPS = {
+    "SDR": 2.5,
+    "DDR": 5,
+    "QDR": 10,
+    "FDR": 14,
+    "EDR": 25,
+    "HDR": 50,
+    "NDR": 100,
+    "XDR": 200,
+}
 #: Hardware types of net devices (linux/if_arp.h).
 _ETHER, _INFINIBAND = 1, 32
 _GID_TABLE_SIZE = 8
@@ -27,12 +36,17 @@ def write_tree(root: Path, node: LabNode) -> None:
     """Write the tree of `node` below `root` (made here), every link up; and ip_addr.json (`ip -j addr`)."""
     addresses = []
     for number, nic in enumerate(node.nics, start=2):  # 1 is lo
-        address = _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
+        address = (
+            _ETHERNET_PCI if nic.kind == "ethernet" else f"0000:{_HCA_BUS + nic.rail:02x}:00.0"
+        )
         pci = root / "devices/pci0000:00" / address
         _write(pci, {"numa_node": "0", "vendor": "0x15b3", "device": "0x101b", "class": "0x020000"})
         _write(pci, {"uevent": f"DRIVER=mlx5_core\nPCI_SLOT_NAME={pci.name}"})
         _link(pci / "driver", root / "bus/pci/drivers/mlx5_core")
-        _write(pci / "net" / nic.name, {**_net_files(nic), "ifindex": str(number), "iflink": str(number)})
+        _write(
+            pci / "net" / nic.name,
+            {**_net_files(nic), "ifindex": str(number), "iflink": str(number)},
+        )
         _write(pci / "net" / nic.name, {"uevent": f"INTERFACE={nic.name}\nIFINDEX={number}"})
         inet = {"family": "inet", "local": nic.address, "prefixlen": nic.prefix, "label": nic.name}
         inet["scope"] = "global"
@@ -41,7 +55,10 @@ def write_tree(root: Path, node: LabNode) -> None:
         _link(root / "class/net" / nic.name, pci / "net" / nic.name)
         if nic.kind != "ethernet":
             device = pci / "infiniband" / nic.hca
-            _write(device, {"node_type": "1: CA", "node_guid": _groups(_guid(nic)), "fw_ver": "20.31.1014"})
+            _write(
+                device,
+                {"node_type": "1: CA", "node_guid": _groups(_guid(nic)), "fw_ver": "20.31.1014"},
+            )
             _write(device, {"hca_type": "MT4123"})
             _link(device / "device", pci)
             _write_port(device / "ports/1", node, nic)
@@ -53,16 +70,25 @@ def write_tree(root: Path, node: LabNode) -> None:
 
 def set_link(root: Path, nic: LabNic, up: bool) -> None:
     """What the tree says of a NIC whose cable is plugged in (`up`) or pulled."""
-    _write(root / "class/net" / nic.name,
-           {"operstate": "up" if up else "down", "carrier": "1" if up else "0"})
+    _write(
+        root / "class/net" / nic.name,
+        {"operstate": "up" if up else "down", "carrier": "1" if up else "0"},
+    )
     if nic.kind != "ethernet":
         state, physical = ("4: ACTIVE", "5: LinkUp") if up else ("1: DOWN", "2: Polling")
-        _write(root / "class/infiniband" / nic.hca / "ports/1", {"state": state, "phys_state": physical})
+        _write(
+            root / "class/infiniband" / nic.hca / "ports/1",
+            {"state": state, "phys_state": physical},
+        )
 
 
 def _net_files(nic: LabNic) -> dict[str, str]:
     infiniband = KINDS[nic.kind].infiniband
-    mac = "00:00:10:49:" + ":".join(_bytes(_prefix(nic)) + _bytes(_guid(nic))) if infiniband else nic.mac
+    mac = (
+        "00:00:10:49:" + ":".join(_bytes(_prefix(nic)) + _bytes(_guid(nic)))
+        if infiniband
+        else nic.mac
+    )
     return {
         "type": str(_INFINIBAND if infiniband else _ETHER),
         "speed": str(round(nic.nominal_bps / 1e6)),
@@ -91,7 +117,9 @@ def _write_port(port: Path, node: LabNode, nic: LabNic) -> None:
         _write(port / "gid_attrs/ndevs", {str(index): nic.name for index in range(len(gids))})
     _write(port / "gid_attrs/types", {str(index): kind for index, (_, kind) in enumerate(gids)})
     empty = [(0, "")] * (_GID_TABLE_SIZE - len(gids))
-    _write(port / "gids", {str(index): _groups(gid, 8) for index, (gid, _) in enumerate(gids + empty)})
+    _write(
+        port / "gids", {str(index): _groups(gid, 8) for index, (gid, _) in enumerate(gids + empty)}
+    )
 
 
 def _rate_text(bps: int) -> str:

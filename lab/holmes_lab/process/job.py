@@ -64,8 +64,10 @@ class RunResult:
         return self._texts("stdout")
 
     def _texts(self, *streams: str) -> dict[int, str]:
-        return {rank: "".join(f"{line}\n" for stream, line in lines if stream in streams)
-                for rank, lines in self.lines.items()}
+        return {
+            rank: "".join(f"{line}\n" for stream, line in lines if stream in streams)
+            for rank, lines in self.lines.items()
+        }
 
 
 @dataclass
@@ -79,13 +81,26 @@ class _Pipe:
 class Job:
     """A running job; made by Lab.start."""
 
-    def __init__(self, ranks: list[dict[str, Any]], launcher: socket.socket, on_line: OnLine | None,
-                 logs: Path | None,
-                 timeout: float | None, grace: float, emulated: bool, watch: Path | None = None):
+    def __init__(
+        self,
+        ranks: list[dict[str, Any]],
+        launcher: socket.socket,
+        on_line: OnLine | None,
+        logs: Path | None,
+        timeout: float | None,
+        grace: float,
+        emulated: bool,
+        watch: Path | None = None,
+    ):
         """`ranks`: what the launcher is told, in rank order; watch: where ranks on emulated GPUs tell what
         they do; the others are those of Lab.start."""
         self.watch = watch
-        self._launcher, self._on_line, self._grace, self._emulated = launcher, on_line, grace, emulated
+        self._launcher, self._on_line, self._grace, self._emulated = (
+            launcher,
+            on_line,
+            grace,
+            emulated,
+        )
         self._selector = selectors.DefaultSelector()
         self._selector.register(launcher, selectors.EVENT_READ, None)
         self._started, self._cores = time.monotonic(), CoreMeter()
@@ -165,15 +180,22 @@ class Job:
             if self._lost:
                 who = "its keeper or its delay line"
                 raise HolmesError(
-                    f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)")
+                    f"the lab ended while the job ran: {who} was killed (`holmes lab down --all`?)"
+                )
         except BaseException as error:  # raised again in wait()
             self._error = error
         finally:
             realtime = bool(self._realtime) and all(self._realtime)
             self._result = RunResult(
-                self._code, dict(sorted(self._statuses.items())), self._lines,
+                self._code,
+                dict(sorted(self._statuses.items())),
+                self._lines,
                 time.monotonic() - self._started,
-                self._first_failed, self._emulated, realtime, self._cores.shares)
+                self._first_failed,
+                self._emulated,
+                realtime,
+                self._cores.shares,
+            )
             for key in list(self._selector.get_map().values()):
                 if key.data is not None:
                     os.close(key.fd)
@@ -190,12 +212,19 @@ class Job:
 
     def _act_on_time(self) -> None:
         now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline and self._code == 0 and not self._done:
+        if (
+            self._deadline is not None
+            and now >= self._deadline
+            and self._code == 0
+            and not self._done
+        ):
             self._code, self._next_signal = TIMED_OUT, (now, signal.SIGTERM)
         if self._next_signal is not None and now >= self._next_signal[0]:
             number = self._next_signal[1]
             self.kill(None, number)
-            self._next_signal = (now + TERM_SECONDS, signal.SIGKILL) if number == signal.SIGTERM else None
+            self._next_signal = (
+                (now + TERM_SECONDS, signal.SIGKILL) if number == signal.SIGTERM else None
+            )
 
     def _read_message(self) -> None:
         message, _ = wire.receive(self._launcher)

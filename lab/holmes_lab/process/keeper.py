@@ -24,20 +24,29 @@ from typing import Any, NoReturn
 from holmes_lab.network import delay_line, namespaces
 from holmes_lab.process import launch, wire
 
-SWITCH, WAN = "", " wan"  # the switch's and the delay line's names among the holders: no host has them
+SWITCH, WAN = (
+    "",
+    " wan",
+)  # the switch's and the delay line's names among the holders: no host has them
 
 
 def main(arguments: list[str]) -> None:
     """`arguments`: descriptor numbers of the control socket and of the caller's pidfd, and the lab's
     directory."""
-    control, caller, directory = socket.socket(fileno=int(arguments[0])), int(arguments[1]), arguments[2]
+    control, caller, directory = (
+        socket.socket(fileno=int(arguments[0])),
+        int(arguments[1]),
+        arguments[2],
+    )
     for descriptor in (control.fileno(), caller):
         os.set_inheritable(descriptor, False)
     try:
         broken = _hold_lab(control, caller)
     except ConnectionError:  # the caller has ended, perhaps before the lab was there
         broken = False
-    if broken:  # the caller, which lives, finds the reason in the log and then removes the directory
+    if (
+        broken
+    ):  # the caller, which lives, finds the reason in the log and then removes the directory
         print("the delay line between the clusters has ended", file=sys.stderr)
     else:
         shutil.rmtree(directory, ignore_errors=True)
@@ -142,7 +151,9 @@ class Keeper:
         """Whether a holder has ended."""
         return name in self.holders and os.waitpid(self.holders[name][0], os.WNOHANG) != (0, 0)
 
-    def do_node(self, name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]) -> dict[str, Any]:
+    def do_node(
+        self, name: str, hosts: str, nsswitch: str, sysctl: dict[str, str]
+    ) -> dict[str, Any]:
         """Make the namespaces of node `name`, with these files as its /etc/hosts and /etc/nsswitch.conf."""
         self.hold(name, lambda: _furnish_node(name, hosts, nsswitch, sysctl))
         return {"pids": self.holders[name]}
@@ -150,8 +161,13 @@ class Keeper:
     def do_tool(self, name: str, argv: list[str], text: str) -> dict[str, Any]:
         """Run ip or tc, `text` on its standard input, in the network namespace of `name`."""
         pid = self.holders[name][0]
-        done = subprocess.run(argv, input=text, text=True, capture_output=True,
-                              preexec_fn=lambda: namespaces.enter(pid, ("net",)))
+        done = subprocess.run(
+            argv,
+            input=text,
+            text=True,
+            capture_output=True,
+            preexec_fn=lambda: namespaces.enter(pid, ("net",)),
+        )
         return {"status": done.returncode, "out": done.stdout, "error": done.stderr}
 
     def do_wan(self, clusters: list[dict[str, Any]], **network: Any) -> dict[str, Any]:
@@ -165,7 +181,8 @@ class Keeper:
             except OSError as error:
                 raise OSError(
                     f"uplinks and [[between]] need TUN/TAP: {delay_line.TUN_DEVICE}: {error.strerror}"
-                              " (modprobe tun; in a container: --device /dev/net/tun)") from None
+                    " (modprobe tun; in a container: --device /dev/net/tun)"
+                ) from None
             launch.go_realtime(priority=2)  # above the ranks
             return lambda: delay_line.run(delay_line.Router(clusters, **network), taps)
 
@@ -181,8 +198,9 @@ class Keeper:
             launch.serve_job(socket.socket(fileno=job))
         return {}
 
-    def do_zygote(self, control: int, log: int, argv: list[str], env: dict[str, str],
-                  cwd: str) -> dict[str, Any]:
+    def do_zygote(
+        self, control: int, log: int, argv: list[str], env: dict[str, str], cwd: str
+    ) -> dict[str, Any]:
         """Start a zygote: `argv` gets the number of its control socket as last argument; its output goes to
         `log`."""
         if os.fork() == 0:

@@ -123,7 +123,10 @@ def _become_rank(job: socket.socket, message: dict[str, Any], output: list[int])
             os.dup2(descriptor, target)
             os.close(descriptor)
         realtime = message["realtime"] and go_realtime()
-        _tell(job, {"rank": message["rank"], "pid": int(os.readlink("/proc/self")), "realtime": realtime})
+        _tell(
+            job,
+            {"rank": message["rank"], "pid": int(os.readlink("/proc/self")), "realtime": realtime},
+        )
         job.close()
         namespaces.enter(message["holder"])
         os.chdir(message["cwd"])

@@ -45,16 +45,19 @@ def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: 
     counts = {node.processes: node.name for node in nodes} if processes is None else {processes: ""}
     if len(counts) > 1:
         (low, few), (high, many) = min(counts.items()), max(counts.items())
-        raise HolmesError(f"{source}: node {few!r} has {low} processes and node {many!r} has {high};"
-                          " make them equal or give --processes")
+        raise HolmesError(
+            f"{source}: node {few!r} has {low} processes and node {many!r} has {high};"
+            " make them equal or give --processes"
+        )
     count = next(iter(counts))
     if count < 1:
         raise HolmesError(f"--processes: {count} is not 1 or more")
     return count
 
 
-def common_environment(env: Mapping[str, str],
-                       configuration: Mapping[str, Any] | None) -> tuple[dict[str, str], bool]:
+def common_environment(
+    env: Mapping[str, str], configuration: Mapping[str, Any] | None
+) -> tuple[dict[str, str], bool]:
     """What all ranks share: this process's variables and `env`; and whether an emulated accelerator is in
     it."""
     common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **env}
@@ -71,14 +74,29 @@ def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
     variable, or by a command or module of holmes."""
     words = " ".join(command).split()
     named = {"--holmes", "holmes", "holmes_ext", "holmes_ext.cli.main"}.intersection(words)
-    return bool(named) or env.get("HOLMES") == "1" or any(word.endswith("/bin/holmes") for word in words)
+    return (
+        bool(named)
+        or env.get("HOLMES") == "1"
+        or any(word.endswith("/bin/holmes") for word in words)
+    )
 
 
 def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:
     """torchrun's variables (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed; `count`: ranks of each
     node."""
     position, local = divmod(rank, count)
-    numbers = {"RANK": rank, "LOCAL_RANK": local, "WORLD_SIZE": len(nodes) * count, "LOCAL_WORLD_SIZE": count,
-               "LOCAL_SIZE": count, "GROUP_RANK": position, "GROUP_WORLD_SIZE": len(nodes),
-               "NODE_RANK": position, "MASTER_PORT": port}
-    return {"MASTER_ADDR": nodes[0].address, **{name: str(number) for name, number in numbers.items()}}
+    numbers = {
+        "RANK": rank,
+        "LOCAL_RANK": local,
+        "WORLD_SIZE": len(nodes) * count,
+        "LOCAL_WORLD_SIZE": count,
+        "LOCAL_SIZE": count,
+        "GROUP_RANK": position,
+        "GROUP_WORLD_SIZE": len(nodes),
+        "NODE_RANK": position,
+        "MASTER_PORT": port,
+    }
+    return {
+        "MASTER_ADDR": nodes[0].address,
+        **{name: str(number) for name, number in numbers.items()},
+    }

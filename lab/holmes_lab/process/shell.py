@@ -30,12 +30,15 @@ class Host:
 
 def running(host: str, directory: str | None = None) -> Host:
     """`host` of the lab in `directory`, or the only one that has it; HolmesError: none, or several."""
-    labs = {path: _hosts(path) for path in ([Path(directory)] if directory else state.directories())}
+    labs = {
+        path: _hosts(path) for path in ([Path(directory)] if directory else state.directories())
+    }
     labs = {path: hosts for path, hosts in labs.items() if hosts}
     if not labs:
         where = f"{directory}: no lab runs there" if directory else "no lab of yours runs"
         raise HolmesError(
-            f"{where}; start one with `holmes lab run`, or one for this shell with --cluster FILE")
+            f"{where}; start one with `holmes lab run`, or one for this shell with --cluster FILE"
+        )
     holders = {path: hosts[host] for path, hosts in labs.items() if host in hosts}
     if not holders:
         names = some_of([name for hosts in labs.values() for name in hosts])
@@ -54,8 +57,11 @@ def _hosts(directory: Path) -> dict[str, Host]:
         return {}
     slurm = directory / "launchers" / "slurm.conf"
     more = {"SLURM_CONF": str(slurm)} if slurm.exists() else {}
-    return {name: Host(pid, {**variables, **more}) for name, ((pid, start), variables) in hosts.items()
-            if state.identity(pid) == [pid, start]}
+    return {
+        name: Host(pid, {**variables, **more})
+        for name, ((pid, start), variables) in hosts.items()
+        if state.identity(pid) == [pid, start]
+    }
 
 
 def inside(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int:
@@ -85,8 +91,12 @@ def _enter_and_run(holder: int, argv: Sequence[str], env: Mapping[str, str], tro
     try:
         namespaces.die_with_parent()
         try:
-            same_user = os.stat("/proc/self/ns/user").st_ino == os.stat(f"/proc/{holder}/ns/user").st_ino
-            namespaces.enter(holder, (*(() if same_user else ("user",)), "pid", "net", "uts", "mnt"))
+            same_user = (
+                os.stat("/proc/self/ns/user").st_ino == os.stat(f"/proc/{holder}/ns/user").st_ino
+            )
+            namespaces.enter(
+                holder, (*(() if same_user else ("user",)), "pid", "net", "uts", "mnt")
+            )
             child = os.fork()
             if child == 0:
                 namespaces.die_with_parent()

@@ -62,7 +62,9 @@ class Templates:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def zygote(self, key: TemplateKey, roots: str, lab_init: int, log: Path) -> socket.socket | None:
+    def zygote(
+        self, key: TemplateKey, roots: str, lab_init: int, log: Path
+    ) -> socket.socket | None:
         """Return the control socket of a new zygote in a lab.
 
         Args:
@@ -111,7 +113,14 @@ class Templates:
 
         def spawn(descriptors: list[int]) -> None:
             control, output = descriptors
-            argv = [key.interpreter, "-c", zygote.TEMPLATE_BOOT, roots, ",".join(key.modules), str(control)]
+            argv = [
+                key.interpreter,
+                "-c",
+                zygote.TEMPLATE_BOOT,
+                roots,
+                ",".join(key.modules),
+                str(control),
+            ]
             process = subprocess.Popen(
                 argv,
                 pass_fds=(control,),

@@ -26,7 +26,9 @@ def send(end: socket.socket, message: dict[str, Any], descriptors: Sequence[int]
 def receive(end: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
     """The next message and its descriptors (close-on-exec); None when the other side is gone."""
     try:
-        data, descriptors, _, _ = socket.recv_fds(end, _MAX_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+        data, descriptors, _, _ = socket.recv_fds(
+            end, _MAX_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+        )
     except ConnectionResetError:
         return None, []
     return (json.loads(data) if data else None), descriptors

@@ -58,11 +58,18 @@ _FORGET_S = 0.02
 #: and functions of atexit run, in any case.
 SKIP_TEARDOWN = "HOLMES_LAB_SKIP_TEARDOWN"
 #: What a module imports at its first use: for seconds in every rank, if not here.
-_FIRST_USE = {"torch": ("torch._dynamo",),
-              "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed.compile.backend",
-                            "deepspeed.ops.op_builder.all_ops", "setuptools", "distutils.ccompiler",
-                            "deepspeed.module_inject.auto_ep_layer",
-                            "deepspeed.module_inject.auto_ep_presets.registry")}
+_FIRST_USE = {
+    "torch": ("torch._dynamo",),
+    "deepspeed": (
+        "deepspeed.runtime.zero.muon.muon_optimizer",
+        "deepspeed.compile.backend",
+        "deepspeed.ops.op_builder.all_ops",
+        "setuptools",
+        "distutils.ccompiler",
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.module_inject.auto_ep_presets.registry",
+    ),
+}
 #: Modules of holmes in this process, for the ranks that ask for it.
 _holmes: set[str] = set()
 
@@ -88,7 +95,9 @@ def start(ask: Callable[..., object], log: Path, modules: Sequence[str]) -> sock
     message, _ = wire.receive(ours)
     if message is None or "failed" in message:
         lines = log.read_text(errors="replace").strip().splitlines() or ["no message"]
-        raise HolmesError(f"--preload {','.join(modules)}: {message['failed'] if message else lines[-1]}")
+        raise HolmesError(
+            f"--preload {','.join(modules)}: {message['failed'] if message else lines[-1]}"
+        )
     return ours
 
 
@@ -177,7 +186,8 @@ def _preload(modules: list[str]) -> None:
     import_for_ranks()
     if uses_emulated_gpu():
         raise RuntimeError(
-            f"{modules[-1]}: it uses a GPU while it is imported, which no fork may share; leave it out")
+            f"{modules[-1]}: it uses a GPU while it is imported, which no fork may share; leave it out"
+        )
 
 
 def _fork_launchers(control: socket.socket) -> launch.Entry | None:
@@ -205,8 +215,12 @@ def import_for_ranks() -> None:
             importlib.import_module(module)
         importlib.import_module("holmes_ext.patches").all_patches()
         # Extensions hold classes of holmes_ext, so they go with it.
-        added = {point.module.partition(".")[0] for point in entry_points(group=GROUP)} | {"holmes_ext"}
-        _holmes.update(name for name in set(sys.modules) - before if name.partition(".")[0] in added)
+        added = {point.module.partition(".")[0] for point in entry_points(group=GROUP)} | {
+            "holmes_ext"
+        }
+        _holmes.update(
+            name for name in set(sys.modules) - before if name.partition(".")[0] in added
+        )
         _holmes.discard("holmes_ext")
     gc.collect()
     # else the first full collection in a rank touches, so copies, every page that it shares: 0.1 s each
@@ -216,7 +230,9 @@ def import_for_ranks() -> None:
 def _forget_holmes() -> None:
     for name in _holmes:
         del sys.modules[name]
-    for name in _holmes:  # else `from holmes_ext import job` finds the old module there, beside a new one
+    for (
+        name
+    ) in _holmes:  # else `from holmes_ext import job` finds the old module there, beside a new one
         package, _, module = name.rpartition(".")
         if package in sys.modules:
             delattr(sys.modules[package], module)
@@ -224,8 +240,13 @@ def _forget_holmes() -> None:
 
 def uses_emulated_gpu() -> bool:
     """Whether this process has begun to: its memory is there, or a thread of its streams."""
-    threads = (Path(f"/proc/self/task/{thread}/comm").read_text() for thread in os.listdir("/proc/self/task"))
-    return "/memfd:emulated-gpu" in Path("/proc/self/maps").read_text() or "emulated-gpu\n" in threads
+    threads = (
+        Path(f"/proc/self/task/{thread}/comm").read_text()
+        for thread in os.listdir("/proc/self/task")
+    )
+    return (
+        "/memfd:emulated-gpu" in Path("/proc/self/maps").read_text() or "emulated-gpu\n" in threads
+    )
 
 
 def run_script(arguments: list[str], env: dict[str, str]) -> dict[str, Any]:

@@ -22,13 +22,16 @@ try:
         if "HOLMES_LAB_TRACE" in os.environ:
             trace.install(os.environ["HOLMES_LAB_TRACE"])
 except ImportError as error:
-    sys.exit(f"holmes lab: the emulated accelerator cannot be installed in {sys.executable}: {error}")
+    sys.exit(
+        f"holmes lab: the emulated accelerator cannot be installed in {sys.executable}: {error}"
+    )
 finally:
     sys.path[:] = _path
 
 # Run the sitecustomize that would have been found without us.
 _spec = importlib.machinery.PathFinder.find_spec(
-    "sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != _here])
+    "sitecustomize", [entry for entry in sys.path if os.path.abspath(entry) != _here]
+)
 if _spec is not None and _spec.loader is not None:
     sys.modules["sitecustomize"] = importlib.util.module_from_spec(_spec)
     _spec.loader.exec_module(sys.modules["sitecustomize"])

@@ -19,9 +19,12 @@ from holmes_ext.words import some_of
 
 #: Flags without which there is no model, by setting.
 NEEDED = {
-    "layers": "--num-layers", "hidden": "--hidden-size", "heads": "--num-attention-heads",
-    "sequence": "--seq-length", "micro_batch": "--micro-batch-size",
-}  # fmt: skip
+    "layers": "--num-layers",
+    "hidden": "--hidden-size",
+    "heads": "--num-attention-heads",
+    "sequence": "--seq-length",
+    "micro_batch": "--micro-batch-size",
+}
 #: What a command line can say of the step of a model that it does not describe.
 STEP = ("micro_batch", "micro_batches", "global_batch", "recompute", "sequence_parallel")
 #: GPT-2's vocabulary, when no flag names another; Megatron pads to a multiple of DIVISIBLE x tensor.
@@ -89,11 +92,21 @@ def describe(argv: Sequence[str]) -> CommandLine:
         by_reason.setdefault(why, []).append(name)
     # In the order of the fields of CommandLine.
     return CommandLine(
-        _sizes(given), model, trouble, zero, virtual,
+        _sizes(given),
+        model,
+        trouble,
+        zero,
+        virtual,
         ("on" if pipeline == 1 else "first") if overlapped else "off",
-        given.get("gather_overlap", False), split, framework, tuple(assumed),
-        tuple(f"{some_of(names, 4)}: {why}" for why, names in by_reason.items()), said.unknown, step,
-        "".join(said.flags.get("--distributed-backend", [])[:1]), given.get("instances", 1),
+        given.get("gather_overlap", False),
+        split,
+        framework,
+        tuple(assumed),
+        tuple(f"{some_of(names, 4)}: {why}" for why, names in by_reason.items()),
+        said.unknown,
+        step,
+        "".join(said.flags.get("--distributed-backend", [])[:1]),
+        given.get("instances", 1),
     )
 
 
@@ -121,8 +134,11 @@ def overlaps(option: str, argv: Sequence[str]) -> bool:
 
 
 def _sizes(given: dict[str, Any]) -> Sizes | None:
-    named = {name: given[name] for name in ("pipeline", "tensor", "context", "expert")
-             if given.get(name, 0) > 0}
+    named = {
+        name: given[name]
+        for name in ("pipeline", "tensor", "context", "expert")
+        if given.get(name, 0) > 0
+    }
     return Sizes(**named, order=given.get("order", DEFAULT_ORDER)) if named else None
 
 
@@ -152,23 +168,36 @@ def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]
             raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
     values: dict[str, Any] = {name: given[name] for name in NEEDED}
     # Settings that are fields of Model without a conversion.
-    plain = ("groups", "head_size", "max_positions", "bias", "tied", "expert_ffn", "shared_ffn",
-             "sequence_parallel")
+    plain = (
+        "groups",
+        "head_size",
+        "max_positions",
+        "bias",
+        "tied",
+        "expert_ffn",
+        "shared_ffn",
+        "sequence_parallel",
+    )
     values |= {name: given[name] for name in plain if name in given}
     if "query_groups" in given and given.get("grouped"):
         values["groups"] = given["query_groups"]
     elif "query_groups" in given:
-        assumed.append("as many key-value heads as heads: --num-query-groups needs --group-query-attention")
+        assumed.append(
+            "as many key-value heads as heads: --num-query-groups needs --group-query-attention"
+        )
     # Megatron's default with --swiglu is 8 / 3 x hidden, in multiples of 64. 0: Model's default, 4 x hidden.
-    values["ffn"] = given.get("ffn") or (int(4 * given["hidden"] * 2 / 3 / 64) * 64 if given.get("gated")
-                                         else 0)
+    values["ffn"] = given.get("ffn") or (
+        int(4 * given["hidden"] * 2 / 3 / 64) * 64 if given.get("gated") else 0
+    )
     values["gated"] = given.get("gated", False) or given.get("geglu", False)
     values["positions"] = given.get("positions", "learned")
     values |= _batch(given, assumed) | _widths(given, zero, deepspeed)
     values |= _experts(given, deepspeed, assumed) if max(given.get("experts", [0])) > 1 else {}
     values["vocabulary"] = _vocabulary(given, assumed)
     values["flash"] = _flash(given, deepspeed, assumed)
-    values["recompute"] = given.get("recompute", "full" if given.get("checkpoint_interval") else "none")
+    values["recompute"] = given.get(
+        "recompute", "full" if given.get("checkpoint_interval") else "none"
+    )
     return Model(**values, source="the command line")
 
 
@@ -187,7 +216,8 @@ def _vocabulary(given: dict[str, Any], assumed: list[str]) -> int:
     if "vocabulary" not in given:
         tokenizer = f"{given['tokenizer']}'s" if "tokenizer" in given else "the tokenizer's"
         assumed.append(
-            f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size tells it")
+            f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size tells it"
+        )
     size = given.get("vocabulary", GPT2_VOCABULARY)
     # Each tensor-parallel rank gets a multiple of `divisible` rows; 0: no padding.
     unit = given.get("divisible", DIVISIBLE) * given.get("tensor", 1)
@@ -201,7 +231,8 @@ def _flash(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> bool:
     fused = not deepspeed and given.get("implementation", "transformer_engine") != "local"
     if fused:
         assumed.append(
-            "attention keeps no scores (transformer_engine; --attention-backend unfused says otherwise)")
+            "attention keeps no scores (transformer_engine; --attention-backend unfused says otherwise)"
+        )
     return fused
 
 
@@ -216,19 +247,26 @@ def _widths(given: dict[str, Any], zero: int, deepspeed: bool) -> dict[str, Any]
     weight = 4 if precision == "fp32" else 2
     gradient = 4 if precision == "bf16" and not deepspeed else weight
     gradient = given.get("gradient_width", given.get("main_gradient_width", gradient))
-    kept = given.get("main_gradient_width", gradient)  # bytes of a gradient in memory; `gradient`: as sent
+    kept = given.get(
+        "main_gradient_width", gradient
+    )  # bytes of a gradient in memory; `gradient`: as sent
     moments = MOMENTS.get(given.get("optimizer", "adam").lower(), 8.0)
     if {"first_moment_width", "second_moment_width"} & set(given):
         moments = float(given.get("first_moment_width", 4) + given.get("second_moment_width", 4))
     master = 0.0 if precision == "fp32" else float(given.get("main_weight_width", 4))
     optimizer = (master + moments) * (
-        1 - min(1.0, given.get("offloaded", 0.0) * given.get("offload_fraction", 1.0)))
+        1 - min(1.0, given.get("offloaded", 0.0) * given.get("offload_fraction", 1.0))
+    )
     # ZeRO 1 divides the optimizer's state among the ranks. ZeRO 2 also divides the gradients, and ZeRO 3 the
     # weights.
     parts = [optimizer, float(kept), float(weight)]
     shared = sum(parts[:zero])
-    return {"activation_width": weight, "gradient_width": gradient, "state_bytes": sum(parts) - shared,
-            "sharded_bytes": shared}
+    return {
+        "activation_width": weight,
+        "gradient_width": gradient,
+        "state_bytes": sum(parts) - shared,
+        "sharded_bytes": shared,
+    }
 
 
 def _experts(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> dict[str, Any]:
@@ -237,14 +275,17 @@ def _experts(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> dict
     layers, experts = given["layers"], round(sum(counts) / len(counts))
     if len(set(counts)) > 1:
         assumed.append(
-            f"{experts} experts in each layer that has some: the mean of {', '.join(map(str, counts))}")
+            f"{experts} experts in each layer that has some: the mean of {', '.join(map(str, counts))}"
+        )
     routed = _routed(given.get("expert_frequency", "2" if deepspeed else "1"), layers, deepspeed)
     if routed < layers:
         assumed.append(f"experts in {routed} of {layers} layers: each layer counts as the mean")
     # The experts of one token. Megatron-DeepSpeed's default is 1, Megatron-LM's is 2.
     active = min(experts, given.get("experts_per_token", 1 if deepspeed else 2))
     values = {"experts": experts, "experts_per_token": active, "expert_layers": routed}
-    return values | ({"shared_ffn": given.get("ffn") or 4 * given["hidden"]} if given.get("residual") else {})
+    return values | (
+        {"shared_ffn": given.get("ffn") or 4 * given["hidden"]} if given.get("residual") else {}
+    )
 
 
 def _routed(text: str, layers: int, deepspeed: bool) -> int:
@@ -270,8 +311,9 @@ def _pattern(node: ast.expr) -> Any:
     raise ValueError(ast.dump(node))
 
 
-def _stages(given: dict[str, Any], layers: int, pipeline: int,
-            assumed: list[str]) -> tuple[int, tuple[int, ...]]:
+def _stages(
+    given: dict[str, Any], layers: int, pipeline: int, assumed: list[str]
+) -> tuple[int, tuple[int, ...]]:
     """Return the number of chunks of each stage, and the layers of each stage; () if all have equally many.
 
     The layers come from a layout, or from the first and the last stage, or from the embedding and the loss
@@ -286,7 +328,9 @@ def _stages(given: dict[str, Any], layers: int, pipeline: int,
         if fits and (virtual == 1 or len(set(chunks)) == 1):
             return virtual, tuple(chunks) if virtual == 1 and len(set(chunks)) > 1 else ()
         what = f"--pipeline-model-parallel-layout {given['layout']:.40}"
-        assumed.append(f"even layers: {what} cannot be counted (stages without layers, or uneven chunks)")
+        assumed.append(
+            f"even layers: {what} cannot be counted (stages without layers, or uneven chunks)"
+        )
         return (virtual if not rest and layers % (pipeline * virtual) == 0 else 1), ()
     # Chunks of each stage, by --num-layers-per-virtual-pipeline-stage.
     chunk = layers // pipeline // given["layers_per_chunk"] if given.get("layers_per_chunk") else 1
@@ -303,7 +347,9 @@ def _stages(given: dict[str, Any], layers: int, pipeline: int,
         return virtual, ()
     middle = uniform(layers - first - last, inner)
     if virtual > 1:
-        assumed.append("even layers: an uneven first or last stage is not counted in an interleaved schedule")
+        assumed.append(
+            "even layers: an uneven first or last stage is not counted in an interleaved schedule"
+        )
         return virtual, ()
     return 1, (*((first,) if first else ()), *middle, *((last,) if last else ()))
 

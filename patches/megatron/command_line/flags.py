@@ -81,19 +81,36 @@ TRAINING = _table(
     ("offload_fraction", float, "--optimizer-offload-fraction"),
     ("sequence_parallel", True, "--sequence-parallel"),
     ("recompute", {"full": "full", "selective": "selective"}, "--recompute-granularity"),
-    ("recompute", {"": "full"}, "--activations-checkpoint-method"),  # before there was a granularity
+    (
+        "recompute",
+        {"": "full"},
+        "--activations-checkpoint-method",
+    ),  # before there was a granularity
     ("recompute", "selective", "--recompute-activations"),
-    ("recompute", "full", "--checkpoint-activations"),  # Megatron-DeepSpeed's, and Megatron-LM's before
+    (
+        "recompute",
+        "full",
+        "--checkpoint-activations",
+    ),  # Megatron-DeepSpeed's, and Megatron-LM's before
     ("implementation", str, "--transformer-impl"),
     ("attention", str, "--attention-backend"),
-    ("attention", "flash",
-     "--use-flash-attn", "--use-flash-attn-v1", "--use-flash-attn-v2", "--use-flash-attn-triton",
-     "--use-flash-attn-builder"),
+    (
+        "attention",
+        "flash",
+        "--use-flash-attn",
+        "--use-flash-attn-v1",
+        "--use-flash-attn-v2",
+        "--use-flash-attn-triton",
+        "--use-flash-attn-builder",
+    ),
     ("zero", 1, "--use-distributed-optimizer"),
     ("zero", 3, "--use-torch-fsdp2"),
     ("fsdp", True, "--use-megatron-fsdp", "--use-custom-fsdp"),
-    ("fsdp_zero", {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3},
-     "--data-parallel-sharding-strategy"),
+    (
+        "fsdp_zero",
+        {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3},
+        "--data-parallel-sharding-strategy",
+    ),
     ("zero", int, "--zero-stage"),  # Megatron-DeepSpeed's; what ds_config says counts
     ("overlap", True, "--overlap-grad-reduce"),
     ("gather_overlap", True, "--overlap-param-gather"),
@@ -111,8 +128,13 @@ TRAINING = _table(
 READ = {**SIZES, **MODEL, **TRAINING}
 #: Flags that only Megatron-DeepSpeed has: its defaults differ from Megatron-LM's.
 MEGATRON_DEEPSPEED = (
-    "--deepspeed", "--no-pipeline-parallel", "--zero-stage", "--ds-sequence-parallel-size",
-    "--num-key-value-heads", "--moe-expert-parallel-size", "--deepspeed-activation-checkpointing",
+    "--deepspeed",
+    "--no-pipeline-parallel",
+    "--zero-stage",
+    "--ds-sequence-parallel-size",
+    "--num-key-value-heads",
+    "--moe-expert-parallel-size",
+    "--deepspeed-activation-checkpointing",
 )
 #: The same of ds_config's keys; those of tables within tables are joined by dots. "auto" is not said.
 DS_CONFIG = _table(
@@ -126,7 +148,11 @@ DS_CONFIG = _table(
     ("optimizer", str, "optimizer.type"),
     ("zero", int, "zero_optimization.stage"),
     ("overlap", {True: True, False: False}, "zero_optimization.overlap_comm"),
-    ("offloaded", {"cpu": 1.0, "nvme": 1.0, "none": 0.0}, "zero_optimization.offload_optimizer.device"),
+    (
+        "offloaded",
+        {"cpu": 1.0, "nvme": 1.0, "none": 0.0},
+        "zero_optimization.offload_optimizer.device",
+    ),
     ("offloaded", {True: 1.0}, "zero_optimization.cpu_offload"),
     ("pipeline", int, "pipeline.stages"),
     ("checkpoint_interval", int, "pipeline.activation_checkpoint_interval"),
@@ -136,114 +162,124 @@ DS_CONFIG = _table(
 
 
 #: name -> why; written by reason: names of flags, and of ds_config's keys.
-NOT_READ: dict[str, str] = {name: why for why, names in {
-    "the file is not read; give the model with --model FILE": """
+NOT_READ: dict[str, str] = {
+    name: why
+    for why, names in {
+        "the file is not read; give the model with --model FILE": """
         --yaml-cfg --heterogeneous-layers-config-path""",
-    "the checkpoint's arguments are not read; give the flags themselves": "--use-checkpoint-args",
-    "every layer is counted as the transformer block that the other flags describe": """
+        "the checkpoint's arguments are not read; give the flags themselves": "--use-checkpoint-args",
+        "every layer is counted as the transformer block that the other flags describe": """
         --heterogeneous-layers-config-encoded-json --is-hybrid-model --hybrid-layer-pattern
         --hybrid-override-pattern --spec --enable-mhc-connections --encoder-num-layers
         --decoder-num-layers --retro-add-retriever --vision-pretraining --enable-gpt-oss
         compression_training""",
-    "computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is "
-    "reached": """
+        "computing and activations are counted as in 16 bits; gpu_flops of cluster.toml can say what is "
+        "reached": """
         --te-precision-config-file --fp8-format --fp8-hybrid --fp8-e4m3 --fp4-format --fp8-param-gather
         --fp4-param-gather --reuse-grad-buf-for-mxfp8-param-ag torch_autocast""",
-    "holmes chooses each group's network": "--nccl-communicator-config-path",
-    "DeepSpeed's old name for --deepspeed_config is not read": "--deepscale_config",
-    "attention is counted as plain multi-head (or grouped) attention": """
+        "holmes chooses each group's network": "--nccl-communicator-config-path",
+        "DeepSpeed's old name for --deepspeed_config is not read": "--deepscale_config",
+        "attention is counted as plain multi-head (or grouped) attention": """
         --multi-latent-attention --q-lora-rank --kv-lora-rank --experimental-attention-variant
         --linear-attention-freq --window-size --attention-output-gate --export-force-local-attention
         sparse_attention""",
-    "layers that predict further tokens are not counted": "--mtp-num-layers",
-    "frozen layers are counted as trained": "--freeze-all-layers",
-    "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
+        "layers that predict further tokens are not counted": "--mtp-num-layers",
+        "frozen layers are counted as trained": "--freeze-all-layers",
+        "experts are counted as evenly used, their traffic as all-to-alls in 16 bits": """
         --moe-latent-size --moe-expert-capacity-factor --moe-train-capacity-factor
         --moe-pad-expert-input-to-capacity --moe-token-dispatcher-type --moe-enable-deepep
         --moe-flex-dispatcher-backend --disable-moe-token-dropping --moe-dispatch-fwd-dtype
         --moe-combine-bwd-dtype --moe-extended-tp --use-tutel""",
-    "the stages' layers are counted as even": """
+        "the stages' layers are counted as even": """
         --mtp-standalone --pipeline-model-parallel-split-rank --standalone-embedding-stage
         pipeline.partition""",
-    "the teacher's forward pass is not counted": """
+        "the teacher's forward pass is not counted": """
         --kd --mos --load-teacher --num-layers-teacher --export-kd-teacher-load""",
-    "every step is counted with the full batch and sequence": """
+        "every step is counted with the full batch and sequence": """
         --rampup-batch-size --step-batch-size-schedule --random-ltd --data-efficiency-curriculum-learning
         --curriculum-learning --decrease-batch-size-if-needed --max-seqlen-per-dp-cp-rank
         curriculum_learning data_efficiency progressive_layer_drop""",
-    "weights are counted as split by the tensor size": """
+        "weights are counted as split by the tensor size": """
         --expert-tensor-parallel-size --enable-expert-tensor-parallelism
         --tensor-parallel-num-weight-shards --expert-tensor-parallel-num-weight-shards""",
-    "every layer is counted as recomputed by itself": """
+        "every layer is counted as recomputed by itself": """
         --moe-layer-recompute --recompute-num-layers --checkpoint-num-layers --mhc-recompute-layer-num
         activation_checkpointing.number_checkpoints""",
-    "what it moves to the host is counted as staying on the GPU": """
+        "what it moves to the host is counted as staying on the GPU": """
         --moe-paged-stash --distribute-saved-activations --distribute-checkpointed-activations
         --partition-activations --checkpoint-in-cpu --cpu-offloading-num-layers
         --fine-grained-activation-offloading --remote-device --memory-centric-tiled-linear
         zero_optimization.offload_param zero_optimization.cpu_offload_params
         activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing""",
-    "what it hides is counted in full: the step may take less": """
+        "what it hides is counted in full: the step may take less": """
         --moe-shared-expert-overlap --overlap-moe-expert-parallel-comm
         --overlap-dispatch-backward-with-experts-wgrad --tp-comm-overlap --delay-wgrad-compute
         --defer-embedding-wgrad-compute --overlap-p2p-communication-warmup-flush
         --overlap-param-gather-with-optimizer-step""",
-    "the context group is counted as a ring": """
+        "the context group is counted as a ring": """
         --cp-comm-type --force-ds-sequence-parallel --hierarchical-context-parallel-sizes
         --hybrid-context-parallel""",
-    "its chunks, and what it moves to the host, are not counted": "--ds-sequence-parallel-fpdt",
-    "an old name of --tensor-model-parallel-size": "--model-parallel-size",
-    "chunks are counted in groups of the pipeline size": """
+        "its chunks, and what it moves to the host, are not counted": "--ds-sequence-parallel-fpdt",
+        "an old name of --tensor-model-parallel-size": "--model-parallel-size",
+        "chunks are counted in groups of the pipeline size": """
         --microbatch-group-size-per-virtual-pipeline-stage""",
-    "the schedule is counted as 1F1B": "--enable-zbh1-pipeline --enable-zbh1-exact-semantics",
-    "only attention is counted as recomputed": "--recompute-modules",
-    "its transfers to the host are not counted": """
+        "the schedule is counted as 1F1B": "--enable-zbh1-pipeline --enable-zbh1-exact-semantics",
+        "only attention is counted as recomputed": "--recompute-modules",
+        "its transfers to the host are not counted": """
         --optimizer-cpu-offload --cpu-optimizer zero_optimization.offload_optimizer.device
         zero_optimization.cpu_offload""",
-    "activations are counted in 16 bits": "--fp32-residual-connection",
-    "weights are counted in 16 bits": "--embedding-weights-in-fp32",
-    "buckets are counted as holmes cuts them": """
+        "activations are counted in 16 bits": "--fp32-residual-connection",
+        "weights are counted in 16 bits": "--embedding-weights-in-fp32",
+        "buckets are counted as holmes cuts them": """
         --ddp-bucket-size --ddp-num-buckets --zero-reduce-bucket-size --zero-allgather-bucket-size
         zero_optimization.reduce_bucket_size zero_optimization.allgather_bucket_size""",
-    "counted as sharded over all data-parallel ranks, in full width": """
+        "counted as sharded over all data-parallel ranks, in full width": """
         --outer-dp-sharding-strategy --enable-full-sharding-in-hsdp --megatron-fsdp-main-params-dtype
         --megatron-fsdp-main-grads-dtype --megatron-fsdp-grad-comm-dtype
         --torch-fsdp2-no-reshard-after-forward --ddp-reduce-scatter-with-fp32-accumulation
         zero_optimization.zero_hpz_partition_size zero_optimization.mics_shard_size
         zero_optimization.zero_quantized_weights zero_optimization.zero_quantized_gradients
         sparse_gradients communication_data_type_seq_parallel""",
-    "SHARP's sums in the switch are not counted": "--use-sharp",
-    "only the training step is counted, not what generates its samples": "--perform-rl-step",
-    "computing is counted as the other settings say": "amp",
-}.items() for name in names.split()}
+        "SHARP's sums in the switch are not counted": "--use-sharp",
+        "only the training step is counted, not what generates its samples": "--perform-rl-step",
+        "computing is counted as the other settings say": "amp",
+    }.items()
+    for name in names.split()
+}
 
 #: Values with which a flag or key of NOT_READ changes nothing; "tensor": the same number as this setting.
-UNLESS: dict[str, tuple[str, ...]] = {name: values for values, names in {
-    ("tensor",): "--expert-tensor-parallel-size",
-    ("",): "--window-size",
-    ("0",): "--mtp-num-layers --linear-attention-freq",
-    ("0.0",): "--zero-reduce-bucket-size --zero-allgather-bucket-size",
-    ("1",): """
+UNLESS: dict[str, tuple[str, ...]] = {
+    name: values
+    for values, names in {
+        ("tensor",): "--expert-tensor-parallel-size",
+        ("",): "--window-size",
+        ("0",): "--mtp-num-layers --linear-attention-freq",
+        ("0.0",): "--zero-reduce-bucket-size --zero-allgather-bucket-size",
+        ("1",): """
         --recompute-num-layers --checkpoint-num-layers --tensor-parallel-num-weight-shards
         --expert-tensor-parallel-num-weight-shards zero_optimization.zero_hpz_partition_size""",
-    ("1", "1.0"): "--moe-train-capacity-factor",
-    ("-1",): "zero_optimization.mics_shard_size",
-    ("p2p",): "--cp-comm-type",
-    ("core_attn",): "--recompute-modules",
-    ("alltoall", "alltoall_seq"): "--moe-token-dispatcher-type",
-    ("local",): "--spec",
-    ("bf16",): "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype",
-    ("uniform", "best"): "pipeline.partition",
-    ("none",): """
+        ("1", "1.0"): "--moe-train-capacity-factor",
+        ("-1",): "zero_optimization.mics_shard_size",
+        ("p2p",): "--cp-comm-type",
+        ("core_attn",): "--recompute-modules",
+        ("alltoall", "alltoall_seq"): "--moe-token-dispatcher-type",
+        ("local",): "--spec",
+        ("bf16",): "--moe-dispatch-fwd-dtype --moe-combine-bwd-dtype",
+        ("uniform", "best"): "pipeline.partition",
+        ("none",): """
         --remote-device zero_optimization.offload_optimizer.device zero_optimization.offload_param""",
-    ("False",): """
+        ("False",): """
         zero_optimization.cpu_offload zero_optimization.zero_quantized_weights sparse_gradients amp
         zero_optimization.zero_quantized_gradients curriculum_learning
         activation_checkpointing.partition_activations activation_checkpointing.cpu_checkpointing""",
-}.items() for name in names.split()}
+    }.items()
+    for name in names.split()
+}
 
 #: Beginnings of flags.
-NO_BEARING = tuple(f"--{name}" for name in """
+NO_BEARING = tuple(
+    f"--{name}"
+    for name in """
     data-path data-cache data-args data-impl data-per-class data-parallel-random split train- valid- test-
     full-validation multiple-validation validation-set per-split per-dataset mock-data vocab-file vocab-extra
     merge-file tokenizer- no-tokenizer tiktoken- null-tokenizer use-gigatoken chat-template trust-remote
@@ -293,20 +329,25 @@ NO_BEARING = tuple(f"--{name}" for name in """
     overlap-p2p-communication no-scatter-gather no-align align- ddp-pad ddp-average ddp-param DDP-impl
     no-contiguous disable-gloo sharp- high-priority create-all-gather use-nccl-ub disable-symmetric fsdp-
     suggested-comm keep-fp8 megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp- deepscale
-""".split())
+""".split()
+)
 #: The same of ds_config's keys, by table.
-NO_BEARING_KEYS = tuple(table + key for table, keys in {
-    "": """
+NO_BEARING_KEYS = tuple(
+    table + key
+    for table, keys in {
+        "": """
         steps_per_print wall_clock_breakdown dump_state optimizer.params scheduler fp16. bf16. bfloat16.
         gradient_clipping prescale_gradients gradient_predivide zero_allow_untested tensorboard wandb
         csv_monitor comet monitor flops_profiler comms_logger communication_options aio elasticity
         autotuning checkpoint data_types. zero_force_ds_cpu memory_breakdown disable_allgather eigenvalue
         nebula timers seq_parallel_communication use_data_before graph_harvesting compile
         weight_quantization hybrid_engine tensor_parallel dataloader_drop_last""",
-    "zero_optimization.": """
+        "zero_optimization.": """
         contiguous reduce_scatter allgather_partitions round_robin sub_group stage3_ elastic load_from
         ignore_unused offload_optimizer. gather_16bit param_persistence prefetch max_ use_
         memory_efficient cpu_offload_use legacy override pipeline_loading log_trace""",
-    "activation_checkpointing.": "contiguous synchronize profile cpu_checkpointing_",
-    "pipeline.": "seed activation pipe_partitioned grad_partitioned use_reentrant",
-}.items() for key in keys.split())
+        "activation_checkpointing.": "contiguous synchronize profile cpu_checkpointing_",
+        "pipeline.": "seed activation pipe_partitioned grad_partitioned use_reentrant",
+    }.items()
+    for key in keys.split()
+)

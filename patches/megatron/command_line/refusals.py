@@ -8,7 +8,9 @@ from holmes_ext.patches.megatron.command_line.describe import CommandLine
 from holmes_ext.plan.sizes import Sizes, divisors
 
 
-def refusals(said: CommandLine, sizes: Sizes, world: int, partitioned: bool = False) -> Iterator[str]:
+def refusals(
+    said: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
+) -> Iterator[str]:
     """Yield a line for each number of the model that its framework cannot divide by the parallel sizes.
 
     Args:
@@ -48,4 +50,6 @@ def _divides(name: str, count: int, flag: str, size: int, chunks: int, world: in
     above = [value for value in fit if value > size]
     nearest = " or ".join(map(str, (*below[-1:], *above[:1])))
     what = f"{flag} {size}" + (f" of {chunks} chunks" if chunks > 1 else "")
-    yield f"{name} {count} does not divide by {what}" + (f"; nearest that do: {nearest}" if nearest else "")
+    yield f"{name} {count} does not divide by {what}" + (
+        f"; nearest that do: {nearest}" if nearest else ""
+    )

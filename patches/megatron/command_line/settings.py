@@ -72,19 +72,31 @@ def read(argv: Sequence[str]) -> Settings:
     in_config = settings_of(DS_CONFIG, keys)
     for key, (said,) in keys.items():
         # NOT_READ has keys, and names of tables of keys.
-        entry = next((known for known in NOT_READ if key == known or key.startswith(f"{known}.")), "")
+        entry = next(
+            (known for known in NOT_READ if key == known or key.startswith(f"{known}.")), ""
+        )
         if entry and not _harmless(entry, str(said)):
             not_read[f"{name}: {entry}"] = NOT_READ[entry]
         elif not entry and key not in DS_CONFIG and not key.startswith(NO_BEARING_KEYS):
             unknown.append(f"{name}: {key}")
     # Settings with different values in ds_config and in the flags. ds_config's zero counts without a message.
-    both = [key for key in in_config if key in values and values[key] != in_config[key] and key != "zero"]
-    overruled = [f"{key.replace('_', ' ')} {in_config[key]} of {name} counts, not {values[key]} of the flags"
-                 for key in both]
-    return Settings(values | in_config, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled))
+    both = [
+        key
+        for key in in_config
+        if key in values and values[key] != in_config[key] and key != "zero"
+    ]
+    overruled = [
+        f"{key.replace('_', ' ')} {in_config[key]} of {name} counts, not {values[key]} of the flags"
+        for key in both
+    ]
+    return Settings(
+        values | in_config, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled)
+    )
 
 
-def settings_of(table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]) -> dict[str, Any]:
+def settings_of(
+    table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]
+) -> dict[str, Any]:
     """Return the settings that the given names say, by the table.
 
     If two given names say the same setting, the later one in the table counts.

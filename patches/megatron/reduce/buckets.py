@@ -77,5 +77,7 @@ def of_buffer(params: Sequence[Any], ranks: int, ddp_config: Any, wanted: int) -
     """
     high = getattr(ddp_config, "pad_buckets_for_high_nccl_busbw", False)
     divisor = math.lcm(ranks, END, HIGH_BANDWIDTH if high else 1)
-    backwards = [(param.numel(), getattr(param, "shared_embedding", False)) for param in params[::-1]]
+    backwards = [
+        (param.numel(), getattr(param, "shared_embedding", False)) for param in params[::-1]
+    ]
     return unpadded(backwards, wanted, divisor)

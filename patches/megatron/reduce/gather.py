@@ -108,6 +108,10 @@ def _gather_after_step(call, instance):
 
 
 PATCHES = (
-    Patch(GATHER, "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-          "the gather is to be under way before anything can read the weights", _gather_after_step),
-)  # fmt: skip
+    Patch(
+        GATHER,
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
+        "the gather is to be under way before anything can read the weights",
+        _gather_after_step,
+    ),
+)

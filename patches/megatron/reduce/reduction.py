@@ -51,9 +51,13 @@ def warn_that_buckets_stay(current: session.Session, way_out: str = "") -> None:
     Args:
         way_out: An option besides --holmes-overlap on, followed by ", or ".
     """
-    tell(current, "the distributed optimizer's buckets stay as they are, since checkpoints may depend on "
-         f"them; {way_out}--holmes-overlap on from the first checkpoint lets them, and weights, travel while "
-         "the job computes", once="distributed optimizer's buckets")
+    tell(
+        current,
+        "the distributed optimizer's buckets stay as they are, since checkpoints may depend on "
+        f"them; {way_out}--holmes-overlap on from the first checkpoint lets them, and weights, travel while "
+        "the job computes",
+        once="distributed optimizer's buckets",
+    )
 
 
 @with_session
@@ -75,7 +79,9 @@ def _reduce_as_planned(current, call, instance):
     ranks = group_ranks(group)
     backend = backend_of(group)
     stage = sizes.stage(current.rank)
-    planned = current.stages(sizes, backend)[stage]  # how the plan reduces the gradients of this stage
+    planned = current.stages(sizes, backend)[
+        stage
+    ]  # how the plan reduces the gradients of this stage
     network = current.fabric_of(ranks, backend)  # None: inside one node, or the backend chooses it
     if not planned.overlap or network is None:
         return call()
@@ -84,7 +90,9 @@ def _reduce_as_planned(current, call, instance):
         # Recorded for the comparison of the plan with what the job does. The size is not needed for that:
         # the user has been warned already (reported).
         overlap = ddp_config.overlap_grad_reduce
-        session.note_reduction(ranks, planned, size=0, two_levels=False, overlap=overlap, reported=True)
+        session.note_reduction(
+            ranks, planned, size=0, two_levels=False, overlap=overlap, reported=True
+        )
         return call()
 
     parameter_count = sum(p.numel() for p in arguments["module"].parameters() if p.requires_grad)
@@ -92,7 +100,9 @@ def _reduce_as_planned(current, call, instance):
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
     bucket_elements = max(1, bucket_bytes // 4)
     _set_overlap_and_buckets(ddp_config, bucket_elements, rank_count=len(ranks))
-    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)  # _set_overlap_... sets it
+    overlap_was_switched_on = getattr(
+        ddp_config, "overlap_by_plan", False
+    )  # _set_overlap_... sets it
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
     # Under --holmes-overlap on, updated weights are gathered during the next forward pass. turn_on() sets
@@ -239,7 +249,9 @@ def _bucket_as_planned(
         if not params:  # megatron-core 0.17 has params_with_names in place of params
             params = [param for param, _ in params_with_names]
         rank_count = data_parallel_group.size()
-        elements = megatron_buckets.of_buffer(params, rank_count, ddp_config, elements)  # without padding
+        elements = megatron_buckets.of_buffer(
+            params, rank_count, ddp_config, elements
+        )  # without padding
     return call(bucket_size=elements)
 
 
@@ -255,18 +267,31 @@ def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_s
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    unpadded_size = megatron_buckets.of_buffer(params, data_parallel_world_size, ddp_config, elements)
+    unpadded_size = megatron_buckets.of_buffer(
+        params, data_parallel_world_size, ddp_config, elements
+    )
     return call(bucket_size=unpadded_size)
 
 
 PATCHES = (
-    Patch(REDUCTION, "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-          "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
-          _reduce_as_planned, parameters=("config", "ddp_config", "module", "disable_bucketing")),
-    Patch(REDUCTION, "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-          "bucket_size is None on every stage but the first", _bucket_as_planned),
-    Patch(REDUCTION,
-          "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
-          "buckets that need no padding: checkpoints of these versions drop it", _lay_out_unpadded,
-          only=">=0.18,<0.20"),
-)  # fmt: skip
+    Patch(
+        REDUCTION,
+        "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
+        "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+        _reduce_as_planned,
+        parameters=("config", "ddp_config", "module", "disable_bucketing"),
+    ),
+    Patch(
+        REDUCTION,
+        "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
+        "bucket_size is None on every stage but the first",
+        _bucket_as_planned,
+    ),
+    Patch(
+        REDUCTION,
+        "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
+        "buckets that need no padding: checkpoints of these versions drop it",
+        _lay_out_unpadded,
+        only=">=0.18,<0.20",
+    ),
+)

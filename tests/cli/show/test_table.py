@@ -3,7 +3,11 @@ import pytest
 from holmes_ext.cli.show.table import Column, Screen
 
 COLUMNS = [
-    Column("NIC"), Column("rate", right=True), Column("LID"), Column("PCI", drop=1), Column("NUMA", drop=2),
+    Column("NIC"),
+    Column("rate", right=True),
+    Column("LID"),
+    Column("PCI", drop=1),
+    Column("NUMA", drop=2),
     Column("note", wrap=10),
 ]
 ROWS = [
@@ -25,7 +29,13 @@ def printed(capsys, monkeypatch):
 def test_a_pipe_gets_all_in_full(printed):
     title, head, _, *rows = printed(title="NICs [of] a0")
     assert title == "NICs [of] a0"
-    assert head.split() == ["NIC", "rate", "PCI", "NUMA", "note"]  # a column of empty cells is left out
+    assert head.split() == [
+        "NIC",
+        "rate",
+        "PCI",
+        "NUMA",
+        "note",
+    ]  # a column of empty cells is left out
     assert rows[0] == "mlx5_0:1  200 Gb/s  0000:41:00.0  0     over [bond0] and a few words more"
     assert [row.split()[-1] for row in rows[1:]] == ["first", "second"]
 
@@ -39,7 +49,9 @@ def test_words_are_wrapped_before_columns_go(printed):
 @pytest.mark.parametrize("columns,gone", [("51", ["NUMA"]), ("45", ["PCI", "NUMA"])])
 def test_a_narrow_screen_loses_the_least_useful_columns_and_says_so(printed, columns, gone):
     *lines, legend = printed(columns)
-    assert lines[0].split() == [name for name in ("NIC", "rate", "PCI", "NUMA", "note") if name not in gone]
+    assert lines[0].split() == [
+        name for name in ("NIC", "rate", "PCI", "NUMA", "note") if name not in gone
+    ]
     assert legend.startswith(f"too narrow for: {', '.join(gone)}; COLUMNS=")
     assert max(map(len, lines)) <= int(columns)
     wide = legend.partition("COLUMNS=")[2].partition(",")[0]
@@ -72,9 +84,17 @@ def test_no_character_is_lost_at_any_width(capsys, monkeypatch):
         monkeypatch.setenv("COLUMNS", str(width))
         Screen().table(COLUMNS, ROWS)
         out = capsys.readouterr().out
-        lost = [name for name in ("PCI", "NUMA") if f"too narrow for: {name}" in out or f", {name};" in out]
-        cells = [cell for row in ROWS for column, cell in zip(COLUMNS, row) if column.name not in lost]
-        assert all(out.count(letter) >= "".join(cells).count(letter)
-                   for letter in "abcdefmnorsvw0123456789"), width
+        lost = [
+            name
+            for name in ("PCI", "NUMA")
+            if f"too narrow for: {name}" in out or f", {name};" in out
+        ]
+        cells = [
+            cell for row in ROWS for column, cell in zip(COLUMNS, row) if column.name not in lost
+        ]
+        assert all(
+            out.count(letter) >= "".join(cells).count(letter)
+            for letter in "abcdefmnorsvw0123456789"
+        ), width
         lines = [line.rstrip() for line in out.splitlines() if not line.startswith("too narrow")]
         assert width < 34 or max(map(len, lines)) <= width

@@ -6,21 +6,25 @@ from holmes_ext.cluster.sources.hostlist import expand, folded, runs
 from holmes_ext.errors import HolmesError
 
 
-@pytest.mark.parametrize("text, hosts", [
-    ("", []),
-    ("a0", ["a0"]),
-    ("gpu[003-005,012],login1", ["gpu003", "gpu004", "gpu005", "gpu012", "login1"]),
-    ("n[8-11]", ["n8", "n9", "n10", "n11"]),
-    ("n[08-10].site.org", ["n08.site.org", "n09.site.org", "n10.site.org"]),
-    ("r[0-1]n[1-2]", ["r0n1", "r0n2", "r1n1", "r1n2"]),
-    ("x-1,y[7]-ib", ["x-1", "y7-ib"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, hosts",
+    [
+        ("", []),
+        ("a0", ["a0"]),
+        ("gpu[003-005,012],login1", ["gpu003", "gpu004", "gpu005", "gpu012", "login1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[08-10].site.org", ["n08.site.org", "n09.site.org", "n10.site.org"]),
+        ("r[0-1]n[1-2]", ["r0n1", "r0n2", "r1n1", "r1n2"]),
+        ("x-1,y[7]-ib", ["x-1", "y7-ib"]),
+    ],
+)
 def test_what_slurm_writes(text, hosts):
     assert expand(text, "here") == hosts
 
 
 @pytest.mark.parametrize(
-    "text", ["a[", "a[1-3x]", "a[1-" + "9" * 19 + "]", "a b", "a[x]", "a,,b", ",a", "a[]", "a]1["])
+    "text", ["a[", "a[1-3x]", "a[1-" + "9" * 19 + "]", "a b", "a[x]", "a,,b", ",a", "a[]", "a]1["]
+)
 def test_what_is_no_list(text):
     with pytest.raises(HolmesError, match=r"^SLURM_JOB_NODELIST: .* is not"):
         expand(text, "SLURM_JOB_NODELIST")
@@ -38,13 +42,16 @@ def test_a_list_that_is_too_long_is_not_made():
         expand("a[1-9999]b[1-9999]c[1-9999]", "here")
 
 
-@pytest.mark.parametrize("hosts, text", [
-    (["a0", "a1", "a2", "b0"], "a[0-2],b0"),
-    (["n9", "n10", "n11", "n8"], "n[8-9],n[10-11]"),
-    (["n09", "n10", "n07"], "n[07,09-10]"),
-    (["login", "gpu-7-ib", "gpu-8-ib"], "login,gpu-[7-8]-ib"),
-    (["a1", "a1"], "a1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "hosts, text",
+    [
+        (["a0", "a1", "a2", "b0"], "a[0-2],b0"),
+        (["n9", "n10", "n11", "n8"], "n[8-9],n[10-11]"),
+        (["n09", "n10", "n07"], "n[07,09-10]"),
+        (["login", "gpu-7-ib", "gpu-8-ib"], "login,gpu-[7-8]-ib"),
+        (["a1", "a1"], "a1"),
+    ],
+)
 def test_folded(hosts, text):
     assert folded(hosts) == text
 
@@ -57,6 +64,8 @@ def test_a_list_of_texts_with_one_range_each():
 @pytest.mark.parametrize("seed", range(20))
 def test_folding_loses_nothing(seed):
     rng = random.Random(seed)
-    names = {f"{rng.choice('ab')}{rng.choice(('', '0', 'r1-'))}{rng.randrange(120)}{rng.choice(('', '.x'))}"
-             for _ in range(rng.randrange(1, 60))}
+    names = {
+        f"{rng.choice('ab')}{rng.choice(('', '0', 'r1-'))}{rng.randrange(120)}{rng.choice(('', '.x'))}"
+        for _ in range(rng.randrange(1, 60))
+    }
     assert set(expand(folded(names), "here")) == names

@@ -34,66 +34,137 @@ def names(nics):
 
 # ---- what real kinds of nodes look like ----
 
+
 def test_dgx_a100(tmp_path):
     nics = read_nics(dgx_a100(tmp_path / "n"))
     found = by_name(nics)
-    assert names(nics)[:10] == [f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9, 4, 5)]  # ib, then roce
+    assert names(nics)[:10] == [
+        f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9, 4, 5)
+    ]  # ib, then roce
     assert found["mlx5_2:1"] == Nic(
-        kind="ib", device="mlx5_2", port=1, netdevs=("ibp75s0",), state="up", state_text="ACTIVE",
-        rate_bps=200 * 10**9, max_rate_bps=252061538461, addresses=("172.16.2.11/24",), mtu=4092,
+        kind="ib",
+        device="mlx5_2",
+        port=1,
+        netdevs=("ibp75s0",),
+        state="up",
+        state_text="ACTIVE",
+        rate_bps=200 * 10**9,
+        max_rate_bps=252061538461,
+        addresses=("172.16.2.11/24",),
+        mtu=4092,
         subnet_prefix="fe80:0000:0000:0000",
-        gids=found["mlx5_2:1"].gids, lid=0x1e, sm_lid=1, numa=1, pci="0000:4b:00.0", driver="mlx5_core")
+        gids=found["mlx5_2:1"].gids,
+        lid=0x1E,
+        sm_lid=1,
+        numa=1,
+        pci="0000:4b:00.0",
+        driver="mlx5_core",
+    )
     assert [(g.index, g.type, g.value) for g in found["mlx5_2:1"].gids] == [
-        (0, "ib", "fe80:0000:0000:0000:0c42:a103:0065:5c02")]
+        (0, "ib", "fe80:0000:0000:0000:0c42:a103:0065:5c02")
+    ]
     storage = found["mlx5_4:1"]
-    assert (storage.kind, storage.ifname, storage.roce_v2_index, storage.addresses, storage.subnet_prefix,
-            storage.lid) \
-        == ("roce", "enp225s0f0", 3, ("10.9.0.11/24",), "", 0)
-    assert [(g.index, g.type) for g in storage.gids] == [(0, "roce_v1"), (1, "roce_v2"), (2, "roce_v1"),
-                                                         (3, "roce_v2")]
+    assert (
+        storage.kind,
+        storage.ifname,
+        storage.roce_v2_index,
+        storage.addresses,
+        storage.subnet_prefix,
+        storage.lid,
+    ) == ("roce", "enp225s0f0", 3, ("10.9.0.11/24",), "", 0)
+    assert [(g.index, g.type) for g in storage.gids] == [
+        (0, "roce_v1"),
+        (1, "roce_v2"),
+        (2, "roce_v1"),
+        (3, "roce_v2"),
+    ]
     face = found["enp225s0f0"]
     assert (face.kind, face.rdma, face.rate_bps) == ("ethernet", "mlx5_4:1", 200 * 10**9)
     down = found["mlx5_5:1"]
-    assert (down.state, down.state_text, down.rate_bps, down.skipped) == ("down", "DOWN/Disabled", 0, "")
+    assert (down.state, down.state_text, down.rate_bps, down.skipped) == (
+        "down",
+        "DOWN/Disabled",
+        0,
+        "",
+    )
     assert (found["enp226s0"].rate_bps, found["enp226s0"].max_rate_bps, found["enp226s0"].rdma) == (
-        10**9, 8 * 10**9, "")
+        10**9,
+        8 * 10**9,
+        "",
+    )
     assert (found["enp227s0"].state, found["enp227s0"].state_text) == ("down", "no carrier")
     assert found["enx0a94ef2c1d05"].skipped == "management (USB/BMC)"
     assert found["docker0"].skipped
-    assert not any(name.startswith("ibp") or name == "lo" for name in found)  # IPoIB is never Ethernet
+    assert not any(
+        name.startswith("ibp") or name == "lo" for name in found
+    )  # IPoIB is never Ethernet
 
 
 def test_roce_bond_and_virtual_functions(tmp_path):
     found = by_name(read_nics(roce_lag(tmp_path / "n")))
     lag = found["mlx5_bond_0:1"]
     assert (lag.kind, lag.netdevs, lag.members, lag.ifname) == (
-        "roce", ("bond0", "bond0.200"), ("ens1f0np0", "ens1f1np1"), "bond0")
+        "roce",
+        ("bond0", "bond0.200"),
+        ("ens1f0np0", "ens1f1np1"),
+        "bond0",
+    )
     assert lag.addresses == ("10.10.0.21/16", "fd10::21/64", "10.20.0.21/24")
     assert (lag.roce_v2_index, lag.mtu, lag.rate_bps, lag.parent) == (3, 9000, 200 * 10**9, "")
     bond = found["bond0"]
     assert (bond.kind, bond.rdma, bond.members, bond.skipped, bond.numa) == (
-        "ethernet", "mlx5_bond_0:1", ("ens1f0np0", "ens1f1np1"), "", 2)
-    assert (found["bond0.200"].skipped, found["bond0.200"].members, found["bond0.200"].numa) == ("", (), 2)
+        "ethernet",
+        "mlx5_bond_0:1",
+        ("ens1f0np0", "ens1f1np1"),
+        "",
+        2,
+    )
+    assert (found["bond0.200"].skipped, found["bond0.200"].members, found["bond0.200"].numa) == (
+        "",
+        (),
+        2,
+    )
     assert found["ens1f0np0"].skipped == found["ens1f1np1"].skipped == "member of bond0"
     vf = found["mlx5_2:1"]
-    assert (vf.parent, vf.pci, vf.state, vf.max_rate_bps) == ("mlx5_bond_0", "0000:41:00.2", "up", 0)
+    assert (vf.parent, vf.pci, vf.state, vf.max_rate_bps) == (
+        "mlx5_bond_0",
+        "0000:41:00.2",
+        "up",
+        0,
+    )
     assert found["mlx5_3:1"].state == "down" and found["mlx5_3:1"].parent == "mlx5_bond_0"
     assert found["ens1f0v0"].parent == "ens1f0np0" and found["ens1f0v0"].rdma == "mlx5_2:1"
     aside = {name: nic.skipped for name, nic in found.items() if nic.skipped}
     assert aside == {
-        "ens1f0np0": "member of bond0", "ens1f1np1": "member of bond0", "veth12ab": "member of docker0",
+        "ens1f0np0": "member of bond0",
+        "ens1f1np1": "member of bond0",
+        "veth12ab": "member of docker0",
         "ens1f0np0_0": "representor of a virtual function",
         "ens1f0np0_1": "representor of a virtual function",
-        "docker0": "container network (by its name)", "calid00d": "container network (by its name)",
-        "vethx": "veth without an address", "dummy0": "virtual device", "tap0": "virtual device",
-        "vxlan.calico": "virtual device"}
+        "docker0": "container network (by its name)",
+        "calid00d": "container network (by its name)",
+        "vethx": "veth without an address",
+        "dummy0": "virtual device",
+        "tap0": "virtual device",
+        "vxlan.calico": "virtual device",
+    }
 
 
 def test_dual_port_hca(tmp_path):
     ib, roce, eth = read_nics(dual_port(tmp_path / "n"))
     assert (ib.name, ib.kind, ib.netdevs, ib.subnet_prefix, ib.mtu) == (
-        "mlx4_0:1", "ib", ("ib0",), "fec0:0000:0000:0007", 2044)
-    assert (roce.name, roce.kind, roce.netdevs, roce.roce_v2_index) == ("mlx4_0:2", "roce", ("ens3d1",), 3)
+        "mlx4_0:1",
+        "ib",
+        ("ib0",),
+        "fec0:0000:0000:0007",
+        2044,
+    )
+    assert (roce.name, roce.kind, roce.netdevs, roce.roce_v2_index) == (
+        "mlx4_0:2",
+        "roce",
+        ("ens3d1",),
+        3,
+    )
     assert (eth.name, eth.rdma, eth.addresses) == ("ens3d1", "mlx4_0:2", ("10.40.0.3/24",))
     assert ib.max_rate_bps == roce.max_rate_bps == 63015384615  # PCIe 3.0 x8
 
@@ -117,10 +188,13 @@ def test_dual_port_hca_with_both_ports_on_ethernet(tmp_path):
 def test_ports_down_are_kept(tmp_path):
     nics = read_nics(ports_down(tmp_path / "n"))
     assert {nic.name: (nic.state, nic.state_text, nic.rate_bps // 10**9) for nic in nics} == {
-        "mlx5_0:1": ("down", "DOWN/Polling", 0), "mlx5_1:1": ("down", "INIT", 100),
+        "mlx5_0:1": ("down", "DOWN/Polling", 0),
+        "mlx5_1:1": ("down", "INIT", 100),
         "mlx5_2:1": ("down", "ARMED", 100),
-        "mlx5_3:1": ("down", "DOWN/Disabled", 0), "eth0": ("down", "no carrier", 0),
-        "eth1": ("down", "not brought up", 0)}
+        "mlx5_3:1": ("down", "DOWN/Disabled", 0),
+        "eth0": ("down", "no carrier", 0),
+        "eth1": ("down", "not brought up", 0),
+    }
     assert nics[0].numa == -1
     assert select(nics) == nics  # down, but not set aside
 
@@ -128,13 +202,21 @@ def test_ports_down_are_kept(tmp_path):
 def test_cloud_node_without_rdma(tmp_path):
     [eth] = read_nics(aws_ena(tmp_path / "n"))
     assert (eth.name, eth.up, eth.rate_bps, eth.mtu, eth.driver, eth.addresses) == (
-        "ens5", True, 0, 9001, "ena", ("172.31.7.44/20",))
+        "ens5",
+        True,
+        0,
+        9001,
+        "ena",
+        ("172.31.7.44/20",),
+    )
 
 
 def test_container_with_veth(tmp_path):
     nics = read_nics(container(tmp_path / "n"))
     assert [(n.name, n.usable, n.addresses, n.driver) for n in nics] == [
-        ("eth0", True, ("10.244.1.7/24",), "veth"), ("net1", True, ("10.55.0.7/24",), "veth")]
+        ("eth0", True, ("10.244.1.7/24",), "veth"),
+        ("net1", True, ("10.55.0.7/24",), "veth"),
+    ]
 
 
 def test_soft_roce_without_pci_device(tmp_path):
@@ -144,7 +226,12 @@ def test_soft_roce_without_pci_device(tmp_path):
     t.roce_port("rxe0", "eth0", "10.0.0.1", rate="2.5 Gb/sec (1X SDR)")
     roce, eth = read_nics(t.save_addresses())
     assert (roce.name, roce.netdevs, roce.pci, roce.rate_bps, roce.addresses) == (
-        "rxe0:1", ("eth0",), "", 2_500_000_000, ("10.0.0.1/24",))
+        "rxe0:1",
+        ("eth0",),
+        "",
+        2_500_000_000,
+        ("10.0.0.1/24",),
+    )
     assert eth.rdma == "rxe0:1"
 
 
@@ -171,7 +258,10 @@ def test_bridge_over_a_physical_nic_is_its_face(tmp_path):
     t.enslave("br0", "eno1")
     found = by_name(read_nics(t.save_addresses()))
     assert found["br0"].usable and found["br0"].members == ("eno1",)
-    assert (found["br1"].skipped, found["eno1"].skipped) == ("bridge without a physical NIC", "member of br0")
+    assert (found["br1"].skipped, found["eno1"].skipped) == (
+        "bridge without a physical NIC",
+        "member of br0",
+    )
 
 
 def test_vrf_takes_no_nic_away(tmp_path):
@@ -196,9 +286,15 @@ def test_team_and_macvlan(tmp_path):
     assert found["mv0"].usable and found["mv0"].members == () and found["eno2"].skipped == ""
 
 
-@pytest.mark.parametrize("name, reason",
-                         [("storage0", "storage"), ("idrac", "management"), ("mgmt0", "management"),
-                          ("cilium_host", "container network")])
+@pytest.mark.parametrize(
+    "name, reason",
+    [
+        ("storage0", "storage"),
+        ("idrac", "management"),
+        ("mgmt0", "management"),
+        ("cilium_host", "container network"),
+    ],
+)
 def test_names_that_say_what_they_are(tmp_path, name, reason):
     t = Sysfs(tmp_path)
     t.net(name, t.pci("0000:01:00.0", "ixgbe"), speed=10000, addresses=["10.0.0.1/24"])
@@ -215,13 +311,15 @@ def test_unknown_speeds(tmp_path, speed):
 
 # ---- addresses ----
 
+
 def test_without_ip_addr_json_gids_tell_roce_addresses(tmp_path):
     root = roce_lag(tmp_path / "n")
     (root / "ip_addr.json").unlink()
     found = by_name(read_nics(root))
     assert found["mlx5_bond_0:1"].addresses == ("10.10.0.21/32", "10.20.0.21/32")
-    assert found["bond0"].addresses == ("10.10.0.21/32",
-                                        ) and found["bond0.200"].addresses == ("10.20.0.21/32",)
+    assert found["bond0"].addresses == ("10.10.0.21/32",) and found["bond0.200"].addresses == (
+        "10.20.0.21/32",
+    )
     assert found["vethx"].skipped == ""  # nobody knows whether it has an address
     assert found["mlx5_3:1"].addresses == ()
 
@@ -229,11 +327,16 @@ def test_without_ip_addr_json_gids_tell_roce_addresses(tmp_path):
 def test_given_addresses_win(tmp_path):
     found = by_name(read_nics(roce_lag(tmp_path / "n"), addresses={"bond0.200": ("10.99.0.1/8",)}))
     lag = found["mlx5_bond_0:1"]
-    assert (lag.netdevs, lag.ifname, lag.addresses) == (("bond0.200", "bond0"), "bond0.200", ("10.99.0.1/8",))
+    assert (lag.netdevs, lag.ifname, lag.addresses) == (
+        ("bond0.200", "bond0"),
+        "bond0.200",
+        ("10.99.0.1/8",),
+    )
     assert lag.roce_v2_index == 5 and found["bond0"].addresses == ()
 
 
 # ---- captured trees ----
+
 
 @pytest.mark.parametrize("scene", SCENES)
 def test_a_tree_copied_with_links_followed_reads_the_same(tmp_path, scene):
@@ -241,7 +344,9 @@ def test_a_tree_copied_with_links_followed_reads_the_same(tmp_path, scene):
     copy = copy_without_links(root, tmp_path / "copy")
     assert not any(p.is_symlink() for p in copy.rglob("*"))
     expected = read_nics(root)
-    if scene == "dgx_a100":  # a USB device's PCI address shows only in its path, which such a copy loses
+    if (
+        scene == "dgx_a100"
+    ):  # a USB device's PCI address shows only in its path, which such a copy loses
         expected = tuple(replace(n, pci="") if "USB" in n.skipped else n for n in expected)
     assert read_nics(copy) == expected
 
@@ -265,8 +370,21 @@ def test_a_tarred_tree_reads_the_same(tmp_path, scene):
 def test_missing_optional_files(tmp_path):
     """Kernels differ in what they show; only what every kernel has is demanded."""
     root = roce_lag(tmp_path / "n")
-    optional = {"dev_port", "dev_id", "numa_node", "phys_port_name", "current_link_speed",
-                "current_link_width", "node_type", "fw_ver", "carrier", "speed", "uevent", "sm_lid", "lid"}
+    optional = {
+        "dev_port",
+        "dev_id",
+        "numa_node",
+        "phys_port_name",
+        "current_link_speed",
+        "current_link_width",
+        "node_type",
+        "fw_ver",
+        "carrier",
+        "speed",
+        "uevent",
+        "sm_lid",
+        "lid",
+    }
     for directory, _, files in os.walk(root):
         for file in files:
             if file in optional:
@@ -274,10 +392,14 @@ def test_missing_optional_files(tmp_path):
     found = by_name(read_nics(root))
     assert found["mlx5_bond_0:1"].netdevs[0] == "bond0" and found["bond0"].up
     # by the links
-    assert found["mlx5_bond_0:1"].pci == "0000:41:00.0" and found["mlx5_bond_0:1"].driver == "mlx5_core"
+    assert (
+        found["mlx5_bond_0:1"].pci == "0000:41:00.0"
+        and found["mlx5_bond_0:1"].driver == "mlx5_core"
+    )
 
 
 # ---- this machine ----
+
 
 def test_this_machine():
     nics = read_nics()
@@ -290,29 +412,47 @@ def test_this_machine():
     assert "lo" not in names(nics)
 
 
-READ = ("import json; from dataclasses import asdict; from holmes_ext.cluster.sysfs.node import read_nics; "
-        "print(json.dumps([asdict(n) for n in read_nics()]))")
-VETH = ("ip link add va type veth peer name vb", "ip addr add 10.1.2.3/20 dev va", "ip link set va up",
-        "ip link set vb up")
+READ = (
+    "import json; from dataclasses import asdict; from holmes_ext.cluster.sysfs.node import read_nics; "
+    "print(json.dumps([asdict(n) for n in read_nics()]))"
+)
+VETH = (
+    "ip link add va type veth peer name vb",
+    "ip addr add 10.1.2.3/20 dev va",
+    "ip link set va up",
+    "ip link set vb up",
+)
 
 
 def test_veth_in_a_real_namespace():
-    out = in_namespace(READ, *VETH, "mount -t sysfs sysfs /sys", "ip tuntap add dev tap7 mode tap",
-                       "until [ $(cat /sys/class/net/va/operstate) = up ]; do sleep 0.05; done")
+    out = in_namespace(
+        READ,
+        *VETH,
+        "mount -t sysfs sysfs /sys",
+        "ip tuntap add dev tap7 mode tap",
+        "until [ $(cat /sys/class/net/va/operstate) = up ]; do sleep 0.05; done",
+    )
     found = by_name(nic_of(d) for d in json.loads(out))
-    assert found["va"].usable and found["va"].addresses == ("10.1.2.3/20",) and found["va"].rate_bps == 10**10
+    assert (
+        found["va"].usable
+        and found["va"].addresses == ("10.1.2.3/20",)
+        and found["va"].rate_bps == 10**10
+    )
     assert found["vb"].skipped == "veth without an address"
     assert found["tap7"].skipped == "virtual device"
 
 
 def test_sys_of_another_namespace_is_refused():
-    script = ("from holmes_ext.cluster.sysfs.node import *\n"
-              "try: read_nics()\nexcept HolmesError as error: print(error)")
+    script = (
+        "from holmes_ext.cluster.sysfs.node import *\n"
+        "try: read_nics()\nexcept HolmesError as error: print(error)"
+    )
     out = in_namespace(script, *VETH)
     assert "another network namespace" in out and "va, vb" in out and "mount -t sysfs" in out
 
 
 # ---- select ----
+
 
 @pytest.fixture(scope="module")
 def dgx(tmp_path_factory):
@@ -325,8 +465,15 @@ def lag(tmp_path_factory):
 
 
 def test_select_leaves_out_what_is_set_aside(lag):
-    assert names(select(lag)) == ["mlx5_2:1", "mlx5_3:1", "mlx5_bond_0:1", "bond0", "bond0.200", "ens1f0v0",
-                                  "ens1f0v1"]
+    assert names(select(lag)) == [
+        "mlx5_2:1",
+        "mlx5_3:1",
+        "mlx5_bond_0:1",
+        "bond0",
+        "bond0.200",
+        "ens1f0v0",
+        "ens1f0v1",
+    ]
 
 
 def test_select_excludes_an_hca_in_every_use(dgx):
@@ -338,13 +485,23 @@ def test_select_excludes_an_hca_in_every_use(dgx):
 
 def test_select_includes(dgx, lag):
     assert names(select(dgx, include=["mlx5_[01]", "mlx5_6:1", "enp226s0"])) == [
-        "mlx5_0:1", "mlx5_1:1", "mlx5_6:1", "enp226s0"]
+        "mlx5_0:1",
+        "mlx5_1:1",
+        "mlx5_6:1",
+        "enp226s0",
+    ]
     assert names(select(dgx, include=["ibp12s0"])) == ["mlx5_0:1"]
     assert names(select(dgx, include=["mlx5_*"], exclude=["mlx5_[45]"])) == [
-        f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9)]
+        f"mlx5_{i}:1" for i in (0, 1, 2, 3, 6, 7, 8, 9)
+    ]
     [usb] = select(dgx, include=["enx0a94ef2c1d05"])
     assert usb.usable  # named in full: the default rules are overruled
-    assert names(select(lag, include=["ens1f*"])) == ["mlx5_2:1", "mlx5_3:1", "ens1f0v0", "ens1f0v1"]
+    assert names(select(lag, include=["ens1f*"])) == [
+        "mlx5_2:1",
+        "mlx5_3:1",
+        "ens1f0v0",
+        "ens1f0v1",
+    ]
     assert names(select(lag, include=["ens1f0np0"])) == ["ens1f0np0"]
 
 
@@ -353,8 +510,9 @@ def test_select_includes(dgx, lag):
 def test_select_names_a_pattern_that_matches_nothing(dgx, option, pattern):
     with pytest.raises(HolmesError) as caught:
         select(dgx, **{option: [pattern]})
-    assert (f"{option} pattern '{pattern}' matches no NIC" in str(caught.value)
-            and "mlx5_9:1" in str(caught.value))
+    assert f"{option} pattern '{pattern}' matches no NIC" in str(
+        caught.value
+    ) and "mlx5_9:1" in str(caught.value)
 
 
 def test_select_refuses_wildcards_for_what_is_set_aside(dgx):
@@ -367,24 +525,45 @@ def test_select_refuses_wildcards_for_what_is_set_aside(dgx):
 PORT = "class/infiniband/mlx5_bond_0/ports/1"
 
 
-@pytest.mark.parametrize("path, text", [
-    (f"{PORT}/link_layer", "Token Ring"), (f"{PORT}/link_layer", None), (f"{PORT}/state", "4"),
-    (f"{PORT}/state", None),
-    (f"{PORT}/phys_state", "LinkUp"), (f"{PORT}/rate", "fast"), (f"{PORT}/rate", None),
-    (f"{PORT}/gids/0", "fe80::1"), (f"{PORT}/gids/x", "fe80::1"), (f"{PORT}/gid_attrs/types/1", "RoCE v3"),
-    (f"{PORT}/gid_attrs/ndevs/1", "a b"),
-    ("class/infiniband/mlx5_bond_0/ports/one", ""), ("class/infiniband/mlx5_bond_0/ports/256", ""),
-    ("class/net/ens1f0np0/device/numa_node", "zero"), ("class/net/ens1f0np0/device/uevent", "x"),
-    ("class/net/ens1f0np0/device/uevent", "PCI_SLOT_NAME=here"), ("class/net/bond0/type", "ethernet"),
-    ("class/net/bond0/type", None), ("class/net/bond0/mtu", "-5"), ("class/net/bond0/mtu", None),
-    ("class/net/bond0/speed", "1e9"), ("class/net/bond0/speed", "9" * 12),
-    ("class/net/bond0/operstate", "UP"),
-    ("class/net/bond0/operstate", None), ("class/net/bond0/carrier", "2"), ("class/net/bond0/flags", "up"),
-    ("class/net/bond0/flags", None), ("class/net/bond0/mtu", "9" * 5000), ("class/net/bond0/mtu", "\u0663"),
-    ("class/net/bond0/bonding/slaves", "caf\u00e9"), ("class/net/ens1f0v0/dev_port", "-1"),
-    ("class/net/bond0/operstate", "up\x07"), ("class/net/bond0/operstate", "up" * 40000),
-    ("class/net/vethx/iflink", None),
-])
+@pytest.mark.parametrize(
+    "path, text",
+    [
+        (f"{PORT}/link_layer", "Token Ring"),
+        (f"{PORT}/link_layer", None),
+        (f"{PORT}/state", "4"),
+        (f"{PORT}/state", None),
+        (f"{PORT}/phys_state", "LinkUp"),
+        (f"{PORT}/rate", "fast"),
+        (f"{PORT}/rate", None),
+        (f"{PORT}/gids/0", "fe80::1"),
+        (f"{PORT}/gids/x", "fe80::1"),
+        (f"{PORT}/gid_attrs/types/1", "RoCE v3"),
+        (f"{PORT}/gid_attrs/ndevs/1", "a b"),
+        ("class/infiniband/mlx5_bond_0/ports/one", ""),
+        ("class/infiniband/mlx5_bond_0/ports/256", ""),
+        ("class/net/ens1f0np0/device/numa_node", "zero"),
+        ("class/net/ens1f0np0/device/uevent", "x"),
+        ("class/net/ens1f0np0/device/uevent", "PCI_SLOT_NAME=here"),
+        ("class/net/bond0/type", "ethernet"),
+        ("class/net/bond0/type", None),
+        ("class/net/bond0/mtu", "-5"),
+        ("class/net/bond0/mtu", None),
+        ("class/net/bond0/speed", "1e9"),
+        ("class/net/bond0/speed", "9" * 12),
+        ("class/net/bond0/operstate", "UP"),
+        ("class/net/bond0/operstate", None),
+        ("class/net/bond0/carrier", "2"),
+        ("class/net/bond0/flags", "up"),
+        ("class/net/bond0/flags", None),
+        ("class/net/bond0/mtu", "9" * 5000),
+        ("class/net/bond0/mtu", "\u0663"),
+        ("class/net/bond0/bonding/slaves", "caf\u00e9"),
+        ("class/net/ens1f0v0/dev_port", "-1"),
+        ("class/net/bond0/operstate", "up\x07"),
+        ("class/net/bond0/operstate", "up" * 40000),
+        ("class/net/vethx/iflink", None),
+    ],
+)
 def test_damaged_file_is_named(tmp_path, path, text):
     root = roce_lag(tmp_path / "n")
     file = root / path
@@ -442,8 +621,15 @@ def test_a_huge_file_is_not_read_whole(tmp_path):
         read_nics(root)
 
 
-@pytest.mark.parametrize("path", ["class/net/bond0", "class/infiniband/mlx5_2", "class/net/ens1f0v0/device",
-                                  "class/infiniband/mlx5_2/device"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "class/net/bond0",
+        "class/infiniband/mlx5_2",
+        "class/net/ens1f0v0/device",
+        "class/infiniband/mlx5_2/device",
+    ],
+)
 @pytest.mark.parametrize("target", ["/etc", "nothing", "."])
 def test_links_that_lead_astray(tmp_path, path, target):
     root = roce_lag(tmp_path / "n")
@@ -453,8 +639,10 @@ def test_links_that_lead_astray(tmp_path, path, target):
         read_nics(root)
 
 
-@pytest.mark.parametrize("root, why", [("nothing", "No such file"), ("file", "neither"), ("empty", "neither"),
-                                       ("nul\0", "null")])
+@pytest.mark.parametrize(
+    "root, why",
+    [("nothing", "No such file"), ("file", "neither"), ("empty", "neither"), ("nul\0", "null")],
+)
 def test_not_a_tree(tmp_path, root, why):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()

@@ -83,7 +83,11 @@ def test_a_job_lost_on_the_way_is_left_and_the_others_go_again():
     assert run.done("east", 1, unreached=["south"]) is None
     run.coordinator.gone("south", "1", "closed")
     again = run.done("west", 1, unreached=["south"])
-    assert (again["verdict"], again["attempt"], set(again["members"])) == ("go", 2, {"east", "west"})
+    assert (again["verdict"], again["attempt"], set(again["members"])) == (
+        "go",
+        2,
+        {"east", "west"},
+    )
     assert sum(again["members"].values()) == pytest.approx(1)
     assert run.done("east", 1, attempt=1) == again  # who still speaks of the first attempt is told
     assert [reply["verdict"] for reply in run.end(1, "east", "west", attempt=2)] == ["commit"] * 2
@@ -148,7 +152,9 @@ def test_one_job_alone_that_waits_for_two_is_told():
     run.hello("east")
     assert run.enter("east") is None
     run.now += TIMEOUT + 1
-    with pytest.raises(HolmesError, match="'east' has waited 30 s for min=2 jobs, but there is only east"):
+    with pytest.raises(
+        HolmesError, match="'east' has waited 30 s for min=2 jobs, but there is only east"
+    ):
         run.enter("east")
 
 
@@ -266,7 +272,9 @@ def test_a_job_that_is_behind_and_ahead_of_the_others_waits_for_the_round_that_b
     assert run.ready("west", 3) is None and set(run.ready("east", 3)["members"]) == {"east", "west"}
 
 
-@pytest.mark.parametrize("what", ["the other begins none", "the other is gone", "the other waits too"])
+@pytest.mark.parametrize(
+    "what", ["the other begins none", "the other is gone", "the other waits too"]
+)
 def test_a_job_that_is_behind_does_not_wait_for_a_round_that_nobody_begins(what):
     run = Run("east", "west")
     for number in (1, 2):

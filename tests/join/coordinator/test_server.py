@@ -68,7 +68,12 @@ def test_two_jobs_go_through_a_round():
                 "factors": {"east": 0.5, "west": 0.5},
             }
             commit = one.ask("checked", report, soon())
-            answers[one.job] = (entered["verdict"], go["members"], commit["verdict"], commit["factors"])
+            answers[one.job] = (
+                entered["verdict"],
+                go["members"],
+                commit["verdict"],
+                commit["factors"],
+            )
 
         threads = [threading.Thread(target=run, args=(one,)) for one in jobs]
         for thread in threads:
@@ -90,7 +95,11 @@ def test_a_wrong_token_is_one_line_and_not_tried_again():
             job("east", server.port, token="a token that is wrong").ask("enter", {}, soon())
         with pytest.raises(HolmesError, match="the token is not"):
             status(server.port, "a token that is wrong")
-        await_(lambda: any("was turned away: it does not know the token" in line for line in server.told))
+        await_(
+            lambda: any(
+                "was turned away: it does not know the token" in line for line in server.told
+            )
+        )
     assert "\n" not in WRONG_TOKEN
 
 
@@ -99,7 +108,9 @@ def test_a_job_that_ends_is_gone_at_once(monkeypatch):
     with coordinator() as server:
         one = job("east", server.port)
         one.ask("enter", {}, soon())
-        one.start_heartbeat(lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6})
+        one.start_heartbeat(
+            lambda: {"step": 5, "round": 2, "steps_per_second": 10.0, "bits_per_second": 8e6}
+        )
         await_(lambda: status(server.port)["jobs"][0]["step"] == 5)
         one.close("training is over")
         await_(lambda: status(server.port)["jobs"][0]["state"] == "gone")
@@ -154,7 +165,12 @@ def test_a_coordinator_with_another_token_is_away_for_a_job_that_was_in():
 
 @pytest.mark.parametrize(
     "answer",
-    [b'{"holmes":2}\n', b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x00\x00\x00\x02" + bytes(8) + b"{}", b""],
+    [
+        b'{"holmes":2}\n',
+        b"HTTP/1.1 400 Bad Request\r\n\r\n",
+        b"\x00\x00\x00\x02" + bytes(8) + b"{}",
+        b"",
+    ],
 )
 def test_whoever_answers_in_its_place_does_not_end_a_job_that_was_in(answer):
     with coordinator() as server:
@@ -328,7 +344,9 @@ def test_ipv6():
 def test_the_channel_of_a_status_is_closed():
     with coordinator() as server:
         deadline = soon()
-        channel = call("127.0.0.1", server.port, Credentials(TOKEN), {"purpose": "status"}, deadline)
+        channel = call(
+            "127.0.0.1", server.port, Credentials(TOKEN), {"purpose": "status"}, deadline
+        )
         assert channel.receive(deadline)["version"] == 1
         with pytest.raises(ConnectionError):
             channel.receive(deadline)

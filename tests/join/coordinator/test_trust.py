@@ -21,8 +21,12 @@ def test_after_a_restart_most_decide():
     """Nobody knows which rounds were committed."""
     lie, far = Claim(10**9, "z"), 10**9
     assert agreed_claim([lie, Claim(5, "a"), Claim(5, "a")], None, far) == Claim(5, "a")
-    assert agreed_claim([Claim(4, "z"), Claim(5, "a")], None, far) == Claim(5, "a"), "of two, the newer"
-    assert agreed_claim([lie, Claim(4, "b"), Claim(5, "a")], None, far) == Claim(5, "a"), "nor the oldest"
+    assert agreed_claim([Claim(4, "z"), Claim(5, "a")], None, far) == Claim(5, "a"), (
+        "of two, the newer"
+    )
+    assert agreed_claim([lie, Claim(4, "b"), Claim(5, "a")], None, far) == Claim(5, "a"), (
+        "nor the oldest"
+    )
     assert agreed_claim([Claim(0, "z"), Claim(4, "b"), Claim(5, "a")], None, far) == Claim(4, "b")
     assert agreed_claim([lie, Claim(4), Claim(4), Claim(6), Claim(6)], None, far) == Claim(6)
 
@@ -30,8 +34,11 @@ def test_after_a_restart_most_decide():
 def test_the_checksum_that_most_tell():
     claims = [Claim(5, "z"), Claim(5, "a"), Claim(5, "a"), Claim(5)]
     assert agreed_claim(claims, 5, 5) == Claim(5, "a")
-    assert (same(Claim(5), Claim(5, "a")) and not same(Claim(5, "z"), Claim(5, "a"))
-            and not same(Claim(4), Claim(5)))
+    assert (
+        same(Claim(5), Claim(5, "a"))
+        and not same(Claim(5, "z"), Claim(5, "a"))
+        and not same(Claim(4), Claim(5))
+    )
 
 
 def test_whoever_most_accuse_is_out():
@@ -44,9 +51,12 @@ def test_one_accuser_takes_nobody_out_alone():
     """One of the two lies, and which one cannot be known."""
     found = voted_out({"east": {}, "north": {}, "west": {}, "zero": {"east": "a lie"}})
     assert set(found) == {"east", "zero"} and "contradict each other" in found["east"]
-    assert voted_out({"east": {}, "north": {}, "west": {},
-                      "zero": dict.fromkeys(THREE, "a lie")}).keys() == {"zero"}
-    assert voted_out({"east": {"gone": "x", "east": "y"}}) == {}, "neither who is not here, nor oneself"
+    assert voted_out(
+        {"east": {}, "north": {}, "west": {}, "zero": dict.fromkeys(THREE, "a lie")}
+    ).keys() == {"zero"}
+    assert voted_out({"east": {"gone": "x", "east": "y"}}) == {}, (
+        "neither who is not here, nor oneself"
+    )
 
 
 def test_who_sends_different_things_is_accused():
@@ -111,7 +121,9 @@ def test_a_version_above_the_last_commit_ends_its_job():
     run = Run("east", "west")
     run.whole_round(1, "east", "west")
     run.fragments["west"][0] = [9, 7]
-    with pytest.raises(HolmesError, match="fragment 0 cannot be of round 9: it was last stepped in round 1"):
+    with pytest.raises(
+        HolmesError, match="fragment 0 cannot be of round 9: it was last stepped in round 1"
+    ):
         run.ready("west", 2)
 
 
@@ -135,7 +147,8 @@ def told(run, number, *jobs, times=2):
 @pytest.mark.parametrize("lies_at_hello", [False, True])
 @pytest.mark.parametrize("order", [("zero", "east", "west"), ("east", "west", "zero")])
 def test_after_a_restart_a_version_of_one_liar_does_not_stop_two_jobs_of_different_versions(
-        order, lies_at_hello):
+    order, lies_at_hello
+):
     """Of three versions that one job each claims it was the highest that counted: the two honest jobs tried
     to take it from the liar for as long as that lived."""
     versions, lie = {"east": 8, "west": 6, "zero": 8}, 10**9
@@ -251,8 +264,7 @@ def test_sums_are_told_with_a_salt_that_was_not_known():
     second = Run(*THREE)
     second.ready("east", 1, salted=OTHER)
     second.ready("north", 1, salted=OTHER)
-    report = ReadyReport(0, claims_of(second.fragments["west"]), 1, 100, 1.0, "",
-                                        16 * "2", 7)  # fmt: skip
+    report = ReadyReport(0, claims_of(second.fragments["west"]), 1, 100, 1.0, "", 16 * "2", 7)
     go = second.coordinator.next_round("ready", "west", report, second.now)
     assert set(go["members"]) == set(THREE), "a sum with another round's salt says nothing"
 
@@ -263,24 +275,56 @@ def test_other_sizes_are_refused():
         run.hello("west", fragments=((0, 7), (0, 7), (0, 7)))
 
 
-HELLO = {"agreed": {}, "maps": {"all": [0, 8, 0]}, "addresses": ["a:1"], "versions": [0], "checksums": [""],
-         "min": 1, "timeout": 5.0}  # fmt: skip
+HELLO = {
+    "agreed": {},
+    "maps": {"all": [0, 8, 0]},
+    "addresses": ["a:1"],
+    "versions": [0],
+    "checksums": [""],
+    "min": 1,
+    "timeout": 5.0,
+}
 
 
 def test_reports_are_read():
     assert hello_from(dict(HELLO)).totals == {"all": 8}
-    ready = {"round": 1, "fragment": 0, "tokens": 5.0, "norm": 1.0, "versions": [0], "checksums": [""]}
+    ready = {
+        "round": 1,
+        "fragment": 0,
+        "tokens": 5.0,
+        "norm": 1.0,
+        "versions": [0],
+        "checksums": [""],
+    }
     assert ready_from(dict(ready), 1).norm == 1.0
-    for change in ({"versions": [-1]}, {"versions": [2**61]}, {"checksums": ["x"]}, {"tokens": -1.0},
-                   {"norm": 1e31}, {"fragment": 1}, {"round": 0}, {"versions": [0, 0]}):  # fmt: skip
+    for change in (
+        {"versions": [-1]},
+        {"versions": [2**61]},
+        {"checksums": ["x"]},
+        {"tokens": -1.0},
+        {"norm": 1e31},
+        {"fragment": 1},
+        {"round": 0},
+        {"versions": [0, 0]},
+    ):
         with pytest.raises(HolmesError):
             ready_from({**ready, **change}, 1)
 
 
-@pytest.mark.parametrize("maps", [
-    {}, {"all": []}, {"all": [0, 8]}, {"all": [1, 8, 0]}, {"all": [0, 4, 0, 5, 8, 0]}, {"all": [0, 8, 1]},
-    {"all": [0, 0, 0]}, {"all": [0, 2**61, 0]}, {"a\x1b[31m": [0, 8, 0]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "maps",
+    [
+        {},
+        {"all": []},
+        {"all": [0, 8]},
+        {"all": [1, 8, 0]},
+        {"all": [0, 4, 0, 5, 8, 0]},
+        {"all": [0, 8, 1]},
+        {"all": [0, 0, 0]},
+        {"all": [0, 2**61, 0]},
+        {"a\x1b[31m": [0, 8, 0]},
+    ],
+)
 def test_maps_have_no_holes(maps):
     with pytest.raises(HolmesError):
         hello_from({**HELLO, "maps": maps})

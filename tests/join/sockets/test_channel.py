@@ -112,11 +112,21 @@ def test_a_promised_length_is_not_believed():
         received(struct.pack("!IQ", 2**31, 0))
 
 
-@pytest.mark.parametrize("text", [
-    b"[]", b"nonsense", b"\xff\xfe", b'{"a":NaN}', b'{"a":-Infinity}', b'{"a":1e999}',
-    b'{"a":' + b"9" * 30 + b"}",
-    b'{"a":"\\ud800"}', b'{"\\udfff":1}', b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[]",
+        b"nonsense",
+        b"\xff\xfe",
+        b'{"a":NaN}',
+        b'{"a":-Infinity}',
+        b'{"a":1e999}',
+        b'{"a":' + b"9" * 30 + b"}",
+        b'{"a":"\\ud800"}',
+        b'{"\\udfff":1}',
+        b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    ],
+)
 def test_what_is_no_document_is_refused(text):
     data = struct.pack("!IQ", len(text), 0) + text
     with pytest.raises(BrokenFrame, match="no document came"):

@@ -31,7 +31,9 @@ from holmes_ext.join.sockets.handshake import (
 TOKEN, OTHER = "the token of these tests", "the token of another run"
 
 
-def meet(caller, listener, purpose=None, encrypt=True, plain_too=False, secrets=(b"", b""), between=None):
+def meet(
+    caller, listener, purpose=None, encrypt=True, plain_too=False, secrets=(b"", b""), between=None
+):
     """(what the caller got, what the listener got): a Channel, (Channel, purpose), or the error of each."""
     ours, theirs = socket.socketpair()
     if between is not None:
@@ -40,7 +42,9 @@ def meet(caller, listener, purpose=None, encrypt=True, plain_too=False, secrets=
 
     def listen():
         try:
-            found["listener"] = answer(theirs, listener, soon(), lambda purpose: secrets[1], plain_too)
+            found["listener"] = answer(
+                theirs, listener, soon(), lambda purpose: secrets[1], plain_too
+            )
         except (OSError, HolmesError) as error:
             found["listener"] = error
             theirs.close()
@@ -70,7 +74,8 @@ def test_both_ends_have_the_token(encrypt):
 
 
 @pytest.mark.parametrize(
-    "encrypt, words", [(True, "do not trust each other's certificates"), (False, "is not this run's")]
+    "encrypt, words",
+    [(True, "do not trust each other's certificates"), (False, "is not this run's")],
 )
 def test_another_token_is_refused_in_words(encrypt, words):
     caller, listener = meet(Credentials(OTHER), Credentials(TOKEN), encrypt=encrypt, plain_too=True)
@@ -110,7 +115,9 @@ def test_the_callers_own_proof_sent_back_is_none():
 
 def test_a_frame_sent_back_to_its_sender_is_noticed():
     """Each direction has a key of its own."""
-    caller, (listener, _) = meet(Credentials(TOKEN), Credentials(TOKEN), encrypt=False, plain_too=True)
+    caller, (listener, _) = meet(
+        Credentials(TOKEN), Credentials(TOKEN), encrypt=False, plain_too=True
+    )
     caller.send({"n": 1}, soon())
     listener.socket.sendall(listener.socket.recv(4096))
     with pytest.raises(BrokenFrame, match="MAC"):
@@ -156,15 +163,26 @@ def changed(ours, theirs, change):
     return ours, to_listener
 
 
-@pytest.mark.parametrize("change", [
-    lambda told: {**told, "purpose": json.dumps({"purpose": "test", "job": "west"})} if "purpose" in told
-    else told,
-    lambda told: {**told, "challenge": 32 * "0"} if "challenge" in told else told,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda told: (
+            {**told, "purpose": json.dumps({"purpose": "test", "job": "west"})}
+            if "purpose" in told
+            else told
+        ),
+        lambda told: {**told, "challenge": 32 * "0"} if "challenge" in told else told,
+    ],
+)
 def test_what_the_caller_wants_cannot_be_changed_on_the_way(change):
     _, listener = meet(
-        Credentials(TOKEN), Credentials(TOKEN), {"purpose": "test", "job": "east"}, encrypt=False,
-        plain_too=True, between=lambda ours, theirs: changed(ours, theirs, change))  # fmt: skip
+        Credentials(TOKEN),
+        Credentials(TOKEN),
+        {"purpose": "test", "job": "east"},
+        encrypt=False,
+        plain_too=True,
+        between=lambda ours, theirs: changed(ours, theirs, change),
+    )
     assert isinstance(listener, Refused)
 
 
@@ -172,19 +190,32 @@ def test_answers_cannot_be_used_again():
     """Challenges of both ends are in each proof, and new each time."""
     seen = []
     for _ in range(2):
-        meet(Credentials(TOKEN), Credentials(TOKEN), encrypt=False, plain_too=True,
-             between=lambda ours, theirs: changed(ours, theirs, lambda told: seen.append(told) or told))
+        meet(
+            Credentials(TOKEN),
+            Credentials(TOKEN),
+            encrypt=False,
+            plain_too=True,
+            between=lambda ours, theirs: changed(
+                ours, theirs, lambda told: seen.append(told) or told
+            ),
+        )
     challenges, proofs = seen[0::2], seen[1::2]
     assert (
-        challenges[0]["challenge"] != challenges[1]["challenge"] and proofs[0]["proof"] != proofs[1]["proof"]
+        challenges[0]["challenge"] != challenges[1]["challenge"]
+        and proofs[0]["proof"] != proofs[1]["proof"]
     )
     assert TOKEN not in json.dumps(seen)
 
     def replay(told):
         return proofs[0] if "proof" in told else challenges[0]
 
-    _, listener = meet(Credentials(TOKEN), Credentials(TOKEN), encrypt=False, plain_too=True,
-                       between=lambda ours, theirs: changed(ours, theirs, replay))  # fmt: skip
+    _, listener = meet(
+        Credentials(TOKEN),
+        Credentials(TOKEN),
+        encrypt=False,
+        plain_too=True,
+        between=lambda ours, theirs: changed(ours, theirs, replay),
+    )
     assert isinstance(listener, Refused)
 
 
@@ -224,7 +255,8 @@ def test_plain_and_encrypting_ends_tell_each_other():
     def says_no_tls(ours, theirs):
         to_listener, far = socket.socketpair()
         threading.Thread(
-            target=lambda: (theirs.recv(4096), theirs.sendall(b"\0\0\0\2" + bytes(8) + b"{}")), daemon=True
+            target=lambda: (theirs.recv(4096), theirs.sendall(b"\0\0\0\2" + bytes(8) + b"{}")),
+            daemon=True,
         ).start()
         far.close()
         return ours, to_listener
@@ -234,7 +266,14 @@ def test_plain_and_encrypting_ends_tell_each_other():
 
 
 @pytest.mark.parametrize(
-    "data", [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01 not tls", b"\0\0\0\2" + bytes(8) + b"{}", b"\0", b""]
+    "data",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x16\x03\x01 not tls",
+        b"\0\0\0\2" + bytes(8) + b"{}",
+        b"\0",
+        b"",
+    ],
 )
 def test_something_else_is_named(data):
     ours, theirs = socket.socketpair()
@@ -336,14 +375,18 @@ def site(tmp_path_factory):
             -out {ca}-job.crt
         cat {ca}-job.crt {ca}-job.key > {ca}-job.pem
         """
-        done = subprocess.run(["bash", "-e", "-c", script], cwd=where, capture_output=True, text=True)
+        done = subprocess.run(
+            ["bash", "-e", "-c", script], cwd=where, capture_output=True, text=True
+        )
         if done.returncode:
             pytest.skip(f"no openssl: {done.stderr[-200:]}")
     return where
 
 
 def of_site(site, ca, token=TOKEN):
-    return Credentials(token, certificate=str(site / f"{ca}-job.pem"), authority=str(site / f"{ca}.pem"))
+    return Credentials(
+        token, certificate=str(site / f"{ca}-job.pem"), authority=str(site / f"{ca}.pem")
+    )
 
 
 def test_a_sites_own_certificates(site):
@@ -351,7 +394,9 @@ def test_a_sites_own_certificates(site):
     caller, listener = meet(of_site(site, "one"), of_site(site, "two"))
     assert isinstance(caller, Refused) and "one --holmes-join-ca or none" in str(caller)
     caller, listener = meet(of_site(site, "one", OTHER), of_site(site, "one"))
-    assert isinstance(caller, Refused) and isinstance(listener, Refused), "a certificate is no token"
+    assert isinstance(caller, Refused) and isinstance(listener, Refused), (
+        "a certificate is no token"
+    )
     caller, _ = meet(of_site(site, "one"), Credentials(TOKEN))
     assert isinstance(caller, Refused)
 

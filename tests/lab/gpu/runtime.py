@@ -17,9 +17,15 @@ NON_BLOCKING = 1
 
 
 class Kernel(ctypes.Structure):  # egpuKernel
-    _fields_ = [("name", ctypes.c_char_p), ("run", ctypes.c_void_p), ("release", ctypes.c_void_p),
-                ("argument", ctypes.c_void_p), ("flops", ctypes.c_double), ("bytes", ctypes.c_double),
-                ("sms", ctypes.c_int)]  # fmt: skip
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("run", ctypes.c_void_p),
+        ("release", ctypes.c_void_p),
+        ("argument", ctypes.c_void_p),
+        ("flops", ctypes.c_double),
+        ("bytes", ctypes.c_double),
+        ("sms", ctypes.c_int),
+    ]
 
 
 FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -46,8 +52,14 @@ class Gpu:
         assert self.call("cudaEventCreateWithFlags", ctypes.byref(event), 0) == 0
         return event
 
-    def launch(self, stream, name: str, gate: threading.Event | None = None, sms: int = 0,
-               flops: float = 0.0) -> int:
+    def launch(
+        self,
+        stream,
+        name: str,
+        gate: threading.Event | None = None,
+        sms: int = 0,
+        flops: float = 0.0,
+    ) -> int:
         """A kernel that waits for its gate, if it has one, and then notes its name."""
 
         def run(_) -> None:
@@ -57,9 +69,15 @@ class Gpu:
 
         run, release = FUNCTION(run), FUNCTION(lambda _: None)
         self._kept += [run, release]
-        kernel = Kernel(name.encode(), ctypes.cast(run, ctypes.c_void_p),
-                        ctypes.cast(release, ctypes.c_void_p), None,
-                        flops, 0.0, sms)
+        kernel = Kernel(
+            name.encode(),
+            ctypes.cast(run, ctypes.c_void_p),
+            ctypes.cast(release, ctypes.c_void_p),
+            None,
+            flops,
+            0.0,
+            sms,
+        )
         return self.call("egpuLaunch", stream, ctypes.byref(kernel))
 
     def record(self, stream) -> ctypes.c_void_p:
@@ -74,8 +92,11 @@ class Gpu:
         return self.call("cudaStreamQuery", stream) == 0
 
     def synchronize(self, stream=None) -> None:
-        waited = self.call("cudaDeviceSynchronize") if stream is None else self.call(
-            "cudaStreamSynchronize", stream)
+        waited = (
+            self.call("cudaDeviceSynchronize")
+            if stream is None
+            else self.call("cudaStreamSynchronize", stream)
+        )
         assert waited == 0
 
 
@@ -222,10 +243,23 @@ def pageable(gpu: Gpu) -> object:
 def failure(gpu: Gpu) -> object:
     """A kernel that is not emulated is an error by its name, and nothing else happens."""
     symbol, stub = ctypes.c_int(), ctypes.c_char_p(b"_Z8my_adderPfS_")
-    gpu.call("__cudaRegisterFunction", None, ctypes.byref(symbol), None, stub, 0, None, None, None, None,
-             None)
+    gpu.call(
+        "__cudaRegisterFunction",
+        None,
+        ctypes.byref(symbol),
+        None,
+        stub,
+        0,
+        None,
+        None,
+        None,
+        None,
+        None,
+    )
     sizes = [ctypes.c_uint64(1)] * 4
-    error = gpu.call("__cudaLaunchKernel", ctypes.byref(symbol), *sizes, None, ctypes.c_size_t(0), None)
+    error = gpu.call(
+        "__cudaLaunchKernel", ctypes.byref(symbol), *sizes, None, ctypes.c_size_t(0), None
+    )
     gpu.cuda.cudaGetErrorString.restype = ctypes.c_char_p
     text = gpu.cuda.cudaGetErrorString(error).decode()
     return [error, text, gpu.call("cudaGetLastError"), gpu.call("cudaGetLastError")]
@@ -289,8 +323,13 @@ def memory(gpu: Gpu) -> object:
     whole = ctypes.c_void_p()
     refused = gpu.call("cudaMalloc", ctypes.byref(whole), ctypes.c_size_t(total.value + 512))
     again = gpu.call("cudaMalloc", ctypes.byref(whole), ctypes.c_size_t(3 << 20))
-    return [used, refused, again, whole.value == pieces[0].value,
-            gpu.call("cudaFree", ctypes.c_void_p(12345))]
+    return [
+        used,
+        refused,
+        again,
+        whole.value == pieces[0].value,
+        gpu.call("cudaFree", ctypes.c_void_p(12345)),
+    ]
 
 
 def races(gpu: Gpu) -> object:
@@ -302,7 +341,13 @@ def races(gpu: Gpu) -> object:
     gpu.call("cudaHostAlloc", ctypes.byref(pinned), ctypes.c_size_t(64), 0)
 
     def fill(stream, begin: int, size: int) -> None:
-        gpu.call("cudaMemsetAsync", ctypes.c_void_p(address.value + begin), 0, ctypes.c_size_t(size), stream)
+        gpu.call(
+            "cudaMemsetAsync",
+            ctypes.c_void_p(address.value + begin),
+            0,
+            ctypes.c_size_t(size),
+            stream,
+        )
 
     fill(one, 0, 1024)
     gpu.wait(two, gpu.record(one))
@@ -362,7 +407,9 @@ def pci_info(gpu: Gpu) -> object:
     nvml = ctypes.CDLL(str(Path(sys.argv[1]).with_name("libnvidia-ml.so.1")))
     handle = ctypes.c_void_p()
     assert nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(handle)) == 0
-    struct = ctypes.create_string_buffer(b"x" * (struct_bytes + bytes_after), struct_bytes + bytes_after)
+    struct = ctypes.create_string_buffer(
+        b"x" * (struct_bytes + bytes_after), struct_bytes + bytes_after
+    )
     assert nvml.nvmlDeviceGetPciInfo_v3(handle, struct) == 0
     bus_id = ctypes.create_string_buffer(16)
     assert gpu.call("cudaDeviceGetPCIBusId", bus_id, 16, 0) == 0

@@ -27,10 +27,14 @@ def cudart() -> Path:
 def scene(cudart):
     def run(name: str, **environment: str):
         command = [sys.executable, str(Path(__file__).with_name("runtime.py")), str(cudart), name]
-        variables = {key: value for key, value in os.environ.items()
-                     if not key.startswith(("CUDA_", "HOLMES_GPU_"))}
-        done = subprocess.run(command, env={**variables, **environment}, capture_output=True, text=True,
-                              timeout=60)
+        variables = {
+            key: value
+            for key, value in os.environ.items()
+            if not key.startswith(("CUDA_", "HOLMES_GPU_"))
+        }
+        done = subprocess.run(
+            command, env={**variables, **environment}, capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
@@ -67,7 +71,10 @@ def test_one_hardware_queue_makes_false_dependencies(scene):
 
 
 def test_events_in_one_hardware_queue_hold_up_no_other_stream(scene):
-    assert scene("events_in_a_hardware_queue", CUDA_DEVICE_MAX_CONNECTIONS="1") == ["beside it", "runs"]
+    assert scene("events_in_a_hardware_queue", CUDA_DEVICE_MAX_CONNECTIONS="1") == [
+        "beside it",
+        "runs",
+    ]
 
 
 def test_eight_hardware_queues_do_not(scene):
@@ -109,11 +116,21 @@ def test_who_asks_in_vain_naps(scene):
 
 
 def test_a_missing_wait_is_named(scene, tmp_path):
-    assert scene("races", HOLMES_GPU_RANDOM="1", HOLMES_GPU_WATCH=str(tmp_path), RANK="0") == [1, 1, 1, 2]
+    assert scene("races", HOLMES_GPU_RANDOM="1", HOLMES_GPU_WATCH=str(tmp_path), RANK="0") == [
+        1,
+        1,
+        1,
+        2,
+    ]
     wait, changed = missing_waits(tmp_path)
-    assert ("a wait is missing (rank 0): copy cudaMemsetAsync (stream 2) writes 1 bytes that "
-            "copy cudaMemsetAsync (stream 1) writes") in wait
-    assert "cudaMemcpyAsync (stream 1) reads 64 bytes of pinned memory that the host changed" in changed
+    assert (
+        "a wait is missing (rank 0): copy cudaMemsetAsync (stream 2) writes 1 bytes that "
+        "copy cudaMemsetAsync (stream 1) writes"
+    ) in wait
+    assert (
+        "cudaMemcpyAsync (stream 1) reads 64 bytes of pinned memory that the host changed"
+        in changed
+    )
 
 
 def test_memory_of_another_process(scene):

@@ -16,8 +16,11 @@ class Module(SimpleNamespace):
 
 
 def module(parts):
-    return Module(parts=parts, num_stages=len(parts) - 1,
-                  _layer_specs=["embed", *["transformer"] * 4, "norm", "head"])
+    return Module(
+        parts=parts,
+        num_stages=len(parts) - 1,
+        _layer_specs=["embed", *["transformer"] * 4, "norm", "head"],
+    )
 
 
 def test_a_checkpoint_without_a_record_is_stocks(tmp_path):
@@ -27,7 +30,10 @@ def test_a_checkpoint_without_a_record_is_stocks(tmp_path):
     assert checkpoints.saved_split(tmp_path, planned, 1) == Split((0, 2, 7), 1)
     checkpoints.stock_parts[planned] = [0, 3, 7]
     assert checkpoints.saved_split(tmp_path, planned, 1) == Split((0, 3, 7), 1)
-    assert str(checkpoints.saved_split(tmp_path, module([0, 2, 4, 6, 7]), 1)) == "2 stages x tensor ranks"
+    assert (
+        str(checkpoints.saved_split(tmp_path, module([0, 2, 4, 6, 7]), 1))
+        == "2 stages x tensor ranks"
+    )
 
 
 def test_the_record_decides(tmp_path):
@@ -53,18 +59,25 @@ def test_latest_names_a_checkpoint_when_all_of_it_is_there(tmp_path, monkeypatch
 
     latest = tmp_path / "latest"
     named_at_barriers = []  # content of `latest` at each barrier
-    monkeypatch.setattr(deepspeed.comm, "barrier", lambda: named_at_barriers.append(latest.read_text()))
+    monkeypatch.setattr(
+        deepspeed.comm, "barrier", lambda: named_at_barriers.append(latest.read_text())
+    )
     monkeypatch.setattr(session, "active", lambda: object())  # holmes is on
     # A PipelineModule of 7 layers whose two stages begin with layers 0 and 2.
     two_stages = module([0, 2, 7])
     engine = SimpleNamespace(
-        global_rank=0, global_steps=7, module=two_stages, grid=SimpleNamespace(model_parallel_size=1),
+        global_rank=0,
+        global_steps=7,
+        module=two_stages,
+        grid=SimpleNamespace(model_parallel_size=1),
         checkpoint_engine=SimpleNamespace(is_decoupled=lambda: False),
-    )  # fmt: skip
+    )
 
     def deepspeeds_save(save_dir, tag=None, client_state={}, save_latest=True):  # noqa: B006 - as DeepSpeed's
         recorded = checkpoints.saved_split(tmp_path / tag, engine.module, tensor=1)
-        assert recorded == Split((0, 2, 7), tensor=1)  # the pipeline stages have been recorded before
+        assert recorded == Split(
+            (0, 2, 7), tensor=1
+        )  # the pipeline stages have been recorded before
         assert not save_latest  # the patch writes `latest` itself
         assert latest.read_text() == "former"
         if client_state:
@@ -101,13 +114,15 @@ def test_the_way_out_is_what_the_checkpoint_allows(tmp_path):
     record = tmp_path / checkpoints.SPLIT
 
     def way_out():
-        return checkpoints.ways_out(tmp_path, checkpoints.saved_split(tmp_path, here, 1), Split((0, 3, 7), 1),
-                                   here)
+        return checkpoints.ways_out(
+            tmp_path, checkpoints.saved_split(tmp_path, here, 1), Split((0, 3, 7), 1), here
+        )
 
     record.write_text(json.dumps({"version": 1, "tensor": 1, "parts": [0, 2, 7]}))
     text = way_out()
     assert text.startswith(
-        "resume with --holmes-partition 1,3, or it cannot be converted, having no ZeRO files")
+        "resume with --holmes-partition 1,3, or it cannot be converted, having no ZeRO files"
+    )
     (tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
     text = way_out()
     assert text.startswith(

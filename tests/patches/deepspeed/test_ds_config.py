@@ -28,15 +28,25 @@ def test_the_file_is_found_in_both_spellings(tmp_path):
 
 def test_what_agrees_passes():
     assert check(config(), PLAN) == []
-    assert check(config(pipeline={"stages": 2, "partition": "best"}, zero_optimization={"stage": 1}),
-                 PLAN) == []
+    assert (
+        check(
+            config(pipeline={"stages": 2, "partition": "best"}, zero_optimization={"stage": 1}),
+            PLAN,
+        )
+        == []
+    )
     assert check(config(pipeline={"partition": "uniform"}), PLAN) == []
 
 
 @pytest.mark.parametrize(
     "content, plan, overlap, parts",
     [
-        ({"pipeline": {"stages": 4}}, PLAN, None, "ds.json: key 'pipeline.stages' is 4, but the plan has 2"),
+        (
+            {"pipeline": {"stages": 4}},
+            PLAN,
+            None,
+            "ds.json: key 'pipeline.stages' is 4, but the plan has 2",
+        ),
         (
             {"pipeline": {"partition": "uniform"}},
             replace(PLAN, stage_layers=(3, 1)),
@@ -65,5 +75,10 @@ def test_contradictions(content, plan, overlap, parts):
 def test_overlap_comm_under_a_pipeline_is_told():
     lines = check(config(zero_optimization={"overlap_comm": True}), PLAN)
     assert len(lines) == 1 and "has no effect" in lines[0]
-    assert check(config(zero_optimization={"overlap_comm": True}),
-                 replace(PLAN, sizes=Sizes().complete(4))) == []
+    assert (
+        check(
+            config(zero_optimization={"overlap_comm": True}),
+            replace(PLAN, sizes=Sizes().complete(4)),
+        )
+        == []
+    )

@@ -79,7 +79,9 @@ def run_schedule(in_flight, micro_batches, stage):
 def computations(instructions):
     """Return the forward and backward passes among instructions, each with the number of its buffer."""
     passes = (schedule.ForwardPass, schedule.BackwardPass)
-    return [(type(each).__name__, each.buffer_id) for each in instructions if isinstance(each, passes)]
+    return [
+        (type(each).__name__, each.buffer_id) for each in instructions if isinstance(each, passes)
+    ]
 
 
 @pytest.mark.parametrize("stages, micro_batches", [(2, 4), (3, 5), (4, 8), (4, 2)])
@@ -224,10 +226,13 @@ def engine(monkeypatch):
     monkeypatch.setattr(edges, "_mailbox", mailbox)  # the patches use this one
     registry = Registry(edges.PATCHES)
     registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
-    engine = PipelineEngine.__new__(PipelineEngine)  # without __init__, which needs a model and ranks
+    engine = PipelineEngine.__new__(
+        PipelineEngine
+    )  # without __init__, which needs a model and ranks
     # A batch of 8 samples is 4 micro-batches of 2.
-    config = SimpleNamespace(train_batch_size=8, train_micro_batch_size_per_gpu=2,
-                             gradient_accumulation_steps=4)
+    config = SimpleNamespace(
+        train_batch_size=8, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4
+    )
     vars(engine).update(_config=config, dp_world_size=1, micro_batches=4)
     yield engine
     registry.undo()

@@ -28,8 +28,10 @@ def test_of_two_classes_that_repeat_alike_the_plan_tells():
 
 @pytest.mark.parametrize(
     "names, message",
-    [(GPT, "2.1 = 3 layers, but the model has 4 layers of class Block"), ([None], "no layer class that "
-                                                                                  "repeats")],
+    [
+        (GPT, "2.1 = 3 layers, but the model has 4 layers of class Block"),
+        ([None], "no layer class that repeats"),
+    ],
 )
 def test_another_model(names, message):
     with pytest.raises(HolmesError, match=message):
@@ -63,10 +65,13 @@ def test_deepspeeds_own_split_is_kept_where_the_plans_takes_its_place(monkeypatc
     monkeypatch.setattr(partition.session, "active", lambda: SimpleNamespace(plan=plan))
     monkeypatch.setattr(partition, "class_name", lambda spec: spec)
     module = type("Module", (SimpleNamespace,), {"__hash__": object.__hash__})(
-        num_stages=2, global_rank=1, _layer_specs=[None, None, *["Block"] * 4, None, None])
+        num_stages=2, global_rank=1, _layer_specs=[None, None, *["Block"] * 4, None, None]
+    )
     module._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
     module._set_bounds = lambda start, stop: None
-    partition._partition_layers(lambda method: setattr(module, "parts", [0, 4, 8]), module, (method,), {})
+    partition._partition_layers(
+        lambda method: setattr(module, "parts", [0, 4, 8]), module, (method,), {}
+    )
     assert module.parts == [0, 3, 8] and partition.stock_parts.get(module) == kept
 
 
@@ -88,7 +93,9 @@ def test_module_takes_a_list_and_a_text(monkeypatch, capsys):
         module = SimpleNamespace(num_stages=2, global_rank=1, loss_fn=None, _layer_specs=six_layers)
         module._topo = SimpleNamespace(get_coord=lambda rank: SimpleNamespace(pipe=rank))
         layers_of_this_stage = []
-        module._set_bounds = lambda start=None, stop=None: layers_of_this_stage.append((start, stop))
+        module._set_bounds = lambda start=None, stop=None: layers_of_this_stage.append(
+            (start, stop)
+        )
         # Bind the method, which is patched, to the stand-in, and call it.
         holder = type("Module", (), {"_partition_layers": pipe.PipelineModule._partition_layers})
         partition_layers = pipe.PipelineModule._partition_layers.__get__(module, holder)

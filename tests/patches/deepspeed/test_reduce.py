@@ -25,7 +25,12 @@ class Engine(SimpleNamespace):
         grid = SimpleNamespace(pipe_parallel_size=stages, model_parallel_size=tensor)
         config = SimpleNamespace(_param_dict={"zero_optimization": zero} if zero else {})
         super().__init__(
-            num_stages=stages, stage_id=0, is_data_parallel=data > 1, global_rank=0, grid=grid, _config=config
+            num_stages=stages,
+            stage_id=0,
+            is_data_parallel=data > 1,
+            global_rank=0,
+            grid=grid,
+            _config=config,
         )
 
 
@@ -41,7 +46,9 @@ def overlapped(monkeypatch):
         monkeypatch.setattr(
             session,
             "_active",
-            session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker),
+            session.Session(
+                options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker
+            ),
         )
         return deepspeed_reduce.overlap_of(engine) is not None
 
@@ -50,14 +57,17 @@ def overlapped(monkeypatch):
 
 @pytest.mark.parametrize("sizes", [None, Sizes(pipeline=2)])
 @pytest.mark.parametrize("option, expected", [("auto", True), ("on", True), ("off", False)])
-def test_a_reduction_that_would_be_waited_for_is_overlapped_by_default(overlapped, option, sizes, expected):
+def test_a_reduction_that_would_be_waited_for_is_overlapped_by_default(
+    overlapped, option, sizes, expected
+):
     assert overlapped(Engine(), option, sizes) is expected
 
 
 def test_the_plan_decides_for_each_stage(overlapped, monkeypatch):
     monkeypatch.setattr(
-        session.Session, "stages",
-        lambda current, sizes, backend: (ReductionSpec(False, 1), ReductionSpec(True, 1))
+        session.Session,
+        "stages",
+        lambda current, sizes, backend: (ReductionSpec(False, 1), ReductionSpec(True, 1)),
     )
     last = Engine()
     last.stage_id = 1
@@ -71,8 +81,10 @@ def test_nothing_to_reduce(overlapped, option, capsys):
 
 def test_the_users_own_setting_wins_over_auto(overlapped, capsys):
     assert not overlapped(Engine(overlap_comm=False), "auto")
-    assert ("not overlapped, DeepSpeed's own is used: zero_optimization.overlap_comm is false"
-            in capsys.readouterr().err)
+    assert (
+        "not overlapped, DeepSpeed's own is used: zero_optimization.overlap_comm is false"
+        in capsys.readouterr().err
+    )
     assert overlapped(Engine(overlap_comm=True), "auto") and overlapped(Engine(stage=1), "auto")
 
 

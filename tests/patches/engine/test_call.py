@@ -17,7 +17,14 @@ import pytest
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.location import Location, Misfit
 from holmes_ext.patches.engine.patch import Feature, Patch
-from holmes_ext.patches.engine.wrap import Running, arguments_of, by_name, inside, signature_of, with_session
+from holmes_ext.patches.engine.wrap import (
+    Running,
+    arguments_of,
+    by_name,
+    inside,
+    signature_of,
+    with_session,
+)
 
 NAME = "framework_of_calls"
 FRAMEWORK = """
@@ -201,7 +208,9 @@ def test_a_wrapper_that_replaces_the_target_refuses_what_it_does_not_know(framew
     apply(instead, "inserted")
     assert framework.inserted(1) == ("instead", 1)
     assert framework.inserted(1, 1, None) == framework.inserted(tensor=1, scale=1) == ("instead", 1)
-    with pytest.raises(HolmesError, match="inserted was called with scale, group, which holmes does not"):
+    with pytest.raises(
+        HolmesError, match="inserted was called with scale, group, which holmes does not"
+    ):
         framework.inserted(1, 2, "g")
     apply(instead, "any_args")
     with pytest.raises(HolmesError, match="argument 2: 'x', color"):

@@ -78,8 +78,10 @@ class FakeFramework:
         self._write(f"{self.name}/__init__.py", "from .comm import send")
         self._write(f"{self.name}/comm.py", "def send(x): return x")
         self._write(f"{self.patches_name}.py", PATCHES)
-        self._write(f"{self.name}-1.5.dist-info/METADATA",
-                    f"Metadata-Version: 2.1\nName: {self.name}\nVersion: 1.5\n")
+        self._write(
+            f"{self.name}-1.5.dist-info/METADATA",
+            f"Metadata-Version: 2.1\nName: {self.name}\nVersion: 1.5\n",
+        )
 
     def _write(self, path, text):
         file = self.folder / path
@@ -119,8 +121,11 @@ def fw(tmp_path, monkeypatch):
     finders = list(sys.meta_path)
     framework = FakeFramework(tmp_path, shared.TARGETS)
     yield framework
-    sys.meta_path[:] = [finder for finder in sys.meta_path
-                        if finder in finders or type(finder).__module__.startswith("wrapt")]
+    sys.meta_path[:] = [
+        finder
+        for finder in sys.meta_path
+        if finder in finders or type(finder).__module__.startswith("wrapt")
+    ]
     for name in [name for name in sys.modules if name.startswith(framework.name)]:
         del sys.modules[name]
 
@@ -152,7 +157,9 @@ def test_a_search_for_the_framework_is_no_import(fw):
 
 def test_patches_of_features_that_are_off_are_not_imported(fw, monkeypatch):
     monkeypatch.setenv("HOLMES_DISABLE", "disabled")
-    registry = fw.registry(fw.feature("disabled"), fw.feature("other", option="overlap", idle=("auto",)))
+    registry = fw.registry(
+        fw.feature("disabled"), fw.feature("other", option="overlap", idle=("auto",))
+    )
     registry.enable_asked_for(Options())
     assert fw.load().send(1) == 1 and not fw.has_patches
     registry.enable(["other"])
@@ -196,7 +203,9 @@ def test_statuses_show_patches_that_wait_for_the_framework(fw):
 
 @pytest.mark.parametrize("version_of", [None, lambda: "1.5", lambda: None])
 def test_a_rank_that_imported_the_framework_agrees_with_one_that_did_not(fw, version_of):
-    early, late = [fw.registry(fw.feature(version_of=version_of), fw.feature("other")) for _ in range(2)]
+    early, late = [
+        fw.registry(fw.feature(version_of=version_of), fw.feature("other")) for _ in range(2)
+    ]
     late.enable(["f"])
     without = {"who": "rank 0", **late.states()}
     late.undo()
@@ -222,9 +231,13 @@ def test_modules_declare_the_features_of_their_patches():
     names = []
     for module in patches.MODULES:
         found = importlib.import_module(module.name).PATCHES
-        assert {patch.feature.name for patch in found} == {feature.name for feature in module.features}
+        assert {patch.feature.name for patch in found} == {
+            feature.name for feature in module.features
+        }
         for patch in found:
-            assert f"{patch.module}.".startswith(f"{module.package}.") or module.package == "torch", patch
+            assert (
+                f"{patch.module}.".startswith(f"{module.package}.") or module.package == "torch"
+            ), patch
         names += [patch.feature.name for patch in found]
     assert list(dict.fromkeys(names)) == [feature.name for feature in patches.core_features()]
 

@@ -134,7 +134,9 @@ def arguments_for(signature, style, mock_for):
             is_passed = is_required(parameter) or parameter.name == ADDED_PARAMETER
             if not is_passed:
                 continue
-            prefers_position = is_required(parameter)  # ADDED_PARAMETER, which is optional, by keyword
+            prefers_position = is_required(
+                parameter
+            )  # ADDED_PARAMETER, which is optional, by keyword
         else:
             prefers_position = style is CallStyle.ALL_BY_POSITION
 
@@ -176,7 +178,9 @@ class PatchedCall:
         self.patch = patch
         self.path = path
         self.signature = target_signature.signature
-        self.decorator = target_signature.decorator  # of the target: staticmethod, classmethod or None
+        self.decorator = (
+            target_signature.decorator
+        )  # of the target: staticmethod, classmethod or None
         self.has_session = has_session
         self.is_delivered = False  # whether the target, or a mock, has received the added argument
         self.misplaced = []  # sentences on arguments that the target did not receive as they were given
@@ -194,7 +198,9 @@ class PatchedCall:
             self.is_delivered = True
         elif isinstance(value, Call):  # the object by which the wrapper calls the target
             value()
-        elif inspect.isfunction(value) and not inspect.signature(value).parameters:  # such as a hook
+        elif (
+            inspect.isfunction(value) and not inspect.signature(value).parameters
+        ):  # such as a hook
             value()
 
     def mock_for(self, name):
@@ -211,7 +217,9 @@ class PatchedCall:
         """
 
         def target(*args, **kwargs):
-            received = self.signature.bind(*args, **kwargs).arguments  # parameter's name -> argument
+            received = self.signature.bind(
+                *args, **kwargs
+            ).arguments  # parameter's name -> argument
             if received.get(ADDED_PARAMETER) is self.added_argument:
                 self.is_delivered = True
             else:
@@ -234,7 +242,9 @@ class PatchedCall:
         if isinstance(wrapper, Running):
             return wrapper
         function = inspect.unwrap(wrapper)  # without the decorators by_name and with_session
-        is_made_by_inside = function.__globals__ is inside.__globals__  # both are in the same module
+        is_made_by_inside = (
+            function.__globals__ is inside.__globals__
+        )  # both are in the same module
         if is_made_by_inside:
             return wrapper
         # The decorator with_session calls its function with the session as the first argument, or, if there
@@ -332,7 +342,9 @@ class PatchedCall:
                 return Outcome.REFUSED  # by Call.refuse_unread_arguments()
             return Outcome.OTHER_ERROR
         except Mock:
-            return Outcome.OTHER_ERROR  # the wrapper raised an exception class of a framework, here a mock
+            return (
+                Outcome.OTHER_ERROR
+            )  # the wrapper raised an exception class of a framework, here a mock
         situation = f"{style.value}, {self.signature}, branch {self.path.decisions}"
         assert not self.misplaced, f"{self.misplaced}: {situation}"
         assert self.is_delivered, f"neither passed on nor refused: {situation}"

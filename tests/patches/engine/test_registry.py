@@ -15,7 +15,7 @@ from holmes_ext.options import Options, options_from
 from holmes_ext.patches import Feature, Patch, Registry, disabled_features
 from holmes_ext.patches.engine.location import source_misfit
 
-COMM = '''
+COMM = """
 import functools
 def send(tensor, dst, group=None):
     return ("send", tensor, dst, group)
@@ -35,14 +35,14 @@ class Engine(Base):
     TABLE = {"reduce": reduce, Base: reduce, "other": len}
 if DEBUG is None:
     def conditional(x): return x
-'''
-PIPE = '''
+"""
+PIPE = """
 from .comm import send, send as transmit
 def forward(x): return transmit(x, 1)
-'''
-LATE = '''
+"""
+LATE = """
 from .comm import send
-'''
+"""
 _number = itertools.count()
 
 
@@ -70,15 +70,31 @@ def fw(tmp_path, monkeypatch):
 def tag(label):
     def wrapper(wrapped, instance, args, kwargs):
         return (label, wrapped(*args, **kwargs))
+
     return wrapper
 
 
-def patch_of(fw, target="comm:send", feature="f", versions="", version_of=None, option="", idle=(),
-             binding=False, **fields):
+def patch_of(
+    fw,
+    target="comm:send",
+    feature="f",
+    versions="",
+    version_of=None,
+    option="",
+    idle=(),
+    binding=False,
+    **fields,
+):
     if "replace" not in fields:
         fields.setdefault("wrap", tag(feature))
-    its = Feature(feature, versions or f"{fw}>=1,<2", version_of=version_of, option=option, idle=idle,
-                  binding=binding)
+    its = Feature(
+        feature,
+        versions or f"{fw}>=1,<2",
+        version_of=version_of,
+        option=option,
+        idle=idle,
+        binding=binding,
+    )
     return Patch(its, f"{fw}.{target}", "a test", **fields)
 
 
@@ -129,8 +145,10 @@ def test_copies_made_before_are_rebound_and_everything_is_undone_exactly(fw):
         assert vars(cls).keys() == attributes.keys()
         assert all(vars(cls)[name] is attributes[name] for name in attributes)
     assert "step" not in vars(comm.Engine)
-    assert (all(comm.Engine.TABLE[key] is table[key] for key in table)
-            and comm.Engine.TABLE.keys() == table.keys())
+    assert (
+        all(comm.Engine.TABLE[key] is table[key] for key in table)
+        and comm.Engine.TABLE.keys() == table.keys()
+    )
     assert late.send is before[comm]["send"]
     assert states(registry) == ["off"] * 5
 
@@ -184,7 +202,11 @@ def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_be
         load(fw, "comm")
     others = {key: value for key, value in fields.items() if key in ("versions", "version_of")}
     registry = Registry(
-        [patch_of(fw, "comm:recv", **others), patch_of(fw, **fields), patch_of(fw, "comm:recv", "good")]
+        [
+            patch_of(fw, "comm:recv", **others),
+            patch_of(fw, **fields),
+            patch_of(fw, "comm:recv", "good"),
+        ]
     )
     caplog.set_level("INFO", "holmes_ext.patches")  # what is known at once is in the start line
     registry.enable(["f", "good"])
@@ -197,13 +219,16 @@ def test_a_misfit_switches_the_whole_feature_off(fw, fields, reason, imported_be
 
 @pytest.mark.parametrize("imported_before", [False, True])
 def test_a_module_of_another_framework_switches_the_feature_off_without_a_warning(
-        fw, imported_before, caplog):
+    fw, imported_before, caplog
+):
     """A patch of a third module, which the other framework lacks, must not be judged before it is known to be
     another one."""
     if imported_before:
         load(fw, "comm")
     other = lambda: None  # noqa: E731
-    registry = Registry([patch_of(fw, "nowhere:x", version_of=other), patch_of(fw, version_of=other)])
+    registry = Registry(
+        [patch_of(fw, "nowhere:x", version_of=other), patch_of(fw, version_of=other)]
+    )
     with caplog.at_level("INFO"):
         registry.enable(["f"])
         load(fw, "comm")
@@ -214,8 +239,9 @@ def test_a_module_of_another_framework_switches_the_feature_off_without_a_warnin
         required.enable(["f"], required=True)
 
 
-@pytest.mark.parametrize("target, parameters",
-                         [("pipe:gone", ()), ("pipe:forward", ("y",)), ("nowhere:x", ())])
+@pytest.mark.parametrize(
+    "target, parameters", [("pipe:gone", ()), ("pipe:forward", ("y",)), ("nowhere:x", ())]
+)
 def test_a_feature_whose_other_module_cannot_fit_is_not_begun(fw, target, parameters):
     registry = Registry([patch_of(fw), patch_of(fw, target, parameters=parameters)])
     registry.enable(["f"])
@@ -239,7 +265,10 @@ def test_a_misfit_that_shows_late_undoes_what_was_applied(fw):
 
 def test_required_features_stop_with_one_line(fw):
     registry = Registry(
-        [patch_of(fw, parameters=("nope",)), patch_of(fw, "comm:recv", feature="old", versions=f"{fw}>=2")]
+        [
+            patch_of(fw, parameters=("nope",)),
+            patch_of(fw, "comm:recv", feature="old", versions=f"{fw}>=2"),
+        ]
     )
     with pytest.raises(HolmesError, match="feature old cannot be used: .* is not supported"):
         registry.enable(["old"], required=True)
@@ -251,9 +280,13 @@ def test_required_features_stop_with_one_line(fw):
 def test_a_binding_feature_must_fit_once_its_framework_is_imported(fw):
     """A version that is installed and not used, or another framework's module, is no reason to end."""
     bound = {"option": "join", "idle": ("",), "binding": True}
-    registry = Registry([patch_of(fw, parameters=("nope",), **bound),
-                         patch_of(fw, "comm:recv", "old", versions=f"{fw}>=2", **bound),
-                         patch_of(fw, "pipe:forward", "other", version_of=lambda: None, **bound)])
+    registry = Registry(
+        [
+            patch_of(fw, parameters=("nope",), **bound),
+            patch_of(fw, "comm:recv", "old", versions=f"{fw}>=2", **bound),
+            patch_of(fw, "pipe:forward", "other", version_of=lambda: None, **bound),
+        ]
+    )
     registry.enable_asked_for(options_from(join="east@host"))
     with pytest.raises(HolmesError, match="feature f cannot be used: .* has no parameter nope"):
         load(fw, "comm")
@@ -272,7 +305,9 @@ def test_two_features_on_one_function_come_off_in_any_order(fw):
         assert comm.send("x", 1) == (second, sent("x")) == mine[-1]("x", 1)
         registry.undo()
         assert comm.send is original
-    assert all(stale("x", 1) == sent("x") for stale in mine)  # copies that others hold do nothing any more
+    assert all(
+        stale("x", 1) == sent("x") for stale in mine
+    )  # copies that others hold do nothing any more
 
 
 def test_somebody_elses_change_on_top_is_left_alone(fw, caplog):
@@ -287,17 +322,22 @@ def test_somebody_elses_change_on_top_is_left_alone(fw, caplog):
 
 
 def test_disable(fw, monkeypatch):
-    registry = Registry([patch_of(fw, feature="transport"), patch_of(fw, "comm:recv", feature="overlap")])
+    registry = Registry(
+        [patch_of(fw, feature="transport"), patch_of(fw, "comm:recv", feature="overlap")]
+    )
     monkeypatch.setenv("HOLMES_DISABLE", " overlap,")
     registry.enable(["transport", "overlap"], required=True)
     load(fw, "comm")
     assert states(registry) == ["applied", "off"]
     assert registry.statuses()[1].reason == "switched off by HOLMES_DISABLE"
     monkeypatch.setenv("HOLMES_DISABLE", "overlpa")
-    with pytest.raises(HolmesError, match="HOLMES_DISABLE: there is no feature 'overlpa'; did you mean "
-                                          "'overlap'"):
+    with pytest.raises(
+        HolmesError, match="HOLMES_DISABLE: there is no feature 'overlpa'; did you mean 'overlap'"
+    ):
         registry.enable(["transport"])
-    with pytest.raises(HolmesError, match="there is no feature 'transprot'; did you mean 'transport'"):
+    with pytest.raises(
+        HolmesError, match="there is no feature 'transprot'; did you mean 'transport'"
+    ):
         registry.enable(["transprot"], disabled=frozenset())
     assert disabled_features({"HOLMES_DISABLE": "all"}, ["a", "b"]) == {"a", "b"}
     assert disabled_features({}, ["a"]) == frozenset()
@@ -316,8 +356,13 @@ def test_states_tell_ranks_apart_that_are_patched_differently(fw):
     assert states_of("f", imports=False) == states_of("f") == states_of("f", parameters=("dst",))
     assert (
         len(
-            {states_of("f"), states_of("g"), states_of("f", "g"), states_of(),
-             states_of("f", version_of=lambda: "1.9")}
+            {
+                states_of("f"),
+                states_of("g"),
+                states_of("f", "g"),
+                states_of(),
+                states_of("f", version_of=lambda: "1.9"),
+            }
         )
         == 5
     )
@@ -326,8 +371,9 @@ def test_states_tell_ranks_apart_that_are_patched_differently(fw):
 
 def test_wrapped_functions_and_methods_pickle_and_copy(fw):
     comm = load(fw, "comm")
-    Registry([patch_of(fw), patch_of(fw, "comm:Engine.reduce"),
-              patch_of(fw, "comm:Engine.pick")]).enable(["f"])
+    Registry(
+        [patch_of(fw), patch_of(fw, "comm:Engine.reduce"), patch_of(fw, "comm:Engine.pick")]
+    ).enable(["f"])
     assert pickle.loads(pickle.dumps(comm.send)) is comm.send
     assert pickle.loads(pickle.dumps(comm.Engine.pick))(1, 2) == ("f", ("pick", 1, 2))
     method = pickle.loads(pickle.dumps(comm.Engine.make("e").reduce))
@@ -338,7 +384,9 @@ def test_wrapped_functions_and_methods_pickle_and_copy(fw):
 def test_imports_in_many_threads(fw, tmp_path):
     count = 8
     for n in range(count):
-        (tmp_path / fw / f"m{n}.py").write_text("import time; time.sleep(0.01)\ndef f(): return 0\n")
+        (tmp_path / fw / f"m{n}.py").write_text(
+            "import time; time.sleep(0.01)\ndef f(): return 0\n"
+        )
     registry = Registry([patch_of(fw, f"m{n}:f") for n in range(count)])
     registry.enable(["f"])
     threads = [threading.Thread(target=load, args=(fw, f"m{n}")) for n in range(count)]
@@ -351,34 +399,46 @@ def test_imports_in_many_threads(fw, tmp_path):
 
 
 def test_a_module_in_the_middle_of_its_import_is_not_patched(fw, tmp_path):
-    (tmp_path / fw / "self.py").write_text("import builtins\ndef f(): pass\nbuiltins.enable_now()\n")
+    (tmp_path / fw / "self.py").write_text(
+        "import builtins\ndef f(): pass\nbuiltins.enable_now()\n"
+    )
     registry = Registry([patch_of(fw, "self:f")])
     import builtins
+
     builtins.enable_now = lambda: registry.enable(["f"])
     try:
         load(fw, "self")
     finally:
         del builtins.enable_now
-    assert registry.statuses()[0].reason == f"{fw}.self is just being imported: enable holmes before"
+    assert (
+        registry.statuses()[0].reason == f"{fw}.self is just being imported: enable holmes before"
+    )
 
 
-@pytest.mark.parametrize("target, parameters, reason", [
-    ("comm:send", ("tensor", "group"), None),
-    ("comm:send", ("x",), "{fw}.comm:send has no parameter x"),
-    ("comm:Engine.reduce", ("self", "scale"), None),
-    ("comm:Engine.step", ("anything",), None),  # inherited: only the import tells
-    ("comm:Base.gone", (), "{fw}.comm has no Base.gone"),
-    ("comm:conditional", ("x",), None),
-    ("comm:alias", ("anything",), None),
-    ("gone:x", (), "there is no module {fw}.gone"),
-    ("comm.deeper:x", (), "there is no module {fw}.comm.deeper"),
-])
+@pytest.mark.parametrize(
+    "target, parameters, reason",
+    [
+        ("comm:send", ("tensor", "group"), None),
+        ("comm:send", ("x",), "{fw}.comm:send has no parameter x"),
+        ("comm:Engine.reduce", ("self", "scale"), None),
+        ("comm:Engine.step", ("anything",), None),  # inherited: only the import tells
+        ("comm:Base.gone", (), "{fw}.comm has no Base.gone"),
+        ("comm:conditional", ("x",), None),
+        ("comm:alias", ("anything",), None),
+        ("gone:x", (), "there is no module {fw}.gone"),
+        ("comm.deeper:x", (), "there is no module {fw}.comm.deeper"),
+    ],
+)
 def test_source_is_judged_without_importing(fw, target, parameters, reason):
-    assert source_misfit(patch_of(fw, target, parameters=parameters)) == (reason and reason.format(fw=fw))
+    assert source_misfit(patch_of(fw, target, parameters=parameters)) == (
+        reason and reason.format(fw=fw)
+    )
     assert fw not in sys.modules
 
 
-@pytest.mark.parametrize("fields", [{"target": "no colon"}, {"wrap": None}, {"replace": len, "wrap": len}])
+@pytest.mark.parametrize(
+    "fields", [{"target": "no colon"}, {"wrap": None}, {"replace": len, "wrap": len}]
+)
 def test_malformed_patches_are_refused(fields):
     good = {"feature": Feature("f", "a>=1"), "target": "a:b", "reason": "r", "wrap": tag("f")}
     Patch(**good)
@@ -386,7 +446,10 @@ def test_malformed_patches_are_refused(fields):
         Patch(**{**good, **fields})
     with pytest.raises(ValueError):
         Feature("f", ">=1")
-    for twice in (Patch(**good), Patch(**{**good, "feature": Feature("f", "a>=2"), "target": "a:c"})):
+    for twice in (
+        Patch(**good),
+        Patch(**{**good, "feature": Feature("f", "a>=2"), "target": "a:c"}),
+    ):
         with pytest.raises(ValueError, match="twice"):
             Registry([Patch(**good), twice])
 
@@ -395,18 +458,27 @@ def test_an_option_asks_for_a_feature(fw):
     """One that nobody asked for is neither on nor told as missing; requiring it without asking is an
     error."""
     comm = load(fw, "comm")
-    registry = Registry([patch_of(fw, option="overlap", idle=("off", "auto")),
-                         patch_of(fw, "comm:recv", "always"),
-                         patch_of(fw, "comm:Engine.step", "old", versions=f"{fw}>=2"),
-                         patch_of(fw, "comm:Engine.make", "late", version_of=lambda: "1.9")])
+    registry = Registry(
+        [
+            patch_of(fw, option="overlap", idle=("off", "auto")),
+            patch_of(fw, "comm:recv", "always"),
+            patch_of(fw, "comm:Engine.step", "old", versions=f"{fw}>=2"),
+            patch_of(fw, "comm:Engine.make", "late", version_of=lambda: "1.9"),
+        ]
+    )
     registry.enable_asked_for(Options())
     assert comm.send("x", 1) == sent("x")
-    assert registry.summary() == (["always", "late"], {"old": f"{fw} 1.5 is not supported (needs >=2)"})
+    assert registry.summary() == (
+        ["always", "late"],
+        {"old": f"{fw} 1.5 is not supported (needs >=2)"},
+    )
     registry.undo()
     registry.enable_asked_for(Options(overlap="on"))
     assert comm.send("x", 1) == ("f", sent("x"))
     registry.undo()
-    with pytest.raises(HolmesError, match="--holmes-require f: it is used with --holmes-overlap on"):
+    with pytest.raises(
+        HolmesError, match="--holmes-require f: it is used with --holmes-overlap on"
+    ):
         registry.enable_asked_for(Options(require="f"))
 
 
@@ -417,10 +489,12 @@ def test_a_patch_of_another_version_is_left_out(fw):
     """
     comm = load(fw, "comm")  # imports the framework's module
     for version_of in (None, lambda: "1.5"):
-        registry = Registry([
-            patch_of(fw, "comm:send", version_of=version_of, only="<2"),
-            patch_of(fw, "comm:Sender.send", version_of=version_of, only=">=2"),
-        ])
+        registry = Registry(
+            [
+                patch_of(fw, "comm:send", version_of=version_of, only="<2"),
+                patch_of(fw, "comm:Sender.send", version_of=version_of, only=">=2"),
+            ]
+        )
         registry.enable(["f"])  # the feature of both patches
         assert states(registry) == ["applied", "other version"]
         # The patch of comm:send returns ("f", result of the original function).
@@ -464,13 +538,18 @@ def test_versions_that_a_feature_was_run_with_are_in_its_range():
     from holmes_ext.patches import all_patches
 
     for feature in {patch.feature for patch in all_patches()}:
-        assert feature.tried and not list(filter(None, map(feature.version_misfit, feature.tried))), feature
+        assert feature.tried and not list(
+            filter(None, map(feature.version_misfit, feature.tried))
+        ), feature
 
 
 def test_holmes_patches_prints_the_table(fw, monkeypatch, capsys):
     from holmes_ext.cli.main import main
 
-    patches = (patch_of(fw, parameters=("tensor",)), patch_of(fw, "comm:Engine.step", parameters=("gone",)))
+    patches = (
+        patch_of(fw, parameters=("tensor",)),
+        patch_of(fw, "comm:Engine.step", parameters=("gone",)),
+    )
     monkeypatch.setattr("holmes_ext.cli.patches.all_patches", lambda: patches)
     assert main(["patches", "--all"]) == 0
     assert f"{fw}.comm:send" in capsys.readouterr().out
@@ -478,15 +557,20 @@ def test_holmes_patches_prints_the_table(fw, monkeypatch, capsys):
     assert main(["patches", "--json", "--check"]) == 1
     rows = json.loads(capsys.readouterr().out)["patches"]
     assert [row["state"] for row in rows] == ["fits", "off"]
-    assert (rows[1]["reason"] == f"{fw}.comm:Engine.step has no parameter gone"
-            and rows[0]["installed"] == "1.5")
+    assert (
+        rows[1]["reason"] == f"{fw}.comm:Engine.step has no parameter gone"
+        and rows[0]["installed"] == "1.5"
+    )
 
 
 def test_the_command_line_reports_bad_usage_in_one_line(capsys):
     from holmes_ext.cli.main import main
 
-    for argv, message in [(["patchs"], "there is no command 'patchs'; did you mean 'patches'?"),
-                          (["lab"], "ACTION"), (["patches", "--nope"], "--nope")]:
+    for argv, message in [
+        (["patchs"], "there is no command 'patchs'; did you mean 'patches'?"),
+        (["lab"], "ACTION"),
+        (["patches", "--nope"], "--nope"),
+    ]:
         assert main(argv) == 2
         error = capsys.readouterr().err
         assert message in error and error.startswith("holmes: ") and error.count("\n") == 1

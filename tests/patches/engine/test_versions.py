@@ -12,18 +12,29 @@ SILENT = ("0+unknown", "0.0.0", "0.1.dev1+g1234567", "unknown", "")
 
 def test_a_version_is_the_release_that_it_will_be():
     assert (release_of(VENDOR), release_of(NIGHTLY), release_of("0.20.0rc1")) == tuple(
-        map(Version, ("2.7.0", "2.16.0", "0.20.0")))
+        map(Version, ("2.7.0", "2.16.0", "0.20.0"))
+    )
     assert {release_of(version) for version in SILENT} == {UNKNOWN}
 
 
-@pytest.mark.parametrize("version, misfit, told", [
-    (VENDOR, None, ""),
-    ("2.15.3", None, ""),
-    ("2.5.1", "torch 2.5.1 is not supported (needs >=2.6)", ""),
-    (NIGHTLY, None, f"torch {NIGHTLY} is newer than 2.15.0, the newest that was tried: "
-     "patches that fit are on"),
-    *((version, None, f"torch {version} says nothing: patches that fit are on") for version in SILENT),
-])
+@pytest.mark.parametrize(
+    "version, misfit, told",
+    [
+        (VENDOR, None, ""),
+        ("2.15.3", None, ""),
+        ("2.5.1", "torch 2.5.1 is not supported (needs >=2.6)", ""),
+        (
+            NIGHTLY,
+            None,
+            f"torch {NIGHTLY} is newer than 2.15.0, the newest that was tried: "
+            "patches that fit are on",
+        ),
+        *(
+            (version, None, f"torch {version} says nothing: patches that fit are on")
+            for version in SILENT
+        ),
+    ],
+)
 def test_what_is_supported_and_what_is_told(version, misfit, told):
     feature = Feature("f", "torch>=2.6", tried=("2.6.0", "2.15.0"))
     assert (feature.version_misfit(version), feature.beyond_tried(version)) == (misfit, told)
@@ -44,4 +55,6 @@ def test_every_end_of_a_range_was_tried_or_read():
     """Of each feature the oldest release that it takes, and one of the newest."""
     for feature in {one.feature for one in all_patches()}:
         known = [Version(version) for version in (*feature.tried, *feature.read)]
-        assert known and all(feature.version_misfit(str(version)) is None for version in known), feature.name
+        assert known and all(feature.version_misfit(str(version)) is None for version in known), (
+            feature.name
+        )

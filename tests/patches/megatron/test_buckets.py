@@ -53,13 +53,18 @@ def test_sizes_without_padding():
 def test_no_bucket_but_the_last_is_padded():
     draw, found = random.Random(1), 0
     for _ in range(300):
-        params = [(draw.choice([32, 64, 96, 128, 1024, 4096]), False) for _ in range(draw.randint(1, 40))]
+        params = [
+            (draw.choice([32, 64, 96, 128, 1024, 4096]), False) for _ in range(draw.randint(1, 40))
+        ]
         divisor, wanted = draw.choice([128, 256, 384]), draw.randint(500, 20_000)
         size = unpadded(params, wanted, divisor)
         if size is not None:
             ends = cuts(params, size, divisor)
-            assert (len(ends) > 1 and not any(end % divisor for end in ends[:-1])
-                    and wanted / 2 <= size <= 4 * wanted)
+            assert (
+                len(ends) > 1
+                and not any(end % divisor for end in ends[:-1])
+                and wanted / 2 <= size <= 4 * wanted
+            )
             found += 1
     assert found > 100
 

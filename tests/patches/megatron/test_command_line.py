@@ -25,9 +25,11 @@ from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.stock import causes, stock_like
 
 SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="10Gb/s", processes=4)
-GPT = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 2"
-       " --global-batch-size 64 --vocab-size 50257 --pipeline-model-parallel-size 2 "
-       "--tensor-model-parallel-size 2")
+GPT = (
+    "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --micro-batch-size 2"
+    " --global-batch-size 64 --vocab-size 50257 --pipeline-model-parallel-size 2 "
+    "--tensor-model-parallel-size 2"
+)
 BF16, ONE = f"{GPT} --bf16", GPT.replace("--pipeline-model-parallel-size 2", "") + " --bf16"
 MOE, DEEPSPEED = f"{BF16} --num-experts 8", f"{BF16} --deepspeed"
 #: Much to compute in a micro-batch: else nothing can be hidden under it.
@@ -99,13 +101,25 @@ MOVES = [
     (BF16, "--activations-checkpoint-method uniform", "memory", "down"),
     (BF16, "--transformer-impl local", "memory", "up"),
     (BF16, "--attention-backend unfused", "memory", "up"),
-    *((DEEPSPEED, f"--use-flash-attn{kind}", "memory", "down")
-      for kind in ("", "-v1", "-v2", "-triton", "-builder")),
+    *(
+        (DEEPSPEED, f"--use-flash-attn{kind}", "memory", "down")
+        for kind in ("", "-v1", "-v2", "-triton", "-builder")
+    ),
     (BF16, "--use-distributed-optimizer", "memory", "down"),
     (ONE, "--use-torch-fsdp2", "memory", "down"),
-    (f"{ONE} --data-parallel-sharding-strategy optim_grads", "--use-megatron-fsdp", "memory", "down"),
+    (
+        f"{ONE} --data-parallel-sharding-strategy optim_grads",
+        "--use-megatron-fsdp",
+        "memory",
+        "down",
+    ),
     (f"{ONE} --data-parallel-sharding-strategy optim_grads", "--use-custom-fsdp", "memory", "down"),
-    (f"{ONE} --use-megatron-fsdp", "--data-parallel-sharding-strategy optim_grads_params", "memory", "down"),
+    (
+        f"{ONE} --use-megatron-fsdp",
+        "--data-parallel-sharding-strategy optim_grads_params",
+        "memory",
+        "down",
+    ),
     (DEEPSPEED, "--zero-stage 1", "memory", "down"),
     (LONG, "--overlap-grad-reduce", "stock", "down"),
     (BF16, "--overlap-grad-reduce", "stock", "moves"),  # of the first stage alone
@@ -114,9 +128,18 @@ MOVES = [
     (BF16, "--num-layers-per-virtual-pipeline-stage 2", "closed form", "moves"),
     (BF16, "--decoder-first-pipeline-num-layers 2", "memory of the first", "down"),
     (BF16, "--decoder-last-pipeline-num-layers 2", "memory of the last", "down"),
-    (f"{BF16} --num-layers 7", "--account-for-embedding-in-pipeline-split", "memory of the first", "down"),
-    (f"{BF16} --num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split",
-     "--account-for-loss-in-pipeline-split", "memory of the first", "down"),
+    (
+        f"{BF16} --num-layers 7",
+        "--account-for-embedding-in-pipeline-split",
+        "memory of the first",
+        "down",
+    ),
+    (
+        f"{BF16} --num-layers 10 --pipeline-model-parallel-size 4 --account-for-embedding-in-pipeline-split",
+        "--account-for-loss-in-pipeline-split",
+        "memory of the first",
+        "down",
+    ),
     (BF16, "--pipeline-model-parallel-layout Et*2|t*6,L", "memory of the first", "down"),
     (BF16, "--deepspeed", "gradient width", "down"),
 ]
@@ -148,25 +171,44 @@ def figures(argv):
     said = describe(argv)
     assert said.model is not None, said.trouble
     model, sizes = said.model, (said.sizes or Sizes()).complete(SITE.world_size, 4)
-    result = SearchResult(Network(SITE), model, 0, rules=Rules(overlap=True), stock_overlap=said.overlap,
-                          gather_overlap=said.gather_overlap)
-    one = timed(result,
-                given(result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers))
+    result = SearchResult(
+        Network(SITE),
+        model,
+        0,
+        rules=Rules(overlap=True),
+        stock_overlap=said.overlap,
+        gather_overlap=said.gather_overlap,
+    )
+    one = timed(
+        result,
+        given(result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers),
+    )
     return {
-        "step": one.step_s, "stock": stock_like(result, one)[1].step_s, "memory": one.peak_bytes, "same": 0,
-        "parameters": model.parameters, "memory of the first": one.memory_bytes[0],
+        "step": one.step_s,
+        "stock": stock_like(result, one)[1].step_s,
+        "memory": one.peak_bytes,
+        "same": 0,
+        "parameters": model.parameters,
+        "memory of the first": one.memory_bytes[0],
         "closed form": one.formula_s,
-        "memory of the last": one.memory_bytes[-1], "gradient width": model.gradient_width,
+        "memory of the last": one.memory_bytes[-1],
+        "gradient width": model.gradient_width,
         **causes(result, one),
     }
 
 
 def moved(before, after, figure, where):
-    return {"up": after[figure] > before[figure], "down": after[figure] < before[figure],
-            "moves": after[figure] != before[figure], "same": after[figure] == before[figure]}[where]
+    return {
+        "up": after[figure] > before[figure],
+        "down": after[figure] < before[figure],
+        "moves": after[figure] != before[figure],
+        "same": after[figure] == before[figure],
+    }[where]
 
 
-@pytest.mark.parametrize("there, added, figure, where", MOVES, ids=[f"{row[1]}: {row[2]}" for row in MOVES])
+@pytest.mark.parametrize(
+    "there, added, figure, where", MOVES, ids=[f"{row[1]}: {row[2]}" for row in MOVES]
+)
 def test_a_flag_moves_the_prediction_the_right_way(there, added, figure, where):
     before, after = figures(there.split()), figures([*there.split(), *added.split()])
     assert moved(before, after, figure, where), (before[figure], after[figure])
@@ -174,14 +216,21 @@ def test_a_flag_moves_the_prediction_the_right_way(there, added, figure, where):
 
 @pytest.mark.parametrize("key, value, figure, where", KEYS, ids=[row[0] for row in KEYS])
 def test_a_key_of_ds_config_moves_it_too(key, value, figure, where, tmp_path):
-    start = BASE if key != "gradient_accumulation_steps" else {**BASE, "gradient_accumulation_steps": 4}
+    start = (
+        BASE if key != "gradient_accumulation_steps" else {**BASE, "gradient_accumulation_steps": 4}
+    )
     if key == "gradient_accumulation_steps":
         start = {name: value for name, value in start.items() if name != "train_batch_size"}
-    stages = "" if key.startswith(("zero_optimization.ov",
-                                   "pipeline")) else " --pipeline-model-parallel-size 2"
+    stages = (
+        ""
+        if key.startswith(("zero_optimization.ov", "pipeline"))
+        else " --pipeline-model-parallel-size 2"
+    )
     tensor = "" if key.startswith("tensor") else " --tensor-model-parallel-size 2"
-    words = ("--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 50257"
-             f" --deepspeed_config {tmp_path / 'ds.json'}{stages}{tensor}").split()
+    words = (
+        "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 512 --vocab-size 50257"
+        f" --deepspeed_config {tmp_path / 'ds.json'}{stages}{tensor}"
+    ).split()
 
     def with_config(config):
         (tmp_path / "ds.json").write_text(json.dumps(config))
@@ -202,8 +251,12 @@ def test_a_key_of_ds_config_moves_it_too(key, value, figure, where, tmp_path):
 def test_no_flag_that_is_read_lacks_its_row():
     rows = " ".join(f"{there} {added}" for there, added, _, _ in MOVES).split()
     # test_arguments.py, tests/runtime/groups/test_grid.py
-    elsewhere = {"--num-distributed-optimizer-instances",
-                 "--tokenizer-type", "--deepspeed_config", "--deepspeed-config"}
+    elsewhere = {
+        "--num-distributed-optimizer-instances",
+        "--tokenizer-type",
+        "--deepspeed_config",
+        "--deepspeed-config",
+    }
     assert set(READ) - elsewhere <= set(rows)
     assert set(DS_CONFIG) == {row[0] for row in KEYS}
 
@@ -211,60 +264,99 @@ def test_no_flag_that_is_read_lacks_its_row():
 @pytest.mark.parametrize("flag", [name for name in NOT_READ if name.startswith("--")])
 def test_what_matters_and_is_not_read_is_named(flag):
     said = describe([*BF16.split(), flag, "7"])
-    assert any(flag in line and NOT_READ[flag] in line for line in said.not_read) and flag not in said.unknown
+    assert (
+        any(flag in line and NOT_READ[flag] in line for line in said.not_read)
+        and flag not in said.unknown
+    )
     for value in UNLESS.get(flag, ()):
         value = "2" if value == "tensor" else value
         assert not any(flag in line for line in describe([*BF16.split(), flag, value]).not_read)
 
 
 def test_keys_that_are_not_read_and_unknown_ones_are_named(tmp_path):
-    config = {**BASE, "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}, "nonsense": 1},
-              "compression_training": {"weight_quantization": {"shared": 1}}, "steps_per_print": 3,
-              "amp": {"enabled": False}, "fp16": {"enabled": False}, "train_batch_size": "auto"}
+    config = {
+        **BASE,
+        "zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}, "nonsense": 1},
+        "compression_training": {"weight_quantization": {"shared": 1}},
+        "steps_per_print": 3,
+        "amp": {"enabled": False},
+        "fp16": {"enabled": False},
+        "train_batch_size": "auto",
+    }
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    said = describe([*BF16.split(), "--deepspeed_config", str(tmp_path / "ds.json"), "--my-own", "3", "--lr",
-                     "1"])
+    said = describe(
+        [
+            *BF16.split(),
+            "--deepspeed_config",
+            str(tmp_path / "ds.json"),
+            "--my-own",
+            "3",
+            "--lr",
+            "1",
+        ]
+    )
     named = " ".join(said.not_read)
-    assert ("zero_optimization.offload_param" in named and "compression_training" in named
-            and "amp" not in named)
+    assert (
+        "zero_optimization.offload_param" in named
+        and "compression_training" in named
+        and "amp" not in named
+    )
     assert said.unknown == ("--my-own", "ds.json: zero_optimization.nonsense") and said.zero == 1
 
 
 def test_ds_config_counts_where_the_flags_differ(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({**BASE, "train_batch_size": 32}))
     said = describe([*GPT.split(), "--deepspeed_config", str(tmp_path / "ds.json")])
-    assert (said.model.global_batch == 32
-            and "global batch 32 of ds.json counts, not 64 of the flags" in said.assumed)
+    assert (
+        said.model.global_batch == 32
+        and "global batch 32 of ds.json counts, not 64 of the flags" in said.assumed
+    )
     (tmp_path / "ds.json").write_text("{")
     said = describe([*GPT.split(), "--deepspeed_config", str(tmp_path / "ds.json")])
     assert "ds.json: cannot be read as JSON: its settings are not counted" in said.not_read
 
 
 def test_no_name_is_in_two_tables():
-    both = {"--optimizer-cpu-offload", "--cpu-optimizer"}  # read for the memory, named for their transfers
+    both = {
+        "--optimizer-cpu-offload",
+        "--cpu-optimizer",
+    }  # read for the memory, named for their transfers
     assert set(READ) & set(NOT_READ) == both
     assert not [flag for flag in (*READ, *NOT_READ) if flag in NO_BEARING]
     assert not set(DS_CONFIG) & set(NO_BEARING_KEYS)
 
 
-@pytest.mark.parametrize("text, layers", [
-    ("Et|t*7L", (1, 7)), ("Ettt|(t)*5,L", (3, 5)), ("Et*4|t*4L", ()), ("Et*8|L", ()), ("nonsense", ())])
+@pytest.mark.parametrize(
+    "text, layers",
+    [
+        ("Et|t*7L", (1, 7)),
+        ("Ettt|(t)*5,L", (3, 5)),
+        ("Et*4|t*4L", ()),
+        ("Et*8|L", ()),
+        ("nonsense", ()),
+    ],
+)
 def test_layouts(text, layers):
     said = describe([*BF16.split(), "--pipeline-model-parallel-layout", text])
     assert said.stage_layers == layers
     assert any("layout" in line for line in said.assumed) == (text in ("Et*8|L", "nonsense"))
 
 
-@pytest.mark.parametrize("text, routed",
-                         [("2", 4), ("([0]+[1]*3)*2", 6), ("[1]*8", 8), ("__import__('os')", 8)])
+@pytest.mark.parametrize(
+    "text, routed", [("2", 4), ("([0]+[1]*3)*2", 6), ("[1]*8", 8), ("__import__('os')", 8)]
+)
 def test_how_often_layers_have_experts(text, routed):
     assert describe([*MOE.split(), "--moe-layer-freq", text]).model.expert_layers == routed
 
 
 def test_what_is_assumed_is_said():
-    words = BF16.replace("--vocab-size 50257",
-                         "--tokenizer-type Llama2Tokenizer").replace("--global-batch-size 64", "")
+    words = BF16.replace("--vocab-size 50257", "--tokenizer-type Llama2Tokenizer").replace(
+        "--global-batch-size 64", ""
+    )
     said = describe(words.split())
     assert any("vocabulary 50257" in line and "Llama2Tokenizer" in line for line in said.assumed)
-    assert any("one micro-batch a step" in line for line in said.assumed) and said.model.micro_batches == 1
+    assert (
+        any("one micro-batch a step" in line for line in said.assumed)
+        and said.model.micro_batches == 1
+    )
     assert any("transformer_engine" in line for line in said.assumed)

@@ -31,11 +31,15 @@ from holmes_ext.runtime.start.launcher import Process
 ROOT = Path(__file__).parents[3]
 SITE = example()
 DEFAULTS = {
-    "tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1,
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
-    "context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None,
-    "num_distributed_optimizer_instances": 1, "order": "tp-cp-ep-dp-pp",
-}  # fmt: skip
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": None,
+    "num_distributed_optimizer_instances": 1,
+    "order": "tp-cp-ep-dp-pp",
+}
 
 
 def session(sizes=None, **changes):
@@ -49,7 +53,8 @@ def asked(**changes):
 
 def test_sizes_of_a_call():
     sizes = megatron_core.sizes_of(
-        asked(pipeline_model_parallel_size=2, tensor_model_parallel_size=4, order="TP-CP-EP-PP-DP"), 64
+        asked(pipeline_model_parallel_size=2, tensor_model_parallel_size=4, order="TP-CP-EP-PP-DP"),
+        64,
     )
     assert sizes == Sizes(pipeline=2, tensor=4, data=8, order="tp-cp-ep-pp-dp")
 
@@ -61,15 +66,25 @@ def test_sizes_of_a_call():
         ({"order": "tp-cp-ep-dp-xx"}, "its parts are tp, cp, ep, dp, pp"),
         ({"order": "tp-dp", "pipeline_model_parallel_size": 2}, "lacks pp, whose size is 2"),
         ({"order": "tp-tp-dp-pp"}, "at most once"),
-        ({"virtual_pipeline_model_parallel_size": 2}, "needs pipeline_model_parallel_size 2 or more"),
-        ({"num_distributed_optimizer_instances": 5}, "instances is 5, which does not divide data 64"),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            "needs pipeline_model_parallel_size 2 or more",
+        ),
+        (
+            {"num_distributed_optimizer_instances": 5},
+            "instances is 5, which does not divide data 64",
+        ),
         ({"expert_model_parallel_size": 7}, "expert size 7 does not divide"),
         (
             {"tensor_model_parallel_size": 4, "expert_model_parallel_size": 32},
             "32 x expert_tensor_parallel_size 4 does not divide the 64 ranks",
         ),
         (
-            {"order": "tp-cp-ep-pp-dp", "pipeline_model_parallel_size": 2, "expert_model_parallel_size": 4},
+            {
+                "order": "tp-cp-ep-pp-dp",
+                "pipeline_model_parallel_size": 2,
+                "expert_model_parallel_size": 4,
+            },
             "does not end in pp",
         ),
     ],
@@ -87,8 +102,9 @@ def test_layout_notation():
 def default_group(monkeypatch, backend, *, initialized=False, device=None):
     """A default group of this backend as a program has initialized it, with options of its own."""
     look_like_torch(monkeypatch, "2.13")
-    own = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(minutes=3)),
-                          _is_initialized=lambda: initialized)
+    own = SimpleNamespace(
+        options=SimpleNamespace(_timeout=timedelta(minutes=3)), _is_initialized=lambda: initialized
+    )
     monkeypatch.setattr("torch.distributed.get_backend", lambda group: backend)
     return SimpleNamespace(_get_backend=lambda device: own, bound_device_id=device), own.options
 
@@ -99,7 +115,9 @@ def test_taking_over_keeps_the_timeout_options_and_device_of_the_programs_init(m
     assert again == {"backend": "nccl", "timeout": timedelta(minutes=3), "pg_options": options}
     world, _ = default_group(monkeypatch, "gloo", device="cuda:0")
     assert drop_in._init_arguments(world) == {
-        "backend": "gloo", "timeout": timedelta(minutes=3), "device_id": "cuda:0"
+        "backend": "gloo",
+        "timeout": timedelta(minutes=3),
+        "device_id": "cuda:0",
     }
 
 
@@ -150,24 +168,32 @@ def test_the_users_own_layout_wins_and_is_told(capsys):
     assert megatron_core.planned_layout(current, 2, 1, 4, 0, "") == "Ettt|tL"
     assert megatron_core.planned_layout(current, 2, 1, 4, 0, "Et|tttL") is None
     assert "your own (Et|tttL) wins over the plan's (3+1)" in capsys.readouterr().err
-    assert (megatron_core.planned_layout(current, 2, 1, 4, 0, "Ettt|tL") is None
-            and not capsys.readouterr().err)
+    assert (
+        megatron_core.planned_layout(current, 2, 1, 4, 0, "Ettt|tL") is None
+        and not capsys.readouterr().err
+    )
     assert megatron_core.planned_layout(session(Sizes(pipeline=2)), 2, 1, 4, 0, "") is None
 
 
 @pytest.mark.parametrize(
     "virtual, layers, message",
-    [(2, 4, "has 2 entries, but the job runs pipeline 2 x virtual pipeline 2"), (1, 5, "adds up to 4")],
+    [
+        (2, 4, "has 2 entries, but the job runs pipeline 2 x virtual pipeline 2"),
+        (1, 5, "adds up to 4"),
+    ],
 )
 def test_a_plan_for_another_model_is_refused(virtual, layers, message):
     with pytest.raises(HolmesError, match=message):
-        megatron_core.planned_layout(session(Sizes(pipeline=2), stage_layers=(3, 1)), 2, virtual, layers, 0,
-                                     "")
+        megatron_core.planned_layout(
+            session(Sizes(pipeline=2), stage_layers=(3, 1)), 2, virtual, layers, 0, ""
+        )
 
 
 def test_recomputation_in_units_that_a_stage_would_cut():
     plan = session(Sizes(pipeline=2), stage_layers=(4, 2)).plan
-    whole = SimpleNamespace(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2)
+    whole = SimpleNamespace(
+        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=2
+    )
     megatron_core.refuse_cut_units(plan, whole, cuts=False)
     megatron_core.refuse_cut_units(replace(plan, stage_layers=(3, 1)), whole, cuts=True)
     for field, value in (
@@ -250,8 +276,13 @@ print(json.dumps({{"same": same, "wrong": wrong, "states": states, "undone": und
 def test_the_installed_megatron_core_fits():
     """Same signature; 300 random splits read back as written; every patch applied; undone exactly."""
     code = INSTALLED.format(on_cpu=str(ROOT / "examples" / "megatron_core" / "on_cpu"))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240,
-                          cwd=ROOT / "tests")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=ROOT / "tests",
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["same"] and not report["wrong"] and report["undone"]
@@ -259,13 +290,19 @@ def test_the_installed_megatron_core_fits():
     assert len(states) == 8 and set(states.values()) <= {"applied", "other version"}, states
 
 
-@pytest.mark.parametrize("layers, pipeline, expected", [
-    ((3, 1), 2, {"first": 3}),
-    ((4, 2, 2, 3), 4, {"first": 4, "last": 3}),
-    ((4, 2, 3, 3), 4, "4+2+3+3, but this megatron-core lets only the first and the last stage"),
-    ((1, 2, 0, 1), 2,
-     "lets only the first and the last stage have layers of their own; install 0.13 or newer"),
-])
+@pytest.mark.parametrize(
+    "layers, pipeline, expected",
+    [
+        ((3, 1), 2, {"first": 3}),
+        ((4, 2, 2, 3), 4, {"first": 4, "last": 3}),
+        ((4, 2, 3, 3), 4, "4+2+3+3, but this megatron-core lets only the first and the last stage"),
+        (
+            (1, 2, 0, 1),
+            2,
+            "lets only the first and the last stage have layers of their own; install 0.13 or newer",
+        ),
+    ],
+)
 def test_layers_of_each_stage_before_there_are_layouts(layers, pipeline, expected):
     if isinstance(expected, str):
         with pytest.raises(HolmesError, match=re.escape(expected)):

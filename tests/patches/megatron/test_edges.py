@@ -38,8 +38,10 @@ def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch)
     assert edges._announce(get_tensor_shapes, None, (), {"seq_length": 16}) == [SHAPE]
     for _ in range(2):  # micro-batches
         step.send("F", torch.ones(SHAPE), NEXT_RANK)  # "F": activation of a forward pass
-    message = (r"stage 0 to stage 1 \(to rank 7\): micro-batch 2 is \(16, 1, 8\) torch.float32, expected "
-               r"\(16, 2, 8\)")
+    message = (
+        r"stage 0 to stage 1 \(to rank 7\): micro-batch 2 is \(16, 1, 8\) torch.float32, expected "
+        r"\(16, 2, 8\)"
+    )
     with pytest.raises(HolmesError, match=message):
         step.send("F", torch.ones(16, 1, 8), NEXT_RANK)
     with pytest.raises(HolmesError, match="torch.bfloat16, expected"):

@@ -18,14 +18,14 @@ import example_scripts  # noqa: E402
 from example_scripts import command_lines  # noqa: E402
 
 SCRIPTS = {
-    "train.sh": 'SIZE=2\nARGS=(\n  --num-layers 4 --pipeline-model-parallel-size ${SIZE}\n)\nrm -r /\n'
-                'torchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]} --load <path to it>/x &> '
-                '/nowhere/log\n',
+    "train.sh": "SIZE=2\nARGS=(\n  --num-layers 4 --pipeline-model-parallel-size ${SIZE}\n)\nrm -r /\n"
+    "torchrun --nproc_per_node 8 pretrain_gpt.py ${ARGS[@]} --load <path to it>/x &> "
+    "/nowhere/log\n",
     "config.sh": 'cat <<EOT > ds.json\n{"train_batch_size": 8}\nEOT\n'
-                 'eval "deepspeed --num_gpus 8 ../pretrain_gpt.py --num-layers 6 '
-                 '--deepspeed_config=ds.json"\n',
+    'eval "deepspeed --num_gpus 8 ../pretrain_gpt.py --num-layers 6 '
+    '--deepspeed_config=ds.json"\n',
     "queue.sh": 'sbatch <<EOT\nsrun bash -c "python -u /x/pretrain_gpt.py --num-layers \\\\\n 8 '
-                '--bf16"\nEOT\n',
+    '--bf16"\nEOT\n',
     "bert.sh": "torchrun pretrain_bert.py --num-layers 24\n",
     "loops.sh": "# pretrain_gpt\nwhile true; do sleep 1; done\n",
 }
@@ -45,11 +45,17 @@ def test_scripts_give_their_launchers_command_lines(checkout, tmp_path, monkeypa
     monkeypatch.setattr(example_scripts, "LIMIT_S", 1)
     found = dict(command_lines(checkout, tmp_path / "configs"))
     assert set(found) == {"examples/train.sh", "examples/config.sh", "examples/queue.sh"}
-    assert found["examples/train.sh"][:4] == ["--num-layers", "4", "--pipeline-model-parallel-size", "2"]
+    assert found["examples/train.sh"][:4] == [
+        "--num-layers",
+        "4",
+        "--pipeline-model-parallel-size",
+        "2",
+    ]
     flag, path = found["examples/config.sh"][-2:]
     assert flag == "--deepspeed_config" and Path(path).read_text() == '{"train_batch_size": 8}\n'
-    assert (found["examples/queue.sh"][:2] == ["--num-layers", "8"]
-            and "--bf16" in " ".join(found["examples/queue.sh"]))
+    assert found["examples/queue.sh"][:2] == ["--num-layers", "8"] and "--bf16" in " ".join(
+        found["examples/queue.sh"]
+    )
 
 
 @pytest.mark.parametrize("name, minimum", [("Megatron-LM", 15), ("Megatron-DeepSpeed", 60)])

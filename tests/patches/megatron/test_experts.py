@@ -13,8 +13,9 @@ from holmes_ext.patches.megatron.experts import place
 from holmes_ext.plan.experts import ExpertOrder
 
 #: Not imported here: megatron_cpu_shim comes first.
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not "
-                                                                                     "installed")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 ORDER = (5, 0, 7, 2, 1, 6, 3, 4)
 
@@ -22,8 +23,10 @@ ORDER = (5, 0, 7, 2, 1, 6, 3, 4)
 def of_rank(rank, ranks, seed):
     """(largest difference of outputs, of the router's gradient, what is refused), and the experts' first
     numbers."""
-    sys.path[:0] = [os.path.join(ROOT, "integration_tests", "scripts"),
-                    os.path.join(ROOT, "integration_tests")]
+    sys.path[:0] = [
+        os.path.join(ROOT, "integration_tests", "scripts"),
+        os.path.join(ROOT, "integration_tests"),
+    ]
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")
     import torch
 
@@ -50,14 +53,20 @@ def of_rank(rank, ranks, seed):
     (before, gradient), named = run(), first()
     place(layer, ORDER, ExpertOrder(ranks, {0: ORDER}), "order.json")
     (after, placed), now = run(), first()
-    with pytest.raises(HolmesError, match="order.json, MoE layer 1: it is for 8 experts on 4 ranks, this "
-                                          "layer has 8"):
+    with pytest.raises(
+        HolmesError,
+        match="order.json, MoE layer 1: it is for 8 experts on 4 ranks, this layer has 8",
+    ):
         place(layer, ORDER, ExpertOrder(4, {0: ORDER}), "order.json")
     layer.config.moe_router_num_groups = 2
     with pytest.raises(HolmesError, match="groups of experts"):
         place(layer, ORDER, ExpertOrder(ranks, {0: ORDER}), "order.json")
-    return ((after - before).abs().max().item(), (placed - gradient[list(ORDER)]).abs().max().item(), named,
-            now)
+    return (
+        (after - before).abs().max().item(),
+        (placed - gradient[list(ORDER)]).abs().max().item(),
+        named,
+        now,
+    )
 
 
 def test_a_placed_layer_computes_what_it_did():

@@ -11,8 +11,12 @@ from holmes_ext.patches.megatron.reduce import gather as megatron_gather
 
 def config(**changes):
     return SimpleNamespace(
-        **{"use_distributed_optimizer": True, "overlap_param_gather": False, "fp8_param_gather": False,
-           **changes}
+        **{
+            "use_distributed_optimizer": True,
+            "overlap_param_gather": False,
+            "fp8_param_gather": False,
+            **changes,
+        }
     )
 
 
@@ -21,7 +25,11 @@ class Group:
 
     def __init__(self, name, log):
         self.name, self.log, self.buckets = name, log, [object()]
-        self.param_gather_handle, self.param_gather_dispatched, self.next_param_gather_bucket_group = (
+        (
+            self.param_gather_handle,
+            self.param_gather_dispatched,
+            self.next_param_gather_bucket_group,
+        ) = (
             None,
             False,
             "another",
@@ -41,7 +49,9 @@ class Group:
 @pytest.fixture(autouse=True)
 def asked_for(monkeypatch):
     monkeypatch.setattr(
-        megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: name == "megatron-gather")
+        megatron_gather,
+        "registry",
+        lambda: SimpleNamespace(is_on=lambda name: name == "megatron-gather"),
     )
 
 
@@ -49,7 +59,10 @@ def asked_for(monkeypatch):
 def parts():
     """(ddp, dense optimizer, log)"""
     log = []
-    dense, experts = [Group("last layers", log), Group("first layers", log)], [Group("experts", log)]
+    dense, experts = (
+        [Group("last layers", log), Group("first layers", log)],
+        [Group("experts", log)],
+    )
     module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Sequential(torch.nn.Linear(2, 2)))
     ddp = SimpleNamespace(module=module, bucket_groups=dense, expert_parallel_bucket_groups=experts)
     made = config()
@@ -61,7 +74,11 @@ def parts():
 
 def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit(monkeypatch):
     made = config()
-    assert megatron_gather.turn_on(made) and made.overlap_param_gather and megatron_gather.turn_on(made)
+    assert (
+        megatron_gather.turn_on(made)
+        and made.overlap_param_gather
+        and megatron_gather.turn_on(made)
+    )
     for other in (
         config(overlap_param_gather=True),
         config(use_distributed_optimizer=False),
@@ -69,7 +86,9 @@ def test_turned_on_once_for_all_chunks_and_not_where_it_does_not_suit(monkeypatc
     ):
         before = other.overlap_param_gather
         assert not megatron_gather.turn_on(other) and other.overlap_param_gather == before
-    monkeypatch.setattr(megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: False))
+    monkeypatch.setattr(
+        megatron_gather, "registry", lambda: SimpleNamespace(is_on=lambda name: False)
+    )
     assert not megatron_gather.turn_on(other := config()) and not other.overlap_param_gather
 
 
@@ -88,11 +107,19 @@ def vars_of(module):
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-@pytest.mark.parametrize("read", [
-    lambda module: module.state_dict(),
-    lambda module: module[1][0].state_dict(prefix="", keep_vars=True),  # as sharded_state_dict() does it
-    lambda module: module.load_state_dict({name: tensor + 1 for name, tensor in vars_of(module).items()}),
-], ids=["whole", "layer", "load"])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda module: module.state_dict(),
+        lambda module: module[1][0].state_dict(
+            prefix="", keep_vars=True
+        ),  # as sharded_state_dict() does it
+        lambda module: module.load_state_dict(
+            {name: tensor + 1 for name, tensor in vars_of(module).items()}
+        ),
+    ],
+    ids=["whole", "layer", "load"],
+)
 def test_reading_weights_waits_for_every_gather(parts, read):
     ddp, optimizer, log = parts
     megatron_gather._gather_after_step(lambda: True, optimizer, (), {})
@@ -100,4 +127,6 @@ def test_reading_weights_waits_for_every_gather(parts, read):
     read(ddp.module)
     assert sorted(log) == ["wait first layers", "wait last layers"]
     read(ddp.module)
-    assert len(log) == 2 and all(group.next_param_gather_bucket_group is None for group in ddp.bucket_groups)
+    assert len(log) == 2 and all(
+        group.next_param_gather_bucket_group is None for group in ddp.bucket_groups
+    )

@@ -69,7 +69,8 @@ def test_all_groups_of_16384_ranks(job):
         assert report["crossing"][kind] == report["straddling"].get(kind, 0), (kind, report)
     if not unavoidable:
         assert not any(
-            report["crossing"][kind] for kind in ("dp", "tensor and data", "expert data", "expert tensor")
+            report["crossing"][kind]
+            for kind in ("dp", "tensor and data", "expert data", "expert tensor")
         ), report
 
 
@@ -122,11 +123,15 @@ def test_every_order_gives_rank_generators_groups():
     """All 120 orders of the axes, with context and expert sizes; and orders that leave axes out or cannot be
     read."""
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", ORDERS], capture_output=True, text=True, cwd=ROOT / "tests",
-        timeout=240
+        [sys.executable, "-W", "ignore", "-c", ORDERS],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "tests",
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert not report["differ"] and report["compared"] > 1000, report
-    assert (all(theirs == ours for _, theirs, ours in report["taken"])
-            and {ours for _, _, ours in report["taken"]} == {True, False}), report["taken"]
+    assert all(theirs == ours for _, theirs, ours in report["taken"]) and {
+        ours for _, _, ours in report["taken"]
+    } == {True, False}, report["taken"]

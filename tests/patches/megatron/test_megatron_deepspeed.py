@@ -46,12 +46,16 @@ def test_the_vendored_megatron_core_is_not_taken_for_the_installed_one(tmp_path,
     core = tmp_path / "megatron" / "core"
     core.mkdir(parents=True)
     for name in ("megatron", "megatron.core", "megatron.core.package_info"):
-        monkeypatch.setitem(sys.modules, name, sys)  # so that it is put back, or removed, at the end
+        monkeypatch.setitem(
+            sys.modules, name, sys
+        )  # so that it is put back, or removed, at the end
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "megatron" / "__init__.py").touch()
     (core / "__init__.py").touch()
     (core / "package_info.py").write_text("__version__ = '0.2.0'\n")
     assert features.loaded_version() == "0.2.0"  # the real one of that version: told to be too old
-    (tmp_path / "megatron" / "arguments.py").write_text("parser = deepspeed.add_config_arguments(parser)\n")
+    (tmp_path / "megatron" / "arguments.py").write_text(
+        "parser = deepspeed.add_config_arguments(parser)\n"
+    )
     assert features.loaded_version() is None

@@ -30,7 +30,9 @@ def active(monkeypatch):
     def activate(overlap="auto", **changes):
         options = Options(cluster="two.toml", overlap=overlap)
         plan = replace(build_plan(SITE, Sizes(pipeline=2), options=options), **changes)
-        current = session.Session(options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker)
+        current = session.Session(
+            options, Process(0, 4, 0, 1, "", 0, "test"), SITE, plan, 0, maker=maker
+        )
         session.set_active(current)
         return current
 
@@ -42,17 +44,29 @@ def active(monkeypatch):
 
 def arguments(**changes):
     """What Megatron-LM's validate_args is called with, as far as it matters here."""
-    return SimpleNamespace(**{
-        "hybrid_layer_pattern": None, "num_layers": 4, "pipeline_model_parallel_size": 2,
-        "mtp_num_layers": None,
-        "pipeline_model_parallel_layout": None, "num_virtual_stages_per_pipeline_rank": None,
-        "num_layers_per_virtual_pipeline_stage": None, "distributed_backend": "gloo",
-        "use_megatron_fsdp": False,
-        "use_torch_fsdp2": False, "use_distributed_optimizer": False, "load": None, "save": None,
-        "overlap_grad_reduce": False,
-        "overlap_param_gather": False, "overlap_param_gather_with_optimizer_step": False,
-        "align_grad_reduce": True, "dist_ckpt_optim_fully_reshardable": False, **changes,
-    })  # fmt: skip
+    return SimpleNamespace(
+        **{
+            "hybrid_layer_pattern": None,
+            "num_layers": 4,
+            "pipeline_model_parallel_size": 2,
+            "mtp_num_layers": None,
+            "pipeline_model_parallel_layout": None,
+            "num_virtual_stages_per_pipeline_rank": None,
+            "num_layers_per_virtual_pipeline_stage": None,
+            "distributed_backend": "gloo",
+            "use_megatron_fsdp": False,
+            "use_torch_fsdp2": False,
+            "use_distributed_optimizer": False,
+            "load": None,
+            "save": None,
+            "overlap_grad_reduce": False,
+            "overlap_param_gather": False,
+            "overlap_param_gather_with_optimizer_step": False,
+            "align_grad_reduce": True,
+            "dist_ckpt_optim_fully_reshardable": False,
+            **changes,
+        }
+    )
 
 
 def validated(**changes):
@@ -63,7 +77,9 @@ def validated(**changes):
 
 def parse(*argv):
     def add_megatron_arguments(parser):
-        percent = "%" if sys.version_info < (3, 14) else "%%"  # 3.14 refuses a bare one as it is added
+        percent = (
+            "%" if sys.version_info < (3, 14) else "%%"
+        )  # 3.14 refuses a bare one as it is added
         parser.add_argument("--ratio", help=f"so many {percent} mask tokens")
         return parser
 
@@ -91,7 +107,10 @@ def test_layers_and_overlap_are_set_as_arguments(active):
 
 def test_the_users_own_split_and_other_model_classes_are_left_alone(active):
     active(stage_layers=(3, 1))
-    assert validated(pipeline_model_parallel_layout="Et|tttL").pipeline_model_parallel_layout == "Et|tttL"
+    assert (
+        validated(pipeline_model_parallel_layout="Et|tttL").pipeline_model_parallel_layout
+        == "Et|tttL"
+    )
     assert validated(num_layers_per_virtual_pipeline_stage=1).pipeline_model_parallel_layout is None
     assert validated(hybrid_layer_pattern="M*M*").pipeline_model_parallel_layout is None
     assert not validated(use_megatron_fsdp=True).overlap_grad_reduce
@@ -117,8 +136,10 @@ def test_buckets_stay_where_a_checkpoint_depends_on_them(active, capsys, place):
 def test_buckets_are_planned_where_none_does_or_the_user_says_so(active, overlap, reshardable):
     active(overlap)
     args = validated(
-        use_distributed_optimizer=True, save="there", load="there",
-        dist_ckpt_optim_fully_reshardable=reshardable
+        use_distributed_optimizer=True,
+        save="there",
+        load="there",
+        dist_ckpt_optim_fully_reshardable=reshardable,
     )
     assert (
         args.overlap_grad_reduce
@@ -131,12 +152,14 @@ def test_buckets_are_planned_where_none_does_or_the_user_says_so(active, overlap
 def test_another_plans_checkpoint_is_told(active, capsys, digest, lines):
     current = active(stage_layers=(3, 1))
     saved = SimpleNamespace(
-        holmes_plan_digest=current.plan.digest if digest == "own" else digest, holmes_stage_layers=[2, 2]
+        holmes_plan_digest=current.plan.digest if digest == "own" else digest,
+        holmes_stage_layers=[2, 2],
     )
     megatron_lm._compare_plans(lambda checkpoint_args: None, None, (), {"checkpoint_args": saved})
     told = capsys.readouterr().err
     assert (
-        told.count("was saved under another plan (01234567, layers for each stage: 2+2; here") == lines
+        told.count("was saved under another plan (01234567, layers for each stage: 2+2; here")
+        == lines
         and told.count("\n") == lines
     )
 
@@ -160,12 +183,14 @@ def test_parameters_that_the_check_of_a_checkpoint_gained_arrive(active):
 def test_another_models_checkpoint_is_refused_in_one_line(active):
     def check_checkpoint_args(checkpoint_args):
         raise AssertionError(
-            "num_layers value from checkpoint (4) is not equal to the input argument value (8).")
+            "num_layers value from checkpoint (4) is not equal to the input argument value (8)."
+        )
 
     active()
     with pytest.raises(
-        HolmesError, match=r"--load: the checkpoint is another model's: num_layers value from checkpoint "
-                           r"\(4\)"
+        HolmesError,
+        match=r"--load: the checkpoint is another model's: num_layers value from checkpoint "
+        r"\(4\)",
     ):
         megatron_lm._compare_plans(check_checkpoint_args, None, (SimpleNamespace(),), {})
 
@@ -188,7 +213,9 @@ def test_a_checkpoint_with_other_tensors_is_refused_in_one_line(active, text):
     with pytest.raises(NoException):  # without holmes it stays as it is
         megatron_lm._load(load_checkpoint, None, (), {})
     active()
-    with pytest.raises(HolmesError, match="--load: the checkpoint is another model's: .*a[.][bc]") as told:
+    with pytest.raises(
+        HolmesError, match="--load: the checkpoint is another model's: .*a[.][bc]"
+    ) as told:
         megatron_lm._load(load_checkpoint, None, (), {})
     assert "\n" not in str(told.value)
 

@@ -39,38 +39,62 @@ def used(monkeypatch):
     now = SimpleNamespace()
     monkeypatch.setattr(p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: now.edges))
     monkeypatch.setattr(p2p, "_interleaved", lambda: now.ring)
-    monkeypatch.setattr(mailbox, "pair_group",
-                        lambda members, purpose, pipeline: Group(members, now.rank, purpose))
+    monkeypatch.setattr(
+        mailbox, "pair_group", lambda members, purpose, pipeline: Group(members, now.rank, purpose)
+    )
     monkeypatch.setattr("torch.distributed.get_rank", lambda: now.rank)
     monkeypatch.setattr(session, "_active", None)
     for module in (p2p, pairs_of_stages):
-        monkeypatch.setattr(module, "pair_group",
-                            lambda members, purpose, pipeline: Group(members, now.rank))
+        monkeypatch.setattr(
+            module, "pair_group", lambda members, purpose, pipeline: Group(members, now.rank)
+        )
         monkeypatch.setattr(module, "backend_of", lambda group: "nccl")
-    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda group: list(group.ranks))
+    monkeypatch.setattr(
+        "torch.distributed.get_process_group_ranks", lambda group: list(group.ranks)
+    )
 
     def used(site, plan, rank, ranks, ring, edges=False):
         now.rank, now.ring, now.edges = rank, ring, edges
-        session._active = Session(Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank, maker=maker)
+        session._active = Session(
+            Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank, maker=maker
+        )
         group, over = Group(ranks, rank), []
 
         def framework(*, group, prev_pipeline_rank, next_pipeline_rank, **tensors):
-            peers = {prev_pipeline_rank} if any(tensors[f"tensor_{way}_prev"]
-                                                for way in ("send", "recv")) else set()
-            peers |= {next_pipeline_rank} if any(tensors[f"tensor_{way}_next"]
-                                                 for way in ("send", "recv")) else set()
+            peers = (
+                {prev_pipeline_rank}
+                if any(tensors[f"tensor_{way}_prev"] for way in ("send", "recv"))
+                else set()
+            )
+            peers |= (
+                {next_pipeline_rank}
+                if any(tensors[f"tensor_{way}_next"] for way in ("send", "recv"))
+                else set()
+            )
             assert peers <= set(group.ranks), "a tensor for a rank that is not in the group"
             if peers:
                 over.append(group.ranks)
-                assert group.purpose in ("", "pipeline activations"), "the other end uses another group"
+                assert group.purpose in ("", "pipeline activations"), (
+                    "the other end uses another group"
+                )
             return []
 
         place, last = ranks.index(rank), len(ranks) - 1
         before, after = (place > 0 or ring), (place < last or ring)
-        p2p._batched(framework, None, (), dict(
-            group=group, prev_pipeline_rank=ranks[place - 1],
-            next_pipeline_rank=ranks[(place + 1) % len(ranks)],
-            tensor_recv_prev=before, tensor_send_prev=before, tensor_send_next=after, tensor_recv_next=after))
+        p2p._batched(
+            framework,
+            None,
+            (),
+            dict(
+                group=group,
+                prev_pipeline_rank=ranks[place - 1],
+                next_pipeline_rank=ranks[(place + 1) % len(ranks)],
+                tensor_recv_prev=before,
+                tensor_send_prev=before,
+                tensor_send_next=after,
+                tensor_recv_next=after,
+            ),
+        )
         return over
 
     return used
@@ -90,12 +114,16 @@ def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(used,
     seen = 0
     for seed in range(200):
         site, plan = planned(seed)
-        for ranks in groups(plan.sizes, "pipeline") if plan.sizes and plan.sizes.pipeline > 1 else ():
+        for ranks in (
+            groups(plan.sizes, "pipeline") if plan.sizes and plan.sizes.pipeline > 1 else ()
+        ):
             of_rank = {rank: used(site, plan, rank, ranks, ring, edges) for rank in ranks}
             for rank, over in of_rank.items():
                 for members in over:
                     idle = [other for other in members if members not in of_rank[other]]
-                    assert not idle, f"seed {seed}: rank {rank} sends over {members}, {idle} never do"
+                    assert not idle, (
+                        f"seed {seed}: rank {rank} sends over {members}, {idle} never do"
+                    )
             seen += any(len(over) < len(ranks) for used_by in of_rank.values() for over in used_by)
     assert seen > 20, "hardly a site has pairs of their own"
 

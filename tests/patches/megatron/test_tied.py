@@ -14,8 +14,11 @@ def chunk(rank, ranks=4, distributed=True, first=128, elements=100):
     bucket = SimpleNamespace(offset=first, grad_data=SimpleNamespace(numel=lambda: 160))
     group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
     start = first + 20
-    buffer = SimpleNamespace(param_index_map={weight: (start, start + elements, 1)}, buckets=[None, bucket],
-                             data_parallel_group=group)
+    buffer = SimpleNamespace(
+        param_index_map={weight: (start, start + elements, 1)},
+        buckets=[None, bucket],
+        data_parallel_group=group,
+    )
     other = SimpleNamespace(param_index_map={})
     config = SimpleNamespace(use_distributed_optimizer=distributed)
     return SimpleNamespace(ddp_config=config, buffers=[other, buffer]), weight

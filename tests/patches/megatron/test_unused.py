@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(find_spec("torchvision") is not None, reason="torchvision is installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("torchvision") is not None, reason="torchvision is installed"
+)
 ROOT = Path(__file__).parents[3]
 #: What stands in a checkout, shortened, and a deepspeed without compression.compress.
 FILES = {
@@ -50,6 +52,7 @@ except ImportError as error:
     print("undone:", error)
 """
 
+
 @pytest.fixture
 def run(tmp_path):
     for name, text in FILES.items():
@@ -58,8 +61,13 @@ def run(tmp_path):
 
     def start(disabled=""):
         script = MAIN.replace("{disabled}", disabled)
-        return subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True,
-                              env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""})
+        return subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
+        )
 
     return start
 
@@ -69,15 +77,21 @@ def test_what_is_missing_is_served_to_megatron_alone(run):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].startswith(
-        "init_compression of deepspeed.compression.compress.init_compression is used, but deeps")
+        "init_compression of deepspeed.compression.compress.init_compression is used, but deeps"
+    )
     assert "'deepspeed<0.19.7'" in lines[0]
     assert [line.split(" is used, but ")[0] for line in lines[1:4]] == [
-        "VisionDataset of torchvision.datasets", "Resize of torchvision.transforms",
-        "datasets of torchvision.datasets"]
-    assert (lines[4].startswith("others: cannot import name 'ops'")
-            and lines[5].startswith("undone: No module named"))
+        "VisionDataset of torchvision.datasets",
+        "Resize of torchvision.transforms",
+        "datasets of torchvision.datasets",
+    ]
+    assert lines[4].startswith("others: cannot import name 'ops'") and lines[5].startswith(
+        "undone: No module named"
+    )
 
 
 def test_switched_off_it_is_missing(run):
     done = run("['megatron-deepspeed-imports']")
-    assert "No module named 'deepspeed.compression.compress'" in done.stderr and done.returncode == 1
+    assert (
+        "No module named 'deepspeed.compression.compress'" in done.stderr and done.returncode == 1
+    )

@@ -85,7 +85,9 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
             optimizer.step()
             optimizer.zero_grad(set_to_none=step % 2 == 0)  # both ways to clear gradients
     sent_across_mb = 0
-    reducer = ddp_patches._reducers.get(wrapped)  # holmes's reducer of gradients; None without holmes
+    reducer = ddp_patches._reducers.get(
+        wrapped
+    )  # holmes's reducer of gradients; None without holmes
     if reducer is not None:
         # Only an all-reduce in two levels (inside clusters, then between them) counts its bytes.
         sent_across_mb = getattr(reducer.reduction, "bytes_across", 0) / 1e6
@@ -97,9 +99,13 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
 def start(rank, *clusters, **options):
     here = site(*clusters or CLUSTERS)
     current = session.Session(
-        Options(**options), Process(rank, 4, 0, 1, "", 0, "test"), here,
+        Options(**options),
+        Process(rank, 4, 0, 1, "", 0, "test"),
+        here,
         build_plan(here, options=Options(**options)),
-        rank, maker=maker)
+        rank,
+        maker=maker,
+    )
     session.set_active(current)
     registry().enable(["ddp"], required=True)
 
@@ -160,8 +166,9 @@ def fp16_in_cpp(wrapped):
 
 
 def fp16_wrapper(wrapped):
-    wrapped.register_comm_hook(wrapped.process_group,
-                               default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook))
+    wrapped.register_comm_hook(
+        wrapped.process_group, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)
+    )
 
 
 @pytest.mark.parametrize("hook", [fp16, fp16_in_cpp, fp16_wrapper])
@@ -192,7 +199,12 @@ def test_the_program_s_own_hook_wins():
     answers = run_ranks(told, 4, both, {}, {}, {"hook": own_hook})
     for (difference, across, name), _ in answers:
         assert difference < 1e-6 and across == 0 and name == "halved"
-    assert [text.count("holmes: the comm hook halved reduces") for _, text in answers] == [1, 0, 0, 0]
+    assert [text.count("holmes: the comm hook halved reduces") for _, text in answers] == [
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def second_hook(rank):
@@ -217,12 +229,19 @@ def half_in_bucket(rank):
     return wrapped._get_ddp_logging_data()["comm_hook"]
 
 
-@pytest.mark.skipif(torch.backends.cuda.is_built() and not torch.cuda.is_available(),
-                    reason="stock DDP makes a stream for it, on CUDA if torch was built for it")
+@pytest.mark.skipif(
+    torch.backends.cuda.is_built() and not torch.cuda.is_available(),
+    reason="stock DDP makes a stream for it, on CUDA if torch was built for it",
+)
 def test_mixed_precision_stays_stock_with_one_line():
     answers = run_ranks(told, 4, half_in_bucket)
     assert [hook for hook, _ in answers] == ["_reducer_allreduce_and_upcast_hook"] * 4
-    assert [text.count("on one level, because of mixed_precision") for _, text in answers] == [1, 0, 0, 0]
+    assert [text.count("on one level, because of mixed_precision") for _, text in answers] == [
+        1,
+        0,
+        0,
+        0,
+    ]
 
 
 def in_one_cluster(rank):
@@ -319,8 +338,10 @@ def dies(rank):
 
 @gloo_only
 def test_a_rank_that_dies_ends_the_step_with_the_bucket_and_the_fabric():
-    with pytest.raises(RankError, match="the reduction of DistributedDataParallel's bucket [0-9]+ failed "
-                                        "over fabric"):
+    with pytest.raises(
+        RankError,
+        match="the reduction of DistributedDataParallel's bucket [0-9]+ failed over fabric",
+    ):
         run_ranks(dies, 4)
 
 
@@ -387,7 +408,11 @@ def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monke
     future = ddp_patches.two_level_hook(reducer, bucket)
     assert future is bucket  # one stand-in for both
     assert bucket.log == [
-        ("divide by 4", "backward"), ("launch", "backward"), ("wait", "side"), ("complete", "side")]
+        ("divide by 4", "backward"),
+        ("launch", "backward"),
+        ("wait", "side"),
+        ("complete", "side"),
+    ]
     assert bucket.stream == "backward"
 
 
@@ -409,7 +434,11 @@ def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
     reducer.postponed = []  # a list, not None: postpones waiting until finish()
     future = ddp_patches.two_level_hook(reducer, bucket)  # the comm hook
     assert future is bucket  # one stand-in for both
-    assert bucket.log == [("divide by 4", "backward"), ("launch", "backward"), ("complete", "backward")]
+    assert bucket.log == [
+        ("divide by 4", "backward"),
+        ("launch", "backward"),
+        ("complete", "backward"),
+    ]
     assert parameter.grad.data_ptr() == flat.data_ptr()
     assert unused.grad.data_ptr() == flat[6:].data_ptr()
     assert gradient.sum() == 0  # not written yet

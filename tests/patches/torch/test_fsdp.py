@@ -49,8 +49,14 @@ def model():
 
 def start(rank, *clusters, world=4, **options):
     here, chosen = site(*clusters), Options(**options)
-    current = session.Session(chosen, Process(rank, world, 0, 1, "", 0, "test"), here,
-                              build_plan(here, options=chosen), rank, maker=maker)
+    current = session.Session(
+        chosen,
+        Process(rank, world, 0, 1, "", 0, "test"),
+        here,
+        build_plan(here, options=chosen),
+        rank,
+        maker=maker,
+    )
     session.set_active(current)
     registry().enable(["fsdp"], required=True)
     sys.stderr = io.StringIO()
@@ -69,7 +75,9 @@ def test_units_are_looked_through_once(monkeypatch):
             reads.append("all_states")
             return []
 
-    state = SimpleNamespace(_is_root=None, _state_ctx=Context())  # stands in for the root's FSDPState
+    state = SimpleNamespace(
+        _is_root=None, _state_ctx=Context()
+    )  # stands in for the root's FSDPState
 
     def lazy_init():
         state._is_root = True
@@ -131,7 +139,10 @@ CASES = {
     "plain": ({}, {}),
     "accumulation": ({}, {"accumulate": 3}),
     "kept after the forward pass": ({"reshard_after_forward": False}, {}),
-    "bf16": ({"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}, {}),
+    "bf16": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)},
+        {},
+    ),
 }
 
 
@@ -146,7 +157,9 @@ def test_hybrid_has_stock_s_losses(case):
     # Each of 4 processes trains without holmes, then with it.
     results = run_ranks(both, 4, *CASES[case])
     for losses_without_holmes, hybrid_losses, mesh, _ in results:  # of the ranks
-        differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
+        differences = [
+            abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)
+        ]
         assert max(differences) < tolerance
         assert mesh == [[0, 1], [2, 3]]  # the ranks of each cluster
     printed_by_rank_0, *printed_by_other_ranks = [printed for _, _, _, printed in results]
@@ -169,11 +182,15 @@ def test_a_mesh_of_one_dimension_is_told_what_it_costs(own_mesh):
     assert [dimensions for dimensions, _ in answers] == [1] * 4
     text = answers[0][1]
     weights = 3 * (64 * 192 * 2 + 192 + 64) * 4
-    assert (text.count("\n") == 1
-            and f"FSDP gathers {weights / 1e3:.3g} kB of weights across clusters a, b" in text)
+    assert (
+        text.count("\n") == 1
+        and f"FSDP gathers {weights / 1e3:.3g} kB of weights across clusters a, b" in text
+    )
     assert "--holmes-fsdp hybrid:" in text
-    assert (f"{2 * weights / 1e3:.3g} kB of weights, gradients" in text
-            and f"of {weights / 1e3:.3g} kB" in text)
+    assert (
+        f"{2 * weights / 1e3:.3g} kB of weights, gradients" in text
+        and f"of {weights / 1e3:.3g} kB" in text
+    )
 
 
 def crossing(rank, sizes, *clusters):
@@ -182,17 +199,30 @@ def crossing(rank, sizes, *clusters):
     return said()
 
 
-@pytest.mark.parametrize("sizes, clusters, where, way_out", [
-    ((2, 2), ("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0"), "ranks 2, 3 lie in clusters a, b",
-     "any size does (ranks of clusters: a 3, b 1)"),
-    ((1, 4), ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]"), "ranks 0, 1, 2, 3 lie in clusters a, b",
-     "size 2, or a part of it, would not"),
-])
+@pytest.mark.parametrize(
+    "sizes, clusters, where, way_out",
+    [
+        (
+            (2, 2),
+            ("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0"),
+            "ranks 2, 3 lie in clusters a, b",
+            "any size does (ranks of clusters: a 3, b 1)",
+        ),
+        (
+            (1, 4),
+            ("a ib 2Gb/s a[0-1]", "b roce 1.6Gb/s b[0-1]"),
+            "ranks 0, 1, 2, 3 lie in clusters a, b",
+            "size 2, or a part of it, would not",
+        ),
+    ],
+)
 def test_a_dimension_that_crosses_is_named_with_its_cost(sizes, clusters, where, way_out):
     text = run_ranks(crossing, 4, sizes, *clusters)[0]
     assert text.count("\n") == 1
-    assert (f"dimension shard (size {sizes[1]}) crosses clusters: {where}, "
-            "so every layer's weights cross, 0.") in text
+    assert (
+        f"dimension shard (size {sizes[1]}) crosses clusters: {where}, "
+        "so every layer's weights cross, 0."
+    ) in text
     assert text.endswith(f" s of a step (predicted); {way_out}\n")
 
 
@@ -206,10 +236,16 @@ def part_of_the_ranks(rank):
     shard(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["dp"])
 
 
-@pytest.mark.parametrize("function, what", [
-    (unequal, r"--holmes-fsdp hybrid: clusters hold different numbers of the 4 ranks .*\(a 3, b 1\)"),
-    (part_of_the_ranks, "FSDP shards over 2 of 4 ranks"),
-])
+@pytest.mark.parametrize(
+    "function, what",
+    [
+        (
+            unequal,
+            r"--holmes-fsdp hybrid: clusters hold different numbers of the 4 ranks .*\(a 3, b 1\)",
+        ),
+        (part_of_the_ranks, "FSDP shards over 2 of 4 ranks"),
+    ],
+)
 def test_what_hybrid_cannot_do_is_one_line(function, what):
     with pytest.raises(RankError, match=what):
         run_ranks(function, 4)
@@ -230,19 +266,27 @@ def checkpoint(rank, directory, saved_hybrid):
             weights, moments = get_state_dict(made, optimizer)
             state = {"model": weights, "optimizer": moments}
             dcp.load(state, checkpoint_id=directory)
-            set_state_dict(made, optimizer, model_state_dict=state["model"],
-                           optim_state_dict=state["optimizer"])
+            set_state_dict(
+                made,
+                optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+            )
         else:
             train(made, rank, 2, optimizer=optimizer)
             weights, moments = get_state_dict(made, optimizer)
             dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=directory)
-        losses.append((next(made.parameters()).device_mesh.ndim, train(made, rank, 2, optimizer=optimizer)))
+        losses.append(
+            (next(made.parameters()).device_mesh.ndim, train(made, rank, 2, optimizer=optimizer))
+        )
     return losses
 
 
 @pytest.mark.parametrize("saved_hybrid", [False, True])
 def test_checkpoints_load_both_ways(tmp_path, saved_hybrid):
-    for (saved_on, saved), (loaded_on, loaded) in run_ranks(checkpoint, 4, str(tmp_path), saved_hybrid):
+    for (saved_on, saved), (loaded_on, loaded) in run_ranks(
+        checkpoint, 4, str(tmp_path), saved_hybrid
+    ):
         assert (saved_on, loaded_on) == ((2, 1) if saved_hybrid else (1, 2))
         assert max(abs(a - b) for a, b in zip(saved, loaded)) < 1e-6
 
@@ -255,8 +299,12 @@ def train_fsdp1(rank, strategy):
 
     def losses_of_new_model():
         sharded = FullyShardedDataParallel(
-            model(), auto_wrap_policy=ModuleWrapPolicy({Block}), sharding_strategy=strategy,
-            use_orig_params=True, device_id=torch.device("cpu"))
+            model(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            sharding_strategy=strategy,
+            use_orig_params=True,
+            device_id=torch.device("cpu"),
+        )
         return train(sharded, rank)  # the losses of some steps
 
     losses_without_holmes = losses_of_new_model()
@@ -267,7 +315,9 @@ def train_fsdp1(rank, strategy):
 
 
 @pytest.mark.row("FSDP1")
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None])
+@pytest.mark.parametrize(
+    "strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, None]
+)
 def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
     """FSDP1 with --holmes-fsdp hybrid has the losses of FSDP1 without holmes.
 
@@ -275,7 +325,9 @@ def test_fsdp1_in_hybrid_has_stock_s_losses(strategy):
     """
     results = run_ranks(train_fsdp1, 4, strategy, timeout_s=180)
     for losses_without_holmes, hybrid_losses, mesh_count in results:
-        differences = [abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)]
+        differences = [
+            abs(loss - hybrid) for loss, hybrid in zip(losses_without_holmes, hybrid_losses)
+        ]
         assert max(differences) < 1e-6
         assert mesh_count == 1
 
@@ -287,5 +339,6 @@ def nothing_sharded(rank):
 
 
 def test_hybrid_without_fsdp_is_one_line():
-    assert [text.count("--holmes-fsdp hybrid did nothing")
-            for text in run_ranks(nothing_sharded, 2)] == [1, 0]
+    assert [
+        text.count("--holmes-fsdp hybrid did nothing") for text in run_ranks(nothing_sharded, 2)
+    ] == [1, 0]

@@ -51,9 +51,18 @@ def session_of(rank, world=2, plan_digest="same"):
 
 
 def new_process_group_helper(
-    group_size, group_rank, global_ranks_in_group, backend, store, group_name,
-    backend_options=None, timeout=None, pg_tag=None, device_id=None, group_desc=None,
-):  # fmt: skip
+    group_size,
+    group_rank,
+    global_ranks_in_group,
+    backend,
+    store,
+    group_name,
+    backend_options=None,
+    timeout=None,
+    pg_tag=None,
+    device_id=None,
+    group_desc=None,
+):
     """Stand in for torch's _new_process_group_helper, with its signature since torch 2.6."""
 
 
@@ -77,9 +86,12 @@ def recorder(calls, function, result=None):
     return record
 
 
-@pytest.mark.parametrize("launched_rank, renumbered_rank, hosts_store",
-                         [(0, 3, True), (2, 0, False), (1, 1, False)])
-def test_the_store_stays_where_the_launcher_put_it(process, launched_rank, renumbered_rank, hosts_store):
+@pytest.mark.parametrize(
+    "launched_rank, renumbered_rank, hosts_store", [(0, 3, True), (2, 0, False), (1, 1, False)]
+)
+def test_the_store_stays_where_the_launcher_put_it(
+    process, launched_rank, renumbered_rank, hosts_store
+):
     """The process that the launcher started as rank 0 hosts the store, also if holmes renumbers the ranks.
 
     MASTER_ADDR is the address of this process. torch hosts the store in the process for which
@@ -155,7 +167,11 @@ def test_ranks_with_the_same_plan_agree(monkeypatch):
 
 def test_one_rank_tells_of_another_plan_and_all_end(monkeypatch):
     """If the plan of rank 1 differs, all ranks raise an error; only one of the errors is to be printed."""
-    sessions = [session_of(0, world=3), session_of(1, world=3, plan_digest="other"), session_of(2, world=3)]
+    sessions = [
+        session_of(0, world=3),
+        session_of(1, world=3, plan_digest="other"),
+        session_of(2, world=3),
+    ]
     errors = agree(dist.HashStore(), sessions, monkeypatch)
     for error in errors.values():
         assert "differ in plan's digest" in str(error)
@@ -247,15 +263,32 @@ def test_options_by_the_name_that_torch_2_4_and_2_5_have_for_them(on_nccl):
     """The NCCL options get the planned network also in torch before 2.6, which calls them `pg_options`."""
 
     def older_helper(
-        group_size, group_rank, global_ranks_in_group, backend, store, group_name,
-        pg_options=None, timeout=None, pg_tag=None, device_id=None, group_desc=None,
-    ):  # fmt: skip
+        group_size,
+        group_rank,
+        global_ranks_in_group,
+        backend,
+        store,
+        group_name,
+        pg_options=None,
+        timeout=None,
+        pg_tag=None,
+        device_id=None,
+        group_desc=None,
+    ):
         pass
 
     user_options = Options()
     user_options.config.max_ctas = 7
-    kwargs = dict(group_size=2, group_rank=0, global_ranks_in_group=[], backend="nccl", store="store",
-                  group_name="name", pg_options=user_options, group_desc="d")
+    kwargs = dict(
+        group_size=2,
+        group_rank=0,
+        global_ranks_in_group=[],
+        backend="nccl",
+        store="store",
+        group_name="name",
+        pg_options=user_options,
+        group_desc="d",
+    )
     calls = []  # of torch's function: parameter name -> argument
     helper = recorder(calls, older_helper)
     # A wrapper gets the wrapped function, no instance, and the positional and keyword arguments.
@@ -309,8 +342,14 @@ def test_a_network_forced_by_a_file_ends_the_job_before_the_group_is_made(on_ncc
     assert not calls
 
 
-@pytest.mark.parametrize("backend, expected", [
-    ("gloo", ["waited", "ended"]), ("nccl", ["ended"]), ("cpu:gloo,cuda:nccl", ["waited", "ended"])])
+@pytest.mark.parametrize(
+    "backend, expected",
+    [
+        ("gloo", ["waited", "ended"]),
+        ("nccl", ["ended"]),
+        ("cpu:gloo,cuda:nccl", ["waited", "ended"]),
+    ],
+)
 def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, backend, expected):
     """Before process groups are destroyed, holmes waits a moment for the threads of gloo.
 
@@ -326,7 +365,9 @@ def test_threads_of_gloo_forget_before_the_groups_end(on_nccl, monkeypatch, back
     monkeypatch.setattr(torch_distributed, "let_threads_forget", lambda: events.append("waited"))
     # Wrappers get the wrapped function, no instance, and the positional and keyword arguments.
     make_group = recorder([], new_process_group_helper)  # a stand-in that makes no group
-    torch_distributed._give_group_its_nic(make_group, None, (2, 0, [0, 1], backend, "store", "name"), {})
+    torch_distributed._give_group_its_nic(
+        make_group, None, (2, 0, [0, 1], backend, "store", "name"), {}
+    )
     torch_distributed._destroy_after_gloo_threads(destroy_groups, None, (), {})
     assert events == expected
 
@@ -364,7 +405,9 @@ def options_of_new_group(backend, ranks=(0, 1), options=None):
     return arguments["backend_options"]
 
 
-@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "cpu:gloo,cuda:nccl2"])
+@pytest.mark.parametrize(
+    "backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy", "cpu:gloo,cuda:nccl2"]
+)
 def test_each_name_of_nccl_gets_the_planned_network(torch_2_15, backend):
     options = options_of_new_group(backend)
     assert options.config.net_name == "Socket"  # planned

@@ -51,7 +51,9 @@ def holmes(rank, clusters=CLUSTERS, sizes="", features=("pipelining", "ddp")):
     else:
         planned_sizes = None
         options = Options()
-    process = Process(rank, 4, 0, 1, "", 0, "test")  # rank and world size; local rank and local world size
+    process = Process(
+        rank, 4, 0, 1, "", 0, "test"
+    )  # rank and world size; local rank and local world size
     plan = build_plan(cluster_site, planned_sizes)
     current = session.Session(options, process, cluster_site, plan, rank, maker=maker)
     session.set_active(current)
@@ -91,19 +93,37 @@ def make(index, stages, mesh, data, options, channels_last=False):
         module = fully_shard(module, mesh=mesh["dp"])
     # torch 2.13 must not try out DDP's forward
     message = torch.empty(8 // MICRO_BATCHES, 48, requires_grad=True)
-    return PipelineStage(module, index, stages, torch.device("cpu"), message if index else message.detach(),
-                         message, group=mesh["pp"].get_group())
+    return PipelineStage(
+        module,
+        index,
+        stages,
+        torch.device("cpu"),
+        message if index else message.detach(),
+        message,
+        group=mesh["pp"].get_group(),
+    )
 
 
-def train(pipeline, schedule, chunks=1, data="ddp", order=("pp", "dp"), options=None, steps=3, hook=None,
-          channels_last=False):
+def train(
+    pipeline,
+    schedule,
+    chunks=1,
+    data="ddp",
+    order=("pp", "dp"),
+    options=None,
+    steps=3,
+    hook=None,
+    channels_last=False,
+):
     """Weights after some steps. The group of this rank's pipeline, and those of its data-parallel stages."""
     sizes = {"pp": pipeline, "dp": dist.get_world_size() // pipeline}
     mesh = init_device_mesh("cpu", tuple(sizes[name] for name in order), mesh_dim_names=order)
     place, replica = mesh.get_local_rank("pp"), mesh.get_local_rank("dp")
     count = pipeline * chunks
-    stages = [make(index, count, mesh, data, options or {}, channels_last)
-              for index in range(place, count, pipeline)]
+    stages = [
+        make(index, count, mesh, data, options or {}, channels_last)
+        for index in range(place, count, pipeline)
+    ]
     if hook:
         for stage in stages:
             stage.submod.register_comm_hook(stage.submod.process_group, hook)
@@ -150,7 +170,9 @@ CASES = {
     "gradients as views": ((2, "LoopedBFS", 2), {"options": {"gradient_as_bucket_view": True}}),
     "channels last": ((2, "LoopedBFS", 2), {"channels_last": True}),
     "channels last, gradients as views": (
-        (2, "1F1B"), {"channels_last": True, "options": {"gradient_as_bucket_view": True}}),
+        (2, "1F1B"),
+        {"channels_last": True, "options": {"gradient_as_bucket_view": True}},
+    ),
     "unused parameters": ((2, "LoopedBFS", 2), {"options": {"find_unused_parameters": True}}),
     "a hook of the program's": ((2, "LoopedBFS", 2), {"hook": default_hooks.fp16_compress_hook}),
     "FSDP": ((2, "LoopedBFS", 2), {"data": "fsdp"}),
@@ -175,7 +197,11 @@ def test_weights_are_stock_s(results, name):
 
 def test_pairs_of_stages_have_groups_where_one_is_inside_a_cluster(results):
     assert [of_rank["four stages"][1] for of_rank in results] == [
-        {1: [0, 1], 3: [0, 3]}, {0: [0, 1], 2: [1, 2]}, {1: [1, 2], 3: [2, 3]}, {0: [0, 3], 2: [2, 3]}]
+        {1: [0, 1], 3: [0, 3]},
+        {0: [0, 1], 2: [1, 2]},
+        {1: [1, 2], 3: [2, 3]},
+        {0: [0, 3], 2: [2, 3]},
+    ]
     assert all(of_rank["four stages in one cluster"][1] == {} for of_rank in results)
 
 
@@ -200,7 +226,12 @@ def events_of_two_steps(rank, args):
     with holmes(rank), pytest.MonkeyPatch.context() as patch:
         record(patch, ddp_patches.BucketReducer, "reduce", lambda reducer: "reduce")
         record(patch, ddp_patches.BucketReducer, "finish", lambda reducer: "finish")
-        record(patch, PipelineStage, "backward_one_chunk", lambda stage: f"backward {stage.stage_index}")
+        record(
+            patch,
+            PipelineStage,
+            "backward_one_chunk",
+            lambda stage: f"backward {stage.stage_index}",
+        )
         train(*args, order=("dp", "pp"), steps=2)  # order: dimensions of the device mesh
     return events
 
@@ -233,8 +264,10 @@ def test_gradients_that_torch_leaves_unreduced_are_told():
 def test_an_order_that_straddles_is_told_with_the_way_out():
     assert run_ranks(planned, 4, ("pp", "dp"), "")[0] == ""
     told = run_ranks(planned, 4, ("dp", "pp"), "")[0]
-    assert ("2 data groups straddle clusters" in told
-            and "--holmes-sizes pipeline=2,order=tp-cp-ep-pp-dp" in told)
+    assert (
+        "2 data groups straddle clusters" in told
+        and "--holmes-sizes pipeline=2,order=tp-cp-ep-pp-dp" in told
+    )
 
 
 def test_other_sizes_than_planned_are_refused():
@@ -245,9 +278,11 @@ def test_other_sizes_than_planned_are_refused():
 #: Of four stages, 4 micro-batches: what plan/passes finds for an edge of three passes in the middle, 4 in
 #: flight.
 PASSES = (
-    "F0 F1 F2 F3 B0 B1 B2 B3", "F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3",
-    "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3", "F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
-)  # fmt: skip
+    "F0 F1 F2 F3 B0 B1 B2 B3",
+    "F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3",
+    "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
+    "F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3",
+)
 
 
 def in_listed_passes(rank, schedule, data):
@@ -255,16 +290,24 @@ def in_listed_passes(rank, schedule, data):
     said = sys.stderr = io.StringIO()
     stages, stock_data = (4, "") if not data else (2, data)
     stock, _ = train(stages, schedule, data=stock_data)
-    with holmes(rank, sizes=f"pipeline={stages}", features=("pipelining", "ddp", "torch-passes")) as current:
+    with holmes(
+        rank, sizes=f"pipeline={stages}", features=("pipelining", "ddp", "torch-passes")
+    ) as current:
         plan = current.plan
         texts = PASSES[:1] + PASSES[-1:] if stages == 2 else PASSES
         plan = replace(plan, traffic=tuple(replace(one, passes=texts) for one in plan.traffic))
         session.set_active(replace(current, plan=plan))
         make, late = WeightGradients.make, []
-        WeightGradients.make = lambda self, number: late.append(len(self._kept[number])) or make(self, number)
+        WeightGradients.make = lambda self, number: (
+            late.append(len(self._kept[number])) or make(self, number)
+        )
         ours, _ = train(stages, schedule, data=stock_data)
         WeightGradients.make = make
-    return max(float((a - b).abs().max()) for a, b in zip(stock, ours, strict=True)), said.getvalue(), late
+    return (
+        max(float((a - b).abs().max()) for a, b in zip(stock, ours, strict=True)),
+        said.getvalue(),
+        late,
+    )
 
 
 needs_passes = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch-passes needs torch 2.8")
@@ -285,16 +328,27 @@ def test_stages_that_reduce_themselves_keep_their_passes_and_it_is_told():
 
 
 @needs_passes
-@pytest.mark.parametrize("texts, posted", [
-    # gloo: as early as the other end may send
-    (("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"),
-     ("F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 F2 SEND_F2 RECV_B2 B1 B2",
-      "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2")),
-    # NCCL: in the order of the edge's messages, a0 a1 g0 a2 g1 g2
-    (("F0 F1 g0 B0 F2 g1 g2 B1 B2", "F0 B0 F1 B1 F2 B2"),
-     ("F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 F2 SEND_F2 RECV_B1 RECV_B2 B1 B2",
-      "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "texts, posted",
+    [
+        # gloo: as early as the other end may send
+        (
+            ("F0 F1 B0 F2 B1 B2", "F0 B0 F1 B1 F2 B2"),
+            (
+                "F0 SEND_F0 RECV_B0 F1 SEND_F1 RECV_B1 B0 F2 SEND_F2 RECV_B2 B1 B2",
+                "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2",
+            ),
+        ),
+        # NCCL: in the order of the edge's messages, a0 a1 g0 a2 g1 g2
+        (
+            ("F0 F1 g0 B0 F2 g1 g2 B1 B2", "F0 B0 F1 B1 F2 B2"),
+            (
+                "F0 SEND_F0 F1 SEND_F1 RECV_B0 B0 F2 SEND_F2 RECV_B1 RECV_B2 B1 B2",
+                "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2",
+            ),
+        ),
+    ],
+)
 def test_receives_stand_where_the_plan_posts_them(texts, posted):
     """_with_receives_moved() puts each receive of a stage to its position in the plan.
 

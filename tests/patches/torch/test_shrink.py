@@ -54,7 +54,9 @@ def current(monkeypatch):
         calls=[],
     )
     monkeypatch.setattr(session, "_active", current)
-    world = SimpleNamespace(default_pg=Group([0, 1, 2, 3], "default_pg"))  # dist.group.WORLD reads this
+    world = SimpleNamespace(
+        default_pg=Group([0, 1, 2, 3], "default_pg")
+    )  # dist.group.WORLD reads this
     monkeypatch.setattr(dist.distributed_c10d, "_world", world)
     monkeypatch.setattr(shrink, "group_ranks", lambda group: group.ranks)
     monkeypatch.setattr(shrink, "backend_of", lambda group: "gloo")
@@ -78,7 +80,9 @@ def call_patched(wrapper, current, torch_function, *arguments, **keywords):
         current.calls.append((args, kwargs))
         return torch_function(*args, **kwargs)
 
-    original.__wrapped__ = torch_function  # so that inspect.signature() finds torch_function's parameters
+    original.__wrapped__ = (
+        torch_function  # so that inspect.signature() finds torch_function's parameters
+    )
     return wrapper(original, None, arguments, keywords)
 
 
@@ -174,7 +178,9 @@ def test_a_shrunk_nccl_group_gets_options_for_its_ranks(current, monkeypatch):
     monkeypatch.setattr(shrink, "options_of", lambda group: "former options")
     monkeypatch.setattr(shrink, "planned_nccl_options", nccl_options)
     monkeypatch.setattr(shrink, "record_group", lambda *arguments: None)
-    shrink_group(current, ranks_to_exclude=[2], group=Group([0, 1, 3]), pg_options="program's options")
+    shrink_group(
+        current, ranks_to_exclude=[2], group=Group([0, 1, 3]), pg_options="program's options"
+    )
     assert arguments_of_nccl_options == [((0, 1), "program's options", "former options")]
     ((_positional, keywords),) = current.calls
     assert keywords["pg_options"] == "options with IB"
@@ -227,7 +233,9 @@ def test_a_reconfigured_group_is_recorded_if_its_members_change(current):
 
 def test_a_set_of_handles_is_sorted(current):
     """torch assigns the new ranks in sorted order if the program passes a set."""
-    reconfigure_default_group(current, uuid=1, handles={handle(2, -1), handle(0, -1), handle(1, -1)})
+    reconfigure_default_group(
+        current, uuid=1, handles={handle(2, -1), handle(0, -1), handle(1, -1)}
+    )
     assert recorded_groups(current) == [("default_pg:reconfigured", (0, 1, 2), "ethernet")]
 
 

@@ -46,17 +46,25 @@ def run_script(tmp_path):
             folder.mkdir()
             for name, text in TORCHCOMMS.items():
                 (folder / name).write_text(text)
-        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1", **variables}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(tmp_path),
+            "OMP_NUM_THREADS": "1",
+            **variables,
+        }
         command = [sys.executable, str(script), *arguments]
         return subprocess.run(command, env=environment, text=True, timeout=300, capture_output=True)
 
     return run_script
 
 
-@pytest.mark.parametrize("arguments, variables, named_switch", [
-    ([], {SWITCH: "1"}, f"{SWITCH}=1"),
-    (["config"], {}, "torch.distributed.config.use_torchcomms"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments, variables, named_switch",
+    [
+        ([], {SWITCH: "1"}, f"{SWITCH}=1"),
+        (["config"], {}, "torch.distributed.config.use_torchcomms"),
+    ],
+)
 def test_the_job_ends_with_one_message_and_status_2(run_script, arguments, variables, named_switch):
     """The message names the switch by which torchcomms is on: an environment variable, or torch's config."""
     process = run_script("--holmes", *arguments, **variables)

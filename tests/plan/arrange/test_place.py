@@ -33,9 +33,15 @@ def make_site(clusters, processes=1, interleave=False):
     fabrics = [Fabric(name, "ib", int(RATES[index % 4]), 2e-6) for index, name in enumerate(names)]
     fabrics.append(Fabric(ETHERNET, "ethernet", int(250e6), 30e-6))
     nodes = [
-        (index,
-         Node(f"{'abcdef'[number]}{index}", "abcdef"[number], processes,
-              tuple(Port(f) for f in (*own, ETHERNET))))
+        (
+            index,
+            Node(
+                f"{'abcdef'[number]}{index}",
+                "abcdef"[number],
+                processes,
+                tuple(Port(f) for f in (*own, ETHERNET)),
+            ),
+        )
         for number, (count, own) in enumerate(clusters)
         for index in range(count)
     ]
@@ -84,7 +90,9 @@ def brute_force(site, sizes, prices):
     kinds = [node.fabrics for node in site.nodes]
     best = None
     for line in distinct_orders({kind: kinds.count(kind) for kind in kinds}):
-        queues = {kind: iter([node.name for node in site.nodes if node.fabrics == kind]) for kind in kinds}
+        queues = {
+            kind: iter([node.name for node in site.nodes if node.fabrics == kind]) for kind in kinds
+        }
         order = [next(queues[kind]) for kind in line]
         score = straddling(site, order, sizes), seconds(site, order, sizes, prices=prices)
         best = score if best is None else min(best, score)
@@ -98,7 +106,9 @@ def check(site, sizes, **options):
     case = ([(node.name, node.fabrics) for node in site.nodes], site.processes, sizes)
     assert sorted(placed.names) == sorted(node.name for node in site.nodes), case
     assert straddles(site, placed) == straddling(site, placed.names, sizes) == least[0], case
-    assert seconds(site, placed.names, sizes, prices=prices) == pytest.approx(least[1], rel=1e-8), case
+    assert seconds(site, placed.names, sizes, prices=prices) == pytest.approx(least[1], rel=1e-8), (
+        case
+    )
     for cluster in site.clusters:  # within a cluster the launcher's order stays
         own = [node.name for node in site.nodes if node.cluster == cluster]
         assert [name for name in placed.names if name in own] == own, case
@@ -116,15 +126,22 @@ def cases(limit, seed, nodes=7):
         counts = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
         processes = rng.choice((1, 2, 3, 4))
         world = sum(counts) * processes
-        pipeline, tensor, context = (rng.choice((1, 2, 3, 4, 6)), rng.choice((1, 2, 4)),
-                                     rng.choice((1, 1, 2)))
+        pipeline, tensor, context = (
+            rng.choice((1, 2, 3, 4, 6)),
+            rng.choice((1, 2, 4)),
+            rng.choice((1, 1, 2)),
+        )
         if world % (pipeline * tensor * context) or sum(counts) > nodes:
             continue
         data = world // (pipeline * tensor * context)
         expert = rng.choice([size for size in (1, 1, 2, 4) if (data * context) % size == 0])
         found += 1
-        yield counts, processes, Sizes(pipeline, tensor, context, expert,
-                                       order=rng.choice(ORDERS)), rng.random() < 0.5
+        yield (
+            counts,
+            processes,
+            Sizes(pipeline, tensor, context, expert, order=rng.choice(ORDERS)),
+            rng.random() < 0.5,
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -140,12 +157,22 @@ def test_equals_brute_force_for_every_split_of_six_nodes(pipeline):
         if sum(counts) == 6:
             for processes, order in itertools.product((1, 2), ORDERS[:2]):
                 if (6 * processes) % pipeline == 0:
-                    check(plain(*counts, processes=processes, interleave=True), Sizes(pipeline, order=order))
+                    check(
+                        plain(*counts, processes=processes, interleave=True),
+                        Sizes(pipeline, order=order),
+                    )
 
 
 @pytest.mark.parametrize("counts", [(2, 4), (3, 5), (1, 1, 2), (4, 4), (2, 2, 4), (1, 7)])
 def test_equals_brute_force_for_the_named_shapes(counts):
-    for pipeline, tensor in ((1, 1), (2, 1), (4, 1), (2, 2), (sum(counts) // 2, 1), (sum(counts), 1)):
+    for pipeline, tensor in (
+        (1, 1),
+        (2, 1),
+        (4, 1),
+        (2, 2),
+        (sum(counts) // 2, 1),
+        (sum(counts), 1),
+    ):
         if sum(counts) % (pipeline * tensor) == 0:
             check(plain(*counts), Sizes(pipeline, tensor))
 
@@ -174,7 +201,10 @@ def test_heuristic_stays_close_to_brute_force():
     for counts, processes, sizes, interleave in cases(100, 7):
         site = plain(*counts, processes=processes, interleave=interleave)
         prices = prices_of(site, sizes.complete(site.world_size), WORK)
-        placed, least = place(site, sizes, prices=prices, budget=6), brute_force(site, sizes, prices)
+        placed, least = (
+            place(site, sizes, prices=prices, budget=6),
+            brute_force(site, sizes, prices),
+        )
         assert straddles(site, placed) == least[0]
         step_s, launcher = seconds(site, placed.names, sizes), [node.name for node in site.nodes]
         if straddling(site, launcher, sizes) == least[0]:
@@ -196,7 +226,12 @@ def test_slow_fabric_goes_last():
     site = make_site([(4, ("slow",)), (4, ("fast",))])
     site = Site(
         site.nodes,
-        (Fabric("slow", "roce", int(6e8), 0.0), Fabric("fast", "ib", int(2e9), 0.0), site.fabrics[-1]))
+        (
+            Fabric("slow", "roce", int(6e8), 0.0),
+            Fabric("fast", "ib", int(2e9), 0.0),
+            site.fabrics[-1],
+        ),
+    )
     swapped = ("b0", "b1", "b2", "b3", "a0", "a1", "a2", "a3")
     assert place(site, Sizes(2)).names == swapped
     assert fastest_first(Network(site)) == swapped
@@ -248,16 +283,23 @@ def test_straddling_says_which_and_what_it_costs():
     (straddle,) = straddling_of(site, placed)
     assert (straddle.kind, straddle.groups, straddle.fabric) == ("data", 1, ETHERNET)
     assert {site.node_by_name[name].cluster for name in straddle.example} == {"a", "b"}
-    prices = Prices(Network(site), RankModel.of_workload(WORK, placed.sizes), Rules(reductions=("flat",)))
+    prices = Prices(
+        Network(site), RankModel.of_workload(WORK, placed.sizes), Rules(reductions=("flat",))
+    )
     (flat,) = straddles_of(prices, placed)
-    own = replace(site,
-                  fabrics=(*site.fabrics[:-1],
-                           replace(site.fabrics[-1], rate_bps=int(RATES[1]), latency_s=2e-6)))
+    own = replace(
+        site,
+        fabrics=(
+            *site.fabrics[:-1],
+            replace(site.fabrics[-1], rate_bps=int(RATES[1]), latency_s=2e-6),
+        ),
+    )
     assert flat.seconds > 0.1 and straddle.seconds <= flat.seconds
     saved = seconds(site, placed.names, Sizes(2), prices=prices)
     faster = Prices(Network(own), prices.job, prices.rules)
-    assert flat.seconds == pytest.approx(saved - seconds(own, placed.names, Sizes(2), prices=faster),
-                                         rel=0.05)
+    assert flat.seconds == pytest.approx(
+        saved - seconds(own, placed.names, Sizes(2), prices=faster), rel=0.05
+    )
 
 
 def test_tensor_groups_are_broken_last():
@@ -282,12 +324,17 @@ def test_pack_with_flexible_nodes():
     assert pack({0: 4, 2: 4}, classes, 4) == [(0,) * 4, (2,) * 4]
     for zero, one, two, size in itertools.product(range(6), range(6), range(6), (2, 3, 4)):
         if (zero + one + two) % size == 0 and zero + one + two:
-            fits = any((zero + give) % size == 0 and (two + one - give) % size == 0
-                       for give in range(one + 1))
+            fits = any(
+                (zero + give) % size == 0 and (two + one - give) % size == 0
+                for give in range(one + 1)
+            )
             found = pack({0: zero, 1: one, 2: two}, classes, size)
             assert (found is not None) == fits, (zero, one, two, size)
-            assert not fits or sorted(index for part in found
-                                      for index in part) == [0] * zero + [1] * one + [2] * two
+            assert (
+                not fits
+                or sorted(index for part in found for index in part)
+                == [0] * zero + [1] * one + [2] * two
+            )
 
 
 def test_distinct_orders():

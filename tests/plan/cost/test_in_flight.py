@@ -33,7 +33,9 @@ def walk(orders, forward, backward, transfer):
                     if (kind, micro_batch, other) not in done:
                         break
                     ready = done[kind, micro_batch, other] + transfer[min(stage, other)]
-                clock[stage] = max(clock[stage], ready) + (forward if kind == "F" else backward)[stage]
+                clock[stage] = (
+                    max(clock[stage], ready) + (forward if kind == "F" else backward)[stage]
+                )
                 done[kind, micro_batch, stage] = clock[stage]
                 place[stage] += 1
                 moved = True
@@ -43,7 +45,9 @@ def walk(orders, forward, backward, transfer):
 
 
 def orders_of(held, micro_batches):
-    return [passes(stage, len(held), micro_batches, in_flight=one) for stage, one in enumerate(held)]
+    return [
+        passes(stage, len(held), micro_batches, in_flight=one) for stage, one in enumerate(held)
+    ]
 
 
 def test_free_edges_are_1f1b():
@@ -66,14 +70,22 @@ def test_any_edge_is_hidden(seed):
     transfer = [rng.choice((0.0, 0.5, 1.5, 3.0)) for _ in range(stages - 1)]
     held = in_flight([3.0] * stages, transfer, micro_batches)
     assert list(held) == sorted(held, reverse=True)
-    free = walk(orders_of(range(stages, 0, -1), micro_batches), forward, backward, [0.0] * (stages - 1))
+    free = walk(
+        orders_of(range(stages, 0, -1), micro_batches), forward, backward, [0.0] * (stages - 1)
+    )
     slow = walk(orders_of(held, micro_batches), forward, backward, transfer)
-    assert max(free) <= max(slow) <= max(free) + 2 * sum(transfer) + 1e-9 or max(held) == micro_batches
+    assert (
+        max(free) <= max(slow) <= max(free) + 2 * sum(transfer) + 1e-9 or max(held) == micro_batches
+    )
 
 
 def test_an_edge_slower_than_the_stages_sets_the_pace():
     assert in_flight([1.0] * 3, [2.0, 2.0], 16, [2.0, 2.0]) == (6, 3, 1)
-    assert in_flight([1.0] * 3, [2.0, 2.0], 16, [0.1, 0.1]) == (11, 6, 1)  # latency: others may be on the way
+    assert in_flight([1.0] * 3, [2.0, 2.0], 16, [0.1, 0.1]) == (
+        11,
+        6,
+        1,
+    )  # latency: others may be on the way
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -87,12 +99,17 @@ def test_no_more_than_memory_holds_and_the_fastest_of_those(seed):
     transfer = [rng.choice((0.5, 1.5, 3.0)) for _ in range(stages - 1)]
     most = [rng.randint(stages - stage, 6) for stage in range(stages)]
     held = in_flight(busy, transfer, micro_batches, (), most)
-    assert all(count <= room for count, room in zip(held, most)) and list(held) == sorted(held, reverse=True)
+    assert all(count <= room for count, room in zip(held, most)) and list(held) == sorted(
+        held, reverse=True
+    )
     assert all(count >= stages - stage for stage, count in enumerate(held))
     took = max(walk(orders_of(held, micro_batches), forward, backward, transfer))
     choices = product(*(range(stages - stage, room + 1) for stage, room in enumerate(most)))
-    best = min(max(walk(orders_of(one, micro_batches), forward, backward, transfer)) for one in choices
-               if list(one) == sorted(one, reverse=True))  # fmt: skip
+    best = min(
+        max(walk(orders_of(one, micro_batches), forward, backward, transfer))
+        for one in choices
+        if list(one) == sorted(one, reverse=True)
+    )
     assert took <= best * 1.02 + sum(busy) + 2 * sum(transfer)
     needs = in_flight(busy, transfer, micro_batches)
     assert held == needs or any(need > room for need, room in zip(needs, most))
@@ -104,15 +121,22 @@ def test_a_short_step_has_more_where_that_is_quicker(seed):
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 6), rng.choice((4, 8, 16, 64))
     forward = [rng.choice((0.5, 1.0, 2.0)) for _ in range(stages)]
-    backward, transfer = [2 * f for f in forward], [rng.choice((0.0, 0.5, 1.5)) for _ in range(stages - 1)]
+    backward, transfer = (
+        [2 * f for f in forward],
+        [rng.choice((0.0, 0.5, 1.5)) for _ in range(stages - 1)],
+    )
     most = tuple(rng.choice((inf, stages - stage + rng.randint(0, 6))) for stage in range(stages))
     busy, ways = [3 * f for f in forward], map(tuple, (forward, backward, transfer))
     given = micro_batches, (), most
     least, found = in_flight(busy, transfer, *given), quickest_in_flight(*ways, *given)
-    assert all(one <= room for one, room in zip(found, most)) and list(found) == sorted(found, reverse=True)
+    assert all(one <= room for one, room in zip(found, most)) and list(found) == sorted(
+        found, reverse=True
+    )
     assert found == least or micro_batches <= SETTLED * least[0]
-    now, before = (max(walk(orders_of(held, micro_batches), forward, backward, transfer))
-                   for held in (found, least))
+    now, before = (
+        max(walk(orders_of(held, micro_batches), forward, backward, transfer))
+        for held in (found, least)
+    )
     assert now <= before and (found == least or now < before * (1 - WORTH_MORE))
     ahead = [1]
     for edge in reversed(transfer):
@@ -150,11 +174,15 @@ def test_nobody_waits_for_ever(seed):
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 6), rng.randint(1, 12)
     held = sorted((rng.randint(1, 12) for _ in range(stages)), reverse=True)
-    ends = walk(orders_of(held, micro_batches), [1.0] * stages, [2.0] * stages, [0.25] * (stages - 1))
+    ends = walk(
+        orders_of(held, micro_batches), [1.0] * stages, [2.0] * stages, [0.25] * (stages - 1)
+    )
     assert ends is not None
     for stage, order in enumerate(orders_of(held, micro_batches)):
-        most = max(sum(1 if kind == "F" else -1 for kind, *_ in order[: end + 1])
-                   for end in range(len(order)))
+        most = max(
+            sum(1 if kind == "F" else -1 for kind, *_ in order[: end + 1])
+            for end in range(len(order))
+        )
         assert most == min(held[stage], micro_batches)
 
 
@@ -166,5 +194,8 @@ def test_messages_both_ways_through_one_nic_that_sets_the_pace_take_longer():
     transfer, load, nics = (1.0, 1.0, 3.0), (0.5, 0.5, 2.0), [(1, 1), (2, 2)]
     assert both_ways(transfer, load, [], 0.1) == (transfer, load)
     assert both_ways(transfer, load, nics, 0.9) == ((1.5, 1.5, 3.5), (1.0, 1.0, 2.0))
-    assert both_ways(transfer, load, nics, 1.0) == (transfer, load)  # a stage is as busy: few of them meet
+    assert both_ways(transfer, load, nics, 1.0) == (
+        transfer,
+        load,
+    )  # a stage is as busy: few of them meet
     assert both_ways(transfer, load, [(1, 2)], 0.9) == ((1.5, 1.0, 3.5), (1.0, 0.5, 2.0))

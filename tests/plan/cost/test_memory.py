@@ -6,7 +6,7 @@ additions (Korthikanti et al. 2022, figure 3). Saved tensors are counted by stor
 them to when it frees them. torch's CPU dropout keeps its mask in the tensor's own type where a GPU (and the
 formula) has one byte for two of 16 bits: that is added to the formula here. Stated: what is kept within 1 %;
 at the peak of a backward that recomputes the formula is 0 to 45 % too much, since part of the block is freed
-by then. """
+by then."""
 
 import weakref
 from dataclasses import replace
@@ -30,16 +30,25 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-MODEL = Model(layers=3, hidden=128, heads=4, sequence=64, vocabulary=512, micro_batches=4, micro_batch=2,
-              tied=False)
+MODEL = Model(
+    layers=3,
+    hidden=128,
+    heads=4,
+    sequence=64,
+    vocabulary=512,
+    micro_batches=4,
+    micro_batch=2,
+    tied=False,
+)
 WITHIN = 0.01
 
 
 def expected(model, width=2):
     """The formula's bytes of all blocks, with masks as wide as torch's CPU has them."""
     size = model.micro_batch * model.sequence * model.hidden
-    masks = {"none": 2 + model.heads * model.sequence / model.hidden, "selective": 2,
-             "full": 0}[model.recompute]
+    masks = {"none": 2 + model.heads * model.sequence / model.hidden, "selective": 2, "full": 0}[
+        model.recompute
+    ]
     return model.layers * (model.costs()[1].kept_bytes + masks * size * width / 2)
 
 
@@ -57,18 +66,28 @@ class Block(nn.Module):
 
     def whole(self, x):
         b, s, h = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, s, 3, self.heads,
-                                               h // self.heads).permute(2, 0, 3, 1, 4).reshape(
-            3, b * self.heads, s, -1)
-        attended = checkpoint(self.core, q, k, v,
-                              use_reentrant=True) if self.recompute == "selective" else self.core(
-            q, k, v)
-        x = x + F.dropout(self.proj(attended.view(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)),
-                          0.1)
+        q, k, v = (
+            self.qkv(self.norm1(x))
+            .view(b, s, 3, self.heads, h // self.heads)
+            .permute(2, 0, 3, 1, 4)
+            .reshape(3, b * self.heads, s, -1)
+        )
+        attended = (
+            checkpoint(self.core, q, k, v, use_reentrant=True)
+            if self.recompute == "selective"
+            else self.core(q, k, v)
+        )
+        x = x + F.dropout(
+            self.proj(attended.view(b, self.heads, s, -1).transpose(1, 2).reshape(b, s, h)), 0.1
+        )
         return x + F.dropout(self.down(F.gelu(self.up(self.norm2(x)))), 0.1)
 
     def forward(self, x):
-        return checkpoint(self.whole, x, use_reentrant=True) if self.recompute == "full" else self.whole(x)
+        return (
+            checkpoint(self.whole, x, use_reentrant=True)
+            if self.recompute == "full"
+            else self.whole(x)
+        )
 
 
 class Stage(nn.Module):
@@ -91,7 +110,8 @@ class Stage(nn.Module):
             return x.float().sum()
         return F.cross_entropy(
             self.head(self.norm(x)).flatten(0, 1).float(),
-            torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long))
+            torch.zeros(x.shape[0] * x.shape[1], dtype=torch.long),
+        )
 
 
 class Counter:
@@ -121,7 +141,8 @@ class Counter:
 
     def hooks(self):
         return torch.autograd.graph.saved_tensors_hooks(
-            self.pack, lambda held: held.tensor if isinstance(held, _Held) else held)
+            self.pack, lambda held: held.tensor if isinstance(held, _Held) else held
+        )
 
 
 class _Held:
@@ -137,8 +158,11 @@ def measured(model, micro_batches=1, first=False, last=False, dtype=torch.bfloat
     with counter.hooks():
         for _ in range(micro_batches):
             shape = (model.micro_batch, model.sequence)
-            x = torch.zeros(shape, dtype=torch.long) if first else torch.randn(
-                *shape, model.hidden, dtype=dtype, requires_grad=True)
+            x = (
+                torch.zeros(shape, dtype=torch.long)
+                if first
+                else torch.randn(*shape, model.hidden, dtype=dtype, requires_grad=True)
+            )
             losses.append(stage(x))
         kept = counter.bytes
         losses[0].backward()
@@ -165,8 +189,9 @@ def test_the_whole_model_at_its_peak():
     _, peak = measured(MODEL, first=True, last=True)
     embedding, *_, output = MODEL.costs()
     mask = embedding.kept_bytes  # twice as wide here
-    assert peak == pytest.approx(expected(MODEL) + embedding.kept_bytes + mask + output.kept_bytes,
-                                 rel=WITHIN)
+    assert peak == pytest.approx(
+        expected(MODEL) + embedding.kept_bytes + mask + output.kept_bytes, rel=WITHIN
+    )
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
@@ -174,8 +199,11 @@ def test_recomputing_never_takes_more_than_the_formula(recompute):
     model = replace(MODEL, recompute=recompute, heads=8, sequence=128)
     _, peak = measured(model)
     none = replace(model, recompute="none")
-    working = working_bytes(model) + (expected(none) - expected(model)) / model.layers - (
-        none.costs()[1].kept_bytes - model.costs()[1].kept_bytes)
+    working = (
+        working_bytes(model)
+        + (expected(none) - expected(model)) / model.layers
+        - (none.costs()[1].kept_bytes - model.costs()[1].kept_bytes)
+    )
     found = expected(model) + working
     assert 0.55 * found <= peak <= found * 1.01
 
@@ -195,15 +223,20 @@ def test_states(zero, shards):
 
     found = stage_memory(model, model.costs(), zero, shards)
     assert found.weights == pytest.approx(size(stage.parameters()), rel=1e-3)
-    assert found.gradients == pytest.approx(size(parameter.grad for parameter in stage.parameters()),
-                                            rel=1e-3)
-    moments = size(value for state in optimizer.state.values() for value in state.values() if value.dim())
+    assert found.gradients == pytest.approx(
+        size(parameter.grad for parameter in stage.parameters()), rel=1e-3
+    )
+    moments = size(
+        value for state in optimizer.state.values() for value in state.values() if value.dim()
+    )
     assert found.optimizer == pytest.approx(moments / shards, rel=1e-3)
 
 
 def test_under_way():
     """1F1B: p - s. Interleaved: the first stage keeps (1 + (p - 1) / (p v)) p micro-batches, as in arXiv
     2104.04473, section 2.2 and 2205.05198."""
-    assert [in_flight(stage, 4, 1, 8) for stage in range(4)] == [4, 3, 2, 1] and in_flight(0, 4, 1, 2) == 2
+    assert [in_flight(stage, 4, 1, 8) for stage in range(4)] == [4, 3, 2, 1] and in_flight(
+        0, 4, 1, 2
+    ) == 2
     assert in_flight(0, 4, 2, 100) == pytest.approx(4 * (1 + 3 / (4 * 2)))
     assert in_flight(0, 4, 2, 3) == 3

@@ -32,7 +32,9 @@ def test_flops_are_narayanans():
     model = replace(load_model(EXAMPLES / "gpt_7.5b.toml"), recompute="full", micro_batch=4)
     b, layers, h, v, s = 4, 36, 4096, 51200, 2048
     formula = 96 * b * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    assert total(model, "forward_flops") + total(model, "backward_flops") == pytest.approx(formula, rel=1e-5)
+    assert total(model, "forward_flops") + total(model, "backward_flops") == pytest.approx(
+        formula, rel=1e-5
+    )
 
 
 def test_memory_is_korthikantis():
@@ -63,7 +65,9 @@ def test_parameters_against_the_examples_own_layers():
     finally:
         sys.path.remove(folder)
     for tied in (False, True):
-        model = Model(layers=3, hidden=64, heads=4, sequence=32, vocabulary=256, tied=tied, micro_batches=1)
+        model = Model(
+            layers=3, hidden=64, heads=4, sequence=32, vocabulary=256, tied=tied, micro_batches=1
+        )
         assert model.parameters == count_parameters(layer_specs(3, 64, 4, 32, tied))
 
 
@@ -71,9 +75,14 @@ def test_embedding_and_output_cost_what_they_cost():
     embedding, block, *_, output = SMALL.costs()
     assert embedding.parameters == (100 + 32) * 64 and output.parameters == 100 * 64 + 2 * 64
     assert 0 < embedding.forward_flops < 0.01 * block.forward_flops
-    assert output.forward_flops == 2 * 32 * 64 * 100 and output.backward_flops == 2 * output.forward_flops
-    assert (output.activation_bytes == 0
-            and embedding.activation_bytes == block.activation_bytes == 32 * 64 * 2)
+    assert (
+        output.forward_flops == 2 * 32 * 64 * 100
+        and output.backward_flops == 2 * output.forward_flops
+    )
+    assert (
+        output.activation_bytes == 0
+        and embedding.activation_bytes == block.activation_bytes == 32 * 64 * 2
+    )
 
 
 def test_tied_counts_once_in_the_model_and_twice_in_the_stages():
@@ -99,13 +108,17 @@ def test_tensor_and_context_share_the_work():
 def test_micro_batches():
     model = replace(SMALL, micro_batches=0, global_batch=48, micro_batch=2)
     assert model.micro_batches_of(4) == 6
-    with pytest.raises(HolmesError, match="'global_batch': 48 is not divisible by micro_batch 2 x data 5"):
+    with pytest.raises(
+        HolmesError, match="'global_batch': 48 is not divisible by micro_batch 2 x data 5"
+    ):
         model.micro_batches_of(5)
 
 
 def test_workload_of_the_average_stage():
     work = SMALL.workload(Sizes(2).complete(8))
-    assert work.gradient_bytes == pytest.approx(sum(layer.parameters for layer in SMALL.costs()) * 4 / 2)
+    assert work.gradient_bytes == pytest.approx(
+        sum(layer.parameters for layer in SMALL.costs()) * 4 / 2
+    )
     assert work.forward_s == pytest.approx(total(SMALL, "forward_flops") / 150e12 / 2)
     assert work.micro_batches == 2 and work.tensor_bytes == 0
 
@@ -145,8 +158,11 @@ def test_every_example_is_read():
         ("heads = 4", "heads = 5", "key 'heads': 5 heads must divide hidden 64"),
         ("version = 1", "version = 2", "key 'version' is 2"),
         ("micro_batches = 2", "", "give one of the keys 'micro_batches' and 'global_batch'"),
-        ("micro_batches = 2", "micro_batches = 2\nrecompute = 'some'",
-         "'recompute': 'some' is not one of none"),
+        (
+            "micro_batches = 2",
+            "micro_batches = 2\nrecompute = 'some'",
+            "'recompute': 'some' is not one of none",
+        ),
         ("micro_batches = 2", "micro_batches = 2\nbatch = 2", "key 'training.batch' is not known"),
         ("flops = 1e12", "flops = nan", "key 'gpu.flops'"),
         ("flops = 5e11", "flops = -1.0", "key 'gpu.cluster.b': gpu: flops is -1.0"),
@@ -157,7 +173,11 @@ def test_bad_file(tmp_path, old, new, message):
     (tmp_path / "m.toml").write_text(TEXT.replace(old, new, 1))
     with pytest.raises(HolmesError) as error:
         load_model(tmp_path / "m.toml")
-    assert message in str(error.value) and "m.toml" in str(error.value) and "\n" not in str(error.value)
+    assert (
+        message in str(error.value)
+        and "m.toml" in str(error.value)
+        and "\n" not in str(error.value)
+    )
 
 
 def test_missing_file():

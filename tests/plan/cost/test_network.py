@@ -35,7 +35,9 @@ def test_allreduce():
     assert ring_s(1e6, 3, latency_s=0.25) == pytest.approx(4 / 3 + 4 * 0.25)
 
 
-@pytest.mark.parametrize("size, chunks", [(0, 1), (90, 1), (100, 1), (199, 1), (200, 2), (1050, 10)])
+@pytest.mark.parametrize(
+    "size, chunks", [(0, 1), (90, 1), (100, 1), (199, 1), (200, 2), (1050, 10)]
+)
 def test_chunks_are_as_large_as_they_should_be_or_larger(size, chunks):
     assert chunks_of(size, 100) == chunks
 
@@ -43,4 +45,6 @@ def test_chunks_are_as_large_as_they_should_be_or_larger(size, chunks):
 def test_send():
     of = network(2, latency_s=0.5, processes=2)
     edge = fold(of, Sizes(pipeline=2)).edge(0, 0, 1)
-    assert of.message(edge).price.seconds(2e6) == pytest.approx(4 + 0.5)  # two ranks of a node send at once
+    assert of.message(edge).price.seconds(2e6) == pytest.approx(
+        4 + 0.5
+    )  # two ranks of a node send at once

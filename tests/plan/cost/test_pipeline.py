@@ -15,7 +15,9 @@ def test_the_formula_for_equal_stages_are_exact():
         stages, micro = rng.randint(1, 8), rng.randint(1, 20)
         ends = formula_ends([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro)
         assert ends[0] == pytest.approx((micro + stages - 1) * 3.0)
-        assert ends == pytest.approx(simulate([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro))
+        assert ends == pytest.approx(
+            simulate([1.0] * stages, [2.0] * stages, [0.0] * (stages - 1), micro)
+        )
 
 
 def test_the_walk():
@@ -23,10 +25,12 @@ def test_the_walk():
     rng = random.Random(0)
     for _ in range(200):
         stages, micro = rng.randint(1, 6), rng.randint(1, 12)
-        forward, backward, edges = ([rng.random() for _ in range(count)]
-                                    for count in (stages, stages, stages - 1))
-        assert walked_ends(forward, backward, edges,
-                           micro) == pytest.approx(simulate(forward, backward, edges, micro))
+        forward, backward, edges = (
+            [rng.random() for _ in range(count)] for count in (stages, stages, stages - 1)
+        )
+        assert walked_ends(forward, backward, edges, micro) == pytest.approx(
+            simulate(forward, backward, edges, micro)
+        )
     assert walked_ends([2.0, 1.0], [4.0, 2.0], [0.0], 2)[0] == 2 + 3 + 4 + 4
     assert formula_ends([2.0, 1.0], [4.0, 2.0], [0.0], 2)[0] == 2 + 3 + 4 + 6
 

@@ -23,8 +23,9 @@ def test_step_by_hand():
     work = Workload(1.0, 2.0, 4, gradient_bytes=25e6, activation_bytes=0)
     placed = step_seconds(site(), SORTED, Sizes(2), work)
     latency = 6 * 2e-6, 6 * 4e-6
-    assert placed.reduction_s == pytest.approx((1.5 * 25e6 * 8 / 2e9 + latency[0],
-                                                1.5 * 25e6 * 8 / 1.6e9 + latency[1]))
+    assert placed.reduction_s == pytest.approx(
+        (1.5 * 25e6 * 8 / 2e9 + latency[0], 1.5 * 25e6 * 8 / 1.6e9 + latency[1])
+    )
     assert placed.end_s[0] - placed.exposed_s[0] == pytest.approx(15.0, abs=1e-3)  # (4 + 2 - 1) * 3
     # the first stage's is exposed, the second's is hidden
     assert placed.step_s == pytest.approx(15.15, abs=1e-3)
@@ -36,9 +37,12 @@ def test_step_by_hand():
 def test_groups_of_a_node_share_its_rate():
     work = Workload(1.0, 2.0, 4, gradient_bytes=25e6, activation_bytes=0)
     one, eight = (step_seconds(site(p=p), SORTED, Sizes(2, p), work).reduction_s[0] for p in (1, 8))
-    assert eight == pytest.approx(8 * one, rel=1e-3)  # 8 tensor ranks, 8 data-parallel groups over one NIC
-    joined = step_seconds(
-        site(p=8), SORTED, Sizes(2), work).reduction_s[0]  # one group of 32: the ring leaves each node once
+    assert eight == pytest.approx(
+        8 * one, rel=1e-3
+    )  # 8 tensor ranks, 8 data-parallel groups over one NIC
+    joined = step_seconds(site(p=8), SORTED, Sizes(2), work).reduction_s[
+        0
+    ]  # one group of 32: the ring leaves each node once
     assert joined == pytest.approx(2 * 31 / 32 * 25e6 * 8 / 2e9, rel=1e-2)
 
 
@@ -81,21 +85,31 @@ def test_agrees_with_what_was_measured():
     assert 1.006 / stock.step_s == pytest.approx(0.62, abs=0.04)
 
 
-@pytest.mark.parametrize("change",
-                         [{"forward_s": -1.0}, {"micro_batches": 0}, {"gradient_bytes": float("nan")},
-                          {"backward_s": float("inf")}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"forward_s": -1.0},
+        {"micro_batches": 0},
+        {"gradient_bytes": float("nan")},
+        {"backward_s": float("inf")},
+    ],
+)
 def test_bad_workload(change):
     with pytest.raises(HolmesError, match=next(iter(change))):
         Workload(**change)
 
 
 def overlapped(sizes, work):
-    return tuple(one.overlap for one in build_plan(clusters.site(), sizes, work).traffic_of().reductions)
+    return tuple(
+        one.overlap for one in build_plan(clusters.site(), sizes, work).traffic_of().reductions
+    )
 
 
 def test_the_first_stage_is_always_waited_for_a_later_one_when_its_fabric_is_slow():
     sizes = Sizes(pipeline=2, data=2)
-    slow = Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e9)  # 4 s and 5 s; a backward is 2 s
+    slow = Workload(
+        forward_s=1.0, backward_s=2.0, gradient_bytes=1e9
+    )  # 4 s and 5 s; a backward is 2 s
     assert overlapped(sizes, slow) == (True, True)
     quick = Workload(forward_s=1.0, backward_s=2.0, gradient_bytes=1e8)  # 0.5 s on 1.6 Gb/s
     assert overlapped(sizes, quick) == (True, False)

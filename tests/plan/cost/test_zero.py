@@ -15,10 +15,21 @@ from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.space import Limits, shapes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
-MODEL = Model(layers=8, hidden=1024, heads=8, sequence=256, vocabulary=30000, global_batch=32, gpu=Gpu(50e12))
+MODEL = Model(
+    layers=8, hidden=1024, heads=8, sequence=256, vocabulary=30000, global_batch=32, gpu=Gpu(50e12)
+)
 FREE = Gpu(9e29)  # computes in no time: what is left of a step is its traffic
-FLAT = Limits({"pipeline": (1,), "tensor": (1,), "context": (1,), "micro_batch": (1,), "recompute": ("none",),
-               "reduction": ("flat",), "replicas": (1,)})
+FLAT = Limits(
+    {
+        "pipeline": (1,),
+        "tensor": (1,),
+        "context": (1,),
+        "micro_batch": (1,),
+        "recompute": ("none",),
+        "reduction": ("flat",),
+        "replicas": (1,),
+    }
+)
 
 
 def priced(model, **allowed):
@@ -40,7 +51,9 @@ def every_layer(job):
 
 
 @pytest.mark.parametrize(
-    "zero, gradients, weights, once", [(0, 0, 0, 2 * 4), (1, 0, 0, 4 + 2), (2, 1, 0, 2), (3, 1, 2, 0)])
+    "zero, gradients, weights, once",
+    [(0, 0, 0, 2 * 4), (1, 0, 0, 4 + 2), (2, 1, 0, 2), (3, 1, 2, 0)],
+)
 def test_what_zero_sends(zero, gradients, weights, once):
     """By hand, n = 4 ranks, 3 micro-batches, 4 bytes of gradients and 2 of weights: 3/4 of every
     reduce-scatter and gather through each NIC."""
@@ -53,12 +66,18 @@ def test_what_zero_sends(zero, gradients, weights, once):
 def test_what_experts_send():
     """4 all-to-alls of a block and micro-batch: 256 tokens to 2 experts each, 1024 wide, 16 bits, 3 of 4 to
     other ranks; gradients of all but experts."""
-    job, step_s = priced(replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2),
-                         expert=4,
-                             zero=0)
+    job, step_s = priced(
+        replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2),
+        expert=4,
+        zero=0,
+    )
     sent = 4 * 256 * 2 * 1024 * 2 * 3 / 4
     dense = sum(layer.parameters - layer.expert_parameters for layer in every_layer(job))
     assert step_s == pytest.approx(8 * (3 * 8 * sent + 2 * 3 / 4 * 4 * dense) / 250e6, rel=1e-6)
-    again, _ = priced(replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2), expert=4,
-                      zero=0, recompute="full")
+    again, _ = priced(
+        replace(MODEL, tied=False, gpus={}, gpu=FREE, experts=4, experts_per_token=2),
+        expert=4,
+        zero=0,
+        recompute="full",
+    )
     assert again.block.expert_bytes == 1.5 * sent  # 6 all-to-alls: forward runs twice

@@ -20,12 +20,15 @@ def small_sizes():
 
 def tied_components(sizes, processes, world):
     """Sets of slots connected by groups other than pipeline ones: flood fill over the groups themselves."""
-    slots = [{rank // processes for rank in group} for kind in INSIDE for group in groups(sizes, kind)]
+    slots = [
+        {rank // processes for rank in group} for kind in INSIDE for group in groups(sizes, kind)
+    ]
     components = [{slot} for slot in range(world // processes)]
     for group in slots:
         touched = [component for component in components if component & group]
-        components = [component for component in components
-                      if not component & group] + [set().union(*touched)]
+        components = [component for component in components if not component & group] + [
+            set().union(*touched)
+        ]
     return {frozenset(component) for component in components}
 
 
@@ -50,9 +53,18 @@ def test_groups_cover_all_ranks_and_stay_in_a_stage():
         world = sizes.pipeline * sizes.tensor * sizes.context * sizes.data
         for kind in INSIDE:
             found = groups(sizes, kind)
-            assert sorted(rank for group in found for rank in group) == list(range(world)), (sizes, kind)
-            assert [group[0] for group in found] == sorted(group[0] for group in found), (sizes, kind)
-            assert all(len({sizes.stage(rank) for rank in group}) == 1 for group in found), (sizes, kind)
+            assert sorted(rank for group in found for rank in group) == list(range(world)), (
+                sizes,
+                kind,
+            )
+            assert [group[0] for group in found] == sorted(group[0] for group in found), (
+                sizes,
+                kind,
+            )
+            assert all(len({sizes.stage(rank) for rank in group}) == 1 for group in found), (
+                sizes,
+                kind,
+            )
 
 
 @pytest.mark.parametrize("kind,axis", [("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")])
@@ -69,15 +81,18 @@ def test_known_groups():
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("shape", [(2, 2, 1, 2), (2, 2, 2, 2), (4, 1, 2, 2), (1, 2, 2, 4), (2, 1, 1, 4)])
+@pytest.mark.parametrize(
+    "shape", [(2, 2, 1, 2), (2, 2, 2, 2), (4, 1, 2, 2), (1, 2, 2, 4), (2, 1, 1, 4)]
+)
 def test_groups_agree_with_megatron(order, shape):
     state = pytest.importorskip("megatron.core.parallel_state")
     pipeline, tensor, context, data = shape
     sizes = Sizes(pipeline, tensor, context, 1, data, order)
     generator = state.RankGenerator(tensor, 1, data, pipeline, context, order)
     for kind, token in (("data", "dp-cp"), ("tensor", "tp"), ("context", "cp"), ("pipeline", "pp")):
-        assert sorted(map(tuple,
-                          map(sorted, generator.get_ranks(token)))) == sorted(groups(sizes, kind)), kind
+        assert sorted(map(tuple, map(sorted, generator.get_ranks(token)))) == sorted(
+            groups(sizes, kind)
+        ), kind
 
 
 @pytest.mark.parametrize("expert", (2, 4))

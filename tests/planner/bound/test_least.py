@@ -35,19 +35,37 @@ def scene(pick):
     names = "abc"[: pick.choice((2, 2, 3))]
     rates = [pick.choice(("20Gb/s", "100Gb/s", "400Gb/s")) for _ in names]
     kinds, each = pick.choice((("ib", "roce", "ib"), ("roce", "ib", "roce"))), pick.choice((2, 4))
-    lines = [f"{name} {kind} {rate} {name}[0-{each - 1}]" for name, kind, rate in zip(names, kinds, rates)]
-    site = clusters.site(*lines, ethernet=pick.choice(("1Gb/s", "5Gb/s", "25Gb/s")),
-                         processes=pick.choice((1, 2, 4)))
+    lines = [
+        f"{name} {kind} {rate} {name}[0-{each - 1}]"
+        for name, kind, rate in zip(names, kinds, rates)
+    ]
+    site = clusters.site(
+        *lines, ethernet=pick.choice(("1Gb/s", "5Gb/s", "25Gb/s")), processes=pick.choice((1, 2, 4))
+    )
     if pick.random() < 0.4:
         pairs = [(one, two) for one in names for two in names if one < two]
-        between = [Between(pair, pick.choice((10**8, 10**9, 10**10)), pick.choice((1e-4, 0.01)))
-                   for pair in pairs]
+        between = [
+            Between(pair, pick.choice((10**8, 10**9, 10**10)), pick.choice((1e-4, 0.01)))
+            for pair in pairs
+        ]
         site = replace(site, wan=Wan((), tuple(between)))
     memory = pick.choice((0.0, 0.0, 4e8, 8e8, 1.5e9))
-    gpus = {name: Gpu(pick.choice((10e12, 20e12, 60e12)), memory, pick.choice((0.0, 1e11))) for name in names}
-    model = Model(layers=pick.choice((8, 12)), hidden=512, heads=8, sequence=512,
-                  vocabulary=pick.choice((512, 20000)),
-                  tied=pick.random() < 0.3, flash=True, micro_batches=1, gpu=Gpu(20e12), gpus=gpus)
+    gpus = {
+        name: Gpu(pick.choice((10e12, 20e12, 60e12)), memory, pick.choice((0.0, 1e11)))
+        for name in names
+    }
+    model = Model(
+        layers=pick.choice((8, 12)),
+        hidden=512,
+        heads=8,
+        sequence=512,
+        vocabulary=pick.choice((512, 20000)),
+        tied=pick.random() < 0.3,
+        flash=True,
+        micro_batches=1,
+        gpu=Gpu(20e12),
+        gpus=gpus,
+    )
     batch = site.world_size * pick.choice((1, 2, 4))
     rules = Rules(overlap=pick.random() < 0.7)
     result = SearchResult(Network(site), model, batch, Limits({"recompute": ("none",)}), rules)
@@ -62,7 +80,10 @@ def test_no_simulated_step_is_below_the_bound(seed):
     every = list(shapes(result.network, result.model, result.global_batch, result.limits))
     pipelines = [shape for shape in every if shape.virtual == 1 and shape.pipeline > 1]
     compared = 0
-    for shape in [*pick.sample(pipelines, min(6, len(pipelines))), *pick.sample(every, min(3, len(every)))]:
+    for shape in [
+        *pick.sample(pipelines, min(6, len(pipelines))),
+        *pick.sample(every, min(3, len(every))),
+    ]:
         found, _ = evaluator.placements(shape)
         for placement in pick.sample(found, min(2, len(found))):
             prices, stages = result.prices(shape), evaluator.stages(shape, placement)
@@ -70,11 +91,14 @@ def test_no_simulated_step_is_below_the_bound(seed):
             least = max(ShapeBound(result.network, prices, shape).seconds, alone.seconds())
             if shape.virtual == 1 and shape.pipeline > 1 and least < inf:
                 closer, own = alone.chained(least, 3 * least)
-                assert closer >= least and (sum(own) == layers and stages.fits(own) if own
-                                            else closer == 3 * least)
+                assert closer >= least and (
+                    sum(own) == layers and stages.fits(own) if own else closer == 3 * least
+                )
                 least = closer
             even = (layers // shape.pipeline,) * shape.pipeline
-            for split in some_splits(pick, layers, shape.pipeline, 3) if shape.virtual == 1 else [even]:
+            for split in (
+                some_splits(pick, layers, shape.pipeline, 3) if shape.virtual == 1 else [even]
+            ):
                 if not stages.fits(split):
                     continue
                 step = folded_s(job_of(result, result.candidate(shape, placement, split)))
@@ -96,4 +120,6 @@ def test_a_time_below_the_bound_is_not_possible_and_one_above_the_step_is():
     seconds, split = least.seconds(), evaluator.split(stages)
     step = folded_s(job_of(result, result.candidate(shape, placement, split)))
     assert 0.5 * step < seconds <= step
-    assert least.seconds(0.9 * seconds) == pytest.approx(0.9 * seconds), "known: beyond it nothing is asked"
+    assert least.seconds(0.9 * seconds) == pytest.approx(0.9 * seconds), (
+        "known: beyond it nothing is asked"
+    )

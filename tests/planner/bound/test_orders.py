@@ -49,7 +49,9 @@ def scene(pick):
     for name, network in zip(names, networks):
         rate = "-" if network == "ethernet" else rdma_rate
         lines.append(f"{name} {network} {rate} {name}[0-{nodes_per_cluster - 1}]")
-    site = clusters.site(*lines, ethernet=pick.choice(("1Gb/s", "5Gb/s")), processes=processes_per_node)
+    site = clusters.site(
+        *lines, ethernet=pick.choice(("1Gb/s", "5Gb/s")), processes=processes_per_node
+    )
 
     pairs = [(first, second) for first in names for second in names if first < second]
     links = []
@@ -60,10 +62,22 @@ def scene(pick):
     uplinks = tuple(Uplink(name, rate_bps=3 * 10**8) for name in names if pick.random() < 0.2)
     site = replace(site, wan=Wan(uplinks, tuple(links)))
 
-    gpus = {name: Gpu(flops=pick.choice((20e12, 60e12)), memory_bytes=0.0, link_bps=1e11) for name in names}
-    model = Model(layers=8, hidden=pick.choice((256, 512)), heads=8, sequence=512,
-                  vocabulary=pick.choice((512, 20000)), tied=pick.random() < 0.5, flash=True, micro_batches=1,
-                  gpu=Gpu(20e12), gpus=gpus)
+    gpus = {
+        name: Gpu(flops=pick.choice((20e12, 60e12)), memory_bytes=0.0, link_bps=1e11)
+        for name in names
+    }
+    model = Model(
+        layers=8,
+        hidden=pick.choice((256, 512)),
+        heads=8,
+        sequence=512,
+        vocabulary=pick.choice((512, 20000)),
+        tied=pick.random() < 0.5,
+        flash=True,
+        micro_batches=1,
+        gpu=Gpu(20e12),
+        gpus=gpus,
+    )
     rules = Rules(overlap=pick.random() < 0.7, hide_edges=pick.random() < 0.5)
     zero_stages = (0, 0, 1)[: pick.choice((1, 3))]
     # The values of some options that the search may choose.
@@ -89,8 +103,11 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
     world = result.network.world
     every_shape = shapes(result.network, result.model, result.global_batch, result.limits)
     # Shapes for which orders of clusters have a bound.
-    bounded_shapes = [shape for shape in every_shape
-                      if OrderBounds.known(evaluator.orders, shape.sizes().complete(world))]
+    bounded_shapes = [
+        shape
+        for shape in every_shape
+        if OrderBounds.known(evaluator.orders, shape.sizes().complete(world))
+    ]
     compared = 0
     for shape in pick.sample(bounded_shapes, min(3, len(bounded_shapes))):
         sizes = shape.sizes().complete(world)  # parallel sizes
@@ -116,7 +133,9 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
                     # A split has the number of layers of each pipeline stage.
                     for split in some_splits(pick, result.model.layers, shape.pipeline, 1):
                         candidate = result.candidate(shape, placement, split)
-                        simulated_s = folded_s(job_of(result, candidate))  # simulates a training step
+                        simulated_s = folded_s(
+                            job_of(result, candidate)
+                        )  # simulates a training step
                         details = (shape, order, split, order_s, shape_bound.seconds)
                         assert bound_s <= simulated_s * (1 + 1e-9), details
                         compared += 1
@@ -128,8 +147,14 @@ def test_every_order_below_the_best_step_is_found():
     result = scene(random.Random(3))
     evaluator = Evaluator(result)
     every = shapes(result.network, result.model, result.global_batch, result.limits)
-    shape = max((shape for shape in every if OrderBounds.known(
-        evaluator.orders, shape.sizes().complete(result.network.world))), key=lambda one: one.pipeline)
+    shape = max(
+        (
+            shape
+            for shape in every
+            if OrderBounds.known(evaluator.orders, shape.sizes().complete(result.network.world))
+        ),
+        key=lambda one: one.pipeline,
+    )
     sizes, prices = shape.sizes().complete(result.network.world), result.prices(shape)
 
     def bound_of(placement):
@@ -142,17 +167,28 @@ def test_every_order_below_the_best_step_is_found():
         return {placement for _, placement in found}
 
     orders = Orders(evaluator.orders.network, evaluator.orders.gpus)
-    listed = {one: bound_of(one).seconds() for together in (1, 2) if len(orders.every) % together == 0
-              for groups in every_order(orders, together) for one in orders.made(sizes, groups)}
+    listed = {
+        one: bound_of(one).seconds()
+        for together in (1, 2)
+        if len(orders.every) % together == 0
+        for groups in every_order(orders, together)
+        for one in orders.made(sizes, groups)
+    }
     middle = sorted(listed.values())[len(listed) // 2]
     assert look(inf) == set(listed)
-    assert {one for one, seconds in listed.items() if seconds < 0.98 * middle} <= look(middle) < set(listed)
+    assert (
+        {one for one, seconds in listed.items() if seconds < 0.98 * middle}
+        <= look(middle)
+        < set(listed)
+    )
 
 
 def test_a_hop_holds_the_blocks_of_all_its_stages():
     hop = SharedHop((1, 2), each_s=0.5, ends_s=1.0)
     assert blocks_at_most([hop], [4, 4, 4, 4], [3.0]) == 8 + 4
-    assert blocks_at_most([hop], [4, 1, 1, 4], [3.0]) == 10, "the stages hold less than the hop carries"
+    assert blocks_at_most([hop], [4, 1, 1, 4], [3.0]) == 10, (
+        "the stages hold less than the hop carries"
+    )
     assert blocks_at_most([hop], [4, 4, 4, 4], [0.5]) < 8, "not even the embedding"
 
 
@@ -160,11 +196,19 @@ def test_no_split_reduces_more_beside_the_first_stage_than_its_hop_says():
     """Every split of a few blocks, each other stage on the same clusters with as much as the first one."""
     most, hop = [3, 5, 2, 4], SharedHop((0, 1, 2, 3), 0.5, 1.0, first_s=0.8, alike=(0, 1, 2))
     for seconds in (1.0, 2.2, 3.4, 4.6, 9.0):
-        found = [sum(split) for split in product(*(range(1, room + 1) for room in most))
-                 if (first_s := 0.8 + 0.5 * split[0]) + FAIR * sum(
-                     min(first_s, 0.5 * split[stage]) for stage in (1, 2)) <= seconds]
+        found = [
+            sum(split)
+            for split in product(*(range(1, room + 1) for room in most))
+            if (first_s := 0.8 + 0.5 * split[0])
+            + FAIR * sum(min(first_s, 0.5 * split[stage]) for stage in (1, 2))
+            <= seconds
+        ]
         told = hop.blocks_beside_first(most, seconds)
         assert max(found, default=0) <= told <= max(found, default=0) + 3 or not found and told < 8
-    assert hop.blocks_beside_first(most, 1.2) < 0 and hop.blocks_beside_first(most, inf) == sum(most)
-    assert hop._replace(stages=(1, 2, 3)).blocks_beside_first(most, 0.0) == inf, "another clusters' hop"
+    assert hop.blocks_beside_first(most, 1.2) < 0 and hop.blocks_beside_first(most, inf) == sum(
+        most
+    )
+    assert hop._replace(stages=(1, 2, 3)).blocks_beside_first(most, 0.0) == inf, (
+        "another clusters' hop"
+    )
     assert blocks_at_most([hop], most, [inf], 2.2) == hop.blocks_beside_first(most, 2.2) < sum(most)

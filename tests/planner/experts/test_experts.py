@@ -25,7 +25,9 @@ def places(name="two_clusters_4", expert=4):
 
 def counts(seed, rows, experts, kind=RANK):
     rng = random.Random(seed)
-    return Counts(kind, tuple(tuple(rng.expovariate(1) ** 3 for _ in range(experts)) for _ in range(rows)))
+    return Counts(
+        kind, tuple(tuple(rng.expovariate(1) ** 3 for _ in range(experts)) for _ in range(rows))
+    )
 
 
 def cost_of(order, given, where):
@@ -33,11 +35,16 @@ def cost_of(order, given, where):
     each = len(order) // where.ranks
     rank_of = {expert: slot // each for slot, expert in enumerate(order)}
     if given.rows == RANK:
-        return sum(n * where.far[rank][rank_of[e]] for rank, row in enumerate(given.table)
-                   for e, n in enumerate(row))
+        return sum(
+            n * where.far[rank][rank_of[e]]
+            for rank, row in enumerate(given.table)
+            for e, n in enumerate(row)
+        )
     pairs = itertools.combinations(range(len(order)), 2)
-    return sum((given.table[i][j] + given.table[j][i]) / 2 * where.far[rank_of[i]][rank_of[j]]
-               for i, j in pairs)
+    return sum(
+        (given.table[i][j] + given.table[j][i]) / 2 * where.far[rank_of[i]][rank_of[j]]
+        for i, j in pairs
+    )
 
 
 @pytest.mark.parametrize("kind", [RANK, EXPERT])
@@ -48,8 +55,11 @@ def test_small_cases_against_all_orders(seed, kind):
     given = counts(seed, 4 if kind == RANK else 8, 8, kind)
     found = solve(given, where, balance=100, seconds=120)
     splits = itertools.permutations(range(8))
-    least = min(cost_of(order, given, where)
-                for order in splits if all(a < b for a, b in zip(order[::2], order[1::2])))
+    least = min(
+        cost_of(order, given, where)
+        for order in splits
+        if all(a < b for a, b in zip(order[::2], order[1::2]))
+    )
     assert found.best.cost == pytest.approx(cost_of(found.best.order, given, where))
     assert found.bound <= least * (1 + 1e-9)
     assert found.best.cost <= least * (1.003 if kind == RANK else 1.2)
@@ -77,7 +87,9 @@ def test_distances_are_zero_on_a_node_little_in_a_cluster_and_follow_the_links()
 
 
 def test_ranks_of_one_node_are_one_place():
-    where = Places(((0, 1), (2, 3)), ((0, 0, 1, 1),) * 2 + ((1, 1, 0, 0),) * 2, *[((0,) * 4,) * 4] * 2)
+    where = Places(
+        ((0, 1), (2, 3)), ((0, 0, 1, 1),) * 2 + ((1, 1, 0, 0),) * 2, *[((0,) * 4,) * 4] * 2
+    )
     given = Counts(RANK, ((9, 0, 0, 0), (0, 9, 0, 0), (0, 0, 9, 0), (0, 0, 0, 9)))
     found = solve(given, where)
     assert found.best.cost == 0 and {frozenset(found.best.order[:2])} == {frozenset((0, 1))}
@@ -118,19 +130,26 @@ def bad_traffic(tmp_path, **content):
 
 def test_bad_traffic_is_named(tmp_path):
     assert "key 'counts': it is not square: 2 rows of 3" in bad_traffic(
-        tmp_path, rows="expert", counts=[[1, 2, 3], [4, 5, 6]])
+        tmp_path, rows="expert", counts=[[1, 2, 3], [4, 5, 6]]
+    )
     assert "NaN is no number of JSON" in bad_traffic(tmp_path, counts=[[1, 2], [float("nan"), 3]])
     assert "row 0, expert 1: tokens must be 0" in bad_traffic(tmp_path, counts=[[1, -2], [2, 3]])
     assert "rows differ in length" in bad_traffic(tmp_path, counts=[[1, 2], [3]])
     assert "list of rows of numbers" in bad_traffic(tmp_path, counts=[[1, "2"]])
     assert "neither 'rank' nor 'expert'" in bad_traffic(tmp_path, rows="token", counts=[[1]])
-    assert "'layers' names no layer" in bad_traffic(tmp_path, layers={}).replace(": names", " names")
+    assert "'layers' names no layer" in bad_traffic(tmp_path, layers={}).replace(
+        ": names", " names"
+    )
     assert "key 'layers.2': row" in bad_traffic(tmp_path, layers={"2": [[1, -1]]})
 
 
-@pytest.mark.parametrize("more, told", [
-    ({"per_rank": 1}, "8 experts do not fit on 4 ranks of 1 each"), ({"balance": 0.5}, "balance is 0.5"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "more, told",
+    [
+        ({"per_rank": 1}, "8 experts do not fit on 4 ranks of 1 each"),
+        ({"balance": 0.5}, "balance is 0.5"),
+    ],
+)
 def test_what_cannot_be_is_refused(more, told):
     with pytest.raises(HolmesError, match=told):
         solve(counts(1, 4, 8), places(), **more)
@@ -140,12 +159,15 @@ def test_what_cannot_be_is_refused(more, told):
         solve(counts(1, 5, 8), places())
 
 
-@pytest.mark.parametrize("content, told", [
-    ({"ranks": 2, "order": [0, 0]}, "list each expert once"),
-    ({"ranks": 3, "order": [0, 1]}, "as many on each of 3"),
-    ({"ranks": 0, "order": [0, 1]}, "'ranks' must be 1 or more"),
-    ({"ranks": 1, "order": ["a"]}, "experts whole numbers"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        ({"ranks": 2, "order": [0, 0]}, "list each expert once"),
+        ({"ranks": 3, "order": [0, 1]}, "as many on each of 3"),
+        ({"ranks": 0, "order": [0, 1]}, "'ranks' must be 1 or more"),
+        ({"ranks": 1, "order": ["a"]}, "experts whole numbers"),
+    ],
+)
 def test_a_bad_order_is_named(tmp_path, content, told):
     (tmp_path / "order.json").write_text(json.dumps({"version": 1, **content}))
     with pytest.raises(HolmesError, match=f"order.json: .*{told}"):

@@ -22,10 +22,15 @@ from holmes_ext.samples import examples
 
 CLUSTERS = examples() / "clusters"
 MODEL = str(examples() / "models" / "deepspeed_demo.toml")
-needs_chromium = pytest.mark.skipif(not chromium(), reason="no Chromium: apt-get install "
-                                                           "chromium-headless-shell")
-EVENTS = [["forward", 0.0, 0.1, 0], ["send", 0.1, 0.12, 100], ["backward", 0.2, 0.4, 0],
-          ["reduce", 0.4, 0.7, 10**6]]
+needs_chromium = pytest.mark.skipif(
+    not chromium(), reason="no Chromium: apt-get install chromium-headless-shell"
+)
+EVENTS = [
+    ["forward", 0.0, 0.1, 0],
+    ["send", 0.1, 0.12, 100],
+    ["backward", 0.2, 0.4, 0],
+    ["reduce", 0.4, 0.7, 10**6],
+]
 
 
 def of_the_demo(folder):
@@ -36,13 +41,23 @@ def of_the_demo(folder):
     for variant in variants:
         (folder / variant.name).mkdir()
         for rank, node in enumerate(order):
-            about = {"rank": rank, "node": node, "cluster": "a", "events": EVENTS, "step": [0.0, 0.8]}
+            about = {
+                "rank": rank,
+                "node": node,
+                "cluster": "a",
+                "events": EVENTS,
+                "step": [0.0, 0.8],
+            }
             (folder / variant.name / f"rank{rank}.json").write_text(json.dumps(about))
-    said = ["holmes: 2 clusters: a (2 nodes, ib) -> b (2 nodes, roce); world size 4, ranks renumbered; "
-            "patched: ranks"]
+    said = [
+        "holmes: 2 clusters: a (2 nodes, ib) -> b (2 nodes, roce); world size 4, ranks renumbered; "
+        "patched: ranks"
+    ]
     sent = {node: {"eth0": 1e6, "ib0": 4e6} for node in order}
-    series = {one.name: Series(one.name, steps=[[0.9, 1.0]], losses=[3.4], sent=sent, lines=said)
-              for one in variants}
+    series = {
+        one.name: Series(one.name, steps=[[0.9, 1.0]], losses=[3.4], sent=sent, lines=said)
+        for one in variants
+    }
     traces = {one.name: load_traces(folder / one.name) for one in variants}
     return demo._report(variants, series, demo._result(series), traces)
 
@@ -60,7 +75,10 @@ def pages(tmp_path_factory):
     model = ["--model", MODEL, "--global-batch", "24"]
     few = ["--limit", "tensor=1,pipeline=3,virtual=1", "--seconds", "1"]
     assert main(["plan", "--cluster", links, *model, *few, "--html", str(files["plan"])]) == 0
-    assert main(["plan", "--cluster", small, *model, "--pipeline", "2", "--html", str(files["given"])]) == 0
+    assert (
+        main(["plan", "--cluster", small, *model, "--pipeline", "2", "--html", str(files["given"])])
+        == 0
+    )
     beside = ["--limit", "tensor=1,virtual=1", "--seconds", "1", "--joined"]
     assert main(["plan", "--cluster", links, *model, *beside, "--html", str(files["joined"])]) == 0
     return files
@@ -73,8 +91,13 @@ def browser(tmp_path_factory):
 
 
 @needs_chromium
-@pytest.mark.parametrize("name, width, dark", [
-    *product(("demo", "report", "plan", "joined"), (390, 1280), (False, True)), ("given", 390, True)])
+@pytest.mark.parametrize(
+    "name, width, dark",
+    [
+        *product(("demo", "report", "plan", "joined"), (390, 1280), (False, True)),
+        ("given", 390, True),
+    ],
+)
 def test_a_page_is_whole(pages, browser, name, width, dark):
     seen = browser.open(pages[name], width, dark)
     assert not seen["found"] and not browser.errors
@@ -85,12 +108,18 @@ def test_a_page_is_whole(pages, browser, name, width, dark):
 def test_faults_are_found(browser, tmp_path):
     wide = "<p style='white-space:nowrap'>" + "far " * 99 + "</p>"
     over = "<p style='margin-bottom:-2.2em'>one text</p><p>another text</p><script>undefined_name()</script>"
-    cut = picture("<svg width=50 height=20><text x=10 y=15>longer than its picture</text></svg>", "cut")
+    cut = picture(
+        "<svg width=50 height=20><text x=10 y=15>longer than its picture</text></svg>", "cut"
+    )
     file = tmp_path / "bad.html"
     file.write_text(page("bad", wide, over, cut))
     seen = " ".join(browser.open(file, 390, False)["found"])
-    for fault in ("overlap: one text | another text", "leaves the page", "wider than the window",
-                  "cut by its picture"):
+    for fault in (
+        "overlap: one text | another text",
+        "leaves the page",
+        "wider than the window",
+        "cut by its picture",
+    ):
         assert fault in seen, fault
     assert "undefined_name" in browser.errors[0]
 
@@ -101,15 +130,25 @@ def test_a_page_holds_all_that_it_shows(pages):
         assert not re.findall(r"""(?:src|href)=["'](?!data:|#)|url\((?!#)|<script|@import""", text)
         assert text.count("<svg") >= 1 and "prefers-color-scheme:dark" in text
     plan = pages["plan"].read_text()
-    for part in ("--holmes-cluster", "x stock", "What if the network", "no plan takes less|proven best",
-                 "stage 0"):
+    for part in (
+        "--holmes-cluster",
+        "x stock",
+        "What if the network",
+        "no plan takes less|proven best",
+        "stage 0",
+    ):
         assert re.search(part, plan), part
 
 
 def test_parts_are_escaped():
-    made = page("<a>", heading("1 < 2", 1), table(["&"], [["<b>"], ["c"]], strong=-1), command("a && b"))
+    made = page(
+        "<a>", heading("1 < 2", 1), table(["&"], [["<b>"], ["c"]], strong=-1), command("a && b")
+    )
     assert "<title>&lt;a&gt;</title>" in made and "<h1>1 &lt; 2</h1>" in made
-    assert "<td class=text>&lt;b&gt;</td>" in made and "<tr class=strong><td class=text>c</td></tr>" in made
+    assert (
+        "<td class=text>&lt;b&gt;</td>" in made
+        and "<tr class=strong><td class=text>c</td></tr>" in made
+    )
     assert "a &amp;&amp; b" in made
 
 

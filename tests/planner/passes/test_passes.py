@@ -27,14 +27,24 @@ from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
 
 
-@pytest.mark.parametrize("texts, told", [
-    (["F0 F1 B1 B0"], "input-gradient passes must be micro-batches 0 to 1, each once, in order"),
-    (["F0 F1 I0 I1 W1 W0"], "weight-gradient passes"), (["F0 F1 B0"], "input-gradient"),
-    (["F0 W0 I0"], "W0 comes before I0"), (["B0 F0"], "B0 comes before F0"), (["F0 X0"], "'X0' is not a"),
-    (["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2"], "stage 1: its forward passes"),
-    (["F0 B0 F1 B1", "F0 F1 B0 B1"], "deadlocks with"), (["F0 g0 F1 B0 g1 B1", "F0 F1 B0 B1"], "receive"),
-    (["F0 F1 B0 g0 B1", "F0 B0 F1 B1"], "receive"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "texts, told",
+    [
+        (
+            ["F0 F1 B1 B0"],
+            "input-gradient passes must be micro-batches 0 to 1, each once, in order",
+        ),
+        (["F0 F1 I0 I1 W1 W0"], "weight-gradient passes"),
+        (["F0 F1 B0"], "input-gradient"),
+        (["F0 W0 I0"], "W0 comes before I0"),
+        (["B0 F0"], "B0 comes before F0"),
+        (["F0 X0"], "'X0' is not a"),
+        (["F0 F1 B0 B1", "F0 F1 F2 B0 B1 B2"], "stage 1: its forward passes"),
+        (["F0 B0 F1 B1", "F0 F1 B0 B1"], "deadlocks with"),
+        (["F0 g0 F1 B0 g1 B1", "F0 F1 B0 B1"], "receive"),
+        (["F0 F1 B0 g0 B1", "F0 B0 F1 B1"], "receive"),
+    ],
+)
 def test_what_an_engine_could_not_run_is_refused_in_one_line(texts, told):
     with pytest.raises(HolmesError, match=told) as caught:
         PassOrder.parse(texts)
@@ -46,7 +56,11 @@ def test_a_schedule_says_what_it_holds():
     assert one.in_flight == (3, 3) and one.micro_batches == 3 and PassOrder.parse(one.texts) == one
     both = PassOrder.parse(["F0 F1 g0 F2 g1 B0 g2 I1 W1 B2", one.texts[1]])
     assert one.leads == () and both.leads == ((2, 3, 3),) and PassOrder.parse(both.texts) == both
-    assert before(one.stages[1], "BI", "F") == (0, 0, 1) and before(one.stages[1], "F", "BI") == (2, 3, 3)
+    assert before(one.stages[1], "BI", "F") == (0, 0, 1) and before(one.stages[1], "F", "BI") == (
+        2,
+        3,
+        3,
+    )
 
 
 def drawn(seed):
@@ -65,7 +79,10 @@ def test_no_schedule_beats_the_bound_or_the_memory(seeds):
     tight = 0
     for seed in seeds:
         times, rng = drawn(seed)
-        rules = [Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0))) for _ in times.forward]
+        rules = [
+            Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0)))
+            for _ in times.forward
+        ]
         orders, seconds = listed(times, rules)
         one = PassOrder(tuple(map(tuple, orders)))
         # who listed them may have waited in vain
@@ -113,7 +130,9 @@ def test_the_simulation_prices_it_as_it_is_walked():
         one = PassOrder(tuple(map(tuple, orders)))
         stages, texts = len(orders), one.texts
         site = clusters.site(f"a ethernet - a0 processes={stages}", ethernet="1Gb/s")
-        gpt = Model(stages, 256, 4, 128, 256, micro_batches=times.micro_batches, tied=False, gpu=Gpu(1e12))
+        gpt = Model(
+            stages, 256, 4, 128, 256, micro_batches=times.micro_batches, tied=False, gpu=Gpu(1e12)
+        )
         run = Execution(LOOP, passes=texts, parameter_s=0.0)
         step = simulate(site, ["a0"], Sizes(pipeline=stages), gpt, run, costs=costs_of(times))
         assert step.step_s == pytest.approx(max(one.ends(times))), seed
@@ -122,7 +141,10 @@ def test_the_simulation_prices_it_as_it_is_walked():
 def test_the_simulation_prices_receives_where_the_list_posts_them():
     """Of two stages with half a second between, each edge's messages in one order: a message leaves when the
     sender has the word that its receive is posted."""
-    site, waited = site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))), 0
+    site, waited = (
+        site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))),
+        0,
+    )
     for seed in range(40):
         rng = random.Random(seed)
         some = [tuple(rng.uniform(0.5, 0.9) for _ in range(2)) for _ in range(3)]
@@ -138,15 +160,23 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
 
 
 SLOW = clusters.toml("a ib 200Gb/s a[0-1]", "b ib 200Gb/s b[0-1]", ethernet="100Gb/s") + (
-    '[[between]]\nclusters = ["a", "b"]\nrate = "20Gb/s"\nlatency = "40ms"\n')
-GPT = Model(16, 2048, 16, 2048, 50304, micro_batches=16, tied=False, flash=True, gpu=Gpu(150e12, 40e9))
+    '[[between]]\nclusters = ["a", "b"]\nrate = "20Gb/s"\nlatency = "40ms"\n'
+)
+GPT = Model(
+    16, 2048, 16, 2048, 50304, micro_batches=16, tied=False, flash=True, gpu=Gpu(150e12, 40e9)
+)
 
 
-@pytest.mark.parametrize("engine, options, lists", [
-    (DEEPSPEED, Options(passes="auto"), True), (LOOP, Options(passes="auto"), True),
-    (DEEPSPEED, Options(), False), (MEGATRON, Options(passes="auto"), False),
-    (DEEPSPEED, Options(passes="auto", off=frozenset({"deepspeed-edges"})), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "engine, options, lists",
+    [
+        (DEEPSPEED, Options(passes="auto"), True),
+        (LOOP, Options(passes="auto"), True),
+        (DEEPSPEED, Options(), False),
+        (MEGATRON, Options(passes="auto"), False),
+        (DEEPSPEED, Options(passes="auto", off=frozenset({"deepspeed-edges"})), False),
+    ],
+)
 def test_the_plan_lists_passes_where_it_may(engine, options, lists):
     site = site_from_spec(parse_spec(SLOW))
     plan = build_plan(site, Sizes(4), model=GPT, options=options, engine=engine)
@@ -154,7 +184,11 @@ def test_the_plan_lists_passes_where_it_may(engine, options, lists):
         assert bool(traffic.passes) == lists
         if lists:
             one = PassOrder.parse(traffic.passes)
-            assert one.splits and not traffic.in_flight and not any(own.overlap for own in traffic.reductions)
+            assert (
+                one.splits
+                and not traffic.in_flight
+                and not any(own.overlap for own in traffic.reductions)
+            )
             assert all(load.bytes_of(held) <= 40e9 for load, held in zip(plan.loads, one.in_flight))
     assert parse_plan(plan.to_json(), "plan.json").traffic == plan.traffic
 

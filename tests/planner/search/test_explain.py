@@ -20,10 +20,28 @@ from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.space import Limits
 
 SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="10Gb/s", processes=2)
-MODEL = Model(layers=12, hidden=1024, heads=16, sequence=512, vocabulary=2000, tied=False, global_batch=32,
-              flash=True, gpu=Gpu(20e12))
-PIPELINE = Limits({"pipeline": (2,), "tensor": (1,), "micro_batch": (1,), "recompute": ("none",),
-                   "zero": (0,), "context": (1,), "virtual": (1,)})
+MODEL = Model(
+    layers=12,
+    hidden=1024,
+    heads=16,
+    sequence=512,
+    vocabulary=2000,
+    tied=False,
+    global_batch=32,
+    flash=True,
+    gpu=Gpu(20e12),
+)
+PIPELINE = Limits(
+    {
+        "pipeline": (2,),
+        "tensor": (1,),
+        "micro_batch": (1,),
+        "recompute": ("none",),
+        "zero": (0,),
+        "context": (1,),
+        "virtual": (1,),
+    }
+)
 
 
 def found(model=MODEL, limits=PIPELINE, site=SITE, prove=False, **rules):
@@ -37,11 +55,16 @@ def test_a_thin_stage_of_slow_gpus_is_explained_with_what_even_layers_take():
     slow = best.placement.stages.index(((1, 4),))
     assert best.split[slow] == 1
     lines = thin_stages(outcome, best)
-    assert (lines[0].startswith(f"stage {slow} (b) has 1 layer: ")
-            and "13.3 x as long there as on stage" in lines[0])
+    assert (
+        lines[0].startswith(f"stage {slow} (b) has 1 layer: ")
+        and "13.3 x as long there as on stage" in lines[0]
+    )
     even = timed(outcome, outcome.candidate(best.shape, best.placement, uniform(12, 2)))
     assert even.step_s > best.step_s
-    assert lines[1] == f"with even layers the step takes {even.step_s:.4g} s instead of {best.step_s:.4g} s"
+    assert (
+        lines[1]
+        == f"with even layers the step takes {even.step_s:.4g} s instead of {best.step_s:.4g} s"
+    )
 
 
 def test_a_stage_that_memory_keeps_thin():
@@ -50,13 +73,18 @@ def test_a_stage_that_memory_keeps_thin():
     thin = best.placement.stages.index(((1, 4),))
     assert best.split[thin] <= 2
     said = " ".join(thin_stages(outcome, best))
-    assert "its memory has no room for another layer" in said and "even layers do not fit in memory" in said
+    assert (
+        "its memory has no room for another layer" in said
+        and "even layers do not fit in memory" in said
+    )
 
 
 def test_a_slow_edge_keeps_the_stages_beside_it_thin():
     """Two stages in each cluster, Ethernet between the second and the third; without sequence parallelism the
     whole activation crosses."""
-    site = clusters.site("a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="0.5Gb/s", processes=2)
+    site = clusters.site(
+        "a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="0.5Gb/s", processes=2
+    )
     only = Limits({**PIPELINE.allowed, "pipeline": (4,), "tensor": (2,)})
     outcome = found(replace(MODEL, layers=24, sequence=2048), only, site, hide_edges=False)
     said = " ".join(thin_stages(outcome, outcome.best))
@@ -85,7 +113,9 @@ def test_clusters_of_any_order_of_nodes():
     mixed = network.placement(["a0", "b0", "b1", "a1"], Sizes(pipeline=2, data=4))
     assert mixed.stages == (((0, 2), (1, 2)), ((1, 2), (0, 2)))
     assert network.nodes(mixed) == ("a0", "b0", "b1", "a1")
-    first = network.placement(["a0", "a1", "b0", "b1"], Sizes(pipeline=2, data=4, order="tp-cp-ep-pp-dp"))
+    first = network.placement(
+        ["a0", "a1", "b0", "b1"], Sizes(pipeline=2, data=4, order="tp-cp-ep-pp-dp")
+    )
     assert first.stages == (((0, 2), (1, 2)),) * 2
 
 
@@ -101,13 +131,15 @@ def test_changes_of_the_site_are_judged_by_simulation_and_sorted():
     shown = [float(line.split(": ")[1].split()[0]) for line in lines if line.startswith("with ")]
     assert shown == sorted(shown) and shown
     gap = outcome.certificate.gap
-    assert all(abs(seconds / outcome.best.step_s - 1) >= 0.99 * gap for seconds in shown), ("else it may be "
-                                                                                            "noise")
+    assert all(abs(seconds / outcome.best.step_s - 1) >= 0.99 * gap for seconds in shown), (
+        "else it may be noise"
+    )
 
 
 def test_slow_gpus_and_little_memory_are_among_the_changes():
-    outcome = found(replace(MODEL, gpus={"a": Gpu(20e12), "b": Gpu(10e12, 1.3e9)}),
-                    Limits({"pipeline": (1, 2)}))
+    outcome = found(
+        replace(MODEL, gpus={"a": Gpu(20e12), "b": Gpu(10e12, 1.3e9)}), Limits({"pipeline": (1, 2)})
+    )
     gains = dict(what_if(outcome))
     assert gains["GPUs of b as fast as the fastest"] < outcome.best.step_s
     assert "twice the memory on GPUs of b" in gains

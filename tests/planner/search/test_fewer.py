@@ -17,22 +17,38 @@ from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.space import Limits
 
-MODEL = Model(layers=8, hidden=1024, heads=8, sequence=512, vocabulary=1000, micro_batches=1,
-              gpu=Gpu(flops=1e13))
-LIMITS = Limits({**dict.fromkeys(("tensor", "context", "virtual", "micro_batch"), (1,)), "zero": (0,),
-                 "recompute": ("none",)})
+MODEL = Model(
+    layers=8,
+    hidden=1024,
+    heads=8,
+    sequence=512,
+    vocabulary=1000,
+    micro_batches=1,
+    gpu=Gpu(flops=1e13),
+)
+LIMITS = Limits(
+    {
+        **dict.fromkeys(("tensor", "context", "virtual", "micro_batch"), (1,)),
+        "zero": (0,),
+        "recompute": ("none",),
+    }
+)
 SLOW, FAST = "100Mb/s", "100Gb/s"
 
 
 def spec_of(nodes, between=()):
     """Clusters a, b, ... of so many nodes; between: (clusters, rate)."""
     names = "abcdefg"[: len(nodes)]
-    clusters = [f'{{name = "{name}", kind = "ethernet", nodes = ["{name}[0-{count - 1}]"]}}'
-                for name, count in zip(names, nodes)]
-    links = [f'{{clusters = ["{pair[0]}", "{pair[1]}"], rate = "{rate}", latency = "1ms"}}'
-             for pair, rate in between]
+    clusters = [
+        f'{{name = "{name}", kind = "ethernet", nodes = ["{name}[0-{count - 1}]"]}}'
+        for name, count in zip(names, nodes)
+    ]
+    links = [
+        f'{{clusters = ["{pair[0]}", "{pair[1]}"], rate = "{rate}", latency = "1ms"}}'
+        for pair, rate in between
+    ]
     text = f'version = 2\nethernet = {{rate = "25Gb/s"}}\ncluster = [{", ".join(clusters)}]\n'
-    return parse_spec(text + (f'between = [{", ".join(links)}]\n' if links else ""))
+    return parse_spec(text + (f"between = [{', '.join(links)}]\n" if links else ""))
 
 
 def first_look(spec, batch, model=MODEL):
@@ -48,7 +64,9 @@ def least_s(spec, batch):
     """Of every set of whole clusters."""
     found = []
     for chosen in product((0, 1), repeat=len(spec.clusters)):
-        names = {name for one, cluster in zip(chosen, spec.clusters) for name in cluster.nodes if one}
+        names = {
+            name for one, cluster in zip(chosen, spec.clusters) for name in cluster.nodes if one
+        }
         try:
             found += [first_look(spec.only(names), batch).best.step_s] if names else []
         except HolmesError:  # no sizes divide
@@ -56,11 +74,14 @@ def least_s(spec, batch):
     return min(found)
 
 
-@pytest.mark.parametrize("between, kept", [
-    ((("ab", FAST), ("ac", SLOW), ("bc", SLOW)), "ab"),
-    ((("ab", SLOW), ("ac", SLOW), ("bc", FAST)), "bc"),
-    ((("ab", FAST), ("ac", FAST), ("bc", FAST)), "abc"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "between, kept",
+    [
+        ((("ab", FAST), ("ac", SLOW), ("bc", SLOW)), "ab"),
+        ((("ab", SLOW), ("ac", SLOW), ("bc", FAST)), "bc"),
+        ((("ab", FAST), ("ac", FAST), ("bc", FAST)), "abc"),
+    ],
+)
 def test_clusters_behind_slow_links_are_left_out(between, kept):
     spec = spec_of((4, 4, 4), between)
     found = best_use(spec, 48)
@@ -75,8 +96,11 @@ def test_clusters_behind_slow_links_are_left_out(between, kept):
 def test_of_clusters_that_look_the_same_alone_one_is_looked_at(monkeypatch):
     looked = []
     first_look_at = fewer._Sets._first_look
-    monkeypatch.setattr(fewer._Sets, "_first_look",
-                        lambda sets, counts: looked.append(counts) or first_look_at(sets, counts))
+    monkeypatch.setattr(
+        fewer._Sets,
+        "_first_look",
+        lambda sets, counts: looked.append(counts) or first_look_at(sets, counts),
+    )
     found = best_use(spec_of((4, 4), [("ab", "1Mb/s")]), 16)
     assert "".join(found.network.site.clusters) == "a" and (4, 0) in looked and (0, 4) not in looked
 
@@ -90,7 +114,9 @@ def test_a_node_that_divides_nothing_is_left_out():
 
 def test_of_many_clusters_those_that_fast_links_join_are_kept():
     names = "abcdef"
-    between = [(one + two, SLOW if two in "ef" else FAST) for one in names for two in names if one < two]
+    between = [
+        (one + two, SLOW if two in "ef" else FAST) for one in names for two in names if one < two
+    ]
     found = best_use(spec_of((2,) * 6, between), 48)
     assert "".join(found.network.site.clusters) == "abcd"
 
@@ -98,8 +124,11 @@ def test_of_many_clusters_those_that_fast_links_join_are_kept():
 def test_what_gpus_cannot_compute_in_time_is_not_searched(monkeypatch):
     looked = []
     whole = fewer._Sets._first_look
-    monkeypatch.setattr(fewer._Sets, "_first_look",
-                        lambda self, counts: looked.append(counts) or whole(self, counts))
+    monkeypatch.setattr(
+        fewer._Sets,
+        "_first_look",
+        lambda self, counts: looked.append(counts) or whole(self, counts),
+    )
     spec = spec_of((4, 4))
     found = first_look(spec, 512)
     assert fewer.best_use(found, spec, time.monotonic() + 60).on_all is None

@@ -12,22 +12,33 @@ from holmes_ext.plan.partition import balanced
 def costs_of(rng):
     """A random job; some edges have a latency, which holds up nothing behind it."""
     stages, layers = rng.choice((2, 3, 4)), rng.randint(4, 9)
-    each = [rng.uniform(0.2, 1)
-            for _ in range(stages)] if rng.random() < 0.5 else [rng.uniform(0.2, 1)] * stages
+    each = (
+        [rng.uniform(0.2, 1) for _ in range(stages)]
+        if rng.random() < 0.5
+        else [rng.uniform(0.2, 1)] * stages
+    )
     forward = tuple((rng.choice((0, 0.3)), seconds, rng.choice((0, 0.5))) for seconds in each)
     backward = tuple(tuple(2 * seconds for seconds in row) for row in forward)
     edges = [rng.choice((0.0, 0.2, 1.0, 3.0)) for _ in range(stages - 1)]
     return StageCosts(
-        forward, backward, ((0.0, rng.choice((0.0, 0.4)), 0.0),) * stages,
-        tuple((edge, edge, 0.0) for edge in (*edges, 0.0)), rng.choice((1, 2, 4, 8, 16)),
+        forward,
+        backward,
+        ((0.0, rng.choice((0.0, 0.4)), 0.0),) * stages,
+        tuple((edge, edge, 0.0) for edge in (*edges, 0.0)),
+        rng.choice((1, 2, 4, 8, 16)),
         repeats=(1, layers, 1),
-        overlap=rng.random() < 0.5, hidden=tuple(rng.choice((0.0, 0.5, 1.0)) * edge for edge in edges))
+        overlap=rng.random() < 0.5,
+        hidden=tuple(rng.choice((0.0, 0.5, 1.0)) * edge for edge in edges),
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_split_beats_the_balanced_one_by_much(seed):
     costs = costs_of(random.Random(seed))
-    splits = [split for split in itertools.product(range(1, costs.blocks + 1), repeat=costs.stages)
-              if sum(split) == costs.blocks]  # fmt: skip
+    splits = [
+        split
+        for split in itertools.product(range(1, costs.blocks + 1), repeat=costs.stages)
+        if sum(split) == costs.blocks
+    ]
     least = min(predict(costs, split).step_s for split in splits)
     assert predict(costs, balanced(costs)).step_s <= least * 1.02

@@ -20,13 +20,25 @@ from holmes_ext.planner.search.space import Limits, shapes
 from holmes_ext.planner.simulate.repeat import folded_s
 
 SITE = clusters.site("a ib 100Gb/s a[0-1]", "b roce 50Gb/s b[0-1]", ethernet="2Gb/s", processes=2)
-MODEL = Model(layers=6, hidden=512, heads=8, sequence=512, vocabulary=2000, tied=False, micro_batches=1,
-              flash=True, gpu=Gpu(20e12), gpus={"a": Gpu(40e12)})
+MODEL = Model(
+    layers=6,
+    hidden=512,
+    heads=8,
+    sequence=512,
+    vocabulary=2000,
+    tied=False,
+    micro_batches=1,
+    flash=True,
+    gpu=Gpu(20e12),
+    gpus={"a": Gpu(40e12)},
+)
 LIMITS = Limits({"recompute": ("none",), "micro_batch": (1, 2), "context": (1,), "zero": (0, 1)})
 
 
 def ranked():
-    return search(SearchResult(Network(SITE), MODEL, 32, LIMITS, Rules(overlap=True)), rows=1, prove=False)
+    return search(
+        SearchResult(Network(SITE), MODEL, 32, LIMITS, Rules(overlap=True)), rows=1, prove=False
+    )
 
 
 def prove(result, seconds=1e9, **more):
@@ -52,8 +64,10 @@ def test_what_is_proven_holds_for_every_plan(alone_s, monkeypatch):
     first, told = ranked(), []
     found = prove(first, progress=lambda *said: told.append(said))
     least = min(steps(first))
-    assert (found.certificate.bound_s <= least * (1 + 1e-9)
-            and found.best.simulated_s <= first.best.simulated_s)
+    assert (
+        found.certificate.bound_s <= least * (1 + 1e-9)
+        and found.best.simulated_s <= first.best.simulated_s
+    )
     assert found.best.simulated_s <= least * 1.01 and found.certificate.gap < 0.1
     least = min(one.simulated_s or 1e9 for one in found.candidates)
     assert found.certificate.step_s == found.best.simulated_s == least
@@ -65,21 +79,28 @@ def test_what_is_akin_to_the_best_comes_first(monkeypatch):
     monkeypatch.setattr(searching, "ALONE_S", 1e9)
     monkeypatch.setattr(searching, "EARLY", (3, 1))
     seen, do = [], Evaluator.do
-    monkeypatch.setattr(Evaluator, "do",
-                        lambda self, item, *given: seen.append(item) or do(self, item, *given))
+    monkeypatch.setattr(
+        Evaluator, "do", lambda self, item, *given: seen.append(item) or do(self, item, *given)
+    )
     first = ranked()
     assert first.best.shape.pipeline > 1 and first.best.shape.virtual == 1
     prove(first)
     arranged = [isinstance(item, PlacedShape) for item in seen]
     begun = arranged.index(True)
-    assert {item.recompute for item in seen[:begun]} == {"none"} and first.best.shape in seen[:begun]
-    early = seen[begun : 1 + next(at for at, item in enumerate(seen) if arranged[at] and item.closer)]
+    assert {item.recompute for item in seen[:begun]} == {"none"} and first.best.shape in seen[
+        :begun
+    ]
+    early = seen[
+        begun : 1 + next(at for at, item in enumerate(seen) if arranged[at] and item.closer)
+    ]
     assert len(early) <= 4 and early[-1].walked_s and sum(early[-1].split) == MODEL.layers
     assert {replace(item.shape, zero=0) for item in early} == {replace(first.best.shape, zero=0)}
     assert not arranged[begun + len(early)], "then the least bound of all"
     ideal = first.ideals[first.best.shape]
     ended = prove(replace(first, ideals={first.best.shape: ideal}), seconds=0.0).certificate
-    assert ended.bound_s == ideal < ended.step_s, "what still waits there counts when the time is over"
+    assert ended.bound_s == ideal < ended.step_s, (
+        "what still waits there counts when the time is over"
+    )
 
 
 def test_ctrl_c_and_the_end_of_the_time_keep_what_was_found():

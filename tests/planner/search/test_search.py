@@ -26,7 +26,9 @@ from holmes_ext.planner.search.simulated import simulated
 from holmes_ext.planner.search.space import Limits, parse_limits, shapes
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "clusters"
-MODEL = Model(layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12))
+MODEL = Model(
+    layers=6, hidden=512, heads=8, sequence=128, vocabulary=8000, global_batch=16, gpu=Gpu(20e12)
+)
 
 
 def small(ethernet="10Gb/s", a="a[0-1]", b="b[0-1]"):
@@ -119,7 +121,11 @@ def test_data_across_the_clusters_when_that_is_faster():
 def test_limits_are_kept():
     limits = parse_limits(["tensor=2", "recompute=full", "reduction=flat", "clusters=data,both"])
     for one in search(small(), MODEL, 16, limits).candidates:
-        assert one.shape.tensor == 2 and one.shape.recompute == "full" and "two-level" not in one.reductions
+        assert (
+            one.shape.tensor == 2
+            and one.shape.recompute == "full"
+            and "two-level" not in one.reductions
+        )
         assert any(len(content) > 1 for content in one.placement.stages)
 
 
@@ -132,8 +138,9 @@ def test_nodes_follow_the_placement():
 def test_a_time_limit_leaves_a_true_bound():
     full = search(small(), MODEL, 16, prove=True)
     cut = search(small(), MODEL, 16, seconds=0.0, prove=True)
-    assert (cut.certificate.bound_s <= full.best.step_s <= cut.best.step_s
-            and len(cut.candidates) < len(full.candidates))
+    assert cut.certificate.bound_s <= full.best.step_s <= cut.best.step_s and len(
+        cut.candidates
+    ) < len(full.candidates)
 
 
 def test_ctrl_c_keeps_the_best_so_far():
@@ -152,7 +159,8 @@ def test_clusters_of_one_node():
 def test_a_model_that_fits_nowhere():
     needs = (
         r"does not fit in GPU memory: nearest is tensor .* needs .*B, .*B more than its 50 MB \(\w+: .*B\); "
-        r"use")
+        r"use"
+    )
     with pytest.raises(HolmesError, match=needs):
         search(small(), MODEL, 16, Limits(memory_bytes=50e6))
 
@@ -162,7 +170,10 @@ def test_a_model_that_fits_nowhere():
     [
         ("tensr=2", "did you mean 'tensor'?"),
         ("tensor", "is not NAME=VALUE"),
-        ("recompute=ful", "limit recompute: 'ful' is not one of none, selective, full; did you mean 'full'?"),
+        (
+            "recompute=ful",
+            "limit recompute: 'ful' is not one of none, selective, full; did you mean 'full'?",
+        ),
         ("memory=big", "--limit memory: 'big' is not a size above 0"),
         ("tensor=0", "limit tensor: 0 is not a whole number, 1 or more"),
         ("tensor=", "--limit: 'tensor=' is not NAME=VALUE"),
@@ -175,10 +186,14 @@ def test_bad_limits(text, message):
 
 
 def test_impossible_limits():
-    with pytest.raises(HolmesError, match="no parallel sizes are possible: 8 GPUs .* within tensor=16"):
+    with pytest.raises(
+        HolmesError, match="no parallel sizes are possible: 8 GPUs .* within tensor=16"
+    ):
         search(small(), MODEL, 16, parse_limits(["tensor=16"]))
     with pytest.raises(
-        HolmesError, match="no arrangement of the clusters is possible, within pipeline=1 clusters=pipeline"):
+        HolmesError,
+        match="no arrangement of the clusters is possible, within pipeline=1 clusters=pipeline",
+    ):
         search(small(), MODEL, 16, parse_limits(["pipeline=1", "clusters=pipeline"]))
 
 
@@ -186,12 +201,20 @@ def test_impossible_limits():
 def test_no_simulated_step_beats_its_bound(ethernet, link):
     """What the certificate of simulated steps rests on."""
     model = replace(MODEL, gpu=Gpu(20e12, link_bps=link))
-    found = search(small(ethernet), model, 16, parse_limits(["recompute=none", "micro_batch=1,2"]), rows=400)
+    found = search(
+        small(ethernet), model, 16, parse_limits(["recompute=none", "micro_batch=1,2"]), rows=400
+    )
     compared = 0
     for one in found.candidates[::7]:
         step, prices = simulated(found, one).step_s, found.prices(one.shape)
-        bound = Evaluator(found).lower_bound(one.shape, one.placement, prices.costs(one.placement)).seconds()
-        assert step >= max(bound, ShapeBound(found.network, prices, one.shape).seconds) * (1 - 1e-9), one
+        bound = (
+            Evaluator(found)
+            .lower_bound(one.shape, one.placement, prices.costs(one.placement))
+            .seconds()
+        )
+        assert step >= max(bound, ShapeBound(found.network, prices, one.shape).seconds) * (
+            1 - 1e-9
+        ), one
         compared += 1
     assert compared >= 10
 
@@ -209,7 +232,9 @@ def test_measured_links_change_the_search():
     points = ((1024, 2e-3), (65536, 5e-3), (4194304, 0.2))
     links = Links({"ethernet": Link("ethernet", fit(points), fit(points))})
     limits = parse_limits(["recompute=none", "micro_batch=1,2"])
-    nominal, measured = (search(small(), MODEL, 16, limits, rows=200, links=one) for one in (Links(), links))
+    nominal, measured = (
+        search(small(), MODEL, 16, limits, rows=200, links=one) for one in (Links(), links)
+    )
     steps = {one.key: one for one in nominal.candidates}
     both = [(steps[one.key], one) for one in measured.candidates if one.key in steps]
     assert both and all(other.formula_s >= one.formula_s * (1 - 1e-9) for one, other in both)
@@ -228,19 +253,33 @@ def test_measured_links_change_the_search():
 def test_a_line_under_a_curve():
     curve = fit(((1024, 2e-3), (65536, 5e-3), (4194304, 0.2)))
     line = Links({"x": Link("x", curve, curve)}).line(Fabric("x", "ib", 10**9, 1e-6))
-    assert all(line.latency_s + 8 * size / line.rate_bps <= curve.seconds(size) * (1 + 1e-9)
-               for size in (1, 1e3, 5e4, 1e6, 1e8))
+    assert all(
+        line.latency_s + 8 * size / line.rate_bps <= curve.seconds(size) * (1 + 1e-9)
+        for size in (1, 1e3, 5e4, 1e6, 1e8)
+    )
 
 
-@pytest.mark.parametrize("sample, ethernet", [("four_clusters_1024", "1Gb/s"), ("three_clusters_8", "20Mb/s"),
-                                              ("paper_4_roce_4_ib", "1Gb/s")])
+@pytest.mark.parametrize(
+    "sample, ethernet",
+    [
+        ("four_clusters_1024", "1Gb/s"),
+        ("three_clusters_8", "20Mb/s"),
+        ("paper_4_roce_4_ib", "1Gb/s"),
+    ],
+)
 def test_no_placement_beats_the_bound_of_its_shape(sample, ethernet):
     """On networks so slow that they set the pace."""
-    text = re.sub(r'rate = "[^"]+"', f'rate = "{ethernet}"', (EXAMPLES / f"{sample}.toml").read_text())
-    site, model = site_from_spec(parse_spec(text)), replace(MODEL, layers=32, gpu=Gpu(100e12, link_bps=1e12),
-                                                            global_batch=0, micro_batches=1)
-    batch, limits = 2 * site.world_size, parse_limits(["micro_batch=1", "context=1", "recompute=none",
-                                                       "zero=0"])
+    text = re.sub(
+        r'rate = "[^"]+"', f'rate = "{ethernet}"', (EXAMPLES / f"{sample}.toml").read_text()
+    )
+    site, model = (
+        site_from_spec(parse_spec(text)),
+        replace(MODEL, layers=32, gpu=Gpu(100e12, link_bps=1e12), global_batch=0, micro_batches=1),
+    )
+    batch, limits = (
+        2 * site.world_size,
+        parse_limits(["micro_batch=1", "context=1", "recompute=none", "zero=0"]),
+    )
     result, compared = asked(site, model, batch, limits, True), 0
     evaluator = Evaluator(result)
     for shape in shapes(result.network, model, batch, limits):

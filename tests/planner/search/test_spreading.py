@@ -28,17 +28,22 @@ def test_the_best_of_all_is_found(seed):
 
     def seconds_of(found):
         slowest = max(sum(data[a][b] for a in stage for b in stage) for stage in found)
-        return slowest + sum(path[a][b] for one, two in zip(found, found[1:]) for a, b in zip(one, two))
+        return slowest + sum(
+            path[a][b] for one, two in zip(found, found[1:]) for a, b in zip(one, two)
+        )
 
     found, seconds = spread(units, stages, seconds_of, 3000)
     assert seconds == seconds_of(found) == pytest.approx(min(map(seconds_of, every(units, stages))))
     assert sorted(index for stage in found for index in stage) == sorted(
-        index for index, own in enumerate(units) for _ in range(own))
+        index for index, own in enumerate(units) for _ in range(own)
+    )
     assert spread(units, stages, seconds_of, 3000) == (found, seconds), "equal input, equal output"
 
 
 def test_groups_are_mixed_evenly():
-    assert mixed((4, 4, 4, 4), ((0,), (1,), (2,), (3,)), 4) == tuple((index,) * 4 for index in range(4))
+    assert mixed((4, 4, 4, 4), ((0,), (1,), (2,), (3,)), 4) == tuple(
+        (index,) * 4 for index in range(4)
+    )
     assert mixed((4, 4, 4, 4), ((0, 1), (2, 3)), 4) == ((0, 0, 1, 1),) * 2 + ((2, 2, 3, 3),) * 2
     assert mixed((2, 4, 2), ((0, 1, 2),), 4) == ((0, 1, 1, 2),) * 2
 
@@ -46,6 +51,9 @@ def test_groups_are_mixed_evenly():
 def test_clusters_of_neighbouring_stages_face_their_own():
     placement = laid(((0, 0, 1), (1, 2, 2), (0, 1, 2)), Sizes(pipeline=3).complete(36), processes=4)
     assert [sorted(content) for content in placement.stages] == [
-        [(0, 8), (1, 4)], [(1, 4), (2, 8)], [(0, 4), (1, 4), (2, 4)]]
+        [(0, 8), (1, 4)],
+        [(1, 4), (2, 8)],
+        [(0, 4), (1, 4), (2, 4)],
+    ]
     last = [content[-1][0] for content in placement.stages]
     assert last == [1, 1, 1]

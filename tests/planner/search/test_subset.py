@@ -30,8 +30,11 @@ from holmes_ext.planner.show.subset import AvailableNodes, floor, in_closed_form
 
 
 def every(idle, count):
-    return [counts for counts in itertools.product(*(range(most + 1) for most in idle))
-            if sum(counts) == count]
+    return [
+        counts
+        for counts in itertools.product(*(range(most + 1) for most in idle))
+        if sum(counts) == count
+    ]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -47,10 +50,14 @@ def test_the_best_of_all_for_any_price(seed):
         return Priced(prices[counts], 0.9 * prices[counts])
 
     order = rng.sample(range(len(idle)), len(idle))
-    found = best_subset(idle, count, price, lambda family: 0.5, unit=rng.choice((1, 2, 3)), order=order)
+    found = best_subset(
+        idle, count, price, lambda family: 0.5, unit=rng.choice((1, 2, 3)), order=order
+    )
     assert found.complete and sorted(asked) == sorted(prices)
     assert [counts for counts, _ in found.found] == sorted(prices, key=prices.__getitem__)
-    assert found.bound_s == pytest.approx(0.9 * min(prices.values())) and found.gap == pytest.approx(0.1)
+    assert found.bound_s == pytest.approx(
+        0.9 * min(prices.values())
+    ) and found.gap == pytest.approx(0.1)
 
 
 def test_a_subset_at_the_floor_ends_the_search():
@@ -65,7 +72,9 @@ def test_a_subset_at_the_floor_ends_the_search():
 
 
 def test_the_time_ends_the_search_with_the_best_so_far():
-    found = best_subset((50, 50, 50), 60, lambda counts: Priced(2.0, 2.0), lambda family: 1.0, end=0.0)
+    found = best_subset(
+        (50, 50, 50), 60, lambda counts: Priced(2.0, 2.0), lambda family: 1.0, end=0.0
+    )
     assert len(found.found) == 1 and found.gap == 0.5 and not found.complete
 
 
@@ -77,7 +86,9 @@ def test_clusters_that_are_alike_stand_for_each_other():
         return Priced(1 + max(counts) / 100, 0.5)
 
     found = best_subset((6, 4, 6), 8, price, lambda family: 0.1, alike=(0, 0, 0))
-    assert found.complete and len(asked) == len({tuple(sorted(counts)) for counts in every((6, 4, 6), 8)})
+    assert found.complete and len(asked) == len(
+        {tuple(sorted(counts)) for counts in every((6, 4, 6), 8)}
+    )
     assert all(have >= taken for counts in asked for have, taken in zip((6, 4, 6), counts))
     assert sorted(found.found[0][0]) == [2, 3, 3]
 
@@ -103,13 +114,26 @@ def scene(seed, nodes):
     """A random site of so many nodes, and what is trained on how many of them."""
     rng, toml, pipeline, count = random_site(seed, nodes)
     spec, data = parse_spec(toml), count // pipeline
-    model = on_clusters(Model(name="m", layers=16, hidden=2048, heads=16, sequence=1024, vocabulary=32000,
-                              global_batch=8 * data), spec)
+    model = on_clusters(
+        Model(
+            name="m",
+            layers=16,
+            hidden=2048,
+            heads=16,
+            sequence=1024,
+            vocabulary=32000,
+            global_batch=8 * data,
+        ),
+        spec,
+    )
     shape = Shape(pipeline, 8, 1, 1, data, 1, 1, 8, "none", 0)
-    site = AvailableNodes(spec, Training(model, None, overlap=True), 8 * data, Limits(), (shape,), count)
+    site = AvailableNodes(
+        spec, Training(model, None, overlap=True), 8 * data, Limits(), (shape,), count
+    )
     best, ideal_model = ideal(site_from_spec(spec), count, model, Links())
-    found = in_closed_form(Network(best), replace(site.job, model=ideal_model), site.batch, site.limits,
-                           site.shapes)
+    found = in_closed_form(
+        Network(best), replace(site.job, model=ideal_model), site.batch, site.limits, site.shapes
+    )
     return rng, replace(site, floor_s=max(floor(found), site.computing_s()))
 
 
@@ -127,9 +151,14 @@ def test_the_best_of_all_subsets_of_random_sites(seed):
     found = site.best(inf)
     assert found.found[0][1].step_s == min(prices.values())
     assert found.proven and found.bound_s <= min(prices.values())
-    for family in {tuple(rng.choice((nodes, None)) for nodes in counts) for counts in prices} - set(prices):
-        of_it = [step_s for counts, step_s in prices.items()
-                 if all(own in (None, nodes) for own, nodes in zip(family, counts))]
+    for family in {tuple(rng.choice((nodes, None)) for nodes in counts) for counts in prices} - set(
+        prices
+    ):
+        of_it = [
+            step_s
+            for counts, step_s in prices.items()
+            if all(own in (None, nodes) for own, nodes in zip(family, counts))
+        ]
         assert site.floor(family) <= min(of_it) * (1 + 1e-9), (family, idle)
 
 
@@ -138,8 +167,18 @@ def test_equal_parts_of_three_clusters_are_above_the_floor_of_two():
     the eight of open clusters are a floor."""
     three = (f"{name} ib 400Gb/s {name}[0-3]" for name in "abc")
     spec = clusters.spec(*three, ethernet="25Gb/s", processes=8)
-    model = on_clusters(Model(name="m", layers=16, hidden=2048, heads=16, sequence=1024, vocabulary=32000,
-                              global_batch=96), spec)
+    model = on_clusters(
+        Model(
+            name="m",
+            layers=16,
+            hidden=2048,
+            heads=16,
+            sequence=1024,
+            vocabulary=32000,
+            global_batch=96,
+        ),
+        spec,
+    )
     shape = Shape(1, 8, 1, 1, 12, 1, 1, 8, "none", 0)
     site = AvailableNodes(spec, Training(model, None, overlap=True), 96, Limits(), (shape,), 12)
     priced = site.price((4, 4, 4))
@@ -154,12 +193,16 @@ def test_random_sites_of_200_nodes_are_within_the_certificate(seed):
     The search has 10 s to find the best nodes for a job. If it says that its result is proven to be the best,
     no random subset may be better than that result.
     """
-    rng, site = scene(1000 + seed, 200)  # random clusters with 200 nodes, and the number of nodes wanted
+    rng, site = scene(
+        1000 + seed, 200
+    )  # random clusters with 200 nodes, and the number of nodes wanted
     idle = idle_of(site)  # number of idle nodes in each cluster
     begin = time.monotonic()
     result = site.best(begin + 10)
-    print(f"{len(idle)} clusters, {site.count} nodes: {len(result.found)} looked at in "
-          f"{time.monotonic() - begin:.1f} s, gap {result.gap:.2%}, complete {result.complete}")
+    print(
+        f"{len(idle)} clusters, {site.count} nodes: {len(result.found)} looked at in "
+        f"{time.monotonic() - begin:.1f} s, gap {result.gap:.2%}, complete {result.complete}"
+    )
     idle_nodes = [(cluster, node) for cluster, nodes in enumerate(idle) for node in range(nodes)]
     for _ in range(15):
         subset = rng.sample(idle_nodes, site.count)

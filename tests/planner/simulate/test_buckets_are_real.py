@@ -44,30 +44,45 @@ def real(rank, stage, tied, bucket_bytes):
     if tied:
         deferred = [modules[0 if stage == 0 else -1].weight]
     fabric = SITE.shared_fabric([("a0", "a1"), ("b0", "b1")][stage])
-    reducer = GradientReducer(module.named_parameters(), fabric=fabric, bucket_bytes=bucket_bytes,
-                              deferred=deferred)
+    reducer = GradientReducer(
+        module.named_parameters(), fabric=fabric, bucket_bytes=bucket_bytes, deferred=deferred
+    )
     for _ in range(2):
-        x = torch.zeros(1, SEQUENCE, dtype=torch.long) if stage == 0 else torch.zeros(1, SEQUENCE, HIDDEN)
+        x = (
+            torch.zeros(1, SEQUENCE, dtype=torch.long)
+            if stage == 0
+            else torch.zeros(1, SEQUENCE, HIDDEN)
+        )
         for layer in run:
             x = layer(x)
         with reducer.overlapped():
             x.sum().backward()
-    return [sum(reducer._items[index].bytes for index in bucket.indices) for bucket in reducer._buckets]
+    return [
+        sum(reducer._items[index].bytes for index in bucket.indices) for bucket in reducer._buckets
+    ]
 
 
 def simulated(stage, tied, bucket_bytes):
-    model = Model(LAYERS, HIDDEN, HEADS, SEQUENCE, 256, micro_batches=8, activation_width=4, tied=tied)
+    model = Model(
+        LAYERS, HIDDEN, HEADS, SEQUENCE, 256, micro_batches=8, activation_width=4, tied=tied
+    )
     sizes, order = Sizes(pipeline=2, data=2), [node.name for node in SITE.nodes]
     execution = Execution(DEEPSPEED, overlap="on", bucket_bytes=bucket_bytes or 0)
     collectives = job_on_site(SITE, order, sizes, model, execution).collectives
     ((_, leaving),) = [item for item in collectives.leaving.items() if item[0][1] == stage]
     late = [one.after is None for one in leaving]
-    assert late == sorted(late) and any(late) == tied, "a tied weight is sent after the backward pass"
+    assert late == sorted(late) and any(late) == tied, (
+        "a tied weight is sent after the backward pass"
+    )
     return [size for one in leaving for size in one.sizes]
 
 
-CASES = [(stage, tied, size) for stage in (0, 1) for tied in (False, True)
-         for size in (None, 400_000, 3_000_000)]
+CASES = [
+    (stage, tied, size)
+    for stage in (0, 1)
+    for tied in (False, True)
+    for size in (None, 400_000, 3_000_000)
+]
 
 
 def every(rank):

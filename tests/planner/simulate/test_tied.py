@@ -8,8 +8,16 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
 
-MODEL = Model(layers=4, hidden=256, heads=4, sequence=128, vocabulary=20000, micro_batches=4, tied=True,
-              gpu=Gpu(1e12))
+MODEL = Model(
+    layers=4,
+    hidden=256,
+    heads=4,
+    sequence=128,
+    vocabulary=20000,
+    micro_batches=4,
+    tied=True,
+    gpu=Gpu(1e12),
+)
 
 
 def step_s(order):
@@ -18,9 +26,14 @@ def step_s(order):
     return simulate(site, order.split(), Sizes(pipeline=2), MODEL, options).step_s
 
 
-@pytest.mark.parametrize("order", [
-    "a0 b0 b1 a1 a2 a3 b2 b3",  # twins in one cluster and in two
-    "a0 a1 a2 b0 b1 b2 b3 a3", "a0 b0 a1 b1 a2 b2 a3 b3", "a0 a1 a2 b0 b1 b2 a3 b3",
-])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "a0 b0 b1 a1 a2 a3 b2 b3",  # twins in one cluster and in two
+        "a0 a1 a2 b0 b1 b2 b3 a3",
+        "a0 b0 a1 b1 a2 b2 a3 b3",
+        "a0 a1 a2 b0 b1 b2 a3 b3",
+    ],
+)
 def test_stages_on_several_clusters_sum_by_pairs(order):
     assert step_s(order) > 0, "nobody waits for ever"

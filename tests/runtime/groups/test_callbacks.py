@@ -42,7 +42,11 @@ def test_it_would_abort():
 
     def aborts() -> bool:
         result = run("plain", "then")
-        return result.returncode == -6 and "terminate called" in result.stderr or result.returncode == -11
+        return (
+            result.returncode == -6
+            and "terminate called" in result.stderr
+            or result.returncode == -11
+        )
 
     assert any(aborts() for _ in range(5))
 
@@ -53,7 +57,10 @@ def test_what_a_call_returns_and_raises_passes():
     from holmes_ext.runtime.groups.callbacks import before_exit
 
     future: Future = Future()
-    twice, broken = future.then(before_exit(lambda done: 2 * done.value())), future.then(before_exit(1.0.hex))
+    twice, broken = (
+        future.then(before_exit(lambda done: 2 * done.value())),
+        future.then(before_exit((1.0).hex)),
+    )
     future.set_result(3)
     assert twice.wait() == 6
     with pytest.raises(RuntimeError):

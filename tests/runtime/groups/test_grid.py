@@ -26,8 +26,14 @@ TURN = Site(tuple(SITE.node_by_name[name] for name in ("a0", "b0", "a1", "b1")),
 def session(sizes=None, given=(), nodes=None, site=SITE):
     plan = build_plan(site, sizes)
     plan = replace(plan, nodes=nodes) if nodes else plan
-    return Session(Options(given=frozenset(given)), Process(0, plan.world_size, 0, 1, "", 0, "test"), site,
-                   plan, 0, maker=maker)
+    return Session(
+        Options(given=frozenset(given)),
+        Process(0, plan.world_size, 0, 1, "", 0, "test"),
+        site,
+        plan,
+        0,
+        maker=maker,
+    )
 
 
 IN_TURN = {"nodes": ("a0", "b0", "a1", "b1")}
@@ -36,8 +42,9 @@ IN_TURN = {"nodes": ("a0", "b0", "a1", "b1")}
 def test_sizes_given_on_purpose_must_be_the_programs():
     planned = session(Sizes(pipeline=2), given={"sizes"})
     grid.refuse_other_sizes(planned, Sizes(pipeline=2, data=2))
-    with pytest.raises(HolmesError, match="--holmes-sizes says pipeline=2, but the program initializes "
-                                          "tensor=2"):
+    with pytest.raises(
+        HolmesError, match="--holmes-sizes says pipeline=2, but the program initializes tensor=2"
+    ):
         grid.refuse_other_sizes(planned, Sizes(tensor=2, data=2))
     # read off the command line: a guess
     grid.refuse_other_sizes(session(Sizes(pipeline=2)), Sizes(tensor=2, data=2))
@@ -54,8 +61,9 @@ class Grid:
 def test_deepspeeds_grid_is_compared_too(monkeypatch, planned, said):
     """pipeline=4 ran on a script of 2 stages without a word, pipeline=1 died in an IndexError."""
     monkeypatch.setattr(sessions, "_active", session(Sizes(pipeline=planned), given={"sizes"}))
-    with pytest.raises(HolmesError, match=f"--holmes-sizes says {said}, but the program initializes "
-                                          f"pipeline=2"):
+    with pytest.raises(
+        HolmesError, match=f"--holmes-sizes says {said}, but the program initializes pipeline=2"
+    ):
         deepspeed_p2p._check_grid(lambda: None, Grid(2), (), {})
     deepspeed_p2p._check_grid(lambda: None, Grid(planned), (), {})
 
@@ -72,7 +80,9 @@ def test_an_instance_is_to_be_a_cluster():
     )
     assert (
         sizes_from_arguments(
-            "--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2".split()) is None
+            "--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2".split()
+        )
+        is None
     )
     assert sizes_from_arguments(
         "--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 1".split()

@@ -19,7 +19,9 @@ def mailbox_of(rank):
     """Of two stages, a group for each direction."""
     forward, backward = dist.new_group([0, 1]), dist.new_group([0, 1])
     sends, receives = (forward, backward) if rank == 0 else (backward, forward)
-    return Mailbox({(1 - rank, "send"): sends, (1 - rank, "recv"): receives}, {1 - rank: (rank, 1 - rank)})
+    return Mailbox(
+        {(1 - rank, "send"): sends, (1 - rank, "recv"): receives}, {1 - rank: (rank, 1 - rank)}
+    )
 
 
 def steps_of(rank, count):
@@ -42,7 +44,9 @@ def steps_of(rank, count):
             posted.append(box._count[1 - rank])
             if (kind, rank) == ("B", 0):
                 box.arrived("F", index)
-                assert len(box._sent["F"]) == min(FLIGHT.in_flight[0] - 1, MICRO_BATCHES - 1 - index)
+                assert len(box._sent["F"]) == min(
+                    FLIGHT.in_flight[0] - 1, MICRO_BATCHES - 1 - index
+                )
         box.end()
         assert not box._posted[1 - rank] and not any(box._sent.values())
         seen.append(got)
@@ -89,7 +93,8 @@ def other_shape(rank):
 def test_a_message_of_another_shape_is_one_line():
     said = (
         "edge from stage 0 to stage 1: a message of rank 0 was (2,) torch.float32 in every step so far, "
-        "but is")
+        "but is"
+    )
     assert f"{said} (3,) torch.float32 now" in run_ranks(other_shape, 2)[1][0]
 
 
@@ -112,12 +117,17 @@ def test_messages_that_differ_from_micro_batch_to_micro_batch(monkeypatch):
             box.recv(torch.ones(2), 5)
             box.recv(torch.ones(3 + mixed * index), 5)
         if mixed:
-            with pytest.raises(HolmesError, match="stage 1 to stage 2: rank 5 does not send the same of each "
-                                                  "micro-b"):
+            with pytest.raises(
+                HolmesError,
+                match="stage 1 to stage 2: rank 5 does not send the same of each micro-b",
+            ):
                 box.learn(2)
         else:
             box.learn(2)
-            assert box.knows and box._expected == {5: [((2,), torch.float32), ((3,), torch.float32)], 9: []}
+            assert box.knows and box._expected == {
+                5: [((2,), torch.float32), ((3,), torch.float32)],
+                9: [],
+            }
 
 
 def mixed(rank):
@@ -129,8 +139,11 @@ def mixed(rank):
         box.begin(FLIGHT, 3, torch.empty(0))
         for index in range(3):
             number = 10 * step + index
-            tensors = [torch.full((2, 2), number / 8), torch.tensor([number % 2 == 0]),
-                       torch.tensor([2**40 + number])]
+            tensors = [
+                torch.full((2, 2), number / 8),
+                torch.tensor([number % 2 == 0]),
+                torch.tensor([2**40 + number]),
+            ]
             box.unit = "F", index
             for tensor in tensors:
                 if rank:
@@ -144,7 +157,9 @@ def mixed(rank):
 
 
 def test_tensors_of_several_kinds_whole_numbers_among_them():
-    wanted = [(n / 8, n % 2 == 0, 2**40 + n) for step in range(4) for n in range(10 * step, 10 * step + 3)]
+    wanted = [
+        (n / 8, n % 2 == 0, 2**40 + n) for step in range(4) for n in range(10 * step, 10 * step + 3)
+    ]
     assert run_ranks(mixed, 2)[1] == wanted
 
 
@@ -165,7 +180,6 @@ def test_what_was_not_announced_is_not_sent():
     box.announce([((9,), torch.float32)], 5)
     with pytest.raises(HolmesError, match="expected .9,. torch.float32"):
         box._check(torch.ones(9, dtype=torch.bfloat16), 5)
-
 
 
 class Lost:

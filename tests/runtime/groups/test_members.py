@@ -2,7 +2,6 @@
 would differ, and under a bound device (as DeepSpeed binds it), where torch would split WORLD, which takes all
 its ranks."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -42,7 +41,8 @@ def bound(rank, name):
     world, device = dist.group.WORLD, torch.device("cuda", 0)
     world.bound_device_id = device
     dist.distributed_c10d._get_split_source = lambda _: pytest.fail(
-        "a split of WORLD, to which rank 0 never comes")
+        "a split of WORLD, to which rank 0 never comes"
+    )
     if rank in (1, 2):
         MAKERS[name]()
     assert world.bound_device_id == device

@@ -45,7 +45,9 @@ def drawn_passes(rng, stages, micro_batches, held):
         return tuple(rng.choice((0.1, 1.0, rng.uniform(0.2, 3.0))) for _ in range(stages))
 
     times = Times(some(), some(), some(), some()[1:], micro_batches, tuple(held))
-    rules = [Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0))) for _ in range(stages)]
+    rules = [
+        Rule(rng.randint(1, 9), rng.randint(0, 5), rng.choice((0.0, 1.0))) for _ in range(stages)
+    ]
     return PassOrder(tuple(map(tuple, listed(times, rules)[0]))), times
 
 
@@ -57,7 +59,11 @@ def launched(monkeypatch, flight, micro_batches, steps=2):
 
         def message(operation, peer, group, log=log, stage=stage, positions=itertools.count(1)):
             number = next(positions)
-            log.append(Launch(number, group, tuple(sorted((stage, peer))), operation, 24, peer, stays=False))
+            log.append(
+                Launch(
+                    number, group, tuple(sorted((stage, peer))), operation, 24, peer, stays=False
+                )
+            )
 
             def wait():
                 next(positions)
@@ -65,12 +71,19 @@ def launched(monkeypatch, flight, micro_batches, steps=2):
 
             return SimpleNamespace(wait=wait)
 
-        monkeypatch.setattr(dist, "isend", lambda tensor, peer, group, to=message: to("send", peer, group))
-        monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group, to=message: to("receive", peer, group))
+        monkeypatch.setattr(
+            dist, "isend", lambda tensor, peer, group, to=message: to("send", peer, group)
+        )
+        monkeypatch.setattr(
+            dist, "irecv", lambda tensor, peer, group, to=message: to("receive", peer, group)
+        )
         peers = [peer for peer in (stage - 1, stage + 1) if 0 <= peer < stages]
-        groups = {(peer, way): f"{min(peer, stage)} "
-                               f"{('activations', 'gradients')[(way == 'send') == (peer < stage)]}"
-                  for peer in peers for way in ("send", "recv")}
+        groups = {
+            (peer, way): f"{min(peer, stage)} "
+            f"{('activations', 'gradients')[(way == 'send') == (peer < stage)]}"
+            for peer in peers
+            for way in ("send", "recv")
+        }
         box = Mailbox(groups, {peer: (stage, peer) for peer in peers})
         for peer in peers:
             box.expect([(form, torch.float32) for form in FORMS], peer)
@@ -135,7 +148,10 @@ def program(log, rank, stream_of=None, synchronize=()):
             ends = (rank, entry.peer) if entry.operation == "send" else (entry.peer, rank)
             counts[ends] += 1
             over = stream(entry.group)
-            made += [Join(over, stream("compute")), Kernel(over, ((*ends, counts[ends]), entry.operation))]
+            made += [
+                Join(over, stream("compute")),
+                Kernel(over, ((*ends, counts[ends]), entry.operation)),
+            ]
     return made
 
 
@@ -158,7 +174,9 @@ def test_a_posted_receive_before_a_wait_is_found():
     assert stuck({0: waits, 1: other}, lambda rank, stream: hash((rank, stream))) == [0, 1]
     del waits[1]
     assert stuck({0: waits, 1: other}, lambda rank, stream: 0) == []
-    assert stuck({0: [replace(one, stream="a") for one in waits], 1: other}, lambda rank, stream: 0) == [0, 1]
+    assert stuck(
+        {0: [replace(one, stream="a") for one in waits], 1: other}, lambda rank, stream: 0
+    ) == [0, 1]
 
 
 def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
@@ -171,13 +189,19 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
         listed_order = ListedOrder(drawn_passes(rng, stages, count, held)[0])
         flight = listed_order if seed % 2 else ReceiveOrder(tuple(held), free=True)
         logs = launched(monkeypatch, flight, count, steps=1)
-        for stage, peer in [pair for first in range(stages - 1) for pair in
-                            ((first, first + 1), (first + 1, first))]:
+        for stage, peer in [
+            pair for first in range(stages - 1) for pair in ((first, first + 1), (first + 1, first))
+        ]:
             letter = "F" if stage < peer else "B"
             for number in range(count):
-                left = seen(logs[stage], letter, number)  # what the sender needed of the other one before
+                left = seen(
+                    logs[stage], letter, number
+                )  # what the sender needed of the other one before
                 needed = received(left, stage, peer)
-                posted, early = posts(logs[peer], stage), sent_before(logs[peer], peer, stage, number)
+                posted, early = (
+                    posts(logs[peer], stage),
+                    sent_before(logs[peer], peer, stage, number),
+                )
                 assert early <= needed, (seed, stage, peer, number)
                 assert len(posted) == count * len(FORMS)
 
@@ -194,7 +218,12 @@ def test_the_mailbox_posts_receives_where_the_list_says(monkeypatch):
                     for number in range(count):
                         after = passes.posted_after(min(stage, peer), kind, number)
                         sent = (after[1] + 1) * len(FORMS) if after else 0
-                        assert sent_before(log, stage, peer, number) == sent, (seed, stage, peer, number)
+                        assert sent_before(log, stage, peer, number) == sent, (
+                            seed,
+                            stage,
+                            peer,
+                            number,
+                        )
 
 
 def seen(log, letter, number):
@@ -204,18 +233,26 @@ def seen(log, letter, number):
 def received(log, stage, peer):
     """Messages of `peer` that had to be there."""
     numbers = {entry.number for entry in log if isinstance(entry, Wait)}
-    return sum(one.operation == "receive" and one.peer == peer and one.number in numbers for one in log
-               if isinstance(one, Launch))
+    return sum(
+        one.operation == "receive" and one.peer == peer and one.number in numbers
+        for one in log
+        if isinstance(one, Launch)
+    )
 
 
 def posts(log, peer):
-    return [place for place, one in enumerate(log)
-            if isinstance(one, Launch) and one.operation == "receive" and one.peer == peer]
+    return [
+        place
+        for place, one in enumerate(log)
+        if isinstance(one, Launch) and one.operation == "receive" and one.peer == peer
+    ]
 
 
 def sent_before(log, own, peer, number):
     """Messages that `own` had sent to `peer` when it posted the receive of the last form of micro-batch
     `number`."""
     place = posts(log, peer)[(number + 1) * len(FORMS) - 1]
-    return sum(isinstance(one, Launch) and one.operation == "send" and one.peer == peer
-               for one in log[:place])
+    return sum(
+        isinstance(one, Launch) and one.operation == "send" and one.peer == peer
+        for one in log[:place]
+    )

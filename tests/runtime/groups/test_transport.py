@@ -25,7 +25,11 @@ IB = Port("a", "ib0", "10.1.0.1", ("mlx5_0:1",), None, 200)
 IB_NO_IP = Port("a", "", "", ("mlx5_0:1",), None, 200)
 ROCE = Port("b", "roce0", "10.2.0.1", ("mlx5_2:1", "mlx5_3:1"), 3, 100)
 ETH = Port("ethernet", "eth0", "10.0.0.1", rate_bps=25)
-FABRICS = (Fabric("ethernet", "ethernet", 25, 0), Fabric("a", "ib", 200, 0), Fabric("b", "roce", 100, 0))
+FABRICS = (
+    Fabric("ethernet", "ethernet", 25, 0),
+    Fabric("a", "ib", 200, 0),
+    Fabric("b", "roce", 100, 0),
+)
 
 
 def site(**ports):
@@ -93,7 +97,11 @@ def test_nccl_options_are_fresh_and_keep_settings():
     given.config.max_ctas, given.is_high_priority_stream = 7, True
     first, second = (nccl_options(over, given, FakeOptions) for _ in range(2))
     assert first is not second and first is not given and first.config is not given.config
-    assert (first.config.net_name, first.config.max_ctas, first.is_high_priority_stream) == ("IB", 7, True)
+    assert (first.config.net_name, first.config.max_ctas, first.is_high_priority_stream) == (
+        "IB",
+        7,
+        True,
+    )
     assert given.config.net_name is None
     assert nccl_options(over, None, FakeOptions).config.net_name == "IB"
 
@@ -119,9 +127,16 @@ def test_node_environment():
     s = site(b0=[ROCE])
     environ = {"NCCL_NET": "IB", "NCCL_IB_HCA": "mine"}
     lines = node_environment(s.nodes[0], environ)
-    assert environ == {"NCCL_IB_HCA": "mine", "NCCL_SOCKET_IFNAME": "=eth0", "NCCL_IB_GID_INDEX": "3"}
-    assert (len(lines) == 2 and "NCCL_IB_HCA=mine was set by you" in lines[0]
-            and "NCCL_NET=IB is unset" in lines[1])
+    assert environ == {
+        "NCCL_IB_HCA": "mine",
+        "NCCL_SOCKET_IFNAME": "=eth0",
+        "NCCL_IB_GID_INDEX": "3",
+    }
+    assert (
+        len(lines) == 2
+        and "NCCL_IB_HCA=mine was set by you" in lines[0]
+        and "NCCL_NET=IB is unset" in lines[1]
+    )
     environ = {}
     assert node_environment(s.nodes[0], environ) == []
     assert environ["NCCL_IB_HCA"] == "=mlx5_2:1,mlx5_3:1"
@@ -130,22 +145,36 @@ def test_node_environment():
 def test_shared_resources_are_unset_where_a_node_has_several_networks():
     environ = {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "1"}
     (line,) = node_environment(site(b0=[ROCE]).nodes[0], environ)
-    assert ("NCCL_COMM_SPLIT_SHARE_RESOURCES=1 is unset" in line
-            and "NCCL_COMM_SPLIT_SHARE_RESOURCES" not in environ)
+    assert (
+        "NCCL_COMM_SPLIT_SHARE_RESOURCES=1 is unset" in line
+        and "NCCL_COMM_SPLIT_SHARE_RESOURCES" not in environ
+    )
 
 
 def test_a_split_keeps_its_parents_settings_but_not_its_network():
     s = site(a0=[IB], a1=[IB])
     parent = FakeOptions()
-    parent.config.net_name, parent.config.max_ctas, parent.is_high_priority_stream = "Socket", 7, True
+    parent.config.net_name, parent.config.max_ctas, parent.is_high_priority_stream = (
+        "Socket",
+        7,
+        True,
+    )
     made = nccl_options(transport(s, "a0", 0, 1), None, FakeOptions, timedelta(minutes=3), parent)
-    assert (made.config.net_name, made.config.max_ctas, made.is_high_priority_stream) == ("IB", 7, True)
+    assert (made.config.net_name, made.config.max_ctas, made.is_high_priority_stream) == (
+        "IB",
+        7,
+        True,
+    )
     assert made._timeout == timedelta(minutes=3) and parent.config.net_name == "Socket"
     inside = nccl_options(transport(s, "a0", 0), None, FakeOptions, None, parent)
-    assert inside.config.net_name is None  # in one node NCCL is left to choose, whatever the parent had
+    assert (
+        inside.config.net_name is None
+    )  # in one node NCCL is left to choose, whatever the parent had
 
 
-@pytest.mark.parametrize("net, name", [("", "IB"), ("AWS Libfabric", "AWS Libfabric"), ("auto", "")])
+@pytest.mark.parametrize(
+    "net, name", [("", "IB"), ("AWS Libfabric", "AWS Libfabric"), ("auto", "")]
+)
 def test_the_network_of_a_fabric_is_what_cluster_toml_calls_it(net, name):
     s = site(a0=[IB], a1=[IB])
     s = Site(s.nodes, (FABRICS[0], Fabric("a", "ib", 200, 0, net=net), FABRICS[2]))
@@ -155,10 +184,14 @@ def test_the_network_of_a_fabric_is_what_cluster_toml_calls_it(net, name):
 def test_a_network_that_a_file_forces_on_all_groups_is_refused_where_the_plan_has_another():
     over = Transport("ethernet", "ethernet", "eth0", "Socket")
     refuse_forced(over, {})
-    refuse_forced(over, {"socket": "/etc/nccl.conf of node a0"})  # NCCL does not look at the case either
+    refuse_forced(
+        over, {"socket": "/etc/nccl.conf of node a0"}
+    )  # NCCL does not look at the case either
     refuse_forced(Transport("local", "local", "lo", ""), {"IB": "/etc/nccl.conf of node a0"})
-    with pytest.raises(HolmesError, match="NCCL_NET=IB in /etc/nccl.conf of node a0 overrides .* planned "
-                                          "over Socket"):
+    with pytest.raises(
+        HolmesError,
+        match="NCCL_NET=IB in /etc/nccl.conf of node a0 overrides .* planned over Socket",
+    ):
         refuse_forced(over, {"IB": "/etc/nccl.conf of node a0"})
 
 
@@ -166,6 +199,8 @@ def test_nodes_without_verbs_and_with_files_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(file_settings, "__defaults__", (str(tmp_path / "nccl.conf"),))
     (tmp_path / "nccl.conf").write_text("NCCL_SOCKET_IFNAME=bond0\n")
     environ = {}
-    no_verbs = Port("b", "roce0", "10.2.0.1", ("mlx5_2:1",), 3, 100, no_verbs="NCCL_IB_DISABLE=1 is set")
+    no_verbs = Port(
+        "b", "roce0", "10.2.0.1", ("mlx5_2:1",), 3, 100, no_verbs="NCCL_IB_DISABLE=1 is set"
+    )
     (line,) = node_environment(site(b0=[no_verbs]).nodes[0], environ)
     assert environ == {} and "NCCL_SOCKET_IFNAME=bond0 is set in" in line and "=eth0" in line

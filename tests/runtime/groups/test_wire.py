@@ -87,8 +87,11 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden():
 def test_what_int8_cannot_hold_is_refused_in_one_line_at_both_ends(dtype):
     wire = Wire(narrow="int8", edge="stage 0's edge to stage 1")
     for end in (wire.outgoing, wire.incoming):
-        with pytest.raises(HolmesError, match=r"--holmes-edges int8: stage 0's edge to stage 1 sends \w+; "
-                                              r"only"):
+        with pytest.raises(
+            HolmesError,
+            match=r"--holmes-edges int8: stage 0's edge to stage 1 sends \w+; "
+            r"only",
+        ):
             end(torch.zeros(2, 2, dtype=dtype))
 
 

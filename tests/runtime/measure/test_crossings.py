@@ -20,8 +20,9 @@ def test_every_pair_once_and_no_cluster_twice_in_a_round(count):
 
 
 def test_flat_is_what_shows_no_more_than_the_nics():
-    site = clusters.site("a ib 2Gb/s a[0-1]".replace("a[0-1]", "a0,a1"), "b roce 1Gb/s b0,b1",
-                         ethernet="100Mb/s")
+    site = clusters.site(
+        "a ib 2Gb/s a[0-1]".replace("a[0-1]", "a0,a1"), "b roce 1Gb/s b0,b1", ethernet="100Mb/s"
+    )
     flat = MeasuredPair(("a", "b"), 195_000_000, 100e-6)
     assert crossings.is_flat(site, [flat]) and crossings.is_flat(site, [])
     assert not crossings.is_flat(site, [MeasuredPair(("a", "b"), 120_000_000, 100e-6)])
@@ -29,9 +30,13 @@ def test_flat_is_what_shows_no_more_than_the_nics():
 
 
 def test_the_stated_rate_is_the_least_on_the_way():
-    site = clusters.site("a ib 2Gb/s a0,a1", "b roce 1Gb/s b0,b1 uplink=150Mb/s", ethernet="100Mb/s")
-    assert (crossings.stated_bps(site, "a", "b", 1) == 100e6
-            and crossings.stated_bps(site, "a", "b", 2) == 150e6)
+    site = clusters.site(
+        "a ib 2Gb/s a0,a1", "b roce 1Gb/s b0,b1 uplink=150Mb/s", ethernet="100Mb/s"
+    )
+    assert (
+        crossings.stated_bps(site, "a", "b", 1) == 100e6
+        and crossings.stated_bps(site, "a", "b", 2) == 150e6
+    )
     assert [crossings.streams_of(nodes) for nodes in (0, 1, 2, 3, 8)] == [8, 8, 4, 2, 1]
 
 

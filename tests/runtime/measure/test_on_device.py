@@ -88,9 +88,17 @@ class Job:
         on_step = (lambda *step: self.done.extend(step[4])) if keeps else None
         self.recorder = telemetry.Recorder(0, None, on_step, gpu)
         self.process_group = SimpleNamespace()
-        self.group = SimpleNamespace(name="g", backend="nccl", ranks=(0, 1), collectives=0, messages={},
-                                     on_device=deque(), last_end=0.0, is_on_device=True,
-                                     is_nccl2=False)
+        self.group = SimpleNamespace(
+            name="g",
+            backend="nccl",
+            ranks=(0, 1),
+            collectives=0,
+            messages={},
+            on_device=deque(),
+            last_end=0.0,
+            is_on_device=True,
+            is_nccl2=False,
+        )
         self.recorder.groups[id(self.process_group)] = self.group
 
     def launch(self, work=None, name="all_reduce", to=None, is_synchronous=False):
@@ -216,8 +224,11 @@ def test_what_runs_on_another_stream_is_not_exposed(gpu):
     gpu.comes_by()
     gpu.stream = "compute"
     job.step()
-    assert (job.done == [op, other] and op.end - op.start == pytest.approx(0.4)
-            and op.waited == other.waited == 0)
+    assert (
+        job.done == [op, other]
+        and op.end - op.start == pytest.approx(0.4)
+        and op.waited == other.waited == 0
+    )
 
 
 def test_its_own_duration_counts_where_torch_tells_it(gpu):
@@ -231,7 +242,10 @@ def test_its_own_duration_counts_where_torch_tells_it(gpu):
     gpu.now += 0.7
     first.ended = second.ended = True
     job.step()
-    assert [(round(op.start, 6), round(op.end, 6)) for op in ops] == [(100.0, 100.2), (100.2, 100.6)]
+    assert [(round(op.start, 6), round(op.end, 6)) for op in ops] == [
+        (100.0, 100.2),
+        (100.2, 100.6),
+    ]
     assert job.done == ops
 
 
@@ -259,7 +273,10 @@ def test_operations_of_a_block_end_together(gpu):
     gpu.now += 0.2
     gpu.comes_by()
     job.step()
-    assert sorted(op.name for op in job.done) == ["receive", "send"] and len({op.end for op in ops}) == 1
+    assert (
+        sorted(op.name for op in job.done) == ["receive", "send"]
+        and len({op.end for op in ops}) == 1
+    )
 
 
 def test_what_goes_into_a_graph_is_not_seen(gpu):
@@ -272,7 +289,9 @@ def test_what_goes_into_a_graph_is_not_seen(gpu):
 def test_the_watchdog_tells_waiting_from_computing(gpu):
     """The host is ahead: what the GPU has not come to is not waited for, and has not arrived at."""
     job = Job(gpu)
-    dog = Watchdog(job.recorder, 3, 1, lambda: None, "", lambda rank: f"n{rank}", {}, dict, clock=gpu)
+    dog = Watchdog(
+        job.recorder, 3, 1, lambda: None, "", lambda rank: f"n{rank}", {}, dict, clock=gpu
+    )
     job.group.transport = SimpleNamespace(fabric="ib", interface="ib0")
     job.group.kind = lambda *_: "data"
     job.launch()
@@ -281,7 +300,9 @@ def test_the_watchdog_tells_waiting_from_computing(gpu):
     assert state.waiting == () and state.started == {"g": 0}
     gpu.comes_by(but=1)  # it has begun, and does not end
     state = dog.state()
-    assert [wait.operation for wait in state.waiting] == ["all_reduce"] and state.started == {"g": 1}
+    assert [wait.operation for wait in state.waiting] == ["all_reduce"] and state.started == {
+        "g": 1
+    }
     gpu.comes_by()
     assert dog.state().waiting == ()
 
@@ -321,7 +342,9 @@ def test_spans_are_the_gpus_where_it_computes_them(gpu, monkeypatch):
         pass
     gpu.comes_by(but=2)
     job.step()
-    assert [(kind, pytest.approx(0.5)) for kind in ("forward",)] == [(kind, b - a) for kind, a, b in spans[0]]
+    assert [(kind, pytest.approx(0.5)) for kind in ("forward",)] == [
+        (kind, b - a) for kind, a, b in spans[0]
+    ]
     gpu.comes_by(300.0)
     job.step()
     assert [kind for kind, *_ in spans[1]] == ["backward"]

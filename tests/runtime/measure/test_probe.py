@@ -33,7 +33,9 @@ rate = "1Gb/s"
 nodes = ["b[0-1]"]
 """
 LINKS = {
-    "ethernet": MeasuredLink(((1024.0, 0.0002), (65536.0, 0.0024)), ((8192.0, 0.0004), (524288.0, 0.0171))),
+    "ethernet": MeasuredLink(
+        ((1024.0, 0.0002), (65536.0, 0.0024)), ((8192.0, 0.0004), (524288.0, 0.0171))
+    ),
     "a": MeasuredLink(((1024.0, 0.0001), (65536.0, 0.0005))),
 }
 
@@ -53,7 +55,7 @@ def test_a_table_that_only_looks_like_one_is_not_lost():
     tricky = 'name = """\n[link.a]\nstay\n"""\n' + TEXT
     with pytest.raises(HolmesError, match="safely"):
         merge(tricky, LINKS, "c.toml")
-    inline = TEXT.replace("version = 2", 'version = 2\nlink.a.send = [[1, 1], [2, 2]]')
+    inline = TEXT.replace("version = 2", "version = 2\nlink.a.send = [[1, 1], [2, 2]]")
     with pytest.raises(HolmesError, match="safely"):
         merge(inline, LINKS, "c.toml")
 
@@ -65,7 +67,11 @@ def test_a_file_keeps_its_mode_and_a_failed_write_leaves_it_alone(tmp_path, monk
     link = tmp_path / "link.toml"
     link.symlink_to(file)
     store(link, LINKS)
-    assert load_spec(file).links == LINKS and stat.S_IMODE(file.stat().st_mode) == 0o640 and link.is_symlink()
+    assert (
+        load_spec(file).links == LINKS
+        and stat.S_IMODE(file.stat().st_mode) == 0o640
+        and link.is_symlink()
+    )
     before = file.read_text()
 
     def full(*_):
@@ -117,15 +123,19 @@ def test_who_is_measured():
     session = session_of(("a0", "a1", "b0", "b1"), 2)
     assert probe.pairs(session) == {"a": (0, 2), "ethernet": (0, 4), "b": (4, 6)}
     assert probe.rings(session) == {"a": (0, 2), "b": (4, 6), "ethernet": (0, 2, 4, 6)}
-    assert (probe.pairs(session_of(("a0", "a1"))) == {"a": (0, 1)}
-            and probe.rings(session_of(("a0", "a1"))) == {"a": (0, 1)})
+    assert probe.pairs(session_of(("a0", "a1"))) == {"a": (0, 1)} and probe.rings(
+        session_of(("a0", "a1"))
+    ) == {"a": (0, 1)}
     assert probe.pairs(session_of(("a0",))) == {} and probe.rings(session_of(("a0",))) == {}
 
 
 @pytest.mark.parametrize(
     "arguments,word",
-    [([], "start it on two nodes"), (["--largest", "0"], "--largest"),
-     (["--cluster", "/none.toml"], "cannot be read")],
+    [
+        ([], "start it on two nodes"),
+        (["--largest", "0"], "--largest"),
+        (["--cluster", "/none.toml"], "cannot be read"),
+    ],
 )
 def test_bad_use_is_one_line(arguments, word, tmp_path, capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):

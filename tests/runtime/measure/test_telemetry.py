@@ -93,7 +93,9 @@ def _operations(rank, keeps):
     session.set_active(fake_session(rank, 2))
     registry().enable(["telemetry"])
     sizes = Sizes(pipeline=2).complete(2)
-    recorder = telemetry.Recorder(rank, sizes, (lambda *step: steps.append(step)) if keeps else None)
+    recorder = telemetry.Recorder(
+        rank, sizes, (lambda *step: steps.append(step)) if keeps else None
+    )
     telemetry.set_recorder(recorder)
     try:
         work = dist.all_reduce(torch.ones(1000), async_op=True)
@@ -119,7 +121,15 @@ def _operations(rank, keeps):
         session.set_active(None)
     ops = (
         [
-            (op.name, op.payload, op.sent, op.number, op.peer, op.end >= op.start > 0, op.waited > 0)
+            (
+                op.name,
+                op.payload,
+                op.sent,
+                op.number,
+                op.peer,
+                op.end >= op.start > 0,
+                op.waited > 0,
+            )
             for op in steps[0][4]
         ]
         if keeps
@@ -140,8 +150,14 @@ def test_what_torch_does_is_seen(keeps):
         assert count == len(ops) - 1  # all but the message
         by_name = {name: rest for name, *rest in ops if name != "all_gather"}
         assert by_name["all_reduce"] == [4000, 4000, 0, None, True, True]
-        assert by_name["send" if rank == 0 else "receive"] == [40, 40 if rank == 0 else 0, 0, 1 - rank, True,
-                                                               True]
+        assert by_name["send" if rank == 0 else "receive"] == [
+            40,
+            40 if rank == 0 else 0,
+            0,
+            1 - rank,
+            True,
+            True,
+        ]
         assert by_name["reduce_scatter"][:2] == [200, 400]  # over gloo
         assert by_name["broadcast"][:2] == [40, 20.0] and by_name["barrier"][:2] == [0, 0]
         assert [size for name, size, *_ in ops if name == "all_gather"][0] == 400
@@ -171,7 +187,19 @@ def test_an_exception_ends_the_job_with_python_s_own_status(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import torch.distributed, nosuchthing\n")
     alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    command = ["-m", "holmes_ext", str(script), "--holmes", "--holmes-telemetry", str(tmp_path / "t")]
-    done = subprocess.run([sys.executable, *command], env={**os.environ, **alone}, capture_output=True,
-                          text=True, timeout=120)
+    command = [
+        "-m",
+        "holmes_ext",
+        str(script),
+        "--holmes",
+        "--holmes-telemetry",
+        str(tmp_path / "t"),
+    ]
+    done = subprocess.run(
+        [sys.executable, *command],
+        env={**os.environ, **alone},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1 and "nosuchthing" in done.stderr, done.stderr

@@ -8,13 +8,23 @@ from holmes_ext.runtime.measure import telemetry_file
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.measure.telemetry_file import Writer
 
-HEAD = {"run": "r", "rank": 0, "world": 2, "node": "a0", "cluster": "a", "fabrics": {"ib": ["ib", 1000]}}
+HEAD = {
+    "run": "r",
+    "rank": 0,
+    "world": 2,
+    "node": "a0",
+    "cluster": "a",
+    "fabrics": {"ib": ["ib", 1000]},
+}
 
 
 def operation(start, end, kind="data", peer=None, ranks=(0, 1), sent=100.0):
     group = SimpleNamespace(
-        kind=lambda sizes, to, rank: kind, ranks=ranks, name="7", transport=SimpleNamespace(fabric="ib"),
-        backend="gloo"
+        kind=lambda sizes, to, rank: kind,
+        ranks=ranks,
+        name="7",
+        transport=SimpleNamespace(fabric="ib"),
+        backend="gloo",
     )
     op = Op(group, "all_reduce" if peer is None else "send", 200, sent, peer, 3, start)
     op.end, op.waited = end, 0.25
@@ -22,20 +32,29 @@ def operation(start, end, kind="data", peer=None, ranks=(0, 1), sent=100.0):
 
 
 def writer(path, **more):
-    return Writer(path / "run" / "rank0.jsonl", HEAD, Recorder(0, None),
-                  lambda rank: "b" if rank == 1 else "a", **more)
+    return Writer(
+        path / "run" / "rank0.jsonl",
+        HEAD,
+        Recorder(0, None),
+        lambda rank: "b" if rank == 1 else "a",
+        **more,
+    )
 
 
 def test_what_the_last_step_left_under_way_is_added_to_it(tmp_path):
     made = writer(tmp_path)
     sums = [operation(10.0, 11.0)]
     made.on_step(0, 10.0, 12.0, 64, sums, [], None)
-    made.recorder.step, made.recorder.behind = 1, [
-        operation(11.5, 12.5), operation(11.0, 12.5, "pipeline", peer=1), operation(11.0, 0.0)]
+    made.recorder.step, made.recorder.behind = (
+        1,
+        [operation(11.5, 12.5), operation(11.0, 12.5, "pipeline", peer=1), operation(11.0, 0.0)],
+    )
     made.close()
     step = read(tmp_path / "run" / "rank0.jsonl").steps[0]
-    assert step["groups"] == [["data", "ib", "across", 2, 400, 200, 2.0, 0.5],
-                              ["pipeline", "ib", "across", 1, 200, 100, 1.5, 0.25]]
+    assert step["groups"] == [
+        ["data", "ib", "across", 2, 400, 200, 2.0, 0.5],
+        ["pipeline", "ib", "across", 1, 200, 100, 1.5, 0.25],
+    ]
     assert step["between"] == [["a", "b", 300, 0.75]]
 
 
@@ -82,7 +101,9 @@ def test_what_leaves_the_cluster_counts_by_where_it_goes(tmp_path):
     done = [
         operation(0, 1, ranks=(0, 1, 2, 4)),  # the next rank is in b
         operation(0, 1, ranks=(1, 0, 4)),  # the next one is in a, then c: only the waiting counts
-        operation(0, 1, ranks=(0, 1)), operation(0, 1, "pipeline", peer=2, sent=30.0), received,
+        operation(0, 1, ranks=(0, 1)),
+        operation(0, 1, "pipeline", peer=2, sent=30.0),
+        received,
     ]
     assert made.between(done) == [["a", "b", 130, 0.5], ["a", "c", 0, 0.25], ["b", "a", 0, 0.25]]
     made.close()
@@ -98,8 +119,8 @@ def test_the_file_is_bounded(tmp_path, capsys):
     assert len(read(path).steps) > 10  # whole lines
     err = capsys.readouterr().err
     assert (
-        err.count("\n") == 1 and "telemetry of rank 0 ends here (the file has reached 0 MiB); training goes "
-                                 "on" in err
+        err.count("\n") == 1
+        and "telemetry of rank 0 ends here (the file has reached 0 MiB); training goes on" in err
     )
 
 

@@ -20,7 +20,12 @@ def test_an_item_above_the_limit_stands_alone():
 
 
 def test_keys_never_mix_and_buckets_stand_where_they_are_complete():
-    mixed = [Item("a", 1, 4, F32), Item("b", 1, 2, BF16), Item("c", 1, 4, F32), Item("d", 1, 2, BF16)]
+    mixed = [
+        Item("a", 1, 4, F32),
+        Item("b", 1, 2, BF16),
+        Item("c", 1, 4, F32),
+        Item("d", 1, 2, BF16),
+    ]
     assert fill_buckets(mixed, [0, 1, 2, 3], 8) == ((0, 2), (1, 3))
     assert fill_buckets(mixed, [1, 0, 2, 3], 4) == ((0,), (2,), (1, 3))
 
@@ -32,18 +37,28 @@ def test_every_item_is_in_one_bucket():
 
 
 def test_digest_sees_names_shapes_order_and_size():
-    alike = [items(1, 2), items(2, 1), items(1, 2, key=BF16),
-             items(1, 2, key=(torch.float32, torch.device("cuda:0")))]
+    alike = [
+        items(1, 2),
+        items(2, 1),
+        items(1, 2, key=BF16),
+        items(1, 2, key=(torch.float32, torch.device("cuda:0"))),
+    ]
     assert len({layout_digest(items(1, 2), 9), *(layout_digest(each, 8) for each in alike)}) == 5
     assert layout_digest(items(1, 2), 8) == layout_digest(items(1, 2), 8)
 
 
 def test_digest_is_the_same_on_each_gpu_of_a_node():
     """And sees which parameters are together on one of several."""
-    def on(*devices):
-        return layout_digest([Item("p", 1, 4, (torch.float32, torch.device(device))) for device in devices],
-                             8)
 
-    assert (on("cuda:0", "cuda:0") == on("cuda:1", "cuda:1")
-            != on("cuda:0", "cuda:1") == on("cuda:2", "cuda:0"))
+    def on(*devices):
+        return layout_digest(
+            [Item("p", 1, 4, (torch.float32, torch.device(device))) for device in devices], 8
+        )
+
+    assert (
+        on("cuda:0", "cuda:0")
+        == on("cuda:1", "cuda:1")
+        != on("cuda:0", "cuda:1")
+        == on("cuda:2", "cuda:0")
+    )
     assert on("cuda:0", "cuda:1", "cuda:1") != on("cuda:0", "cuda:1", "cuda:0")

@@ -38,7 +38,10 @@ def reduced(rank, spans, members):
             if owner == rank:
                 worst = max(
                     worst,
-                    (flat[place : place + elements] - wanted[place : place + elements]).abs().max().item()
+                    (flat[place : place + elements] - wanted[place : place + elements])
+                    .abs()
+                    .max()
+                    .item(),
                 )
             place += elements
     reduction.close()
@@ -46,9 +49,16 @@ def reduced(rank, spans, members):
     return worst
 
 
-@pytest.mark.parametrize("world, members", [(2, [0, 1]), (4, [0, 1, 2, 3]), (4, [1, 2, 3]), (3, [2, 0])])
+@pytest.mark.parametrize(
+    "world, members", [(2, [0, 1]), (4, [0, 1, 2, 3]), (4, [1, 2, 3]), (3, [2, 0])]
+)
 def test_every_owner_gets_its_sums(world, members):
-    spans = [(40, members[-1]), (7, members[0]), (100, members[-1]), (1, members[len(members) // 2])]
+    spans = [
+        (40, members[-1]),
+        (7, members[0]),
+        (100, members[-1]),
+        (1, members[len(members) // 2]),
+    ]
     found = run_ranks(reduced, world, spans, members)
     assert all(found[rank] < 1e-5 for rank in members)
 
@@ -68,7 +78,9 @@ def trained(rank, world):
         for parameter in parameters:
             parameter.grad = None
         with reducer.overlapped():
-            sum((parameter * (rank + 1 + k)).sum() for k, parameter in enumerate(parameters)).backward()
+            sum(
+                (parameter * (rank + 1 + k)).sum() for k, parameter in enumerate(parameters)
+            ).backward()
     reducer.close()
     ranks.all_are_here(rank, world)
     return parameters[rank].grad.tolist(), parameters[world].grad.tolist()
@@ -83,7 +95,9 @@ def test_the_reducers_averages_are_on_their_owners():
 
 
 def dies(rank):
-    reducer = GradientReducer([torch.nn.Parameter(torch.ones(1000))], owners=lambda parameter: [(1000, 0)])
+    reducer = GradientReducer(
+        [torch.nn.Parameter(torch.ones(1000))], owners=lambda parameter: [(1000, 0)]
+    )
     ranks.all_are_here(rank, 3)
     if rank == 1:
         os._exit(0)

@@ -26,7 +26,9 @@ class Model(torch.nn.Module):
     def __init__(self, layers=6, unused=(), tied=False, checkpointed=None, dtype=torch.float32):
         super().__init__()
         torch.manual_seed(7)
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(layers))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(layers)
+        )
         if tied:
             self.layers[layers - 1].weight = self.layers[0].weight
         self.unused, self.checkpointed = set(unused), checkpointed
@@ -39,8 +41,9 @@ class Model(torch.nn.Module):
                 x = torch.tanh(layer(x))
             else:
                 x = checkpoint(
-                    lambda y, layer=layer: torch.tanh(layer(y)), x,
-                    use_reentrant=self.checkpointed == "reentrant"
+                    lambda y, layer=layer: torch.tanh(layer(y)),
+                    x,
+                    use_reentrant=self.checkpointed == "reentrant",
                 )
         return x
 
@@ -60,8 +63,16 @@ def plain_average(model, world_size):
     return gradients
 
 
-def compare(rank, world_size, options, model_options, steps=3, micro_batches=2, unused_on_odd_ranks=(),
-            hold=False):
+def compare(
+    rank,
+    world_size,
+    options,
+    model_options,
+    steps=3,
+    micro_batches=2,
+    unused_on_odd_ranks=(),
+    hold=False,
+):
     """Largest difference from the reference over some steps, and how many buckets were sent before finish()
     in each; hold: after the backward pass."""
     model = Model(**model_options)
@@ -99,7 +110,13 @@ def compare(rank, world_size, options, model_options, steps=3, micro_batches=2, 
         {"checkpointed": "plain"},
         {"tied": True, "checkpointed": "reentrant"},
     ],
-    ids=["plain", "tied in one rank", "reentrant checkpointing", "checkpointing", "tied and reentrant"],
+    ids=[
+        "plain",
+        "tied in one rank",
+        "reentrant checkpointing",
+        "checkpointing",
+        "tied and reentrant",
+    ],
 )
 def test_equals_a_plain_all_reduce_bit_for_bit_on_two_ranks(model_options):
     for worst, early, count in run_ranks(compare, 2, 2, {"bucket_bytes": SMALL}, model_options):
@@ -109,7 +126,9 @@ def test_equals_a_plain_all_reduce_bit_for_bit_on_two_ranks(model_options):
 
 
 def test_what_is_held_leaves_when_it_is_released():
-    for worst, early, count in run_ranks(compare, 2, 2, {"bucket_bytes": SMALL}, {}, 3, 2, (), True):
+    for worst, early, count in run_ranks(
+        compare, 2, 2, {"bucket_bytes": SMALL}, {}, 3, 2, (), True
+    ):
         assert worst == 0.0 and early == [0, count, count]
 
 
@@ -120,7 +139,9 @@ def as_on_a_gpu(rank, *args):
     return compare(rank, *args)
 
 
-@pytest.mark.parametrize("model_options", [{}, {"tied": True}, {"checkpointed": "reentrant"}], ids=str)
+@pytest.mark.parametrize(
+    "model_options", [{}, {"tied": True}, {"checkpointed": "reentrant"}], ids=str
+)
 def test_gradients_that_become_views_are_the_same_bits(model_options):
     for worst, early, count in run_ranks(as_on_a_gpu, 2, 2, {"bucket_bytes": SMALL}, model_options):
         assert worst == 0.0 and early == [0, count, count]
@@ -136,15 +157,20 @@ def test_a_parameter_unused_on_some_ranks_counts_as_zeros_and_nobody_hangs():
     for worst, early, _ in results:
         assert worst < 1e-6 and early[2] > 0
     count = results[0][2]
-    assert results[0][1][2] == count and results[1][1][2] < count  # rank 1 lacks two of the six layers
+    assert (
+        results[0][1][2] == count and results[1][1][2] < count
+    )  # rank 1 lacks two of the six layers
     for worst, early, count in run_ranks(compare, 2, 2, {"bucket_bytes": SMALL}, {"unused": (1,)}):
-        assert worst == 0.0 and count - 2 <= early[2] < count  # only the end of the order waits for finish()
+        assert (
+            worst == 0.0 and count - 2 <= early[2] < count
+        )  # only the end of the order waits for finish()
 
 
 def without_arm(rank):
     model = Model()
-    reducer = GradientReducer(model.parameters(), average=False, predivide=4.0,
-                              fabric=Fabric("ib", "ib", 10**9, 1e-6))
+    reducer = GradientReducer(
+        model.parameters(), average=False, predivide=4.0, fabric=Fabric("ib", "ib", 10**9, 1e-6)
+    )
     model(data(rank, 0)).sum().backward()
     mine = [parameter.grad.clone() for parameter in model.parameters()]
     times = reducer.finish()
@@ -182,7 +208,9 @@ def not_a_number(rank):
     model = Model()
     if rank == 1:
         third = torch.tensor([3])
-        model.layers[0].bias.register_hook(lambda gradient: gradient.index_fill(0, third, float("nan")))
+        model.layers[0].bias.register_hook(
+            lambda gradient: gradient.index_fill(0, third, float("nan"))
+        )
     reducer = GradientReducer(model.parameters(), bucket_bytes=SMALL)
     for _ in range(2):
         with reducer.overlapped():
@@ -229,8 +257,10 @@ def other_hooks(rank):
             model(data(0, 0)).sum().backward()
     plain = Model()
     plain(data(0, 0)).sum().backward()
-    return max((a.grad - 10 * b.grad).abs().max().item()
-               for a, b in zip(model.parameters(), plain.parameters()))
+    return max(
+        (a.grad - 10 * b.grad).abs().max().item()
+        for a, b in zip(model.parameters(), plain.parameters())
+    )
 
 
 def test_hooks_of_other_libraries_come_first():
@@ -257,7 +287,10 @@ def wrong_use(rank):
         reducer.arm()
     except HolmesError as error:
         messages.append(str(error))
-    for call in (lambda: GradientReducer([]), lambda: GradientReducer(model.parameters(), bucket_bytes=0)):
+    for call in (
+        lambda: GradientReducer([]),
+        lambda: GradientReducer(model.parameters(), bucket_bytes=0),
+    ):
         try:
             call()
         except HolmesError as error:
@@ -268,15 +301,19 @@ def wrong_use(rank):
 def test_wrong_use_is_told_in_one_line():
     for messages in run_ranks(wrong_use, 2):
         assert "rank 1 has other parameters or another bucket size than rank 0" in messages[0]
-        assert "layers.5." in messages[1] and "another gradient after its bucket was sent" in messages[1]
+        assert (
+            "layers.5." in messages[1]
+            and "another gradient after its bucket was sent" in messages[1]
+        )
         assert "arm() was called twice" in messages[2]
         assert "no parameter" in messages[3] and "bucket_bytes is 0" in messages[4]
 
 
 def dies(rank):
     model = Model()
-    reducer = GradientReducer(model.named_parameters(), bucket_bytes=SMALL,
-                              fabric=Fabric("roce", "roce", 10**9, 1e-6))
+    reducer = GradientReducer(
+        model.named_parameters(), bucket_bytes=SMALL, fabric=Fabric("roce", "roce", 10**9, 1e-6)
+    )
     ranks.all_are_here(rank, 3)
     if rank == 2:
         os._exit(0)
@@ -294,5 +331,9 @@ def test_a_rank_that_dies_ends_the_step_with_a_line_for_rank_bucket_and_fabric()
         run_ranks(dies, 3)
     assert len(error.value.said) == 2
     for line in error.value.said:
-        assert "the reduction of bucket 0 of" in line and "layers.5.bias" in line and "fabric roce" in line
+        assert (
+            "the reduction of bucket 0 of" in line
+            and "layers.5.bias" in line
+            and "fabric roce" in line
+        )
         assert "group of ranks 0, 1, 2" in line

@@ -40,9 +40,12 @@ def summed(rank):
     bucket.spans = [(2, owner) for owner in range(4)]
     world = dist.group.WORLD
     reductions = [
-        FlatReduction(world), CallersReduction(start_sum), TwoLevelAllReduce(CLUSTERS, chunk_bytes=1024),
-        TwoLevelCollectives(CLUSTERS, chunk_bytes=1024), ReduceToOwners(world, "cpu"),
-    ]  # fmt: skip
+        FlatReduction(world),
+        CallersReduction(start_sum),
+        TwoLevelAllReduce(CLUSTERS, chunk_bytes=1024),
+        TwoLevelCollectives(CLUSTERS, chunk_bytes=1024),
+        ReduceToOwners(world, "cpu"),
+    ]
     answers = []
     for reduction in reductions:
         flat = torch.arange(8.0) * (rank + 1)

@@ -46,7 +46,9 @@ def passed_on(across, names):
                 assert sent == part
                 held[name][part] = held[name][part] + value if added else value
             for cluster, part, tag in one.sends:
-                queues.setdefault((name, names[cluster], tag), []).append((part, list(held[name][part])))
+                queues.setdefault((name, names[cluster], tag), []).append(
+                    (part, list(held[name][part]))
+                )
             place[name] += 1
             moved = True
     assert all(place[name] == len(program[name]) for name in names) and not any(queues.values())
@@ -73,10 +75,14 @@ SLOW_AC = wan(("a", "b", 400, 0.02), ("b", "c", 400, 0.02), ("a", "c", 100, 0.02
 
 def test_ways_leave_the_slow_link_alone():
     trees = [way for way in ways_across(SLOW_AC, ("a", "b", "c")) if way.algorithm == "tree"]
-    assert any(set(zip(way.order, way.parents)) == {("b", ""), ("a", "b"), ("c", "b")} for way in trees)
+    assert any(
+        set(zip(way.order, way.parents)) == {("b", ""), ("a", "b"), ("c", "b")} for way in trees
+    )
     square = {frozenset(pair) for pair in (("a", "c"), ("c", "b"), ("b", "d"), ("d", "a"))}
-    links = [(a, b, 400 if {a, b} in square else 100, 0.01) for a, b in
-             (("a", "b"), ("a", "c"), ("a", "d"), ("b", "c"), ("b", "d"), ("c", "d"))]
+    links = [
+        (a, b, 400 if {a, b} in square else 100, 0.01)
+        for a, b in (("a", "b"), ("a", "c"), ("a", "d"), ("b", "c"), ("b", "d"), ("c", "d"))
+    ]
     (ring,) = [way for way in ways_across(wan(*links), tuple("abcd")) if way.algorithm == "ring"]
     assert {frozenset(pair) for pair in neighbours(ring.order)} == square
     assert [way.algorithm for way in ways_across(Wan(), ("a", "b", "c"))] == ["direct"]
@@ -86,7 +92,9 @@ def relayed(rank, clusters, ways, numels, streams=1):
     names, worst, same = list("abcdefg")[: len(clusters)], 0.0, True
     for across in ways:
         small = dict(chunk_bytes=256) if streams == 1 else {}
-        reduction = TwoLevelAllReduce(clusters, across=across, names=names, streams=streams, **small)
+        reduction = TwoLevelAllReduce(
+            clusters, across=across, names=names, streams=streams, **small
+        )
         works = []
         for number, numel in enumerate(numels):  # all under way at once
             x = torch.randn(numel, generator=seeded(100 * rank + number))
@@ -116,13 +124,24 @@ def test_same_bits_in_processes():
 
 @gloo_only
 def test_large_parts_share_streams():
-    ways = [CrossClusterAlgorithm("ring", ("a", "b")), CrossClusterAlgorithm("tree", ("b", "a"), ("", "b")),
-            None]
-    assert all(same and worst < 1e-5
-               for worst, same in run_ranks(relayed, 3, [[0, 2], [1]], ways, [5, 200_003], 3))
+    ways = [
+        CrossClusterAlgorithm("ring", ("a", "b")),
+        CrossClusterAlgorithm("tree", ("b", "a"), ("", "b")),
+        None,
+    ]
+    assert all(
+        same and worst < 1e-5
+        for worst, same in run_ranks(relayed, 3, [[0, 2], [1]], ways, [5, 200_003], 3)
+    )
 
 
 @gloo_only
 def test_two_clusters_as_ring_and_tree():
-    ways = [CrossClusterAlgorithm("ring", ("b", "a")), CrossClusterAlgorithm("tree", ("b", "a"), ("", "b"))]
-    assert all(same and worst < 1e-5 for worst, same in run_ranks(relayed, 3, [[0, 2], [1]], ways, [5, 999]))
+    ways = [
+        CrossClusterAlgorithm("ring", ("b", "a")),
+        CrossClusterAlgorithm("tree", ("b", "a"), ("", "b")),
+    ]
+    assert all(
+        same and worst < 1e-5
+        for worst, same in run_ranks(relayed, 3, [[0, 2], [1]], ways, [5, 999])
+    )

@@ -87,13 +87,26 @@ def reducer_on(gpu, count, dtype=None):
     parameters = [torch.nn.Parameter(torch.ones(4)) for _ in range(count)]
     made = object.__new__(reducer.GradientReducer)
     made.__dict__.update(
-        _parameters=parameters, group=None, ranks=(0,), _predivide=1.0, _average=True,
+        _parameters=parameters,
+        group=None,
+        ranks=(0,),
+        _predivide=1.0,
+        _average=True,
         _gradient=lambda p: p.grad,
-        _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)], fabric=None,
+        _items=[Item.of(str(n), p, dtype) for n, p in enumerate(parameters)],
+        fabric=None,
         _callers=CallersReduction(lambda flat: gpu.log.append(("reduce", gpu.current)) or Done()),
-        _planned=None, _owners=None, _to_owners=None, bucket_bytes=32, _deferred=[], _step=0,
-        _expected=[1] * count, _seen=[], _side=SideStream(), times=None,
-    )  # fmt: skip
+        _planned=None,
+        _owners=None,
+        _to_owners=None,
+        bucket_bytes=32,
+        _deferred=[],
+        _step=0,
+        _expected=[1] * count,
+        _seen=[],
+        _side=SideStream(),
+        times=None,
+    )
     for parameter in parameters:
         parameter.grad = torch.ones(4)
     return made
@@ -105,8 +118,9 @@ def test_a_reducer_leaves_an_event_at_every_hook(monkeypatch):
     made = reducer_on(gpu, 2)
     made._build([1, 0])
     filled = FlatBucket.fill
-    monkeypatch.setattr(FlatBucket, "fill",
-                        lambda *args: gpu.log.append(("copy", gpu.current)) or filled(*args))
+    monkeypatch.setattr(
+        FlatBucket, "fill", lambda *args: gpu.log.append(("copy", gpu.current)) or filled(*args)
+    )
     made.arm()
     for index, stream in ((1, "b"), (0, "a")):
         gpu.current = stream
@@ -137,7 +151,9 @@ def test_no_more_buckets_have_memory_than_the_plan_counts(monkeypatch, dtype):
     for index, parameter in enumerate(made._parameters):
         made._gradient_arrived(index, parameter)
     made.finish()
-    assert most == BUCKETS_IN_FLIGHT and not any(bucket._flat is not None for bucket in made._buckets)
+    assert most == BUCKETS_IN_FLIGHT and not any(
+        bucket._flat is not None for bucket in made._buckets
+    )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
@@ -149,11 +165,17 @@ def test_what_a_bucket_keeps_after_a_step(dtype):
     for parameter in parameters[1:]:
         parameter.grad = torch.full((6,), 2.0)
     bucket.fill(parameters, lambda parameter: parameter.grad, 2.0)
-    assert bucket.flat.tolist() == [1.0] * 12 + [0.0] * 8 and bucket.bytes == 18 * (2 if dtype else 4)
+    assert bucket.flat.tolist() == [1.0] * 12 + [0.0] * 8 and bucket.bytes == 18 * (
+        2 if dtype else 4
+    )
     inside = {parameter.grad.untyped_storage().data_ptr() for parameter in parameters}
     assert (inside == {bucket.flat.untyped_storage().data_ptr()}) == (dtype is None)
     bucket.flat.mul_(3)
     bucket.store(0.5)
-    assert [parameter.grad.tolist() for parameter in parameters] == [[0.0] * 6, [6.0] * 6, [6.0] * 6]
+    assert [parameter.grad.tolist() for parameter in parameters] == [
+        [0.0] * 6,
+        [6.0] * 6,
+        [6.0] * 6,
+    ]
     with pytest.raises(AssertionError):
         _ = bucket.flat

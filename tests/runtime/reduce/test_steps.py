@@ -30,8 +30,9 @@ if error:
 """
 
 
-@pytest.mark.parametrize("kind, error", [
-    pytest.param("owners", "", marks=full), ("two levels", "wrong data")])
+@pytest.mark.parametrize(
+    "kind, error", [pytest.param("owners", "", marks=full), ("two levels", "wrong data")]
+)
 def test_a_process_ends_with_its_own_status(kind, error, tmp_path):
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ends = [

@@ -36,12 +36,16 @@ def trained(rank, changes, arms):
     plan = build_plan(where, Sizes(), options=options)
     (reduction,) = plan.traffic_of("sockets").reductions
     reduction = replace(reduction, two_level_from=0, chunk_bytes=4096, bucket_bytes=1024)
-    current = session.Session(options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank, maker=maker)
+    current = session.Session(
+        options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank, maker=maker
+    )
     session.set_active(current)
 
     def adopt(new):
         traffic = tuple(replace(one, reductions=(new,)) for one in plan.traffic)
-        assert {network_api for one in traffic for network_api in one.network_apis} == set(NETWORK_APIS)
+        assert {network_api for one in traffic for network_api in one.network_apis} == set(
+            NETWORK_APIS
+        )
         current.adopt(plan.sizes, replace(plan, traffic=traffic), sums=True)
 
     adopt(reduction)
@@ -86,7 +90,13 @@ def test_two_levels_and_one_ring_and_back():
 
 
 def test_other_chunks_and_buckets():
-    reductions = switched({2: {"chunk_bytes": 2048}, 4: {"clusters": (), "bucket_bytes": 8192},
-                           6: {"clusters": (), "bucket_bytes": 2048}}, arms=False)
+    reductions = switched(
+        {
+            2: {"chunk_bytes": 2048},
+            4: {"clusters": (), "bucket_bytes": 8192},
+            6: {"clusters": (), "bucket_bytes": 2048},
+        },
+        arms=False,
+    )
     counts = [count for _, count in reductions]
     assert counts[2] > counts[0] and counts[4] < counts[2] and counts[6] > counts[4]

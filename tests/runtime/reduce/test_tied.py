@@ -32,7 +32,9 @@ def summed(rank):
     without = tied_sum_of(group, sizes, DEVICE)
     site = example()
     plan = build_plan(site, sizes)
-    session.set_active(Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank, maker=maker))
+    session.set_active(
+        Session(Options(), Process(rank, 4, 0, 1, "", 0, ""), site, plan, rank, maker=maker)
+    )
     made.clear()
     tied_sum = tied_sum_of(group, sizes, DEVICE)
     local = own(rank).to(DEVICE)
@@ -40,11 +42,18 @@ def summed(rank):
     tied_sum(local, tied_sum.twins)
     crossed = 0 if ON_GPUS else tied_sum.reduction.bytes_across
     shard = own(rank).view(-1).to(DEVICE)
-    shard[: 300 if rank % 2 else 0] = 0  # rank 0 of a stage owns the first 300 elements, rank 1 the others
+    shard[: 300 if rank % 2 else 0] = (
+        0  # rank 0 of a stage owns the first 300 elements, rank 1 the others
+    )
     shard[SIZE if rank % 2 else 300 :] = 0
     tied_sum(shard, 1)
-    kinds = sorted({dist.distributed_c10d._world.pg_names[one] for one in dist.distributed_c10d._world.pg_map
-                    if "embedding" in (one.group_desc or "")})
+    kinds = sorted(
+        {
+            dist.distributed_c10d._world.pg_names[one]
+            for one in dist.distributed_c10d._world.pg_map
+            if "embedding" in (one.group_desc or "")
+        }
+    )
     session.set_active(None)
     return local, shard, crossed, without, len(kinds)
 
@@ -54,8 +63,12 @@ def test_it_is_the_average_of_the_pairs_sums():
     wanted = sum(own(rank) for rank in range(4)) / 2
     for rank, (local, shard, crossed, without, kinds) in enumerate(done):
         assert torch.allclose(local, wanted, atol=1e-6) and torch.equal(local, done[0][0])
-        both = torch.cat([sum(own(owner).view(-1) for owner in (0, 2))[:300],
-                          sum(own(owner).view(-1) for owner in (1, 3))[300:]])
+        both = torch.cat(
+            [
+                sum(own(owner).view(-1) for owner in (0, 2))[:300],
+                sum(own(owner).view(-1) for owner in (1, 3))[300:],
+            ]
+        )
         assert torch.allclose(shard, both, atol=1e-6), rank
         assert crossed <= 4 * (SIZE // 2 + 1), "half of what pairs send"
         assert without is None and kinds == (3 if ON_GPUS else 4)

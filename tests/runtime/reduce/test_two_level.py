@@ -33,12 +33,15 @@ def test_pieces_of_unequal_clusters_are_cut_where_an_owner_changes():
     ]
 
 
-@pytest.mark.parametrize("clusters", [[[0, 1], [2, 3, 4]], [[0], [1, 2], [3, 4, 5, 6]], [[5, 3], [1, 0]]])
+@pytest.mark.parametrize(
+    "clusters", [[[0, 1], [2, 3, 4]], [[0], [1, 2], [3, 4, 5, 6]], [[5, 3], [1, 0]]]
+)
 @pytest.mark.parametrize("numel", [1, 2, 7, 97])
 def test_pieces_cover_a_chunk_once_and_name_one_owner_of_each_cluster(clusters, numel):
     found = shards(numel, clusters)
-    assert ([shard.start for shard in found] == [0, *(shard.stop for shard in found[:-1])]
-            and found[-1].stop == numel)
+    assert [shard.start for shard in found] == [0, *(shard.stop for shard in found[:-1])] and found[
+        -1
+    ].stop == numel
     for shard in found:
         assert all(owner in members for owner, members in zip(shard.owners, clusters))
 
@@ -48,8 +51,12 @@ def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_l
     assert four.flat.seconds(1e7) / four.both.seconds(1e7) > 2.5
     one = sums_on_site(site("a ib 2Gb/s a0", "b ib 2Gb/s b0", ethernet="250Mb/s"))
     assert one.both is None  # the bytes that cross are the same
-    slow = sums_on_site(site("a ib 250Mb/s a[0-1]", "b ib 250Mb/s b[0-1]", ethernet="250Mb/s", processes=4))
-    assert slow.flat.seconds(1e7) < slow.both.seconds(1e7)  # four ranks' exchange through one slow NIC
+    slow = sums_on_site(
+        site("a ib 250Mb/s a[0-1]", "b ib 250Mb/s b[0-1]", ethernet="250Mb/s", processes=4)
+    )
+    assert slow.flat.seconds(1e7) < slow.both.seconds(
+        1e7
+    )  # four ranks' exchange through one slow NIC
 
 
 def against_flat(rank, clusters, numels, chunk_bytes, dtype):
@@ -73,12 +80,20 @@ def against_flat(rank, clusters, numels, chunk_bytes, dtype):
 @gloo_only
 @pytest.mark.parametrize(
     "clusters",
-    [[[0, 1], [2, 3]], [[0, 2], [3, 1]], [[0], [1, 2]], [[0, 1], [2, 3, 4]], [[0, 1], [2], [3, 4, 5]]],
+    [
+        [[0, 1], [2, 3]],
+        [[0, 2], [3, 1]],
+        [[0], [1, 2]],
+        [[0, 1], [2, 3, 4]],
+        [[0, 1], [2], [3, 4, 5]],
+    ],
     ids=str,
 )
 def test_sum_is_the_flat_sum_and_the_same_bits_everywhere(clusters):
     count = sum(map(len, clusters))
-    for worst, same in run_ranks(against_flat, count, clusters, (1, 3, 1000, 5001), 512, torch.float32):
+    for worst, same in run_ranks(
+        against_flat, count, clusters, (1, 3, 1000, 5001), 512, torch.float32
+    ):
         assert worst < 1e-5 and same
 
 
@@ -99,7 +114,9 @@ def collectives(rank, clusters, numels):
     return worst
 
 
-@pytest.mark.parametrize("clusters", [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2], [3, 4, 5]]], ids=str)
+@pytest.mark.parametrize(
+    "clusters", [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[0, 1, 2], [3, 4, 5]]], ids=str
+)
 def test_collectives_of_nccl_s_kind_give_the_same_sum(clusters):
     assert max(run_ranks(collectives, sum(map(len, clusters)), clusters, (1, 3, 1000, 5001))) < 1e-5
 
@@ -132,7 +149,9 @@ def under_a_reducer(rank):
     torch.manual_seed(3)
     model = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(4)))
     reduction = KIND([[0, 1], [2, 3]], chunk_bytes=1024)
-    reducer = GradientReducer(model.named_parameters(), bucket_bytes=5000, all_reduce=reduction.all_reduce)
+    reducer = GradientReducer(
+        model.named_parameters(), bucket_bytes=5000, all_reduce=reduction.all_reduce
+    )
     for _ in range(3):
         model.zero_grad()
         with reducer.overlapped():
@@ -155,7 +174,9 @@ def test_a_reducer_can_use_it():
 def dies(rank):
     reduction = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
     model = torch.nn.Linear(32, 32)
-    reducer = GradientReducer(model.named_parameters(), all_reduce=reduction.all_reduce, bucket_bytes=1024)
+    reducer = GradientReducer(
+        model.named_parameters(), all_reduce=reduction.all_reduce, bucket_bytes=1024
+    )
     ranks.all_are_here(rank, 4)
     if rank == 3:
         os._exit(0)

@@ -58,14 +58,24 @@ def recorded(monkeypatch):
         yield
         recorder.current = before
 
-    for name, fake in {"is_available": lambda: True, "Stream": new, "stream": on,
-                       "current_stream": lambda: recorder.current}.items():
+    for name, fake in {
+        "is_available": lambda: True,
+        "Stream": new,
+        "stream": on,
+        "current_stream": lambda: recorder.current,
+    }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
-    monkeypatch.setattr(two_level_nccl, "members_group", lambda ranks, purpose: (purpose, tuple(ranks)))
+    monkeypatch.setattr(
+        two_level_nccl, "members_group", lambda ranks, purpose: (purpose, tuple(ranks))
+    )
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
-        monkeypatch.setattr(dist, name, lambda into, of, group, name=name: recorder.launch(name, group))
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: recorder.launch("all_reduce", group))
+        monkeypatch.setattr(
+            dist, name, lambda into, of, group, name=name: recorder.launch(name, group)
+        )
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda tensor, group: recorder.launch("all_reduce", group)
+    )
     return recorder
 
 
@@ -101,7 +111,11 @@ def seconds(log, cost):
 
 CLUSTERS = [[0, 1], [2, 3]]
 INSIDE_S, ACROSS_S = 1.0, 2.0  # of a chunk: both steps inside, the one across
-COST = {"reduce_scatter_tensor": INSIDE_S / 2, "all_gather_into_tensor": INSIDE_S / 2, "all_reduce": ACROSS_S}
+COST = {
+    "reduce_scatter_tensor": INSIDE_S / 2,
+    "all_gather_into_tensor": INSIDE_S / 2,
+    "all_reduce": ACROSS_S,
+}
 
 
 @pytest.mark.parametrize("as_buckets", [False, True], ids=["one tensor", "a bucket a chunk"])
@@ -154,19 +168,28 @@ def planned(names, nodes, inside_bps, across_bps, **rules):
     """Two levels of one group over all nodes, as the plan prices them, without latency."""
     fabrics = [Fabric(name, "ib", round(inside_bps), 0.0) for name in names]
     fabrics.append(Fabric("ethernet", "ethernet", round(across_bps), 0.0))
-    every = [Node(f"{name}{number}", name, 1, (Port(name), Port("ethernet")))
-             for name in names for number in range(nodes)]
+    every = [
+        Node(f"{name}{number}", name, 1, (Port(name), Port("ethernet")))
+        for name in names
+        for number in range(nodes)
+    ]
     return sums_on_site(Site(tuple(every), tuple(fabrics)), direct=False, **rules).both
 
 
 def test_chunks_are_of_some_mebibytes():
     assert [chunk_bytes(ranks, direct=False) for ranks in (1, 8, 16, 64)] == [
-        NCCL_CHUNK_BYTES[0], NCCL_CHUNK_BYTES[0], 8 * 2**20, NCCL_CHUNK_BYTES[1]]
+        NCCL_CHUNK_BYTES[0],
+        NCCL_CHUNK_BYTES[0],
+        8 * 2**20,
+        NCCL_CHUNK_BYTES[1],
+    ]
     assert chunk_bytes(2, direct=True) == 2**20
 
 
 def test_compressed_shards_of_three_clusters_cost_more_than_a_ring():
     """All-gathered whole: (C - 1) shards, a ring's all-reduce sends 2 (C - 1) / C."""
-    plain, half = (planned(["a", "b", "c"], 4, 1e10, 1e9, compress=how).across.byte_s
-                   for how in ("off", "bf16"))
+    plain, half = (
+        planned(["a", "b", "c"], 4, 1e10, 1e9, compress=how).across.byte_s
+        for how in ("off", "bf16")
+    )
     assert half == pytest.approx(plain * 0.5 * 3 / 2)

@@ -10,7 +10,14 @@ from waiting import await_
 
 from holmes_ext.runtime import sockets
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import Listener, address_text, is_loopback, listen, peer_host, split_address
+from holmes_ext.runtime.sockets import (
+    Listener,
+    address_text,
+    is_loopback,
+    listen,
+    peer_host,
+    split_address,
+)
 
 
 @contextlib.contextmanager
@@ -79,11 +86,16 @@ def test_all_addresses_of_one_ipv6_network_count_as_one(monkeypatch):
             each.close()
 
 
-@pytest.mark.parametrize("host, network", [
-    ("10.1.2.3", "10.1.2.3"), ("::ffff:10.1.2.3", "::ffff:10.1.2.3"),
-    ("2001:db8:0:1:a:b:c:d", "2001:db8:0:1::/64"),
-    ("fe80::1%eth0", "fe80::/64"), ("a name", "a name"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host, network",
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "::ffff:10.1.2.3"),
+        ("2001:db8:0:1:a:b:c:d", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("a name", "a name"),
+    ],
+)
 def test_networks(host, network):
     assert sockets.network_of(host) == network
 
@@ -165,10 +177,15 @@ def test_a_deadline_is_for_all_parts():
         whole.limit(None)
 
 
-@pytest.mark.parametrize("text, found", [
-    ("host:5", ("host", 5)), ("10.0.0.1:29600", ("10.0.0.1", 29600)), ("[::1]:29600", ("::1", 29600)),
-    ("[fe80::1%eth0]:7", ("fe80::1%eth0", 7)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, found",
+    [
+        ("host:5", ("host", 5)),
+        ("10.0.0.1:29600", ("10.0.0.1", 29600)),
+        ("[::1]:29600", ("::1", 29600)),
+        ("[fe80::1%eth0]:7", ("fe80::1%eth0", 7)),
+    ],
+)
 def test_addresses(text, found):
     assert split_address(text) == found and split_address(address_text(*found)) == found
 
@@ -177,11 +194,31 @@ def test_an_address_without_a_port_takes_the_default():
     assert split_address("host", 7) == ("host", 7) and split_address("[::1]", 7) == ("::1", 7)
 
 
-@pytest.mark.parametrize("text", [
-    "a" * 64 + ":5", "a..b:5", ".:5",
-    "", "host", "host:", ":5", "host:0", "host:65536", "host:-1", "host:1e3", "::1:29600", "[::1",
-    "[::1]29600", "[zz]:5",    "a b:5", "a\x1b[31m:5", "host:٥", "host:5:6", "x" * 300 + ":5",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a" * 64 + ":5",
+        "a..b:5",
+        ".:5",
+        "",
+        "host",
+        "host:",
+        ":5",
+        "host:0",
+        "host:65536",
+        "host:-1",
+        "host:1e3",
+        "::1:29600",
+        "[::1",
+        "[::1]29600",
+        "[zz]:5",
+        "a b:5",
+        "a\x1b[31m:5",
+        "host:٥",
+        "host:5:6",
+        "x" * 300 + ":5",
+    ],
+)
 def test_what_is_no_address(text):
     with pytest.raises(ValueError):
         split_address(text)

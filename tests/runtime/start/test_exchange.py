@@ -19,7 +19,12 @@ def reports(world=4, per_node=2):
     for rank in range(world):
         name = f"n{rank // per_node}"
         node = {"name": name, "identity": "x", "ethernet": "eth0", "nics": []}
-        report = {"node": name, "identity": "x", "local_rank": rank % per_node, "agreed": {"plan": "p"}}
+        report = {
+            "node": name,
+            "identity": "x",
+            "local_rank": rank % per_node,
+            "agreed": {"plan": "p"},
+        }
         made.append({**report, "nics_of_node": node} if rank % per_node == 0 else report)
     return made
 
@@ -42,7 +47,11 @@ def run(made, decide=names, timeout=5.0, absent=(), per_node=2, store=None):
         except HolmesError as error:
             outcome[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(made)) if rank not in absent]
+    threads = [
+        threading.Thread(target=one, args=(rank,))
+        for rank in range(len(made))
+        if rank not in absent
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -54,7 +63,8 @@ def run(made, decide=names, timeout=5.0, absent=(), per_node=2, store=None):
 def test_every_rank_gets_the_same_verdict(per_node):
     outcome = run(reports(), per_node=per_node)
     assert [(one.round, one.content()) for one in outcome.values()] == [
-        ("holmes/1", {"nodes": [["n0", 2], ["n1", 2]]})] * 4
+        ("holmes/1", {"nodes": [["n0", 2], ["n1", 2]]})
+    ] * 4
 
 
 class Counting:
@@ -92,8 +102,10 @@ def test_two_processes_with_the_same_rank_are_named():
             outcome.append(str(error))
 
     threads = [threading.Thread(target=one, args=(rank, made[rank])) for rank in (1, 2)]
-    threads += [threading.Thread(target=one, args=(2, made[3])),
-                threading.Thread(target=one, args=(0, made[0]))]
+    threads += [
+        threading.Thread(target=one, args=(2, made[3])),
+        threading.Thread(target=one, args=(0, made[0])),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -112,7 +124,9 @@ def assert_all_end_with(outcome, *parts):
 def test_a_rank_that_was_given_something_else_is_named_with_both_values():
     made = reports()
     made[3]["agreed"] = {"plan": "q"}
-    assert_all_end_with(run(made), "disagree on plan", "rank 0 on n0 has 'p'", "rank 3 on n1 has 'q'")
+    assert_all_end_with(
+        run(made), "disagree on plan", "rank 0 on n0 has 'p'", "rank 3 on n1 has 'q'"
+    )
 
 
 def test_an_error_of_one_rank_ends_all():
@@ -141,19 +155,29 @@ def test_a_rank_that_never_comes_is_named():
 
 def test_nobody_hosts_the_store():
     process = Process(1, 2, 0, 0, "127.0.0.1", 9, "test")
-    with pytest.raises(HolmesError, match="rank 1 on .* cannot reach the job's store at 127.0.0.1:9 within "
-                                          "0.3 s"):
+    with pytest.raises(
+        HolmesError, match="rank 1 on .* cannot reach the job's store at 127.0.0.1:9 within 0.3 s"
+    ):
         open_store(process, 0.3)
 
 
 def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
     """torchrun's agents keep the store: what the last start left there must not be believed, whoever comes
     first."""
-    store, base, outcome, made = dist.HashStore(), Process(0, 2, 0, 0, "host", 1, "test"), {}, reports(2)
+    store, base, outcome, made = (
+        dist.HashStore(),
+        Process(0, 2, 0, 0, "host", 1, "test"),
+        {},
+        reports(2),
+    )
 
     def one(rank, start):
         outcome[rank] = exchange(
-            Client(store), replace(base, rank=rank), made[rank], lambda reports, nodes: {"start": start}, 30.0
+            Client(store),
+            replace(base, rank=rank),
+            made[rank],
+            lambda reports, nodes: {"start": start},
+            30.0,
         )
 
     for start in (1, 2):
@@ -164,7 +188,8 @@ def test_a_job_that_starts_again_does_not_take_the_last_verdict(monkeypatch):
         for thread in threads:
             thread.join()
         assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == {
-            rank: (f"holmes/{start}", {"start": start}) for rank in (0, 1)}
+            rank: (f"holmes/{start}", {"start": start}) for rank in (0, 1)
+        }
 
 
 def test_a_rank_that_was_given_up_learns_it(monkeypatch):
@@ -179,12 +204,18 @@ def test_a_rank_that_was_given_up_learns_it(monkeypatch):
 
 def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
     """Rank 0 counted its start and died; the ranks that reported to it must not wait for its verdict."""
-    store, base, outcome, made = dist.HashStore(), Process(0, 2, 0, 0, "host", 1, "test"), {}, reports(2)
+    store, base, outcome, made = (
+        dist.HashStore(),
+        Process(0, 2, 0, 0, "host", 1, "test"),
+        {},
+        reports(2),
+    )
     store.add("holmes/round", 1)
 
     def one(rank):
-        outcome[rank] = exchange(Client(store), replace(base, rank=rank), made[rank], lambda *_: {"start": 2},
-                                 30.0)
+        outcome[rank] = exchange(
+            Client(store), replace(base, rank=rank), made[rank], lambda *_: {"start": 2}, 30.0
+        )
 
     waiting = threading.Thread(target=one, args=(1,))
     waiting.start()
@@ -193,4 +224,5 @@ def test_a_rank_that_waits_in_a_round_without_rank_0_goes_on_to_the_next():
     one(0)
     waiting.join()
     assert {rank: (one.round, one.content()) for rank, one in outcome.items()} == dict.fromkeys(
-        (0, 1), ("holmes/2", {"start": 2}))
+        (0, 1), ("holmes/2", {"start": 2})
+    )

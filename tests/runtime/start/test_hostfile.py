@@ -37,10 +37,14 @@ def world_info(hosts):
 def test_the_hosts_stand_in_the_launchers_command_line(arguments, hosts):
     code = "print('up', flush=True); input()"
     child = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", code, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-I", "-S", "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     try:
-        assert child.stdout.readline() == b"up\n"  # while exec runs, the kernel shows an empty command line
+        assert (
+            child.stdout.readline() == b"up\n"
+        )  # while exec runs, the kernel shows an empty command line
         assert launched_hosts(child.pid) == hosts and list(launched_hosts(child.pid)) == list(hosts)
     finally:
         child.communicate(b"\n")
@@ -64,9 +68,14 @@ def test_the_same_nodes_pass(spec):
 @pytest.mark.parametrize(
     "change, text",
     [
-        ({"c0": 1}, "has 5 hosts, .*two_clusters_4.toml 4 nodes: host 'c0' is in no cluster; add it"),
-        ({"b0": 2},
-         "starts 2 processes on 'b0', but in .*two_clusters_4.toml key 'cluster.b.processes' is 1"),
+        (
+            {"c0": 1},
+            "has 5 hosts, .*two_clusters_4.toml 4 nodes: host 'c0' is in no cluster; add it",
+        ),
+        (
+            {"b0": 2},
+            "starts 2 processes on 'b0', but in .*two_clusters_4.toml key 'cluster.b.processes' is 1",
+        ),
     ],
 )
 def test_other_nodes_are_named(spec, change, text):

@@ -4,10 +4,16 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.runtime.start.launcher import Process, detect, exported
 
 TORCHRUN = {
-    "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a0",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a0",
     "MASTER_PORT": "29400",
-    "TORCHELASTIC_RUN_ID": "x", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2",
-}  # fmt: skip
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
 
 
 def test_torchrun():
@@ -32,25 +38,41 @@ def test_torchrun_inside_srun_is_torchrun():
 
 @pytest.mark.parametrize(
     "nodelist, first",
-    [("gpu[003-008,012],x1", "gpu003"), ("a0,b0", "a0"), ("n[7]-ib", "n7-ib"), ("solo", "solo")]
+    [("gpu[003-008,012],x1", "gpu003"), ("a0,b0", "a0"), ("n[7]-ib", "n7-ib"), ("solo", "solo")],
 )
 def test_srun(nodelist, first):
-    environ = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "2",
-               "SLURM_JOB_ID": "20003",
-               "SLURM_STEP_ID": "0"}  # fmt: skip
+    environ = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_JOB_ID": "20003",
+        "SLURM_STEP_ID": "0",
+    }
     process = detect({**environ, "SLURM_STEP_NODELIST": nodelist})
     assert process == Process(5, 8, 1, 2, first, 10003, "srun")
 
 
-SRUN = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "3",
-        "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "a[0-1],b[0-1]"}  # fmt: skip
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "a[0-1],b[0-1]",
+}
 
 
 @pytest.mark.parametrize("kind", ["HET", "PACK"])
-@pytest.mark.parametrize("nodelist, first", [("a[0-1],b[0-1]", "b0"), ("a[0-1]", "a0"), ("a1,b1", "b1")])
+@pytest.mark.parametrize(
+    "nodelist, first", [("a[0-1],b[0-1]", "b0"), ("a[0-1]", "a0"), ("a1,b1", "b1")]
+)
 def test_rank_0_of_a_heterogeneous_step(kind, nodelist, first):
     """Slurm sorts the step's list; its tasks begin in the first component that is in the step."""
-    groups = {f"SLURM_JOB_NODELIST_{kind}_GROUP_0": "b[0-1]", f"SLURM_JOB_NODELIST_{kind}_GROUP_1": "a[0-1]"}
+    groups = {
+        f"SLURM_JOB_NODELIST_{kind}_GROUP_0": "b[0-1]",
+        f"SLURM_JOB_NODELIST_{kind}_GROUP_1": "a[0-1]",
+    }
     environ = {**SRUN, **groups, "SLURM_HET_SIZE": "2", "SLURM_STEP_NODELIST": nodelist}
     assert detect(environ).master_addr == first
 
@@ -68,10 +90,18 @@ def test_rank_0_of_an_arbitrary_distribution(tmp_path):
 
 def test_mpirun_inside_an_allocation():
     """orted is a task of srun; its ranks are mpirun's."""
-    ompi = {f"OMPI_COMM_WORLD_{name}": value
-            for name, value in dict(RANK="7", SIZE="8", LOCAL_RANK="1", LOCAL_SIZE="2").items()}
-    daemon = {**SRUN, "SLURM_PROCID": "2", "SLURM_NTASKS": "3", "SLURM_LOCALID": "0",
-              "SLURM_JOB_NODELIST": "a[0-3]", "SLURM_STEP_NODELIST": "a[1-3]"}  # fmt: skip
+    ompi = {
+        f"OMPI_COMM_WORLD_{name}": value
+        for name, value in dict(RANK="7", SIZE="8", LOCAL_RANK="1", LOCAL_SIZE="2").items()
+    }
+    daemon = {
+        **SRUN,
+        "SLURM_PROCID": "2",
+        "SLURM_NTASKS": "3",
+        "SLURM_LOCALID": "0",
+        "SLURM_JOB_NODELIST": "a[0-3]",
+        "SLURM_STEP_NODELIST": "a[1-3]",
+    }
     process = detect({**daemon, **ompi})
     assert (process.rank, process.master_addr) == (7, "a0")
     hydra = {"PMI_RANK": "7", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1"}
@@ -90,7 +120,9 @@ def test_mpirun():
     }
     with pytest.raises(HolmesError, match="MASTER_ADDR is not set"):
         detect(environ)
-    assert detect({**environ, "MASTER_ADDR": "a0"}) == Process(2, 4, 0, 2, "a0", 29500, "mpirun (Open MPI)")
+    assert detect({**environ, "MASTER_ADDR": "a0"}) == Process(
+        2, 4, 0, 2, "a0", 29500, "mpirun (Open MPI)"
+    )
     hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", "MASTER_ADDR": "a0"}
     assert detect(hydra).local_world_size == 0
 

@@ -16,7 +16,9 @@ def name():
 
 def in_threads(function, count):
     found = {}
-    threads = [threading.Thread(target=lambda n=n: found.update({n: function(n)})) for n in range(count)]
+    threads = [
+        threading.Thread(target=lambda n=n: found.update({n: function(n)})) for n in range(count)
+    ]
     for thread in threads:
         thread.start()
     return threads, found
@@ -92,5 +94,7 @@ def test_another_users_process_is_not_spoken_to(name, monkeypatch):
 
 
 def test_jobs_and_nodes_have_sockets_of_their_own():
-    names = {name_of(*given) for given in (("a", "h", 1), ("b", "h", 1), ("a", "i", 1), ("a", "h", 2))}
+    names = {
+        name_of(*given) for given in (("a", "h", 1), ("b", "h", 1), ("a", "i", 1), ("a", "h", 2))
+    }
     assert len(names) == 4 and all(name.startswith("\0") for name in names)

@@ -49,8 +49,10 @@ def node(name, fabric, number, processes=1, **changed):
 
 def site_of(*, processes=1, **changed):
     names = [("a0", "ib"), ("a1", "ib"), ("b0", "roce"), ("b1", "roce")]
-    return Site(tuple(node(n, f, i + 1, processes, **changed.get(n, {})) for i, (n, f) in enumerate(names)),
-                FABRICS)
+    return Site(
+        tuple(node(n, f, i + 1, processes, **changed.get(n, {})) for i, (n, f) in enumerate(names)),
+        FABRICS,
+    )
 
 
 def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5.0, 5.0, 10.0)):
@@ -60,16 +62,23 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
     store, outcome = dist.HashStore(), {}
 
     def one(rank):
-        process = Process(rank, plan.world_size, rank % plan.processes, plan.processes, "host", 1, "test")
+        process = Process(
+            rank, plan.world_size, rank % plan.processes, plan.processes, "host", 1, "test"
+        )
         host = site.nodes[rank // plan.processes].name
         try:
             arguments = Client(store), "holmes/1", process, host, site, plan
-            outcome[rank] = preflight.run(*arguments, Options(fallback=fallback), EngineTraits(), maker)
+            outcome[rank] = preflight.run(
+                *arguments, Options(fallback=fallback), EngineTraits(), maker
+            )
         except HolmesError as error:
             outcome[rank] = error
 
-    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(plan.world_size)
-               if rank not in absent]
+    threads = [
+        threading.Thread(target=one, args=(rank,))
+        for rank in range(plan.world_size)
+        if rank not in absent
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -93,7 +102,11 @@ def test_each_pair_of_nodes_once_for_each_fabric():
 def test_without_sizes_the_clusters_are_tried():
     site = site_of()
     todo = preflight.pairs(build_plan(site))
-    assert {(p.fabric, p.kind) for p in todo} >= {("ib", "cluster"), ("roce", "cluster"), (ETHERNET, "world")}
+    assert {(p.fabric, p.kind) for p in todo} >= {
+        ("ib", "cluster"),
+        ("roce", "cluster"),
+        (ETHERNET, "world"),
+    }
 
 
 def test_64_ranks_need_few_connections():
@@ -129,8 +142,10 @@ def test_a_fast_nic_that_does_not_answer_is_left_out_on_all_ranks(monkeypatch, s
     outcome = fly(site, plan, monkeypatch)
     assert all(result[:2] == outcome[0][:2] for result in outcome.values())
     after, new, (line,) = outcome[0]
-    assert (after.shared_fabric(["b0", "b1"]).name == ETHERNET
-            and after.shared_fabric(["a0", "a1"]).name == "ib")
+    assert (
+        after.shared_fabric(["b0", "b1"]).name == ETHERNET
+        and after.shared_fabric(["a0", "a1"]).name == "ib"
+    )
     assert new.nodes == plan.nodes and after.digest == site.digest
     for part in (
         "node b0",
@@ -155,7 +170,12 @@ def test_fail_ends_all_ranks(monkeypatch):
         "node b1 (rank 3" in str(error) and "--holmes-fallback ethernet" in str(error)
         for error in outcome.values()
     ), outcome
-    assert [isinstance(outcome[rank], RemoteError) for rank in range(4)] == [False, True, True, True]
+    assert [isinstance(outcome[rank], RemoteError) for rank in range(4)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
 
 
 def test_bad_ethernet_ends_all_ranks(monkeypatch):
@@ -169,12 +189,15 @@ def test_bad_ethernet_ends_all_ranks(monkeypatch):
 
 def test_an_address_that_another_node_answers():
     site = site_of(b1={"roce": "127.3.0.3"})  # b0's
-    listeners = preflight.Listeners(site, "b0", [preflight.Pair("roce", "b1", "b0", "data", (2, 3))], "t")
+    listeners = preflight.Listeners(
+        site, "b0", [preflight.Pair("roce", "b1", "b0", "data", (2, 3))], "t"
+    )
     try:
         hello = "127.3.0.3", "127.3.0.3", listeners.ports["roce"], "a0"
         assert (
-            preflight.exchange_hello(*hello, "b1", "t") == "the address is answered by node 'b0', so two "
-                                                           "nodes have it"
+            preflight.exchange_hello(*hello, "b1", "t")
+            == "the address is answered by node 'b0', so two "
+            "nodes have it"
         )
         assert (
             preflight.exchange_hello(*hello, "b0", "t") == ""
@@ -186,8 +209,13 @@ def test_an_address_that_another_node_answers():
 
 def test_a_node_that_stays_away_is_named(monkeypatch):
     site = site_of()
-    outcome = fly(site, build_plan(site, Sizes(pipeline=2)), monkeypatch, absent={3},
-                  seconds=(0.5, 0.5, 0.5, 2.0))
+    outcome = fly(
+        site,
+        build_plan(site, Sizes(pipeline=2)),
+        monkeypatch,
+        absent={3},
+        seconds=(0.5, 0.5, 0.5, 2.0),
+    )
     assert len(outcome) == 3 and all(
         "node b1 (rank 3) did not finish it within 2 s" in str(error) for error in outcome.values()
     ), outcome
@@ -197,8 +225,9 @@ def test_nobody_answers_although_the_port_is_open():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         preflight_answer, preflight.ANSWER_S = preflight.ANSWER_S, 0.2
         try:
-            problem = preflight.exchange_hello("127.0.0.1", "127.0.0.1", silent.getsockname()[1], "a", "b",
-                                               "t")
+            problem = preflight.exchange_hello(
+                "127.0.0.1", "127.0.0.1", silent.getsockname()[1], "a", "b", "t"
+            )
         finally:
             preflight.ANSWER_S = preflight_answer
     assert "no answer within 0.2 s" in problem
@@ -213,7 +242,9 @@ def test_garbage_is_no_answer():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        assert preflight.exchange_hello("127.0.0.1", "127.0.0.1", listener.getsockname()[1], "a", "b", "t")
+        assert preflight.exchange_hello(
+            "127.0.0.1", "127.0.0.1", listener.getsockname()[1], "a", "b", "t"
+        )
         thread.join()
 
 
@@ -222,10 +253,18 @@ def test_garbage_is_no_answer():
     [
         ([("f", "a", "b", ""), ("f", "b", "c", "x"), ("f", "c", "a", "x")], {"c"}),
         ([("f", "a", "b", "x")], {"a", "b"}),
-        ([("f", "a", "b", "x"), ("f", "b", "c", ""), ("f", "c", "d", ""), ("f", "d", "a", "")], {"a", "b"}),
+        (
+            [("f", "a", "b", "x"), ("f", "b", "c", ""), ("f", "c", "d", ""), ("f", "d", "a", "")],
+            {"a", "b"},
+        ),
         ([("f", "a", "b", ""), ("g", "a", "b", "")], set()),
         (
-            [("f", "a", "b", "x"), ("f", "b", "c", "x"), ("f", "c", "d", "x"), ("f", "d", "a", "x")],
+            [
+                ("f", "a", "b", "x"),
+                ("f", "b", "c", "x"),
+                ("f", "c", "d", "x"),
+                ("f", "d", "a", "x"),
+            ],
             {"a", "b", "c", "d"},
         ),
     ],

@@ -58,7 +58,9 @@ def start_all(monkeypatch, world, options, sizes=None, failures=None):
         except HolmesError as error:
             outcome[rank] = (error, environ)
 
-    threads = [threading.Thread(target=one, args=(rank,), name=f"host{rank}") for rank in range(world)]
+    threads = [
+        threading.Thread(target=one, args=(rank,), name=f"host{rank}") for rank in range(world)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -68,7 +70,9 @@ def start_all(monkeypatch, world, options, sizes=None, failures=None):
 
 def test_ranks_follow_the_plan(monkeypatch, tmp_path, no_session):
     (tmp_path / "c.toml").write_text(FILE)
-    outcome = start_all(monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), Sizes(pipeline=2))
+    outcome = start_all(
+        monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), Sizes(pipeline=2)
+    )
     sessions = [outcome[rank][0] for rank in range(4)]
     assert len({current.plan.digest for current in sessions}) == 1
     for rank, (current, environ) in outcome.items():
@@ -82,7 +86,9 @@ def test_a_partition_knows_the_gpus_of_the_cluster_file(monkeypatch, tmp_path, n
     text = FILE.replace('"n0", "n2"', '"n0", "n1"').replace('"n1", "n3"', '"n2", "n3"')
     (tmp_path / "c.toml").write_text(text.replace('name = "b"', 'name = "b"\ngpu_flops = 50e9'))
     (tmp_path / "m.toml").write_text(MODEL)
-    options = Options(cluster=str(tmp_path / "c.toml"), model=str(tmp_path / "m.toml"), partition="balanced")
+    options = Options(
+        cluster=str(tmp_path / "c.toml"), model=str(tmp_path / "m.toml"), partition="balanced"
+    )
     outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
     plan = outcome[0][0].plan
     slow = plan.nodes.index("n2") // 2
@@ -92,7 +98,10 @@ def test_a_partition_knows_the_gpus_of_the_cluster_file(monkeypatch, tmp_path, n
 def test_a_failure_of_one_rank_ends_all_with_its_words(monkeypatch, tmp_path, no_session):
     (tmp_path / "c.toml").write_text(FILE)
     outcome = start_all(
-        monkeypatch, 4, Options(cluster=str(tmp_path / "c.toml")), failures={2: HolmesError("no such thing")}
+        monkeypatch,
+        4,
+        Options(cluster=str(tmp_path / "c.toml")),
+        failures={2: HolmesError("no such thing")},
     )
     assert all(str(error) == "rank 2 on n2: no such thing" for error, _ in outcome.values())
     assert all(environ["RANK"] == str(rank) for rank, (_, environ) in outcome.items())
@@ -104,7 +113,9 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
     from holmes_ext.plan.build import build_plan
 
     (tmp_path / "c.toml").write_text(FILE)
-    build_plan(site_from_spec(load_spec(tmp_path / "c.toml")), Sizes(pipeline=4)).save(tmp_path / "p.json")
+    build_plan(site_from_spec(load_spec(tmp_path / "c.toml")), Sizes(pipeline=4)).save(
+        tmp_path / "p.json"
+    )
     options = Options(cluster=str(tmp_path / "c.toml"), plan=str(tmp_path / "p.json"))
     outcome = start_all(monkeypatch, 4, options, Sizes(pipeline=2))
     assert "p.json: key 'sizes' is pipeline=4, but the job runs pipeline=2" in str(outcome[0][0])
@@ -113,16 +124,27 @@ def test_a_plan_of_other_sizes_than_the_jobs(monkeypatch, tmp_path, no_session):
 def test_one_process_without_a_launcher_keeps_its_environment(no_session):
     environ = {}
     current, _ = start.start(
-        PlanRequest(Options()), maker, Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"), {}, None, environ
+        PlanRequest(Options()),
+        maker,
+        Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher"),
+        {},
+        None,
+        environ,
     )
     assert current.rank == 0 and "RANK" not in environ and session.active() is current
 
 
 def test_a_report_travels_as_json(tmp_path):
     SCENES["dgx_a100"](tmp_path)
-    report = report_module.report_node({"HOLMES_SYSFS": str(tmp_path), "HOLMES_NODE": "x"}, "127.0.0.1")
-    again = report_module.NodeReport.from_dict(json.loads(json.dumps(report.to_dict())), processes=8)
-    assert (again.name, again.nics, again.processes) == ("x", report.nics, 8) and len(report.nics) > 8
+    report = report_module.report_node(
+        {"HOLMES_SYSFS": str(tmp_path), "HOLMES_NODE": "x"}, "127.0.0.1"
+    )
+    again = report_module.NodeReport.from_dict(
+        json.loads(json.dumps(report.to_dict())), processes=8
+    )
+    assert (again.name, again.nics, again.processes) == ("x", report.nics, 8) and len(
+        report.nics
+    ) > 8
     assert report.identity.endswith(str(os.stat("/proc/self/ns/net").st_ino))
 
 
@@ -136,23 +158,32 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
         PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None, environ
     )
     said = f"but the rate of fabric 'a' is 3.2 Tb/s in {tmp_path}/c.toml"
-    assert lines == [f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"]
+    assert lines == [
+        f"node x: mlx5_0:1 runs at 200 Gb/s, {said}; the plan counts on what the file says"
+    ]
 
 
 def test_what_nccl_cannot_do_here_is_told_and_known_to_the_session(tmp_path, no_session):
     """NCCL_IB_DISABLE is the node's, so the plan, and a network that a file of NCCL's forces is every
     group's."""
     SCENES["dgx_a100"](tmp_path / "sys")
-    (tmp_path / "c.toml").write_text(clusters.toml("a ib 200Gb/s x", ethernet="1Gb/s") + 'include = '
-                                                                                         '["mlx5_0"]\n')
+    (tmp_path / "c.toml").write_text(
+        clusters.toml("a ib 200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n'
+    )
     (tmp_path / "nccl.conf").write_text("NCCL_NET=IB\nNCCL_IB_DISABLE=1\n")
-    environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x",
-               "NCCL_CONF_FILE": str(tmp_path / "nccl.conf")}
+    environ = {
+        "HOLMES_SYSFS": str(tmp_path / "sys"),
+        "HOLMES_NODE": "x",
+        "NCCL_CONF_FILE": str(tmp_path / "nccl.conf"),
+    }
     alone = Process(0, 1, 0, 1, "127.0.0.1", 0, "no launcher")
     current, (line,) = start.start(
         PlanRequest(Options(cluster=str(tmp_path / "c.toml"))), maker, alone, {}, None, environ
     )
     why = f"NCCL_IB_DISABLE=1 is set in {tmp_path / 'nccl.conf'}"
-    assert line == f"node x: NCCL cannot use mlx5_0:1 for fabric 'a': {why}; its groups there go over sockets"
+    assert (
+        line
+        == f"node x: NCCL cannot use mlx5_0:1 for fabric 'a': {why}; its groups there go over sockets"
+    )
     assert "NCCL_IB_HCA" not in environ and not current.plan.fabrics[0].verbs
     assert current.forced_nets == {"IB": f"{tmp_path / 'nccl.conf'} of node x"}

@@ -33,10 +33,16 @@ def job():
 
     def make(engine, rank=0, sizes=Sizes(), **options):
         fast = {"a": Port("a", "ib0", "10.1.0.1"), "b": Port("b", "roce0", "10.2.0.1")}
-        nodes = (Node(f"{name}{i}", name, 1, (fast[name], Port(ETHERNET, "eth0", "10.0.0.1")))
-                 for i in range(4) for name in "ab")
-        fabrics = (Fabric(ETHERNET, "ethernet", GB, 1e-4), Fabric("a", "ib", 100 * GB, 2e-6),
-                   Fabric("b", "roce", 100 * GB, 2e-6))
+        nodes = (
+            Node(f"{name}{i}", name, 1, (fast[name], Port(ETHERNET, "eth0", "10.0.0.1")))
+            for i in range(4)
+            for name in "ab"
+        )
+        fabrics = (
+            Fabric(ETHERNET, "ethernet", GB, 1e-4),
+            Fabric("a", "ib", 100 * GB, 2e-6),
+            Fabric("b", "roce", 100 * GB, 2e-6),
+        )
         site, traits, asked = Site(tuple(nodes), fabrics), ENGINES[engine], Options(**options)
         model = load_model("examples/models/gpt3_xl.toml") if sizes.pipeline > 1 else None
         plan = build_plan(site, sizes, model=model, options=asked, engine=traits)
@@ -44,7 +50,9 @@ def job():
         current = Session(asked, process, site, plan, rank, engine=traits, maker=maker)
         for kind, ranks in plan.groups():
             if rank in ranks:
-                current.groups.append(GroupRecord(kind, ranks, "gloo", current.transport(ranks, "gloo")))
+                current.groups.append(
+                    GroupRecord(kind, ranks, "gloo", current.transport(ranks, "gloo"))
+                )
         session.set_active(current)
         return current
 
@@ -68,7 +76,9 @@ def compared(current, capsys):
 
 def follow(current, **other):
     """Sum the gradients of this rank's stage as the plan has it, but for `other`."""
-    ranks = next(ranks for kind, ranks in current.plan.groups() if kind == "data" and current.rank in ranks)
+    ranks = next(
+        ranks for kind, ranks in current.plan.groups() if kind == "data" and current.rank in ranks
+    )
     planned = current.reduction(ranks, "gloo")
     done = {"two_levels": bool(planned.clusters), "overlap": planned.overlap, **other}
     session.note_reduction(ranks, planned, 1e12, **done)
@@ -115,14 +125,22 @@ def test_no_overlap(job, capsys):
 def test_another_nic(job, capsys):
     current = job("ddp", sizes=Sizes(pipeline=2))
     here, fabrics = current.node, current.site.fabric_by_name
-    moved = [replace(one,
-                     transport=as_made(one.transport, here, "gloo", fabrics, environ={GLOO_VARIABLE: "eth0"}))
-             for one in current.groups]
+    moved = [
+        replace(
+            one,
+            transport=as_made(
+                one.transport, here, "gloo", fabrics, environ={GLOO_VARIABLE: "eth0"}
+            ),
+        )
+        for one in current.groups
+    ]
     follow(current)
     before, current.groups[:] = list(current.groups), moved
     lines = compared(current, capsys)[1]
     assert lines == ["holmes: not as planned: data groups are on ethernet, planned on a"]
-    assert all(as_made(one.transport, here, "gloo", fabrics, environ={}) == one.transport for one in before)
+    assert all(
+        as_made(one.transport, here, "gloo", fabrics, environ={}) == one.transport for one in before
+    )
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron-lm"])

@@ -24,7 +24,10 @@ FABRICS = (
 
 
 def node(number, fabric):
-    ports = (Port(fabric, f"{fabric}0", f"10.1.0.{number}"), Port(ETHERNET, "eth0", f"10.0.0.{number}/16"))
+    ports = (
+        Port(fabric, f"{fabric}0", f"10.1.0.{number}"),
+        Port(ETHERNET, "eth0", f"10.0.0.{number}/16"),
+    )
     return Node(f"n{number}", fabric, 1, ports)
 
 
@@ -33,7 +36,9 @@ def activate(rank=0):
 
     The ranks are on the nodes in another order than the nodes' names: rank 0 is on n3, rank 1 on n1.
     """
-    site = Site(tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS)
+    site = Site(
+        tuple(node(number, "ib" if number < 3 else "roce") for number in (1, 2, 3, 4)), FABRICS
+    )
     plan = Plan(site.digest, ("n3", "n1", "n4", "n2"), 1)  # the node of each rank
     process = Process(rank, 4, 0, 1, "127.0.0.1", 29500, "torchrun")
     session.set_active(session.Session(Options(), process, site, plan, rank, maker=maker))
@@ -60,7 +65,9 @@ def test_names_the_node_behind_the_address():
             "ranks 0, 1"
         )
         assert second.startswith("rank 1 on node n1: the reduction of bucket 1 of 3 failed")
-        assert "Connection closed by peer" in first and "typically" not in first and "\n" not in first
+        assert (
+            "Connection closed by peer" in first and "typically" not in first and "\n" not in first
+        )
 
 
 def test_the_first_sight_is_repeated():
@@ -80,8 +87,10 @@ def refusing(rank, error):
 
 def test_what_another_rank_refused_is_all_that_is_said():
     said = run_ranks(refusing, 2, "Connection closed by peer [10.1.0.1]:4711")[1]
-    assert said == ("rank 0: --holmes-outer: every=7 is not divisible by fragments=2 "
-                    "(rank 1 on node n1 ends with it)")
+    assert said == (
+        "rank 0: --holmes-outer: every=7 is not divisible by fragments=2 "
+        "(rank 1 on node n1 ends with it)"
+    )
 
 
 def test_an_unknown_address_names_nobody():

@@ -58,27 +58,33 @@ def test_the_message_names_the_dump_file_and_the_command(set_job, backend):
     )
 
 
-@pytest.mark.parametrize("environ, expected_file", [
-    ({"HOME": "/root"}, "/root/.cache/torch/comm_lib_trace_rank_3;"),
-    ({"HOME": "/root", "XDG_CACHE_HOME": "/fast"}, "/fast/torch/comm_lib_trace_rank_3;"),
-    ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/old/trace"}, "/old/trace3;"),
-    ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/old/trace", **DUMP_PATH}, "/dumps/trace_3;"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "environ, expected_file",
+    [
+        ({"HOME": "/root"}, "/root/.cache/torch/comm_lib_trace_rank_3;"),
+        ({"HOME": "/root", "XDG_CACHE_HOME": "/fast"}, "/fast/torch/comm_lib_trace_rank_3;"),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/old/trace"}, "/old/trace3;"),
+        ({"TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "/old/trace", **DUMP_PATH}, "/dumps/trace_3;"),
+    ],
+)
 def test_environment_variables_set_the_dump_file(set_job, environ, expected_file):
     set_job(HOOKED_BACKEND)
     assert f" to {expected_file}" in flight_recorder.dump_hint(rank=3, environ=environ)
 
 
-@pytest.mark.parametrize("backend, environ", [
-    (HOOKED_BACKEND, {"TORCH_FR_BUFFER_SIZE": "0"}),
-    (LegacyBackend(), {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}),
-    (HOOKED_BACKEND, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
-    (HOOKED_BACKEND, {"TORCH_FR_DUMP_ON_TIMEOUT": "false", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
-    (LegacyBackend(), {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
-    (LegacyBackend(), {"TORCH_NCCL_ENABLE_MONITORING": "0"}),
-    (LAZY_BACKEND, {}),
-    (None, {}),  # no group has a backend for tensors on GPUs
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "backend, environ",
+    [
+        (HOOKED_BACKEND, {"TORCH_FR_BUFFER_SIZE": "0"}),
+        (LegacyBackend(), {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}),
+        (HOOKED_BACKEND, {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
+        (HOOKED_BACKEND, {"TORCH_FR_DUMP_ON_TIMEOUT": "false", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+        (LegacyBackend(), {"TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}),
+        (LegacyBackend(), {"TORCH_NCCL_ENABLE_MONITORING": "0"}),
+        (LAZY_BACKEND, {}),
+        (None, {}),  # no group has a backend for tensors on GPUs
+    ],
+)
 def test_there_is_no_message_if_torch_writes_no_dump(set_job, backend, environ):
     set_job(backend)
     assert flight_recorder.dump_hint(rank=0, environ={**DUMP_PATH, **environ}) == ""

@@ -26,8 +26,15 @@ ROOT = Path(__file__).parents[3]
 PORTS = (Port("ethernet", "lo", rate_bps=10**9),)
 SITE = Site((Node("a0", "a", 1, PORTS),), (Fabric("ethernet", "ethernet", 10**9, 1e-4),))
 ALONE = Process(0, 1, 0, 1, "127.0.0.1", 0, "test")
-STEP = {"step": 3, "begin": 10.0, "end": 12.0, "tokens": 64, "reduction": {"exposed": 0.25},
-        "groups": [["data", "ib", "inside", 2, 400, 300, 1.5, 0.5]], "between": [["a", "b", 130, 0.5]]}
+STEP = {
+    "step": 3,
+    "begin": 10.0,
+    "end": 12.0,
+    "tokens": 64,
+    "reduction": {"exposed": 0.25},
+    "groups": [["data", "ib", "inside", 2, 400, 300, 1.5, 0.5]],
+    "between": [["a", "b", 130, 0.5]],
+}
 ROUND = {"outer": {"round": 1, "verdict": "commit", "bytes": 1000, "seconds": 3.0, "exposed": 0.1}}
 
 
@@ -43,7 +50,9 @@ def job():
 
     def begin(place):
         options = Options(metrics=str(place))
-        current = session.Session(options, ALONE, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker)
+        current = session.Session(
+            options, ALONE, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker
+        )
         session.set_active(current)
         return start_stop.start(current, open_metrics(options, ALONE))
 
@@ -54,9 +63,13 @@ def job():
 
 def values(text):
     """{"name{labels}": value} of the text format; "# TYPE" of every metric is there."""
-    assert set(re.findall(r"# TYPE (\S+)", text)) <= {*FAMILIES,
-                                                      *(name.removesuffix("_total") for name in FAMILIES)}
-    return {name: float(value) for name, value in re.findall(r"^([a-z]\S*) (\S+)$", text, re.MULTILINE)}
+    assert set(re.findall(r"# TYPE (\S+)", text)) <= {
+        *FAMILIES,
+        *(name.removesuffix("_total") for name in FAMILIES),
+    }
+    return {
+        name: float(value) for name, value in re.findall(r"^([a-z]\S*) (\S+)$", text, re.MULTILINE)
+    }
 
 
 def train(steps):
@@ -88,8 +101,10 @@ def test_the_textfile_collector_reads_a_file(job, tmp_path):
     job(tmp_path / "holmes.prom")
     train(4)
     start_stop.stop()
-    found = {name.split("{")[0]: value
-             for name, value in values((tmp_path / "holmes.prom").read_text()).items()}
+    found = {
+        name.split("{")[0]: value
+        for name, value in values((tmp_path / "holmes.prom").read_text()).items()
+    }
     assert found["holmes_steps_total"] == 4
     assert [path.name for path in tmp_path.iterdir()] == ["holmes.prom"]
 
@@ -99,14 +114,24 @@ def test_sums_of_steps_and_rounds(job, tmp_path):
     collector = Collector()
     for document in (STEP, STEP, ROUND, {"clock": [0, 0]}):
         collector.take(document)
-    found = {sample.name: (sample.labels, sample.value) for family in collector.collect()
-             for sample in family.samples}
+    found = {
+        sample.name: (sample.labels, sample.value)
+        for family in collector.collect()
+        for sample in family.samples
+    }
     assert found["holmes_steps_total"][1] == 2 and found["holmes_tokens_total"][1] == 128
-    assert (found["holmes_last_step_seconds"][1] == 2.0
-            and found["holmes_reducer_exposed_seconds_total"][1] == 0.5)
+    assert (
+        found["holmes_last_step_seconds"][1] == 2.0
+        and found["holmes_reducer_exposed_seconds_total"][1] == 0.5
+    )
     assert found["holmes_exposed_seconds_total"] == (
-        {"node": "a0", "cluster": "a", "kind": "data", "where": "inside", "fabric": "ib"}, 1.0)
-    assert found["holmes_sent_bytes_total"][1] == 600 and found["holmes_under_way_seconds_total"][1] == 3.0
+        {"node": "a0", "cluster": "a", "kind": "data", "where": "inside", "fabric": "ib"},
+        1.0,
+    )
+    assert (
+        found["holmes_sent_bytes_total"][1] == 600
+        and found["holmes_under_way_seconds_total"][1] == 3.0
+    )
     assert found["holmes_between_sent_bytes_total"][1] == 260
     assert found["holmes_between_exposed_seconds_total"][0]["to"] == "b"
     assert found["holmes_rounds_total"] == ({"node": "a0", "cluster": "a", "verdict": "commit"}, 1)
@@ -117,7 +142,9 @@ def test_sums_of_steps_and_rounds(job, tmp_path):
 def test_bad_input_is_one_line(tmp_path, monkeypatch):
     for text in ("", "0", "65536", "nine", "host:", "metrics.txt"):
         if text:
-            with pytest.raises(HolmesError, match="--holmes-metrics: .* neither PORT nor HOST:PORT"):
+            with pytest.raises(
+                HolmesError, match="--holmes-metrics: .* neither PORT nor HOST:PORT"
+            ):
                 Options(metrics=text)
     with pytest.raises(HolmesError, match="is no folder that can be written"):
         open_metrics(Options(metrics=str(tmp_path / "none" / "x.prom")), ALONE)
@@ -125,8 +152,9 @@ def test_bad_input_is_one_line(tmp_path, monkeypatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(HolmesError, match=f"127.0.0.1:{port} cannot be listened on .Address already in "
-                                              f"use."):
+        with pytest.raises(
+            HolmesError, match=f"127.0.0.1:{port} cannot be listened on .Address already in use."
+        ):
             open_metrics(Options(metrics=f"127.0.0.1:{port}"), ALONE)
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(HolmesError, match="not installed; pip install 'holmes_ext.metrics.'"):
@@ -162,7 +190,10 @@ def test_a_disk_that_fills_ends_the_file_not_the_job(capsys, tmp_path):
     told.take(STEP)
     told.close()
     err = capsys.readouterr().err
-    assert "no more metrics (No space left on device); training goes on" in err and err.count("\n") == 1
+    assert (
+        "no more metrics (No space left on device); training goes on" in err
+        and err.count("\n") == 1
+    )
 
 
 def test_the_example_dashboard_asks_for_metrics_that_there_are():

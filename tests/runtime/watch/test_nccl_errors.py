@@ -102,7 +102,9 @@ def watch(monkeypatch):
     plan = SimpleNamespace(world_size=2, node_of=lambda rank: f"b{rank}")
     current = SimpleNamespace(rank=1, node=SimpleNamespace(name="b1"), plan=plan, groups=[])
     monkeypatch.setattr(session, "_active", current)
-    monkeypatch.setattr(failure, "_first", lambda mine: mine)  # no other rank has reported a failure before
+    monkeypatch.setattr(
+        failure, "_first", lambda mine: mine
+    )  # no other rank has reported a failure before
     monkeypatch.setattr(nics, "in_use", lambda current: [])  # there are no NICs to poll
     watch = failure.NicWatch(patience_s=0.0)
     monkeypatch.setattr(watch, "run", lambda: None)  # the thread ends at once
@@ -140,7 +142,9 @@ def test_an_abort_hook_reports_nothing_after_the_watch_is_stopped(make_group, wa
 
 
 @pytest.mark.parametrize("backend_class", [BackendWithoutHooks, BackendThatRefusesHooks])
-def test_a_failure_of_a_backend_without_hooks_is_reported_by_a_poll(make_group, watch, capfd, backend_class):
+def test_a_failure_of_a_backend_without_hooks_is_reported_by_a_poll(
+    make_group, watch, capfd, backend_class
+):
     group = make_group(backend_class())
     nccl_errors.register_abort_hook(group)  # raises no error
     group.backend.error = "TIMEOUT"
@@ -181,7 +185,9 @@ def test_the_exit_of_the_process_waits_for_a_running_hook(make_group):
 
 
 @pytest.mark.parametrize("is_backend_marked", [False, True])
-def test_a_group_that_the_program_aborts_is_not_reported(make_group, watch, capfd, is_backend_marked):
+def test_a_group_that_the_program_aborts_is_not_reported(
+    make_group, watch, capfd, is_backend_marked
+):
     """A program may abort a group, or only the group's backend."""
     aborted = make_group(BackendWithHooks())
     if is_backend_marked:

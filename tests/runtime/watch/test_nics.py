@@ -28,7 +28,10 @@ def node(name, number):
         name,
         "b",
         1,
-        (Port("roce", "lo", f"127.3.0.{number}", ("mlx5_0:1",)), Port(ETHERNET, "lo", f"127.1.0.{number}")),
+        (
+            Port("roce", "lo", f"127.3.0.{number}", ("mlx5_0:1",)),
+            Port(ETHERNET, "lo", f"127.1.0.{number}"),
+        ),
     )
 
 
@@ -37,8 +40,12 @@ def current(monkeypatch):
     """Rank 1 on b1, in a data group with rank 0 on b0 over RoCE; both are this machine's loopback."""
     site = Site((node("b0", 1), node("b1", 2)), FABRICS)
     made = session.Session(
-        Options(), Process(1, 2, 0, 1, "127.0.0.1", 29500, "test"), site, Plan(site.digest, ("b0", "b1"), 1),
-        1, maker=maker
+        Options(),
+        Process(1, 2, 0, 1, "127.0.0.1", 29500, "test"),
+        site,
+        Plan(site.digest, ("b0", "b1"), 1),
+        1,
+        maker=maker,
     )
     made.groups.append(GroupRecord("dp", (0, 1), "gloo", Transport("roce", "roce", "lo", "IB")))
     monkeypatch.setattr(session, "_active", made)
@@ -51,8 +58,11 @@ class Watched(failure.NicWatch):
 
     def __init__(self, patience_s):
         self.problem, self.lines = "", []
-        super().__init__(patience_s, lambda port: self.problem if port.fabric == "roce" else "",
-                         self.lines.append)
+        super().__init__(
+            patience_s,
+            lambda port: self.problem if port.fabric == "roce" else "",
+            self.lines.append,
+        )
         self._tell_once = lambda current, line: self.lines.append(line)
 
 
@@ -92,8 +102,9 @@ def test_what_was_so_from_the_start_and_what_no_group_needs_end_nothing(current)
     watch.poll(0)
     watch.poll(100)
     assert watch.lines == []
-    current.groups[:] = [GroupRecord("world", (0, 1), "gloo",
-                                     Transport(ETHERNET, "ethernet", "lo", "Socket"))]
+    current.groups[:] = [
+        GroupRecord("world", (0, 1), "gloo", Transport(ETHERNET, "ethernet", "lo", "Socket"))
+    ]
     watch = Watched(5)
     watch.poll(0)
     watch.problem = "has no link"
@@ -112,8 +123,9 @@ def test_without_patience_the_job_goes_on(current):
 
 
 def test_the_kernel_says_what_a_net_device_is(tmp_path, monkeypatch):
-    assert (nics.trouble(Port(ETHERNET, "lo")) == ""
-            and "is gone" in nics.trouble(Port(ETHERNET, "no-such-nic")))
+    assert nics.trouble(Port(ETHERNET, "lo")) == "" and "is gone" in nics.trouble(
+        Port(ETHERNET, "no-such-nic")
+    )
     port = tmp_path / "class/infiniband/mlx5_0/ports/1"
     (port / "counters").mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")
@@ -122,8 +134,11 @@ def test_the_kernel_says_what_a_net_device_is(tmp_path, monkeypatch):
     ib = Port("ib", "", hcas=("mlx5_0:1",))
     before = nics.counters([ib])
     monkeypatch.setattr(nics, "_at_start", before)
-    assert (nics.trouble(ib) == "" and before == {"mlx5_0:1": {"link_downed": 3}}
-            and nics.grown(before, ib) == "")
+    assert (
+        nics.trouble(ib) == ""
+        and before == {"mlx5_0:1": {"link_downed": 3}}
+        and nics.grown(before, ib) == ""
+    )
     (port / "state").write_text("1: DOWN\n")
     (port / "counters/link_downed").write_text("4\n")
     assert nics.trouble(ib) == "has its port mlx5_0:1 in state 1: DOWN"
@@ -154,9 +169,12 @@ def test_an_error_of_communication_names_the_silent_nic(current, monkeypatch):
     monkeypatch.setattr(nics, "trouble", lambda port: "")
     line = failure.explain(
         RuntimeError(
-            "[/pytorch/third_party/gloo/gloo/transport/tcp/x.cc:1] Timed out waiting 6000ms for recv\nmore")
+            "[/pytorch/third_party/gloo/gloo/transport/tcp/x.cc:1] Timed out waiting 6000ms for recv\nmore"
+        )
     )
-    assert line.startswith("rank 1 on node b1: communication failed: [/pytorch") and "\n" not in line
+    assert (
+        line.startswith("rank 1 on node b1: communication failed: [/pytorch") and "\n" not in line
+    )
     assert line.endswith(
         "node b0 does not answer on lo (mlx5_0:1) 127.3.0.1 (from lo (mlx5_0:1) 127.3.0.2) within 3 s, but "
         "does over lo"
@@ -166,15 +184,18 @@ def test_an_error_of_communication_names_the_silent_nic(current, monkeypatch):
 
 
 def test_an_error_of_communication_names_the_own_dead_nic_and_the_lost_node(current, monkeypatch):
-    monkeypatch.setattr(nics, "trouble", lambda port: "has no link" if port.fabric == "roce" else "")
-    monkeypatch.setattr(nics, "counters", lambda ports: {"lo (mlx5_0:1)": {"carrier_down_count": 2}})
+    monkeypatch.setattr(
+        nics, "trouble", lambda port: "has no link" if port.fabric == "roce" else ""
+    )
+    monkeypatch.setattr(
+        nics, "counters", lambda ports: {"lo (mlx5_0:1)": {"carrier_down_count": 2}}
+    )
     nics._at_start["lo (mlx5_0:1)"] = {"carrier_down_count": 1}
     line = failure.explain(RuntimeError("gloo: Connection closed by peer [127.3.0.1]:4711"))
     assert "communication failed; node b0 (rank 0) is lost at its lo (mlx5_0:1): " in line
     assert (
         "; NIC lo (mlx5_0:1) of node b1 (fabric roce, 127.3.0.2) has no link (carrier_down_count +1 since "
-        "the start)"
-        in line
+        "the start)" in line
     )
 
 
@@ -185,10 +206,13 @@ def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, m
         "[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed writing file data/0: file "
         "write failed"
     )
-    closing = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 2816 vs 2708")
+    closing = RuntimeError(
+        "[enforce fail at inline_container.cc:672] . unexpected pos 2816 vs 2708"
+    )
     for error in (OSError(errno.ENOSPC, "No space left on device", "/x"), torchs, closing):
-        assert (failure.explain(error).startswith(f"rank 1 on node b1: {type(error).__name__}: [")
-                and failure.explain(error).endswith("; is the disk full?"))
+        assert failure.explain(error).startswith(
+            f"rank 1 on node b1: {type(error).__name__}: ["
+        ) and failure.explain(error).endswith("; is the disk full?")
     assert (
         failure.explain(OSError(errno.EIO, "x")) is None
         and failure.explain(ValueError("shapes do not match")) is None
@@ -197,14 +221,19 @@ def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, m
 
 
 def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeypatch):
-    monkeypatch.setattr(failure, "_first", lambda mine: "holmes: pipeline edge from stage 0 to stage 1: give "
-                                                        "all")
+    monkeypatch.setattr(
+        failure, "_first", lambda mine: "holmes: pipeline edge from stage 0 to stage 1: give all"
+    )
     line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
-    assert line == "holmes: pipeline edge from stage 0 to stage 1: give all (rank 1 on node b1 ends with it)"
+    assert (
+        line
+        == "holmes: pipeline edge from stage 0 to stage 1: give all (rank 1 on node b1 ends with it)"
+    )
     monkeypatch.setattr(failure, "_first", lambda mine: "rank 0 on node a0: ValueError: no")
     line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
-    assert (line.startswith("rank 1 on node b1: communication failed")
-            and line.endswith("; first seen as: " "rank 0 on node a0: " "ValueError: no"))
+    assert line.startswith("rank 1 on node b1: communication failed") and line.endswith(
+        "; first seen as: rank 0 on node a0: ValueError: no"
+    )
 
 
 def test_a_failure_of_nccl_is_printed_once_and_names_the_lost_node(current, monkeypatch, capfd):
@@ -234,8 +263,10 @@ def test_a_failure_of_nccl_is_printed_once_and_names_the_lost_node(current, monk
 
 
 def test_other_errors_are_left_alone(current):
-    assert (failure.explain(RuntimeError("shapes do not match")) is None
-            and failure.explain(ValueError("gloo")) is None)
+    assert (
+        failure.explain(RuntimeError("shapes do not match")) is None
+        and failure.explain(ValueError("gloo")) is None
+    )
     current.site = replace(current.site)
     session.set_active(None)
     assert failure.explain(RuntimeError("gloo: Connection closed by peer")) is None

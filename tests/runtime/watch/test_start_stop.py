@@ -23,7 +23,9 @@ def begin():
     def call(**options):
         process = launcher.Process(0, 1, 0, 1, "127.0.0.1", 0, launcher.NONE)
         return start_stop.start(
-            Session(Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker)
+            Session(
+                Options(**options), process, SITE, Plan(SITE.digest, ("a0",), 1), 0, maker=maker
+            )
         )
 
     yield call
@@ -52,7 +54,9 @@ def test_a_plain_loop_is_recorded(begin, tmp_path):
 
 
 def test_off_means_nothing(begin):
-    assert begin(watchdog="5") == [] and telemetry.recorder is None  # one process: nobody to wait for
+    assert (
+        begin(watchdog="5") == [] and telemetry.recorder is None
+    )  # one process: nobody to wait for
     train(1)
 
 

@@ -15,13 +15,17 @@ NODES = ("a0", "a1", "b0", "b1")
 RATES = {"ib": 2_000_000_000, "ethernet": 250_000_000}
 
 
-def waiting(ranks, number=5, peer=None, operation="all_reduce", kind="data", fabric="ib", interface="ib0"):
+def waiting(
+    ranks, number=5, peer=None, operation="all_reduce", kind="data", fabric="ib", interface="ib0"
+):
     return Waiting(f"g{ranks}", kind, operation, tuple(ranks), number, peer, 9.0, fabric, interface)
 
 
 def state(rank, *waits, reached=(), messages=None, **nics):
     """reached: groups whose operation 5 this rank has started."""
-    return State(rank, NODES[rank], 14, 3, waits, {f"g{ranks}": 6 for ranks in reached}, messages or {}, nics)
+    return State(
+        rank, NODES[rank], 14, 3, waits, {f"g{ranks}": 6 for ranks in reached}, messages or {}, nics
+    )
 
 
 def said(states, rank=0):
@@ -40,14 +44,23 @@ def test_a_rank_that_does_not_answer():
 
 def test_a_rank_that_works():
     line = said([state(0, waiting([0, 1]), reached=[[0, 1]]), state(1)])
-    assert "waits for rank 1 on a1, which is in no operation: it computes, loads data or writes" in line
+    assert (
+        "waits for rank 1 on a1, which is in no operation: it computes, loads data or writes"
+        in line
+    )
 
 
 def test_the_chain_is_followed():
     """0 waits for 1 in their data group, 1 for a message from 3, and 3 is silent."""
-    pipe = waiting([1, 3], peer=3, operation="receive", kind="pipeline", fabric="ethernet", interface="eth0")
-    line = said([state(0, waiting([0, 1]), reached=[[0, 1]]),
-                 state(1, pipe, messages={"receive g[1, 3] 3": 6})])
+    pipe = waiting(
+        [1, 3], peer=3, operation="receive", kind="pipeline", fabric="ethernet", interface="eth0"
+    )
+    line = said(
+        [
+            state(0, waiting([0, 1]), reached=[[0, 1]]),
+            state(1, pipe, messages={"receive g[1, 3] 3": 6}),
+        ]
+    )
     assert line.startswith(
         "the pipeline group of ranks 1, 3 (receive on ethernet over eth0) waits for rank 3 on b1, which does "
         "not answer"
@@ -61,8 +74,10 @@ def test_the_silent_one_of_several_is_named():
 
 def test_a_slow_network_is_told_with_what_it_carries():
     line = said(
-        [state(0, waiting([0, 1]), reached=[[0, 1]], ib0=19e6),
-         state(1, waiting([0, 1]), reached=[[0, 1]], ib0=20e6)]
+        [
+            state(0, waiting([0, 1]), reached=[[0, 1]], ib0=19e6),
+            state(1, waiting([0, 1]), reached=[[0, 1]], ib0=20e6),
+        ]
     )
     assert line == (
         "the data group of ranks 0, 1 (all_reduce on ib over ib0): all have arrived, the network is slow:"
@@ -72,13 +87,20 @@ def test_a_slow_network_is_told_with_what_it_carries():
 
 
 def test_a_message_of_which_both_ends_are_there_is_slow():
-    send = waiting([0, 2], peer=2, operation="send", kind="pipeline", fabric="ethernet", interface="eth0")
+    send = waiting(
+        [0, 2], peer=2, operation="send", kind="pipeline", fabric="ethernet", interface="eth0"
+    )
     receive = replace(send, peer=0, operation="receive")
     line = said(
-        [state(0, send, messages={"send g[0, 2] 2": 6}),
-         state(2, receive, messages={"receive g[0, 2] 0": 6}, eth0=1e6)]
+        [
+            state(0, send, messages={"send g[0, 2] 2": 6}),
+            state(2, receive, messages={"receive g[0, 2] 0": 6}, eth0=1e6),
+        ]
     )
-    assert "all have arrived, the network is slow: rank 2 on b0 moves 1 Mb/s over eth0 of 250 Mb/s" in line
+    assert (
+        "all have arrived, the network is slow: rank 2 on b0 moves 1 Mb/s over eth0 of 250 Mb/s"
+        in line
+    )
 
 
 def test_a_circle():
@@ -214,7 +236,7 @@ def test_one_line_while_a_rank_is_stopped():
     assert (
         line.startswith("step 5 takes 2")
         and "the median is 2.00 s: the data group of ranks 0, 1, 2 (all_reduce on ib over ib0) waits for "
-            "rank 1 on a1,"
+        "rank 1 on a1,"
         in line
     )
     assert "which does not answer" in line and line.endswith("(seen by rank 0)")
@@ -252,8 +274,10 @@ def test_a_slow_network():
     job.start_all_reduce(0, 1)
     job.now += 20
     job.poll_watchdogs()
-    assert ("all have arrived, the network is slow" in job.lines[0]
-            and "8 Mb/s over ib0 of 2 Gb/s" in job.lines[0])
+    assert (
+        "all have arrived, the network is slow" in job.lines[0]
+        and "8 Mb/s over ib0 of 2 Gb/s" in job.lines[0]
+    )
 
 
 def test_a_late_step_of_which_nothing_is_stuck_is_not_talked_about():
@@ -278,8 +302,10 @@ def test_a_step_that_hangs_before_the_median_is_known(done):
     job.now += 1
     job.poll_watchdogs()
     (line,) = job.lines
-    assert (line.startswith(f"step {done} takes 12")
-            and "s so far, no step's time is known yet: the data " "group" in line)
+    assert (
+        line.startswith(f"step {done} takes 12")
+        and "s so far, no step's time is known yet: the data group" in line
+    )
     assert "waits for rank 1 on a1, which is in no operation" in line
 
 
@@ -304,12 +330,14 @@ def test_a_store_that_does_not_answer():
         watchdog.say_alone()
         watchdog.say_alone()
     (line,) = job.lines
-    assert ("is stuck, and the job's store does not answer; "
-            "it is kept by rank 0 on a0 (seen by rank 1)") in line
+    assert (
+        "is stuck, and the job's store does not answer; it is kept by rank 0 on a0 (seen by rank 1)"
+    ) in line
 
 
-@pytest.mark.parametrize("text, limits",
-                         [("5", (5, 10)), ("3,2", (3, 2)), ("off", None), ("2.5, 60", (2.5, 60))])
+@pytest.mark.parametrize(
+    "text, limits", [("5", (5, 10)), ("3,2", (3, 2)), ("off", None), ("2.5, 60", (2.5, 60))]
+)
 def test_the_option(text, limits):
     from holmes_ext.options import Options
 

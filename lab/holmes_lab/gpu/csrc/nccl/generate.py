@@ -11,10 +11,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-OPS = {"Sum": "kSum", "Prod": "kProd", "MinMax": "kMinMax", "PreMulSum": "kPreMulSum",
-       "SumPostDiv": "kSumPostDiv"}
-TYPES = {"i8": "kI8", "u8": "kU8", "i32": "kI32", "u32": "kU32", "i64": "kI64", "u64": "kU64", "f16": "kF16",
-         "f32": "kF32", "f64": "kF64", "bf16": "kBF16", "f8e4m3": "kF8E4M3", "f8e5m2": "kF8E5M2"}
+OPS = {
+    "Sum": "kSum",
+    "Prod": "kProd",
+    "MinMax": "kMinMax",
+    "PreMulSum": "kPreMulSum",
+    "SumPostDiv": "kSumPostDiv",
+}
+TYPES = {
+    "i8": "kI8",
+    "u8": "kU8",
+    "i32": "kI32",
+    "u32": "kU32",
+    "i64": "kI64",
+    "u64": "kU64",
+    "f16": "kF16",
+    "f32": "kF32",
+    "f64": "kF64",
+    "bf16": "kBF16",
+    "f8e4m3": "kF8E4M3",
+    "f8e5m2": "kF8E5M2",
+}
 
 
 def function(words: list[str]) -> str:
@@ -28,7 +45,7 @@ def function(words: list[str]) -> str:
 
 def functions(table: str) -> list[str]:
     """By number. A number that serves several rows (signed and unsigned sums) is given by the first."""
-    rows = table[table.index("ncclDevFuncRowToId[]"):].split("};")[0]
+    rows = table[table.index("ncclDevFuncRowToId[]") :].split("};")[0]
     found: dict[int, str] = {}
     for number, words in re.findall(r"\*/ (\d+), // (.+)", rows):
         found.setdefault(int(number), function(words.split()))
@@ -37,19 +54,34 @@ def functions(table: str) -> list[str]:
 
 def main(source: Path, out: Path) -> None:
     (out / "symmetric").mkdir(parents=True, exist_ok=True)
-    subprocess.run([sys.executable, "generate.py", str(out / "device")], cwd=source / "device", check=True,
-                   stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "generate.py", str(out / "device")],
+        cwd=source / "device",
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     (out / "device" / "host_table.cc").rename(out / "host_table.cc")
-    subprocess.run([sys.executable, "generate.py", str(out / "symmetric")], cwd=source / "device/symmetric",
-                   check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(
+        [sys.executable, "generate.py", str(out / "symmetric")],
+        cwd=source / "device/symmetric",
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
     hosts = [out / "host_table.cc", *(out / "symmetric").glob("*.cc")]
     table = hosts[0].read_text()
-    kernels = [(name, arguments) for host in hosts
-               for name, arguments in re.findall(r"__global__ void (\w+)\((\w+) const\)", host.read_text())]
+    kernels = [
+        (name, arguments)
+        for host in hosts
+        for name, arguments in re.findall(r"__global__ void (\w+)\((\w+) const\)", host.read_text())
+    ]
     (out / "functions.cc").write_text(
         '#include "functions.h"\n\nnamespace device_side {\n\nconst Function kFunctions[] = {\n'
-        + "".join(f"    {row},\n" for row in functions(table)) + "};\n\n}  // namespace device_side\n")
-    (out / "kernels.inc").write_text("".join(f"KERNEL({name}, {arguments})\n" for name, arguments in kernels))
+        + "".join(f"    {row},\n" for row in functions(table))
+        + "};\n\n}  // namespace device_side\n"
+    )
+    (out / "kernels.inc").write_text(
+        "".join(f"KERNEL({name}, {arguments})\n" for name, arguments in kernels)
+    )
 
 
 if __name__ == "__main__":
