@@ -40,10 +40,10 @@ GPU_PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(GPU_BIN)/python -m pip install -qq 
 GPU_STAMP := .venv-gpu/installed
 # Tests of `make test` and `make nccl` that run over NCCL on emulated GPUs, too (tests/carriers.py, integration_tests/jobs.py):
 # in a landing one file for each engine, and what reduces gradients and chooses networks; with HOLMES_TEST_FULL=1 all.
-ON_BOTH_IN_A_LANDING := $(addprefix tests/runtime/reduce/test_,reducer.py two_level.py) tests/runtime/groups/test_wire.py \
+ON_BOTH_IN_A_LANDING := $(addprefix tests/runtime/reduce/test_,reducer.py hierarchical.py) tests/runtime/groups/test_wire.py \
    $(addprefix integration_tests/,nccl/test_gpus.py deepspeed/test_two_clusters.py megatron/test_core.py \
    stacks/test_pipelining.py test_reduction_lab.py)
-ON_BOTH_IN_ALL := tests/runtime/test_compress.py $(addprefix tests/runtime/reduce/test_,owned.py reducer.py tied.py two_level.py) \
+ON_BOTH_IN_ALL := tests/runtime/test_compress.py $(addprefix tests/runtime/reduce/test_,owned.py reducer.py tied.py hierarchical.py) \
    tests/runtime/groups/test_wire.py integration_tests/nccl/test_gpus.py $(addprefix integration_tests/,\
    $(addprefix deepspeed/test_,two_clusters.py tied.py zero.py narrow.py passes.py partition.py resume.py overlap.py \
    joined.py) $(addprefix megatron/test_,core.py slices.py joined.py experts.py) joined/test_examples.py \
@@ -161,7 +161,7 @@ docs: .venv
 # Not part of `make test`: some minutes and up to 5 GB for each row. ROWS="torch 2.6.0,..." makes these once more.
 matrix: tools .venv
 	$(BIN)/python benchmarks/matrix.py $(if $(NEXT),--next,--json benchmarks/results/matrix.json) \
-	   $(if $(ROWS),--scenes "$(ROWS)") $(if $(SLIM),--slim) $(if $(TORCH_ARGS),--pip "$(TORCH_ARGS)")
+	   $(if $(ROWS),--cases "$(ROWS)") $(if $(SLIM),--slim) $(if $(TORCH_ARGS),--pip "$(TORCH_ARGS)")
 
 MINUTES ?= 30
 SEED ?= 1
@@ -195,7 +195,7 @@ mutants: .venv
 OLD_VERSIONS ?= deepspeed 0.16.9,megatron-core 0.12.3
 
 old-versions: tools .venv
-	HOLMES_TEST_FULL=0 $(BIN)/python benchmarks/matrix.py --scenes "$(OLD_VERSIONS)" --parts few $(if $(TORCH_ARGS),--pip "$(TORCH_ARGS)")
+	HOLMES_TEST_FULL=0 $(BIN)/python benchmarks/matrix.py --cases "$(OLD_VERSIONS)" --parts few $(if $(TORCH_ARGS),--pip "$(TORCH_ARGS)")
 
 .venv: $(STAMP)
 

@@ -1,14 +1,14 @@
 """A plan that learns while the job runs: `--holmes` alone, without sizes, model or profile, in emulated
 clusters.
 
-    python benchmarks/adapt.py --json FILE [--scenes "deepspeed 1,vote"] [--repetitions 3] [--runs FILE]
+    python benchmarks/adapt.py --json FILE [--cases "deepspeed 1,vote"] [--repetitions 3] [--runs FILE]
 
 "ENGINE issue": 6 layers of 192, 8 micro-batches, 6 Mb/s. --runs: see harness.Runs.
 
-"ENGINE n": twelve drawn scenes (layers, widths, micro-batches, seconds of a stage) on 2 + 2 emulated nodes,
+"ENGINE n": twelve drawn cases (layers, widths, micro-batches, seconds of a stage) on 2 + 2 emulated nodes,
 for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes half a stage's time over
 Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
-the last are timed. "stays" (the issue's scene): --holmes-adapt off.
+the last are timed. "stays" (the issue's case): --holmes-adapt off.
 
 "ENGINE n over NCCL", of .venv-gpu/bin/python alone: the same on emulated GPUs, by whose clock matrix products
 and attention take as long. Stages, and so activations, take twice as long as drawn: the host has time left.
@@ -16,8 +16,8 @@ and attention take as long. Stages, and so activations, take twice as long as dr
 "ENGINE trace", "ENGINE prediction", "simulated n", "simulated hour n", "vote": see adapt_trace.py,
 adapt_prediction.py, adapt_simulated.py, adapt_hours.py, adapt_vote.py.
 
-"nothing to gain": an edge that takes no time, --holmes-adapt on and off, alternating; "... plain": the same
-of a data-parallel loop with a GradientReducer.
+"nothing to gain": a stage link that takes no time, --holmes-adapt on and off, alternating; "...
+plain": the same of a data-parallel loop with a GradientReducer.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ import adapt_simulated
 import adapt_trace
 import adapt_vote
 import torch
-from edges import ENGINES, two
 from emulated import emulated_gpus, forward_s
 from harness import Row, Runs, chosen, finish, kept, parser, tell, write
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
+from stage_links import ENGINES, two
 from two_clusters import ratio_row
 
 from holmes_ext.cluster.spec import load_spec
@@ -50,7 +50,7 @@ from holmes_ext.samples import examples
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from carriers import LESS_MEMORY  # noqa: E402
 
-#: (scene, repetitions, runs that a file has) -> its rows.
+#: (case, repetitions, runs that a file has) -> its rows.
 Rows = Callable[[str, int, Runs], list[Row]]
 #: Steps by which a plan must have learned; that are timed.
 FIRST, STEPS = 8, 14
@@ -61,7 +61,7 @@ AGAIN = {"deepspeed": 0.5, "megatron": 0.0}
 
 
 @dataclass(frozen=True)
-class Scene:
+class Case:
     """stage_s: seconds that a stage computes for a micro-batch, forward and backward."""
 
     layers: int
@@ -86,14 +86,14 @@ class Scene:
         """At which an activation takes half of that."""
         return 8 * SEQUENCE * self.hidden * 4 / (self.stage_s / 2)
 
-    def slower(self, times: float) -> Scene:
+    def slower(self, times: float) -> Case:
         return replace(self, stage_s=times * self.stage_s)
 
 
-def drawn() -> list[Scene]:
+def drawn() -> list[Case]:
     draw = random.Random(32)
     return [
-        Scene(
+        Case(
             draw.choice((4, 6, 8)),
             draw.choice((32, 48, 64, 96)),
             draw.choice((6, 8, 10, 12)),
@@ -103,17 +103,17 @@ def drawn() -> list[Scene]:
     ]
 
 
-SCENES = drawn()
+CASES = drawn()
 #: A data-parallel loop with a GradientReducer, without stages.
 PLAIN = ("plain_torch", "", {"classes": ["Block"]})
 #: An activation takes half a stage's time over 6 Mb/s.
-ISSUE = Scene(6, 192, 8, 0.262144)
+ISSUE = Case(6, 192, 8, 0.262144)
 
 
-def _script(engine: str, scene: Scene) -> list[str]:
+def _script(engine: str, case: Case) -> list[str]:
     example, stages, _ = ENGINES.get(engine, PLAIN)
     model = (
-        f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 "
+        f"--layers {case.layers} --hidden {case.hidden} --heads 4 "
         f"--sequence {SEQUENCE} --micro-batch 1"
     ).split()
     return [
@@ -121,12 +121,12 @@ def _script(engine: str, scene: Scene) -> list[str]:
         *model,
         *([stages, "2"] if stages else []),
         "--micro-batches",
-        str(scene.micro_batches),
+        str(case.micro_batches),
     ]
 
 
-def _accelerator(engine: str, scene: Scene) -> dict[str, Any]:
-    return {"flops": scene.flops, **ENGINES.get(engine, PLAIN)[2]}
+def _accelerator(engine: str, case: Case) -> dict[str, Any]:
+    return {"flops": case.flops, **ENGINES.get(engine, PLAIN)[2]}
 
 
 def _file(folder: Path, rate_bps: float) -> Path:
@@ -143,24 +143,24 @@ def _variant(name: str, file: Path, *flags: str) -> Variant:
 
 
 def half_a_stage(
-    engine: str, scene: Scene, name: str, repetitions: int, over_nccl: bool = False
+    engine: str, case: Case, name: str, repetitions: int, over_nccl: bool = False
 ) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
-        slow, free = (_file(Path(directory), rate) for rate in (scene.half_bps, 1e9))
+        slow, free = (_file(Path(directory), rate) for rate in (case.half_bps, 1e9))
         off = ("--holmes-adapt", "off")
         variants = [
             _variant("learns, slow", slow),
             _variant("free", free, *off),
-            *([_variant("stays, slow", slow, *off)] if scene == ISSUE else []),
+            *([_variant("stays, slow", slow, *off)] if case == ISSUE else []),
         ]
-        hardware: dict[str, Any] = {"accelerator": _accelerator(engine, scene)}
+        hardware: dict[str, Any] = {"accelerator": _accelerator(engine, case)}
         if over_nccl:
-            gpus = emulated_gpus(scene.gpu_flops(engine))
+            gpus = emulated_gpus(case.gpu_flops(engine))
             hardware = {"accelerator": None, "gpus": gpus, "preload": ("torch",)}
             variants = [replace(variant, env=LESS_MEMORY) for variant in variants]
         series = compare(
             variants,
-            _script(engine, scene),
+            _script(engine, case),
             repetitions=repetitions,
             steps=STEPS,
             skip=FIRST,
@@ -170,8 +170,11 @@ def half_a_stage(
     learns, ideal, *others = series.values()
     difference = max_loss_difference(learns, ideal)
     return [
-        ratio_row(name, "slow edge, learns : free edge", learns, ideal, "<= 1.15"),
-        *(ratio_row(name, "slow edge, stays : free edge", stays, ideal, "") for stays in others),
+        ratio_row(name, "slow stage link, learns : free stage link", learns, ideal, "<= 1.15"),
+        *(
+            ratio_row(name, "slow stage link, stays : free stage link", stays, ideal, "")
+            for stays in others
+        ),
         Row.median(name, "largest loss difference", [difference], "nats", False, "<= 1e-6"),
         *steps_of(name, series),
     ]
@@ -193,7 +196,7 @@ def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
 
 
 def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    scene = Scene(6, 32, 6 if engine in ENGINES else 2, 0.1)
+    case = Case(6, 32, 6 if engine in ENGINES else 2, 0.1)
 
     def three() -> list[tuple[float, float]]:
         """(seconds of a step, share of the cores in use) of off, on, and off again."""
@@ -205,11 +208,11 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
             ]
             series = compare(
                 variants,
-                _script(engine, scene),
+                _script(engine, case),
                 repetitions=1,
                 steps=60,
                 skip=FIRST,
-                accelerator=_accelerator(engine, scene),
+                accelerator=_accelerator(engine, case),
             )
         return [(measured.median, measured.busy) for measured in series.values()]
 
@@ -236,12 +239,12 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
 
 
 def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    scene = Scene(6, 64, 8, 0.05)
+    case = Case(6, 64, 8, 0.05)
     return adapt_trace.rows(
         name,
-        _script(engine, scene),
-        _accelerator(engine, scene),
-        scene.half_bps,
+        _script(engine, case),
+        _accelerator(engine, case),
+        case.half_bps,
         _file,
         _variant,
         runs,
@@ -249,21 +252,21 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
 
 
 def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
-    scene = Scene(6, 64, 8, 0.1)
+    case = Case(6, 64, 8, 0.1)
 
     def run(variant: Variant, micro_batches: int) -> float:
-        varied = replace(scene, micro_batches=micro_batches)
+        varied = replace(case, micro_batches=micro_batches)
         (series,) = compare(
             [variant],
             _script(engine, varied),
             repetitions=1,
             steps=STEPS,
             skip=FIRST,
-            accelerator=_accelerator(engine, scene),
+            accelerator=_accelerator(engine, case),
         ).values()
         return series.median
 
-    return adapt_prediction.rows(name, engine, scene.half_bps, _file, _variant, run, runs)
+    return adapt_prediction.rows(name, engine, case.half_bps, _file, _variant, run, runs)
 
 
 def whole(measure: Callable[[str, int], list[Row]]) -> Rows:
@@ -283,16 +286,16 @@ def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
 
 MADE: dict[str, Rows] = {
     **{
-        f"{engine} {number}": whole(partial(half_a_stage, engine, scene))
+        f"{engine} {number}": whole(partial(half_a_stage, engine, case))
         for engine in ENGINES
-        for number, scene in enumerate(SCENES, start=1)
+        for number, case in enumerate(CASES, start=1)
     },
     **{
         f"{engine} {number} over NCCL": whole(
-            partial(half_a_stage, engine, scene.slower(2), over_nccl=True)
+            partial(half_a_stage, engine, case.slower(2), over_nccl=True)
         )
         for engine in ENGINES
-        for number, scene in enumerate(SCENES, start=1)
+        for number, case in enumerate(CASES, start=1)
         if torch.version.cuda
     },
     **{f"{engine} issue": whole(partial(half_a_stage, engine, ISSUE)) for engine in ENGINES},
@@ -316,7 +319,7 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names, runs, rows = chosen(args.scenes, MADE), Runs(args.runs, args.minutes), []
+    names, runs, rows = chosen(args.cases, MADE), Runs(args.runs, args.minutes), []
     for name in names:
         rows += MADE[name](name, args.repetitions, runs)
         write([*kept(args.json, names), *rows], args.json)

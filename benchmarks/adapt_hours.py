@@ -2,7 +2,8 @@
 
 Real threads and votes, simulated steps, as in adapt_simulated.py. PIPELINES jobs of two stages (micro-batches
 in flight are decided again), then SUMS data-parallel ones on two clusters, whose ranks share their node's
-NICs (one ring is faster on a good Ethernet, two levels on a bad one). Every hour begins at a drawn rate; each
+NICs (one ring is faster on a good Ethernet, hierarchical on a bad one). Every hour begins at a drawn
+rate; each
 of its parts halves or doubles it, or a backup takes all but an eighth, the link is away for 30 s, a GPU is
 half as fast. Counted are steps: of the job that learns, of the best fixed plan of each part, and of the best
 one of the fixed plans.
@@ -21,7 +22,7 @@ from typing import Any
 from adapt_simulated import FIXED, half_mbps, step_of
 from harness import Row
 
-from holmes_ext.adapt.reductions import in_two_levels
+from holmes_ext.adapt.reductions import is_hierarchical
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.options import Options
@@ -80,18 +81,18 @@ class PipelineHour:
         self.layer_s, self.micro_batches = draw.choice((0.02, 0.033, 0.05)), draw.choice((8, 12))
         self.half, self.fixed = half_mbps(self.layer_s), list(FIXED)
 
-    def scene(self, part: Part) -> tuple[Any, ...]:
+    def case(self, part: Part) -> tuple[Any, ...]:
         return (3, 3), self.layer_s, round(part.rate * self.half, 4)
 
     def start(self, part: Part) -> SimulatedJob:
-        return LearningJob(self.scene(part), self.micro_batches, patient=True)
+        return LearningJob(self.case(part), self.micro_batches, patient=True)
 
     def change(self, job: Any, part: Part) -> None:
-        job.scene, job.slower = self.scene(part), part.slower / 1.3
+        job.case, job.slower = self.case(part), part.slower / 1.3
 
     def step_s(self, part: Part, held: int) -> float:
         """Of a fixed plan, as many micro-batches in flight."""
-        return step_s(step_of(self.scene(part), (held, 1), self.micro_batches, part.slower / 1.3))
+        return step_s(step_of(self.case(part), (held, 1), self.micro_batches, part.slower / 1.3))
 
 
 class SummingJob(SimulatedJob):
@@ -110,12 +111,15 @@ class SummingJob(SimulatedJob):
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
         step, gone = self.hour.simulated(self.part, reduction), self.gone
-        two_level, ranks = in_two_levels(reduction, self.hour.bytes), tuple(range(len(self.ranks)))
-        group_fields = {"ranks": ranks, "description": "two-level" if two_level else ""}
+        hierarchical, ranks = (
+            is_hierarchical(reduction, self.hour.bytes),
+            tuple(range(len(self.ranks))),
+        )
+        group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def told(rank: Any) -> tuple[Any, ...]:
             done = DoneReduction(
-                reduction, self.hour.bytes, two_level, reduction.overlap, follows=True
+                reduction, self.hour.bytes, hierarchical, reduction.overlap, follows=True
             )
             rank.current.reductions[ranks] = done
             ops = [
@@ -206,16 +210,16 @@ class SumsHour:
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> SumStep:
-        hour_site, two_level = self.site(part.rate), in_two_levels(reduction, self.bytes)
+        hour_site, hierarchical = self.site(part.rate), is_hierarchical(reduction, self.bytes)
         layer_s = part.slower * self.compute_s / 3 / self.model.layers
         row, none = (0.0, *(layer_s,) * self.model.layers, 0.0), ((0.0,) * (self.model.layers + 2),)
         costs = StageCosts((row,), (tuple(2 * forward_s for forward_s in row),), none, none, 1)
         run = Execution(
             EngineTraits(),
             overlap="on" if reduction.overlap else "off",
-            two_level=two_level,
+            hierarchical=hierarchical,
             direct=True,
-            bucket_bytes=reduction.chunk_bytes if two_level else reduction.bucket_bytes,
+            bucket_bytes=reduction.chunk_bytes if hierarchical else reduction.bucket_bytes,
         )
         order = [node.name for node in hour_site.nodes]
         step = simulate(hour_site, order, Sizes(), self.model, run, costs=costs)

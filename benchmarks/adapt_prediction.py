@@ -1,4 +1,4 @@
-"""What a job measured of itself in one scene, against other scenes: adapt.py's "ENGINE prediction".
+"""What a job measured of itself in one case, against other cases: adapt.py's "ENGINE prediction".
 
 one run at SEEN, which learns and writes its model (holmes report --write-model)
 of each UNSEEN   predicted: the step of that run, and what other rates, micro-batches and layers change of
@@ -70,15 +70,15 @@ def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: 
     plan = build_plan(site_from_spec(load_spec(files[other.rate])), profile.sizes, options=options)
     before, after = (
         [
-            edge.seconds(profile.activation_bytes)
-            for edge in Prices(network, job, rules).edges(
+            stage_link.seconds(profile.activation_bytes)
+            for stage_link in Prices(network, job, rules).stage_links(
                 network.placement(plan.nodes, profile.sizes)
             )
         ]
         for network in networks
     )
     stages = [
-        replace(stage, edge_s=max(0.0, stage.edge_s + now - then))
+        replace(stage, stage_link_s=max(0.0, stage.stage_link_s + now - then))
         for stage, then, now in zip(profile.stages, (*before, 0.0), (*after, 0.0))
     ]
     other_profile = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
@@ -147,7 +147,7 @@ def rows(
     return [
         Row.of(
             name,
-            "predicted step of unseen scenes, median error",
+            "predicted step of unseen cases, median error",
             statistics.median(errors),
             "of a step",
             spread,

@@ -40,11 +40,11 @@ def drawn(name: str, number: int) -> list[Row]:
     draw = random.Random(1000 + number)
     layer_s, micro_batches = draw.choice((0.004, 0.008, 0.011, 0.02)), draw.choice((6, 8, 12, 16))
     slower = draw.choice((0.8, 1.0, 1.2)) / 1.3
-    scene = (3, 3), layer_s, round(half_mbps(layer_s), 3)
-    job = LearningJob(scene, micro_batches, patient=True)
-    job.slower, stays = slower, step_s(step_of(scene, job.held(), micro_batches, slower))
+    case = (3, 3), layer_s, round(half_mbps(layer_s), 3)
+    job = LearningJob(case, micro_batches, patient=True)
+    job.slower, stays = slower, step_s(step_of(case, job.held(), micro_batches, slower))
     free = min(
-        step_s(step_of((*scene[:2], FREE_MBPS), (held, 1), micro_batches, slower)) for held in FIXED
+        step_s(step_of((*case[:2], FREE_MBPS), (held, 1), micro_batches, slower)) for held in FIXED
     )
     try:
         for _ in range(FIRST):
@@ -57,7 +57,14 @@ def drawn(name: str, number: int) -> list[Row]:
         job.end()
     return [
         Row.median(
-            name, "slow edge, learns : free edge (simulated)", [learns / free], "x", True, "<= 1.15"
+            name,
+            "slow stage link, learns : free stage link (simulated)",
+            [learns / free],
+            "x",
+            True,
+            "<= 1.15",
         ),
-        Row.median(name, "slow edge, stays : free edge (simulated)", [stays / free], "x", True),
+        Row.median(
+            name, "slow stage link, stays : free stage link (simulated)", [stays / free], "x", True
+        ),
     ]

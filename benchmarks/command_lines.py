@@ -39,23 +39,23 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.search.as_plan import given
 from holmes_ext.planner.search.result import SearchResult
 
-#: Name in --scenes -> name of the checkout.
-SCENES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
+#: Name in --cases -> name of the checkout.
+CASES = {"megatron-lm": "Megatron-LM", "megatron-deepspeed": "Megatron-DeepSpeed"}
 ROOT = Path(__file__).resolve().parents[1]
 #: A script that takes its micro-batch and all else from who calls it: there is nothing in it to price.
 FROM_ITS_CALLER = "ds_pretrain_gpt_1.3B_dense_base_script.sh"
 
 
-def checkout(scene: str) -> Path:
+def checkout(case: str) -> Path:
     """Return the folder of the checkout of Megatron-LM or Megatron-DeepSpeed on this machine.
 
     Args:
-        scene: "megatron-lm" or "megatron-deepspeed".
+        case: "megatron-lm" or "megatron-deepspeed".
 
     Raises:
         SystemExit: The checkout is missing. The status is 2.
     """
-    repository = SCENES[scene]
+    repository = CASES[case]
     folder = find_checkout(repository)
     if folder is None:
         tell(f"command_lines.py: {why_missing(repository)}")
@@ -103,10 +103,10 @@ def priced(description: CommandLine) -> float:
     return 0.0
 
 
-def measure(scene: str) -> list[Row]:
+def measure(case: str) -> list[Row]:
     """Counts of one repository; what is unknown goes to stderr."""
     with tempfile.TemporaryDirectory() as configs:
-        lines = command_lines(checkout(scene), Path(configs))
+        lines = command_lines(checkout(case), Path(configs))
         descriptions = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
         flags = Counter(flag for _, argv in lines for flag in words(argv))
     unknown = sorted(
@@ -119,7 +119,7 @@ def measure(scene: str) -> list[Row]:
         if description.model is None and Path(name).name != FROM_ITS_CALLER:
             tell(f"{name}: {description.trouble or 'no model'}")
     if unknown:
-        tell(f"{scene}: unknown: {', '.join(unknown)}")
+        tell(f"{case}: unknown: {', '.join(unknown)}")
     steps = [step for description in with_model if (step := priced(description))]
     effect, named = (
         [flag for flag in flags if flag in READ],
@@ -137,14 +137,13 @@ def measure(scene: str) -> list[Row]:
         "flags and keys that are unknown": (len(unknown), "<= 0"),
     }
     return [
-        Row.of(scene, metric, n, "", (n, n), False, target)
-        for metric, (n, target) in counts.items()
+        Row.of(case, metric, n, "", (n, n), False, target) for metric, (n, target) in counts.items()
     ]
 
 
 def main() -> int:
     args = parser(__doc__.splitlines()[0]).parse_args()
-    rows = [row for scene in chosen(args.scenes, SCENES) for row in measure(scene)]
+    rows = [row for case in chosen(args.cases, CASES) for row in measure(case)]
     return finish(rows, args.json, "command lines of the Megatrons' example scripts")
 
 

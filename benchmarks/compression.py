@@ -2,7 +2,8 @@
 
     python benchmarks/compression.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
 
-examples/plain_torch, data-parallel over 2 + 2 emulated nodes, each way of --holmes-compress from the same
+examples/plain_torch, data-parallel over 2 + 2 emulated nodes, each way of --holmes-compress-gradients
+from the same
 weights on the same text. Nothing is emulated but the clusters: the losses are those of real training. "flat"
 is the control: the same job without holmes, whose flat ring adds the same numbers in another order. It shows
 how far training that differs by rounding alone drifts apart. Needs matplotlib for the picture.
@@ -51,7 +52,7 @@ def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], floa
         ]
         before = lab.counters()
         flags = (
-            ["--holmes", "--holmes-cluster", str(CLUSTERS), "--holmes-compress", kind]
+            ["--holmes", "--holmes-cluster", str(CLUSTERS), "--holmes-compress-gradients", kind]
             if kind != "flat"
             else []
         )
@@ -105,14 +106,14 @@ def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[fl
 
 
 def rows(
-    scene: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]
+    case: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]
 ) -> list[Row]:
     """losses: by kind ("off", the control if there is one, others) and seed; sent: bytes a step."""
     table = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
         table.append(
-            Row.of(scene, metric, statistics.fmean(values), unit, (min(values), max(values)), False)
+            Row.of(case, metric, statistics.fmean(values), unit, (min(values), max(values)), False)
         )
 
     for kind in losses:

@@ -1,18 +1,18 @@
 """What crosses between clusters, cut: tensor ranks' activations in slices, tied weights' gradients in two
 levels.
 
-    python benchmarks/crossing.py --json FILE [--scenes slices,"tied deepspeed",...] [--repetitions 3]
+    python benchmarks/crossing.py --json FILE [--cases slices,"tied deepspeed",...] [--repetitions 3]
 
 slices: megatron-core, tensor 2 x pipeline 2 x data 2 over 2 + 2 nodes of 2 processes; the activations of a
 node's two ranks take half of a stage's 128 ms for a micro-batch on its Ethernet, uncut. With megatron-core's
 own schedule, whose sends block (--holmes-inflight off), and with as many micro-batches in flight as hide the
-edge.
+stage link.
 
-tied: 4 + 4 nodes, pipeline 2 x data 4; the embedding's gradient crosses in two levels, by pairs of ranks as
+tied: 4 + 4 nodes, pipeline 2 x data 4; the embedding's gradient crosses in hierarchical, by pairs of ranks as
 the engines do it, or not at all (not tied): what is more than that is bytes and seconds of its own.
 
 Everything under holmes, alternating with the feature switched off (HOLMES_DISABLE); the accelerator is
-emulated. Predictions as in benchmarks/edges.py; rows of other scenes that FILE has already are kept.
+emulated. Predictions as in benchmarks/stage_links.py; rows of other cases that FILE has already are kept.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from edges import medians, predicted_step, prediction_rows
 from emulated import forward_s
 from harness import Row, chosen, finish, kept, parser, tell, toml
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
+from stage_links import medians, predicted_step, prediction_rows
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import load_spec
@@ -128,7 +128,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
-    scene, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
+    case, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
     script = [
         str(examples() / example / "train.py"),
         stages,
@@ -143,11 +143,11 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         spec = load_spec(file)
         flags = ("--holmes", "--holmes-cluster", str(file), "--holmes-sizes", "pipeline=2")
         variants = [
-            Variant("two levels", spec, interleave(spec), (*flags, "--tied")),
+            Variant("hierarchical", spec, interleave(spec), (*flags, "--tied")),
             Variant("pairs", spec, interleave(spec), (*flags, "--tied"), {OFF: feature}),
             Variant("not tied", spec, interleave(spec), flags),
         ]
-        series = run(scene, variants, script, repetitions, steps, {"flops": FLOPS["tied"], **paced})
+        series = run(case, variants, script, repetitions, steps, {"flops": FLOPS["tied"], **paced})
     forward = forward_s(288, 16, FLOPS["tied"])
     model = Model(4, 288, 4, 16, 256, micro_batches=4, activation_width=4)
     predicted = {
@@ -162,18 +162,18 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
         )
         for name in series
     }
-    levels, pairs, none = (series[name] for name in ("two levels", "pairs", "not tied"))
+    levels, pairs, none = (series[name] for name in ("hierarchical", "pairs", "not tied"))
     sent = (ethernet(levels) - ethernet(none)) / (ethernet(pairs) - ethernet(none))
     exposed = {
         name: [a - b for a, b in zip(series[name].medians, none.medians)]
-        for name in ("two levels", "pairs")
+        for name in ("hierarchical", "pairs")
     }
     shares = [a / b for a, b in zip(*exposed.values())]
-    share = statistics.median(exposed["two levels"]) / statistics.median(exposed["pairs"])
+    share = statistics.median(exposed["hierarchical"]) / statistics.median(exposed["pairs"])
     return [
-        Row.median(scene, "crossing bytes of it", [sent], "of pairs'", False, "<= 0.3"),
+        Row.median(case, "crossing bytes of it", [sent], "of pairs'", False, "<= 0.3"),
         Row.of(
-            scene,
+            case,
             "exposed time of it",
             share,
             "of pairs'",
@@ -182,25 +182,25 @@ def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
             "<= 0.3",
         ),
         *(
-            Row.median(scene, f"exposed, {name}", seconds, "s", True)
+            Row.median(case, f"exposed, {name}", seconds, "s", True)
             for name, seconds in exposed.items()
         ),
-        ratio_row(scene, "step, pairs : two levels", pairs, levels, ""),
+        ratio_row(case, "step, pairs : hierarchical", pairs, levels, ""),
         Row.median(
-            scene,
+            case,
             "largest loss difference",
             [max_loss_difference(pairs, levels)],
             "nats",
             False,
             "<= 1e-6",
         ),
-        *prediction_rows(scene, medians(series), predicted),
-        *step_rows(scene, series),
+        *prediction_rows(case, medians(series), predicted),
+        *step_rows(case, series),
     ]
 
 
 def run(
-    scene: str,
+    case: str,
     variants: list[Variant],
     script: list[str],
     repetitions: int,
@@ -216,7 +216,7 @@ def run(
         steps=steps,
         skip=3,
         accelerator=accelerator,
-        on_run=lambda variant, _: tell(f"{scene}: run {next(started)} of {total}: {variant}"),
+        on_run=lambda variant, _: tell(f"{case}: run {next(started)} of {total}: {variant}"),
     )
 
 
@@ -229,7 +229,7 @@ def main() -> int:
     makers = {"slices": lambda: slices(args.repetitions, args.steps)}
     for engine in ENGINES:
         makers[f"tied {engine}"] = lambda engine=engine: tied(engine, args.repetitions, args.steps)
-    names = chosen(args.scenes, makers)
+    names = chosen(args.cases, makers)
     rows = [row for name in names for row in makers[name]()]
     title = "What crosses between clusters, cut (emulated accelerator)"
     return finish([*kept(args.json, names), *rows], args.json, title)

@@ -1,6 +1,6 @@
 """Experts placed by traffic: what crosses clusters, against EPLB and the identity; what is proven; seconds.
 
-    python benchmarks/experts.py --json FILE [--scenes cases,large] [--cases 20] [--large 5]
+    python benchmarks/experts.py --json FILE [--cases cases,large] [--count 20] [--large 5]
 
     cases   random counts, a row for each of 6 to 64 ranks on sites of examples/clusters, 2 to 8 experts each:
             from even to skewed, with and without tokens that belong to ranks
@@ -61,7 +61,7 @@ def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
     )
 
 
-def rows(scene: str, answers: list[tuple[Answer, float]]) -> list[Row]:
+def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
     def placed(answer: Answer, name: str) -> Placed:
         return next(placement for placement in answer.placements if placement.name == name)
 
@@ -72,12 +72,12 @@ def rows(scene: str, answers: list[tuple[Answer, float]]) -> list[Row]:
     costs = [answer.best.cost / placed(answer, EPLB).cost for answer, _ in answers]
     return [
         Row.median(
-            scene, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"
+            case, "tokens by the slowness of their links, placed : EPLB", costs, "x", False, "<= 1"
         ),
-        Row.median(scene, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
-        Row.median(scene, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
+        Row.median(case, "tokens across clusters, placed : EPLB", parts(EPLB), "x", False),
+        Row.median(case, "tokens across clusters, placed : identity", parts(IDENTITY), "x", False),
         Row.median(
-            scene,
+            case,
             "proven within",
             [answer.gap for answer, _ in answers],
             "of the cost",
@@ -85,15 +85,15 @@ def rows(scene: str, answers: list[tuple[Answer, float]]) -> list[Row]:
             "<= 0.02",
         ),
         Row.median(
-            scene, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False
+            case, "fullest rank : mean", [answer.best.fullest for answer, _ in answers], "x", False
         ),
-        Row.median(scene, "seconds", [seconds for _, seconds in answers], "s", False, "<= 10"),
+        Row.median(case, "seconds", [seconds for _, seconds in answers], "s", False, "<= 10"),
     ]
 
 
-def measure(scene: str, names: list[str], per_rank: tuple[int, ...], cases: int) -> list[Row]:
+def measure(case: str, names: list[str], per_rank: tuple[int, ...], count: int) -> list[Row]:
     answers = []
-    for seed in range(cases):
+    for seed in range(count):
         rng = random.Random(seed)
         name = rng.choice(names)
         expert_places = places(name, SITES[name])
@@ -102,21 +102,21 @@ def measure(scene: str, names: list[str], per_rank: tuple[int, ...], cases: int)
         answers.append((solve(token_counts, expert_places), time.monotonic() - begin))
         answer, seconds = answers[-1]
         tell(
-            f"{scene} {seed}: {name}, {token_counts.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s"
+            f"{case} {seed}: {name}, {token_counts.experts} experts: gap {answer.gap:.2%}, {seconds:.1f} s"
         )
-    return rows(scene, answers)
+    return rows(case, answers)
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--cases", type=int, default=20)
+    arguments.add_argument("--count", type=int, default=20)
     arguments.add_argument("--large", type=int, default=5)
     args = arguments.parse_args()
     makers = {
-        "cases": lambda: measure("cases", list(SITES), (2, 4, 8), args.cases),
+        "cases": lambda: measure("cases", list(SITES), (2, 4, 8), args.count),
         "large": lambda: measure("large", ["four_us_regions_64"], (4,), args.large),
     }
-    figures = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
+    figures = [row for name in chosen(args.cases, makers) for row in makers[name]()]
     return finish(figures, args.json, "Experts placed by traffic")
 
 

@@ -1,7 +1,7 @@
 """What `holmes plan` finds for lab nodes whose clusters have links of their own, started as it prints: the
 step that it predicted against the measured one.
 
-    python benchmarks/found_plans.py --json FILE [--scenes NAME;...]
+    python benchmarks/found_plans.py --json FILE [--cases NAME;...]
 
 Four to six nodes, links of 2 to 80 ms, of unequal rates, behind shared uplinks, as `holmes probe` measured
 them in the lab (results/prediction_links_measured.json, which prediction_links.py keeps). The search is told
@@ -47,7 +47,7 @@ flops = {flops}
 
 
 @dataclass(frozen=True)
-class Scene:
+class Case:
     """file: of the clusters. flops: of the emulated accelerator."""
 
     engine: str
@@ -58,27 +58,25 @@ class Scene:
     flops: float = 6e8
 
 
-SCENES = {
-    "2+2, 20 ms: deepspeed": Scene("deepspeed", "links_two_20ms"),
-    "2+2, 20 ms: megatron-core": Scene("megatron-lm", "links_two_20ms", batch=24),
-    "2+2, 80 ms: deepspeed": Scene("deepspeed", "links_two_80ms", layers=8),
-    "2+2, uplinks: megatron-core": Scene("megatron-lm", "links_uplinks_2ms", hidden=384, flops=1e9),
-    "2+2+2, links 4:4:1: deepspeed": Scene("deepspeed", "three_links_6", batch=24),
-    "2+2+2, links 4:4:1: megatron-core": Scene(
-        "megatron-lm", "three_links_6", layers=12, flops=1e9
-    ),
+CASES = {
+    "2+2, 20 ms: deepspeed": Case("deepspeed", "links_two_20ms"),
+    "2+2, 20 ms: megatron-core": Case("megatron-lm", "links_two_20ms", batch=24),
+    "2+2, 80 ms: deepspeed": Case("deepspeed", "links_two_80ms", layers=8),
+    "2+2, uplinks: megatron-core": Case("megatron-lm", "links_uplinks_2ms", hidden=384, flops=1e9),
+    "2+2+2, links 4:4:1: deepspeed": Case("deepspeed", "three_links_6", batch=24),
+    "2+2+2, links 4:4:1: megatron-core": Case("megatron-lm", "three_links_6", layers=12, flops=1e9),
 }
 
 
-def searched(scene: Scene, folder: Path) -> dict:
+def searched(case: Case, folder: Path) -> dict:
     """What `holmes plan --json` says; plan.json lies in the folder."""
     cluster, model = folder / "cluster.toml", folder / "model.toml"
-    cluster.write_text(Measured.load(STORE).probes[scene.file])
+    cluster.write_text(Measured.load(STORE).probes[case.file])
     sizes = {
-        "layers": scene.layers,
-        "hidden": scene.hidden,
-        "batch": scene.batch,
-        "flops": scene.flops,
+        "layers": case.layers,
+        "hidden": case.hidden,
+        "batch": case.batch,
+        "flops": case.flops,
     }
     model.write_text(MODEL.format(heads=HEADS, sequence=SEQUENCE, vocabulary=VOCABULARY, **sizes))
     limits = (
@@ -100,7 +98,7 @@ def searched(scene: Scene, folder: Path) -> dict:
         model,
         "--json",
         "--for",
-        scene.engine,
+        case.engine,
         "--seconds",
         "20",
         "--output",
@@ -112,21 +110,21 @@ def searched(scene: Scene, folder: Path) -> dict:
     )
 
 
-def command_of(scene: Scene, result: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
+def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
     """The script with what the model is, and the flags that were printed for it."""
-    launch, best = result["launch"][scene.engine], result["candidates"][0]
+    launch, best = result["launch"][case.engine], result["candidates"][0]
     assert not launch["lacks"], launch["lacks"]
     size = [
         "--layers",
-        scene.layers,
+        case.layers,
         "--hidden",
-        scene.hidden,
+        case.hidden,
         "--heads",
         HEADS,
         "--sequence",
         SEQUENCE,
     ]
-    if scene.engine == "deepspeed":
+    if case.engine == "deepspeed":
         config = folder / "ds_config.json"
         config.write_text(json.dumps(launch["config"]))
         flags = [str(config) if flag == "ds_config.json" else flag for flag in launch["flags"]]
@@ -151,19 +149,19 @@ def command_of(scene: Scene, result: dict, folder: Path) -> tuple[list[str], tup
     return [str(examples() / "megatron_core" / "train.py"), *map(str, size)], tuple(flags)
 
 
-def rows_of(name: str, scene: Scene) -> list[Row]:
+def rows_of(name: str, case: Case) -> list[Row]:
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
-        result = searched(scene, folder)
-        command, flags = command_of(scene, result, folder)
-        best, spec = result["candidates"][0], load_spec(cluster_file(scene.file))
+        result = searched(case, folder)
+        command, flags = command_of(case, result, folder)
+        best, spec = result["candidates"][0], load_spec(cluster_file(case.file))
         tell(
             f"{name}: pipeline {best['pipeline']}, {best['clusters']}, layers {best['stage_layers']}"
         )
         classes = {"deepspeed": ("Block", "bsh"), "megatron-lm": ("TransformerLayer", "sbh")}[
-            scene.engine
+            case.engine
         ]
-        accelerator = {"flops": scene.flops, "classes": [classes[0]], "layout": classes[1]}
+        accelerator = {"flops": case.flops, "classes": [classes[0]], "layout": classes[1]}
         variant = Variant(name, spec, interleave(spec), flags)
         series = compare(
             [variant],
@@ -196,8 +194,8 @@ def rows_of(name: str, scene: Scene) -> list[Row]:
 def main() -> int:
     args = parser(__doc__.splitlines()[0]).parse_args()
     rows = []
-    for name in (name for name in SCENES if any(part in name for part in args.scenes.split(";"))):
-        rows += rows_of(name, SCENES[name])
+    for name in (name for name in CASES if any(part in name for part in args.cases.split(";"))):
+        rows += rows_of(name, CASES[name])
     return finish(rows, args.json, "what the search finds, started as printed")
 
 

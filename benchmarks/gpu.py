@@ -187,7 +187,7 @@ def losses() -> list[Row]:
     return rows
 
 
-SCENES: dict[str, Callable[[], list[Row]]] = {
+CASES: dict[str, Callable[[], list[Row]]] = {
     "build": build,
     "rank": rank,
     "operator": operator,
@@ -198,10 +198,10 @@ SCENES: dict[str, Callable[[], list[Row]]] = {
 
 def main() -> int:
     args = parser(__doc__.splitlines()[0]).parse_args()
-    names = chosen(args.scenes, SCENES)
+    names = chosen(args.cases, CASES)
     rows = kept(args.json, names)
     for name in names:
-        rows += SCENES[name]()
+        rows += CASES[name]()
         write(rows, args.json)
     return finish(rows, args.json, "The emulated GPU")
 

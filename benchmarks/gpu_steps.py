@@ -1,8 +1,8 @@
 """Measures training steps over NCCL on emulated GPUs, where kernels and reductions overlap on CUDA streams.
 
-    .venv-gpu/bin/python benchmarks/gpu_steps.py --json FILE [--scenes DeepSpeed,...] [--repetitions 1]
+    .venv-gpu/bin/python benchmarks/gpu_steps.py --json FILE [--cases DeepSpeed,...] [--repetitions 1]
 
-A scene is one training program on 4 + 4 nodes with one emulated GPU each, with 2 pipeline stages and 4
+A case is one training program on 4 + 4 nodes with one emulated GPU each, with 2 pipeline stages and 4
 data-parallel replicas:
 
     DeepSpeed             examples/deepspeed_pipeline
@@ -21,7 +21,7 @@ are emulated: a matrix product occupies its CUDA stream for as long as a GPU of 
 
 GPUs and networks are slowed down by the factor SLOWER, so that a step lasts longer. Then the CPU work of the
 eight ranks on this machine's two cores is a smaller part of a step. (The rows of results say how busy the
-cores were.) All four scenes take half an hour.
+cores were.) All four cases take half an hour.
 
 The steps of stock and holmes are also predicted, except for Megatron-LM, by the simulator in
 planner/simulate/step.py. One number is fitted for each framework: the seconds of software for a transformer
@@ -67,7 +67,7 @@ from clusters import toml  # noqa: E402
 from integration_tests.gpu import commands  # noqa: E402
 from integration_tests.megatron_deepspeed.job import byte_vocabulary, read_log  # noqa: E402
 
-#: Scene -> factor by which its GPUs and networks are slowed down. The two scripts need the CPU longest.
+#: Case -> factor by which its GPUs and networks are slowed down. The two scripts need the CPU longest.
 SLOWER = {"DeepSpeed": 5, "megatron-core": 5, "Megatron-DeepSpeed": 8, "Megatron-LM": 8}
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCHES, STAGES = 6, 288, 16, 4, 2
 SKIP = 3
@@ -75,19 +75,19 @@ MODEL = (
     f"--layers {LAYERS} --hidden {HIDDEN} --heads 4 --sequence {SEQUENCE} --micro-batch 1 "
     f"--micro-batches {MICRO_BATCHES}"
 ).split()
-#: Scene -> name of its engine in prediction.TRAITS.
+#: Case -> name of its engine in prediction.TRAITS.
 ENGINES = {
     "DeepSpeed": "deepspeed",
     "megatron-core": "megatron",
     "Megatron-DeepSpeed": "deepspeed",
     "Megatron-LM": "megatron",
 }
-#: Scene -> folder below examples/, its flag for the number of stages, and modules to import before a fork.
+#: Case -> folder below examples/, its flag for the number of stages, and modules to import before a fork.
 SCRIPTS = {
     "DeepSpeed": ("deepspeed_pipeline", "--stages", ("torch", "deepspeed")),
     "megatron-core": ("megatron_core", "--pipeline", ("torch",)),
 }
-#: Scenes that run the pretrain_gpt.py of the checkout with the same name.
+#: Cases that run the pretrain_gpt.py of the checkout with the same name.
 CHECKOUTS = ("Megatron-DeepSpeed", "Megatron-LM")
 
 
@@ -126,7 +126,7 @@ def example(
 
 
 def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) -> commands.Command:
-    """pretrain_gpt.py of a checkout, with the model of the other scenes."""
+    """pretrain_gpt.py of a checkout, with the model of the other cases."""
     model = (
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
         f"--max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} "
@@ -278,7 +278,7 @@ def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> lis
     return rows
 
 
-def scene(name: str, repetitions: int, steps: int) -> list[Row]:
+def case(name: str, repetitions: int, steps: int) -> list[Row]:
     """Measure one training program in three variants, and return its rows of the table of results.
 
     The variants are "stock" (without holmes), "holmes", and "all-RDMA" (without holmes on a single InfiniBand
@@ -326,10 +326,10 @@ def main() -> int:
         "--steps", type=int, default=11, help=f"of a run, of which {SKIP} warm up"
     )
     args = arguments.parse_args()
-    names = chosen(args.scenes, ENGINES)
+    names = chosen(args.cases, ENGINES)
     rows = kept(args.json, names)
     for name in names:
-        rows += scene(name, args.repetitions, args.steps)
+        rows += case(name, args.repetitions, args.steps)
         write(rows, args.json)
     return finish(rows, args.json, "Steps on emulated GPUs over NCCL, by their clock")
 

@@ -1,6 +1,6 @@
 """Provides what all benchmarks share: their options, and the table and the JSON file of their results.
 
-A result is called a row: one metric of one scene, which is a configuration that the benchmark measures. The
+A result is called a row: one metric of one case, which is a configuration that the benchmark measures. The
 file, which the option --json names, has this form:
 
     {"machine": ..., "versions": ..., "rows": [ROW, ...]}
@@ -48,7 +48,7 @@ class Row:
     nobody measured it.
     """
 
-    scene: str
+    case: str
     metric: str
     value: float
     unit: str
@@ -61,7 +61,7 @@ class Row:
     @classmethod
     def of(
         cls,
-        scene: str,
+        case: str,
         metric: str,
         value: float,
         unit: str,
@@ -76,12 +76,12 @@ class Row:
         if target and (busy is None or busy <= BOUND):
             sign, limit = target.split()
             met = value >= float(limit) if sign == ">=" else value <= float(limit)
-        return cls(scene, metric, value, unit, spread, emulated, target, met, busy)
+        return cls(case, metric, value, unit, spread, emulated, target, met, busy)
 
     @classmethod
     def median(
         cls,
-        scene: str,
+        case: str,
         metric: str,
         values: list[float],
         unit: str,
@@ -91,9 +91,7 @@ class Row:
     ) -> Row:
         """The median of several runs' values, with the least and the greatest."""
         spread = min(values), max(values)
-        return cls.of(
-            scene, metric, statistics.median(values), unit, spread, emulated, target, busy
-        )
+        return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)
 
     def to_dict(self) -> dict[str, Any]:
         without = {
@@ -101,10 +99,12 @@ class Row:
             *(("busy",) if self.busy is None else ()),
         }
         document = {key: value for key, value in asdict(self).items() if key not in without}
+        document = {"scene": document.pop("case"), **document}  # the file's key for the case
         return {**document, "note": BOUND_TEXT} if self.bound else document
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Row:
+        document = {**document, "case": document["scene"]}  # the file's key for the case
         known = {
             field.name: document[field.name] for field in fields(cls) if field.name in document
         }
@@ -142,16 +142,16 @@ def versions() -> dict[str, str]:
 def parser(description: str) -> argparse.ArgumentParser:
     arguments = argparse.ArgumentParser(description=description, allow_abbrev=False)
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    arguments.add_argument("--scenes", default="", metavar="NAME,...", help="only these scenes")
+    arguments.add_argument("--cases", default="", metavar="NAME,...", help="only these cases")
     return arguments
 
 
-def chosen(wanted: str, scenes: Iterable[str]) -> list[str]:
-    """The scenes of --scenes, all where none is given; status 2 after one line for one that is not there."""
-    known, names = list(scenes), [name for name in wanted.split(",") if name]
+def chosen(wanted: str, cases: Iterable[str]) -> list[str]:
+    """The cases of --cases, all where none is given; status 2 after one line for one that is not there."""
+    known, names = list(cases), [name for name in wanted.split(",") if name]
     for name in names:
         if name not in known:
-            tell(f"{Path(sys.argv[0]).name}: no scene {name!r}; there are {', '.join(known)}")
+            tell(f"{Path(sys.argv[0]).name}: no case {name!r}; there are {', '.join(known)}")
             raise SystemExit(2)
     return names or known
 
@@ -162,13 +162,13 @@ def tell(message: str) -> None:
 
 
 def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
-    """Rows that the file has, but of these scenes."""
+    """Rows that the file has, but of these cases."""
     if path is None or not path.exists():
         return []
     return [
         row
         for row in map(Row.from_dict, json.loads(path.read_text())["rows"])
-        if row.scene not in names
+        if row.case not in names
     ]
 
 
@@ -223,7 +223,7 @@ def write(rows: list[Row], path: Path | None) -> None:
 def finish(rows: list[Row], path: Path | None, title: str) -> int:
     """Print the table, write the file; 1 when a target is not met."""
     table = Table(title=title)
-    for column in ("scene", "metric", "value", "spread", "unit", "emulated", "target", "met"):
+    for column in ("case", "metric", "value", "spread", "unit", "emulated", "target", "met"):
         table.add_column(column, justify="right" if column in ("value", "spread") else "left")
     for row in rows:
         if row.metric.startswith("bytes "):
@@ -232,7 +232,7 @@ def finish(rows: list[Row], path: Path | None, title: str) -> int:
         spread = f"{row.spread[0]:.4g} - {row.spread[1]:.4g}"
         emulated = "yes" if row.emulated else ""
         table.add_row(
-            row.scene, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met
+            row.case, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met
         )
     Console(width=max(150, Console().width)).print(table)
     write(rows, path)

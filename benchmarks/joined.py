@@ -1,15 +1,15 @@
 """Joined jobs over a WAN in the lab: the same jobs apart, joined, and one synchronous job over that link.
 
-    python benchmarks/joined.py --json FILE [--repetitions 3] [--scenes NAME,...]
+    python benchmarks/joined.py --json FILE [--repetitions 3] [--cases NAME,...]
         [--runs FILE] [--minutes M]
 
 examples/plain_torch on 2 + 2 emulated nodes, 40 ms round trip between the clusters (layers sleep as long as
 an accelerator of 2 GFLOP/s would compute). "apart": two jobs that know nothing of each other; "joined":
---holmes-join; "synchronous": one job of four, --holmes (two levels). Alternating; tokens per second of all
+--holmes-join; "synchronous": one job of four, --holmes (hierarchical). Alternating; tokens per second of all
 nodes together, of the steps after the first `every`. Between hosts joined jobs encrypt (TLS 1.3), here too.
 
 What joining is worth depends on one ratio: seconds that a step's gradients need on the link, over seconds
-that the step computes. Three scenes:
+that the step computes. Three cases:
 
     20 Mb/s                the ratio is 1.9: 0.84 M float32 gradients,
                            1.3 s, beside steps of 0.7 s; every 16 steps
@@ -48,7 +48,7 @@ from holmes_ext.cluster.spec import load_spec
 
 
 @dataclass(frozen=True)
-class Scene:
+class Case:
     """rate: of the link. outer: of --holmes-outer. skip: first steps that do not count, of jobs; steps: that
     do; synchronous: both, of one synchronous job. batch: the script's flags; tokens: that a rank reads in a
     step then. jobs: of one node in a cluster of its own; 0: two of two nodes. flops: of an accelerator."""
@@ -94,12 +94,12 @@ uplink = "{self.rate}"
 
 
 HALF = ("--micro-batches", "1")
-SCENES = {
-    "20 Mb/s": Scene("20 Mb/s", "min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
-    "20 Mb/s half batch": Scene("20 Mb/s", "min=2,timeout=60", 32, 96, (3, 18), HALF, TOKENS // 2),
-    "5.6 Mb/s": Scene("5.6 Mb/s", "min=2,timeout=60", 32, 32, (2, 7)),
-    "2 jobs": Scene("20 Mb/s", "min=2,timeout=60", 32, 32, jobs=2, flops=FLOPS / 2),
-    "8 jobs": Scene("20 Mb/s", "min=8,timeout=60", 32, 32, jobs=8, flops=FLOPS / 2),
+CASES = {
+    "20 Mb/s": Case("20 Mb/s", "min=2,every=16,fragments=4,delay=1,timeout=60", 16, 44, (16, 14)),
+    "20 Mb/s half batch": Case("20 Mb/s", "min=2,timeout=60", 32, 96, (3, 18), HALF, TOKENS // 2),
+    "5.6 Mb/s": Case("5.6 Mb/s", "min=2,timeout=60", 32, 32, (2, 7)),
+    "2 jobs": Case("20 Mb/s", "min=2,timeout=60", 32, 32, jobs=2, flops=FLOPS / 2),
+    "8 jobs": Case("20 Mb/s", "min=8,timeout=60", 32, 32, jobs=8, flops=FLOPS / 2),
 }
 RATIO = "joined / apart"
 
@@ -107,7 +107,7 @@ RATIO = "joined / apart"
 def run(
     lab: Lab,
     jobs: dict[str, tuple[list[str], list[str]]],
-    scene: Scene,
+    case: Case,
     directory: Path,
     skip: int,
     steps: int,
@@ -120,11 +120,11 @@ def run(
                 lab,
                 name,
                 nodes,
-                [*scene.batch, *flags],
+                [*case.batch, *flags],
                 skip + steps,
                 seed,
                 directory / f"{name}.jsonl",
-                scene.flops,
+                case.flops,
             ),
         )
         for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
@@ -133,17 +133,17 @@ def run(
     for ranks, job in running:
         job.wait()
         total += (
-            ranks * scene.tokens / statistics.fmean(line["seconds"] for line in job.steps()[skip:])
+            ranks * case.tokens / statistics.fmean(line["seconds"] for line in job.steps()[skip:])
         )
     return total
 
 
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
-    scene = SCENES[name]
-    modes = ("apart", "joined", "synchronous") if scene.synchronous else ("apart", "joined")
+    case = CASES[name]
+    modes = ("apart", "joined", "synchronous") if case.synchronous else ("apart", "joined")
     rates: dict[str, list[float]] = {mode: [] for mode in modes}
     alone = ["--holmes", "--holmes-preflight", "off"]
-    together = [node for nodes in scene.nodes.values() for node in nodes]
+    together = [node for nodes in case.nodes.values() for node in nodes]
     with Lab(load_spec(file)) as lab, tempfile.TemporaryDirectory() as directory:
         for repetition in range(repetitions):
             for mode in rates:
@@ -151,43 +151,43 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
                 def once(mode: str = mode) -> float:
                     with coordinator(lab) as (address, _):
                         jobs = {
-                            "apart": {job: (nodes, alone) for job, nodes in scene.nodes.items()},
+                            "apart": {job: (nodes, alone) for job, nodes in case.nodes.items()},
                             "joined": {
-                                job: (nodes, join_flags(job, address, scene.outer))
-                                for job, nodes in scene.nodes.items()
+                                job: (nodes, join_flags(job, address, case.outer))
+                                for job, nodes in case.nodes.items()
                             },
                             "synchronous": {
                                 "all": (together, ["--holmes", "--holmes-cluster", str(file)])
                             },
                         }[mode]
-                        skip, steps = (scene.skip, scene.steps)
-                        if mode == "synchronous" and scene.synchronous:
-                            skip, steps = scene.synchronous
-                        return run(lab, jobs, scene, Path(directory), skip, steps)
+                        skip, steps = (case.skip, case.steps)
+                        if mode == "synchronous" and case.synchronous:
+                            skip, steps = case.synchronous
+                        return run(lab, jobs, case, Path(directory), skip, steps)
 
                 rate = runs.of(f"{name}, {mode}, repetition {repetition + 1}", once)
                 rates[mode] += [rate] if rate else []
     if not all(rates.values()):
         return []
     rows = [
-        Row.median(scene.name, f"tokens/s, {mode}", values, "token/s", True)
+        Row.median(case.name, f"tokens/s, {mode}", values, "token/s", True)
         for mode, values in rates.items()
     ]
     for other, target in (("apart", ">= 0.97"), ("synchronous", ">= 5")):
         if other in rates:
             ratios = [a / b for a, b in zip(rates["joined"], rates[other])]
-            rows.append(Row.median(scene.name, f"joined / {other}", ratios, "", True, target))
+            rows.append(Row.median(case.name, f"joined / {other}", ratios, "", True, target))
     return rows
 
 
 def eight_as_two(rows: list[Row]) -> list[Row]:
     """By how much less eight jobs lose by joining than two; nothing where one of both was not measured."""
-    ratios = {row.scene: row.value for row in rows if row.metric == RATIO}
-    two, eight = (ratios.get(SCENES[name].name) for name in ("2 jobs", "8 jobs"))
+    ratios = {row.case: row.value for row in rows if row.metric == RATIO}
+    two, eight = (ratios.get(CASES[name].name) for name in ("2 jobs", "8 jobs"))
     if not (two and eight):
         return []
     metric, value = f"{RATIO}, beside 2 jobs'", eight / two
-    return [Row.of(SCENES["8 jobs"].name, metric, value, "", (value, value), True, ">= 0.97")]
+    return [Row.of(CASES["8 jobs"].name, metric, value, "", (value, value), True, ">= 0.97")]
 
 
 def main() -> int:
@@ -195,13 +195,13 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names, runs, rows = chosen(args.scenes, SCENES), Runs(args.runs, args.minutes), kept(args.json)
+    names, runs, rows = chosen(args.cases, CASES), Runs(args.runs, args.minutes), kept(args.json)
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cluster.toml"
-            file.write_text(SCENES[name].clusters)
+            file.write_text(CASES[name].clusters)
             if new := measure(name, file, args.repetitions, runs):
-                rows = [row for row in rows if row.scene != SCENES[name].name] + new
+                rows = [row for row in rows if row.case != CASES[name].name] + new
                 write(rows, args.json)
     beside = eight_as_two(rows)
     rows = [row for row in rows if row.metric not in {ratio.metric for ratio in beside}] + beside

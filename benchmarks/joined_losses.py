@@ -1,7 +1,7 @@
 """Jobs that join, simulated in one process: losses of each way to join beside one synchronous job and one job
 alone.
 
-    python benchmarks/joined_losses.py --json FILE [--scenes NAME,...] [--steps 1500] [--seeds 3]
+    python benchmarks/joined_losses.py --json FILE [--cases NAME,...] [--steps 1500] [--seeds 3]
         [--first-seed 0] [--ways NAME;...] [--jobs 2] [--runs FILE] [--minutes M]
 
 No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a
@@ -41,7 +41,7 @@ from train import GPT, topics  # noqa: E402
 
 SEQUENCE, ROWS, CLIP, STEPS = 64, 8, 1.0, 1500
 #: Parameters and the peak of the inner learning rate: layers, hidden, heads, that peak.
-SCENES = {
+CASES = {
     "0.12 M at 8e-3": (2, 64, 2, 8e-3),
     "0.12 M at 4e-3": (2, 64, 2, 4e-3),
     "0.12 M at 2e-3": (2, 64, 2, 2e-3),
@@ -87,9 +87,9 @@ COMPARED = (
 class Copy:
     """One job: its model's weights as one flat tensor, which its optimizer updates in place."""
 
-    def __init__(self, scene: str, seed: int, steps: int):
+    def __init__(self, case: str, seed: int, steps: int):
         torch.manual_seed(seed)
-        *size, lr = SCENES[scene]
+        *size, lr = CASES[case]
         self.model = GPT(*size, SEQUENCE)
         self.flat = torch.cat([p.detach().flatten() for p in self.model.parameters()])
         place = 0
@@ -223,7 +223,7 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
 
 
 def train(
-    scene: str,
+    case: str,
     way: str,
     seed: int,
     jobs: int,
@@ -233,7 +233,7 @@ def train(
 ) -> tuple[float, ...]:
     """A value for each of MEASURED after `steps`."""
     copies = [
-        Copy(scene, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
+        Copy(case, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
     ]
     joined = OuterLoop(parse_outer(WAYS[way]), copies) if way in WAYS else None
     losses = []
@@ -250,21 +250,21 @@ def train(
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """How far apart the losses of two ways are in each scene, against the spread over the seeds of one of
+    """How far apart the losses of two ways are in each case, against the spread over the seeds of one of
     them; no row where there is one seed."""
     compared, row_of = (
         [],
-        {(row.scene, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows},
+        {(row.case, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows},
     )
-    for scene, (way, less, seeds, sign) in product(
-        dict.fromkeys(row.scene for row in rows), COMPARED
+    for case, (way, less, seeds, sign) in product(
+        dict.fromkeys(row.case for row in rows), COMPARED
     ):
-        row, base, seeds_row = (row_of.get((scene, name)) for name in (way, less, seeds))
+        row, base, seeds_row = (row_of.get((case, name)) for name in (way, less, seeds))
         if row and base and seeds_row and (limit := seeds_row.spread[1] - seeds_row.spread[0]):
             value = row.value - base.value
             compared.append(
                 Row.of(
-                    scene,
+                    case,
                     f"{way} - {less}",
                     value,
                     "nats",
@@ -307,34 +307,29 @@ def main() -> int:
             f"joined_losses.py: no way {unknown[0]!r}; there are synchronous, alone, {', '.join(WAYS)}"
         )
         return 2
-    scenes = harness.chosen(args.scenes, SCENES)
+    cases = harness.chosen(args.cases, CASES)
     beside = f", {args.jobs} jobs" if args.jobs != 2 else ""
     beside += f", {args.steps} steps" if args.steps != STEPS else ""
     metrics = {
-        (scene + beside, f"{name}, {way}")
-        for scene in scenes
-        for name in MEASURED
-        for way in chosen
+        (case + beside, f"{name}, {way}") for case in cases for name in MEASURED for way in chosen
     }
     before = [
-        row for row in kept(args.json) if (row.scene, row.metric) not in metrics and not row.target
+        row for row in kept(args.json) if (row.case, row.metric) not in metrics and not row.target
     ]
-    rows: dict[tuple[str, str], Row] = {(row.scene, row.metric): row for row in before}
-    for scene, way in product(scenes, chosen):
+    rows: dict[tuple[str, str], Row] = {(row.case, row.metric): row for row in before}
+    for case, way in product(cases, chosen):
         losses = []
         for seed in range(args.first_seed, args.first_seed + args.seeds):
 
-            def once(scene: str = scene, way: str = way, seed: int = seed) -> tuple[float, ...]:
-                return train(scene, way, seed, args.jobs, args.steps, training, held_out)
+            def once(case: str = case, way: str = way, seed: int = seed) -> tuple[float, ...]:
+                return train(case, way, seed, args.jobs, args.steps, training, held_out)
 
-            if values := runs.of(f"{scene}{beside}, {way}, seed {seed}", once):
+            if values := runs.of(f"{case}{beside}, {way}, seed {seed}", once):
                 losses.append(values)
             for name, values in zip(MEASURED, zip(*losses)):
                 spread, metric = (min(values), max(values)), f"{name}, {way}"
-                row = Row.of(
-                    scene + beside, metric, statistics.fmean(values), "nats", spread, False
-                )
-                rows[row.scene, metric] = row
+                row = Row.of(case + beside, metric, statistics.fmean(values), "nats", spread, False)
+                rows[row.case, metric] = row
             write([*rows.values()], args.json)
     title = f"{args.jobs} joined jobs of batch {ROWS}, {args.steps} steps, {args.seeds} seeds"
     return finish([*rows.values(), *differences([*rows.values()])], args.json, title)

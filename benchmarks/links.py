@@ -1,7 +1,7 @@
 """The network between clusters: the lab against what it was told, what it costs, `holmes probe` against the
 lab.
 
-    python benchmarks/links.py --json FILE [--scenes NAME,...] [--repetitions 3]
+    python benchmarks/links.py --json FILE [--cases NAME,...] [--repetitions 3]
 
     lab          holmes lab measure on SITE: largest error of a message from 128 KiB on, of one pair and of
                  four pairs at once, of a round trip
@@ -171,12 +171,12 @@ def _probe(text: str) -> tuple[SiteSpec, float]:
         return load_spec(file), seconds
 
 
-SCENES = {
+CASES = {
     "lab": lab,
     "delay line": delay_line,
     "probe": probe,
     "probe 8": probe_eight,
-    **links_across.SCENES,
+    **links_across.CASES,
 }
 
 
@@ -186,9 +186,9 @@ def main() -> int:
     args = arguments.parse_args()
 
     def rows() -> Iterator[Row]:
-        for name in chosen(args.scenes, SCENES):
+        for name in chosen(args.cases, CASES):
             tell(f"{name} ...")
-            yield from SCENES[name](args.repetitions)
+            yield from CASES[name](args.repetitions)
 
     return finish(list(rows()), args.json, "The network between clusters")
 

@@ -1,6 +1,6 @@
-"""Scenes of links.py about what crosses: ways to sum over three clusters with unequal links, and placement on
+"""Cases of links.py about what crosses: ways to sum over three clusters with unequal links, and placement on
 DT-FM's eight cities. Run through links.py; `python links_across.py --rank WAY CLUSTERS TIMES` is one rank of
-a scene."""
+a case."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from holmes_ext.plan.workload import Workload
 from holmes_ext.samples import examples
 
 BYTES = 10 * 2**20
-TODAY, FLAT, PLANNED = "two levels, directly (no links known)", "flat ring", "as the plan has it"
+TODAY, FLAT, PLANNED = "hierarchical, directly (no links known)", "flat ring", "as the plan has it"
 
 
 #: Whose ways to sum are compared besides: flat ones as in reduction.py, and those of prediction_links.py.
@@ -45,7 +45,7 @@ def reduction(repetitions: int) -> list[Row]:
 
 
 def never_slower(repetitions: int) -> list[Row]:
-    """The same on other networks, flat ones and such with links: what the plan takes against two levels
+    """The same on other networks, flat ones and such with links: what the plan takes against hierarchical
     directly."""
     files = (*FLAT_FILES, *LINK_FILES)
     return [
@@ -55,7 +55,7 @@ def never_slower(repetitions: int) -> list[Row]:
     ]
 
 
-def _reduction(scene: str, file: str, repetitions: int, target: str) -> list[Row]:
+def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]:
     local = Path(__file__).parent / f"{file}.toml"
     spec, rows = (
         load_spec(local if local.exists() else examples() / "clusters" / f"{file}.toml"),
@@ -65,10 +65,10 @@ def _reduction(scene: str, file: str, repetitions: int, target: str) -> list[Row
     with tuned(spec) as lab:
         seconds = _sums(lab, spec, ways, repetitions)
     for name, values in seconds.items():
-        rows.append(Row.median(scene, f"10 MiB, {name}", values, "s", True))
+        rows.append(Row.median(case, f"10 MiB, {name}", values, "s", True))
     for name, wanted in ((TODAY, target), (FLAT, "")):
         ratios = [a / b for a, b in zip(seconds[name], seconds[PLANNED])]
-        rows.append(Row.median(scene, f"{name} / {PLANNED}", ratios, "x", True, wanted))
+        rows.append(Row.median(case, f"{name} / {PLANNED}", ratios, "x", True, wanted))
     return rows
 
 
@@ -129,8 +129,8 @@ def placement(repetitions: int) -> list[Row]:
     return rows
 
 
-def join_group(two_levels: bool) -> None:
-    """Over Ethernet; two_levels: groups of fewer ranks are on the NICs that holmes would choose."""
+def join_group(hierarchical: bool) -> None:
+    """Over Ethernet; hierarchical: groups of fewer ranks are on the NICs that holmes would choose."""
     import torch
     import torch.distributed as dist
 
@@ -148,7 +148,7 @@ def join_group(two_levels: bool) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = fast if len(ranks) < dist.get_world_size() else "eth0"
         return original(ranks, **options)
 
-    if two_levels:
+    if hierarchical:
         dist.new_group = new_group
 
 
@@ -182,9 +182,9 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
     """One rank."""
     import torch.distributed as dist
 
-    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+    from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 
-    join_group(two_levels=bool(way))
+    join_group(hierarchical=bool(way))
     all_reduce: Callable[[Any], Any] = lambda flat: dist.all_reduce(flat, async_op=True)  # noqa: E731
     if way:
         chosen = way.get("across")
@@ -192,7 +192,7 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
         if chosen:
             order, parents = tuple(chosen["order"]), tuple(chosen["parents"])
             across = CrossClusterAlgorithm(chosen["algorithm"], order, parents)
-        reduction = TwoLevelAllReduce(
+        reduction = HierarchicalAllReduce(
             list(members.values()),
             chunk_bytes=way.get("chunk_bytes"),
             across=across,
@@ -202,7 +202,7 @@ def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None
     time_sums(all_reduce, BYTES, times)
 
 
-SCENES = {"reduction": reduction, "never slower": never_slower, "placement": placement}
+CASES = {"reduction": reduction, "never slower": never_slower, "placement": placement}
 
 if __name__ == "__main__":
     assert sys.argv[1:2] == ["--rank"], f"run {Path(__file__).with_name('links.py')}"

@@ -7,7 +7,7 @@ it, and deletes it unless --keep is given.
     make matrix           runs the parts that have no result yet in benchmarks/results/matrix.json. If it is
                           interrupted, the next call continues where it was
     make matrix NEXT=1    installs the newest version of everything, and prints what fails
-    python benchmarks/matrix.py --json FILE --scenes "torch 2.6.0,..." [--parts check,tests,lab]
+    python benchmarks/matrix.py --json FILE --cases "torch 2.6.0,..." [--parts check,tests,lab]
                           runs these parts of these rows again
 
 The parts:
@@ -361,27 +361,25 @@ def tests(
     ]
 
 
-def lab(row: Row, python: Path, repetitions: int, scenes: str) -> list[Figure]:
-    """scenes: of the row's, those that are named; "": all."""
+def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
+    """cases: of the row's, those that are named; "": all."""
     figures = []
-    for scene in (name for name in row.lab if not scenes or name in scenes.split(",")):
-        done = run(
-            row, python, "benchmarks/matrix_lab.py", scene, "--repetitions", str(repetitions)
-        )
+    for case in (name for name in row.lab if not cases or name in cases.split(",")):
+        done = run(row, python, "benchmarks/matrix_lab.py", case, "--repetitions", str(repetitions))
         if done.returncode:
-            tell(f"{row.name}: {scene}: {done.stderr[-3000:]}")
+            tell(f"{row.name}: {case}: {done.stderr[-3000:]}")
             figures.append(
-                figure(row, f"{scene}: ended with status", done.returncode, "status", "<= 0")
+                figure(row, f"{case}: ended with status", done.returncode, "status", "<= 0")
             )
             continue
         seconds = json.loads(done.stdout.strip().splitlines()[-1])
         ratios = [stock / ours for stock, ours in zip(seconds["stock"], seconds["holmes"])]
         ratio = sum(seconds["stock"]) / sum(seconds["holmes"])
-        spread, target = (min(ratios), max(ratios)), ">= 2" if scene == "FSDP2" else ">= 1.6"
+        spread, target = (min(ratios), max(ratios)), ">= 2" if case == "FSDP2" else ">= 1.6"
         figures.append(
             Figure.of(
                 row.name,
-                f"{scene}, holmes : stock",
+                f"{case}, holmes : stock",
                 ratio,
                 "x",
                 spread,
@@ -391,11 +389,11 @@ def lab(row: Row, python: Path, repetitions: int, scenes: str) -> list[Figure]:
             )
         )
         # Buckets of another size let a ring of four add in another order, and the log has seven digits.
-        limit = "<= 1e-5" if scene == "Megatron-DeepSpeed" else "<= 1e-6"
+        limit = "<= 1e-5" if case == "Megatron-DeepSpeed" else "<= 1e-6"
         figures.append(
-            figure(row, f"{scene}, largest loss difference", seconds["difference"], "nats", limit)
+            figure(row, f"{case}, largest loss difference", seconds["difference"], "nats", limit)
         )
-        tell(f"{row.name}: {scene}: {ratio:.2f} x, losses differ by {seconds['difference']:.2g}")
+        tell(f"{row.name}: {case}: {ratio:.2f} x, losses differ by {seconds['difference']:.2g}")
     return figures
 
 
@@ -452,8 +450,8 @@ def main() -> int:
         return 2
     before = json.loads(args.json.read_text()) if args.json and args.json.exists() else {}
     about: dict[str, Any] = before.get("made", {})
-    figures, again = kept(args.json), bool(args.scenes or args.parts)
-    for name in chosen(args.scenes, ROWS):
+    figures, again = kept(args.json), bool(args.cases or args.parts)
+    for name in chosen(args.cases, ROWS):
         row, record = ROWS[name], about.setdefault(name, {"parts": {}, "off": {}})
         open_parts = [
             part
@@ -469,13 +467,13 @@ def main() -> int:
             begin = time.monotonic()
             added = makers[part](row, python, record)
             tell(f"{name}: {part} took {time.monotonic() - begin:.0f} s")
-            new = {(fig.scene, fig.metric) for fig in added}
-            figures = [fig for fig in figures if (fig.scene, fig.metric) not in new] + added
-            present = {fig.metric.partition(",")[0] for fig in figures if fig.scene == name}
+            new = {(fig.case, fig.metric) for fig in added}
+            figures = [fig for fig in figures if (fig.case, fig.metric) not in new] + added
+            present = {fig.metric.partition(",")[0] for fig in figures if fig.case == name}
             if part != "lab" or {*row.lab} <= present:
                 record["parts"][part] = datetime.date.today().isoformat()
             if args.json:  # after each: a matrix takes long, and may be ended
-                figures.sort(key=lambda fig: list(ROWS).index(fig.scene))
+                figures.sort(key=lambda fig: list(ROWS).index(fig.case))
                 document = {
                     "machine": machine(),
                     "versions": versions(),

@@ -27,7 +27,7 @@ import two_clusters
 from harness import checkouts_folder
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
-from matrix_rows import SCENES
+from matrix_rows import CASES
 
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
@@ -70,12 +70,12 @@ def run(
 
 
 def deepspeed(repetitions: int) -> dict[str, Series]:
-    scene = replace(two_clusters.SCENES[0], micro_batches=int(BATCH))
+    case = replace(two_clusters.CASES[0], micro_batches=int(BATCH))
     return run(
         variants("two_clusters_4.toml", "--holmes-sizes", "pipeline=2"),
-        two_clusters.script(scene),
+        two_clusters.script(case),
         "Block",
-        scene.flops,
+        case.flops,
         repetitions,
         ("torch", "deepspeed"),
     )
@@ -151,7 +151,7 @@ def pretrain(repetitions: int) -> dict[str, Series]:
                     variant,
                     checkout,
                     command,
-                    flops=megatron_deepspeed.SCENES["4+4"].flops,  # of an emulated GPU
+                    flops=megatron_deepspeed.CASES["4+4"].flops,  # of an emulated GPU
                     steps=STEPS,
                     series=series[variant.name],  # the measurements are added to it
                 )
@@ -159,16 +159,16 @@ def pretrain(repetitions: int) -> dict[str, Series]:
 
 
 MAKERS: dict[str, Callable[[int], dict[str, Series]]] = dict(
-    zip(SCENES, (deepspeed, megatron_core, trainer, fsdp2, pretrain), strict=True)
+    zip(CASES, (deepspeed, megatron_core, trainer, fsdp2, pretrain), strict=True)
 )
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("case", choices=CASES)
     parser.add_argument("--repetitions", type=int, default=3)
     args = parser.parse_args()
-    series = MAKERS[args.scene](args.repetitions)
+    series = MAKERS[args.case](args.repetitions)
     stock, holmes = series["stock"], series["holmes"]
     print(
         json.dumps(

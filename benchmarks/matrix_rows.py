@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 #: Training jobs that matrix_lab.py measures on emulated clusters: the pipelines of DeepSpeed and
 #: megatron-core on 2 + 2 nodes, the others on 4 + 4.
-SCENES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
+CASES = ("deepspeed", "megatron-core", "Trainer", "FSDP2", "Megatron-DeepSpeed")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Row:
 
     def __post_init__(self):
         assert "," not in self.name, (
-            f"{self.name}: --scenes (ROWS of make matrix) is split at commas"
+            f"{self.name}: --cases (ROWS of make matrix) is split at commas"
         )
 
 
@@ -68,7 +68,7 @@ SCRIPT_TESTS = (
 NCCL_TESTS = (
     *(
         f"tests/runtime/reduce/test_{name}.py"
-        for name in ("compress", "reducer", "tied", "two_level")
+        for name in ("compress", "reducer", "tied", "hierarchical")
     ),
     "tests/runtime/groups/test_wire.py",
     *(f"integration_tests/stacks/test_{name}.py" for name in ("pipelining", "fsdp2", "trainer")),

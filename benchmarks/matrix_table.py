@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Row as Figure
-from matrix_rows import ROWS, SCENES, Row
+from matrix_rows import CASES, ROWS, Row
 
 ROOT = Path(__file__).resolve().parents[1]
 #: In README: the rows that most people are near to, each end of what is supported among them.
@@ -43,7 +43,7 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
     their names alone in "few". The date is that of the oldest figure."""
     of_row: dict[str, dict[str, Figure]] = {}
     for figure in figures:
-        of_row.setdefault(figure.scene, {})[figure.metric] = figure
+        of_row.setdefault(figure.case, {})[figure.metric] = figure
     lines = [COLUMNS]
     for row in ROWS.values():
         if row.name in of_row and (row.name in FEW if kind == "few" else row.kind == kind):
@@ -72,10 +72,10 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
     def number(metric: str) -> str:
         return f"{figures[metric].value:g}" if metric in figures else "-"
 
-    named = {scene: f"{scene}, holmes : stock" for scene in SCENES}
+    named = {case: f"{case}, holmes : stock" for case in CASES}
     ratios = [
-        f"{scene} {figures[metric].value:.2f} x{' (cores busy)' if figures[metric].bound else ''}"
-        for scene, metric in named.items()
+        f"{case} {figures[metric].value:.2f} x{' (cores busy)' if figures[metric].bound else ''}"
+        for case, metric in named.items()
         if metric in figures
     ]
     differences = [

@@ -1,13 +1,13 @@
 """Measures Megatron-DeepSpeed's unmodified pretrain_gpt.py on emulated clusters, with and without holmes.
 
     python benchmarks/megatron_deepspeed.py --json FILE
-        [--scenes 4+4,"4+4 three times slower",2+2,"tied 4+4","slow stage link"]
+        [--cases 4+4,"4+4 three times slower",2+2,"tied 4+4","slow stage link"]
 
 Real are the script (from a copy of the checkout that tests/checkouts.py finds), its data, DeepSpeed, gloo,
 and the sockets with their limited rates. GPUs are emulated: each transformer layer sleeps as long as a GPU of
 a given FLOP/s would compute. Step times and losses are read from the script's own log.
 
-A scene is one emulated site with one model. It runs in several variants, which are compared:
+A case is one emulated site with one model. It runs in several variants, which are compared:
 
     stock                  without holmes
     holmes                 the same with holmes
@@ -15,25 +15,25 @@ A scene is one emulated site with one model. It runs in several variants, which 
     holmes, overlap off    gradients are reduced after the last backward pass, not during it
     stock again            its difference to "stock" is the noise of the measurement
 
-The scenes with these variants:
+The cases with these variants:
 
     4+4                       two clusters of 4 nodes
     2+2                       two clusters of 2 nodes
     4+4 three times slower    GPUs and networks have a third of the speed. Steps last longer with the same CPU
                               work, so that their time depends less on this machine's cores
 
-Two further scenes compare ways of holmes and DeepSpeed to communicate. Their steps are also predicted:
+Two further cases compare ways of holmes and DeepSpeed to communicate. Their steps are also predicted:
 
     tied 4+4           The first and the last pipeline stage share GPT-2's embedding (tied weights). holmes
-                       reduces its gradient hierarchically ("two levels") or leaves it to DeepSpeed, which
+                       reduces its gradient hierarchically ("hierarchical") or leaves it to DeepSpeed, which
                        reduces it between pairs of ranks ("pairs").
     slow stage link    Two pipeline stages, one in each cluster, compute 64 ms for each micro-batch. The
                        Ethernet between them takes 32 ms for an activation at 7.4 Mb/s ("slow"), and next to
                        nothing at 1 Gb/s ("free"). "holmes" keeps enough micro-batches in flight to hide this
                        time. "engine" is DeepSpeed's schedule, whose sends block. The embedding is not tied.
-                       It is the scene "deepspeed 8" of benchmarks/edges.py.
+                       It is the case "deepspeed 8" of benchmarks/stage_links.py.
 
-In all scenes but "tied 4+4" the vocabulary consists of the 256 bytes. So embeddings have as small a part in
+In all cases but "tied 4+4" the vocabulary consists of the 256 bytes. So embeddings have as small a part in
 this small model as they have in a large one.
 """
 
@@ -46,12 +46,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import edges
-from edges import predicted_step
+import stage_links
 from emulated import forward_s
 from harness import Row, chosen, find_checkout, finish, kept, parser, tell, why_missing
 from holmes_lab import Lab, interleave
 from holmes_lab.compare import Series, Variant, all_rdma, max_loss_difference
+from stage_links import predicted_step
 from two_clusters import ratio_row, step_rows
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -63,7 +63,7 @@ from holmes_ext.samples import examples
 sys.path.insert(0, str(Path(__file__).parents[1] / "integration_tests" / "megatron_deepspeed"))
 from job import Checkout, byte_vocabulary, read_log  # noqa: E402
 
-LAYERS, HIDDEN, HEADS, SEQUENCE = 6, 288, 4, 16  # of the model of all scenes but "slow stage link"
+LAYERS, HIDDEN, HEADS, SEQUENCE = 6, 288, 4, 16  # of the model of all cases but "slow stage link"
 MODEL = (
     f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads {HEADS} --seq-length {SEQUENCE}"
     f" --max-position-embeddings {SEQUENCE}"
@@ -71,7 +71,7 @@ MODEL = (
 WARM_UP_STEPS = 3  # of every run; they are not counted
 
 
-class Scene(NamedTuple):
+class Case(NamedTuple):
     """One emulated site (clusters, GPUs, networks), and the micro-batches that it trains in a step."""
 
     cluster_file: str  # in examples/clusters
@@ -82,15 +82,15 @@ class Scene(NamedTuple):
     bound_target: str = ""  # the project's target for the speed relative to all-RDMA
 
 
-SCENES = {
-    "4+4": Scene(
+CASES = {
+    "4+4": Case(
         "two_clusters_8.toml",
         micro_batches=4,
         flops=2.3e9,
         stock_target=">= 1.6",
         bound_target=">= 0.97",
     ),
-    "4+4 three times slower": Scene(
+    "4+4 three times slower": Case(
         "two_clusters_8.toml",
         micro_batches=4,
         flops=2.3e9,
@@ -98,19 +98,19 @@ SCENES = {
         stock_target=">= 1.6",
         bound_target=">= 0.97",
     ),
-    "2+2": Scene("two_clusters_4.toml", micro_batches=8, flops=6.7e9),
+    "2+2": Case("two_clusters_4.toml", micro_batches=8, flops=6.7e9),
 }
 
-LINK_SCENE = "slow stage link"
+LINK_CASE = "slow stage link"
 LINK_RATES = {"free": "1Gb/s", "slow": "7.4Mb/s"}  # of Ethernet
 LINK_MICRO_BATCHES = 8  # of a step
 LINK_MODEL = (
-    f"--num-layers {edges.LAYERS} --hidden-size {edges.HIDDEN} --num-attention-heads 4"
-    f" --seq-length {edges.SEQUENCE} --max-position-embeddings {edges.SEQUENCE}"
+    f"--num-layers {stage_links.LAYERS} --hidden-size {stage_links.HIDDEN} --num-attention-heads 4"
+    f" --seq-length {stage_links.SEQUENCE} --max-position-embeddings {stage_links.SEQUENCE}"
     " --untie-embeddings-and-output-weights"
 ).split()
 
-TIED_SCENE = "tied 4+4"
+TIED_CASE = "tied 4+4"
 TIED_FEATURE = "deepspeed-tied"  # of holmes: the hierarchical all-reduce of tied weights
 GPT2_TOKENS = 50264  # rows of the embedding: GPT-2's 50,257, rounded up to a multiple of 8
 
@@ -147,7 +147,7 @@ def copy_checkout(source: Path, folder: Path) -> Checkout:
 
 
 def run_in_turns(
-    scene_name: str,
+    case_name: str,
     variants: Sequence[Variant],
     checkout: Checkout,
     command: list[str],
@@ -183,7 +183,7 @@ def run_in_turns(
         }
         for repetition in range(repetitions):
             for variant in order_of(variants, repetition):
-                tell(f"{scene_name}: repetition {repetition + 1} of {repetitions}: {variant.name}")
+                tell(f"{case_name}: repetition {repetition + 1} of {repetitions}: {variant.name}")
                 lab = lab_by_digest[variant.spec.digest]
                 measure(lab, variant, checkout, command, flops, steps, series[variant.name])
     return series
@@ -244,7 +244,7 @@ def measure(
     series.lines = log.lines  # of the last run only
 
 
-def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
+def case(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
     """Train on an emulated site without holmes, with holmes, and in three more variants; return the results.
 
     Args:
@@ -256,7 +256,7 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     Returns:
         Rows of the table of results: metrics with their values and targets.
     """
-    definition = SCENES[name]
+    definition = CASES[name]
     cluster_file = examples() / "clusters" / definition.cluster_file
     spec = load_spec(cluster_file)
     # Ranks alternate between the clusters: a scheduler that knows no clusters numbers the nodes like this.
@@ -285,18 +285,18 @@ def scene(name: str, checkout: Checkout, repetitions: int, steps: int) -> list[R
     return rows_of(name, series, definition)
 
 
-def rows_of(name: str, series: dict[str, Series], definition: Scene) -> list[Row]:
-    """Return rows of the table of results, which compare the measured variants of one scene.
+def rows_of(name: str, series: dict[str, Series], definition: Case) -> list[Row]:
+    """Return rows of the table of results, which compare the measured variants of one case.
 
     Args:
-        name: The scene, e.g. "4+4".
+        name: The case, e.g. "4+4".
         series: By the name of the variant, its step times and losses. "stock" ran without holmes, "all-RDMA"
             ran without holmes on a single fast cluster, which bounds the speed of all others.
-        definition: The scene, with its targets for the ratios of "holmes".
+        definition: The case, with its targets for the ratios of "holmes".
     """
     stock, bound = series["stock"], series["all-RDMA"]
     rows = []
-    # ratio_row(scene, name, a, b, target): the median step time of a divided by that of b.
+    # ratio_row(case, name, a, b, target): the median step time of a divided by that of b.
     for variant in ("holmes", "holmes, overlap off"):
         if variant == "holmes":
             stock_target = definition.stock_target
@@ -331,13 +331,13 @@ def rows_of(name: str, series: dict[str, Series], definition: Scene) -> list[Row
 
 
 def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
-    """Measure the scene "tied 4+4", and return its rows of the table of results.
+    """Measure the case "tied 4+4", and return its rows of the table of results.
 
     The first and the last pipeline stage share GPT-2's embedding (tied weights). Two ways to reduce its
-    gradient are compared: "two levels" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
+    gradient are compared: "hierarchical" is holmes's hierarchical all-reduce, and "pairs" is DeepSpeed's
     reduction between pairs of ranks.
     """
-    definition = SCENES["4+4"]
+    definition = CASES["4+4"]
     cluster_file = examples() / "clusters" / definition.cluster_file
     spec = load_spec(cluster_file)
     order = interleave(spec)  # ranks alternate between the clusters
@@ -345,14 +345,14 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
     checkout.compile_adam()
     flags = ("--holmes", "--holmes-cluster", str(cluster_file))
     variants = [
-        Variant("two levels", spec, order, flags),
+        Variant("hierarchical", spec, order, flags),
         Variant(
             "pairs", spec, order, flags, env={"HOLMES_DISABLE": TIED_FEATURE}
         ),  # without this feature
     ]
     command = command_of(checkout, definition.micro_batches, len(order), steps)
     series = run_in_turns(
-        TIED_SCENE,
+        TIED_CASE,
         variants,
         checkout,
         command,
@@ -362,40 +362,41 @@ def tied(source: Path, folder: Path, repetitions: int, steps: int) -> list[Row]:
         order_of=reversed_if_even,
     )
 
-    two_levels, pairs = series["two levels"], series["pairs"]
-    # For each repetition, the median step time with "pairs" minus that with "two levels". `medians` has one
+    hierarchical, pairs = series["hierarchical"], series["pairs"]
+    # For each repetition, the median step time with "pairs" minus that with "hierarchical". `medians` has one
     # number for each repetition.
     seconds_saved = [
-        pairs_s - two_levels_s for two_levels_s, pairs_s in zip(two_levels.medians, pairs.medians)
+        pairs_s - hierarchical_s
+        for hierarchical_s, pairs_s in zip(hierarchical.medians, pairs.medians)
     ]
     predicted_pairs = predicted_tied_step(spec, definition, hierarchical=False)
-    predicted_two_levels = predicted_tied_step(spec, definition, hierarchical=True)
-    predicted_saving = predicted_pairs - predicted_two_levels
-    difference = max_loss_difference(pairs, two_levels)
+    predicted_hierarchical = predicted_tied_step(spec, definition, hierarchical=True)
+    predicted_saving = predicted_pairs - predicted_hierarchical
+    difference = max_loss_difference(pairs, hierarchical)
     return [
-        ratio_row(TIED_SCENE, "pairs : two levels", pairs, two_levels, ""),
-        Row.median(TIED_SCENE, "seconds saved", seconds_saved, unit="s", emulated=True),
+        ratio_row(TIED_CASE, "pairs : hierarchical", pairs, hierarchical, ""),
+        Row.median(TIED_CASE, "seconds saved", seconds_saved, unit="s", emulated=True),
         Row.median(
-            TIED_SCENE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True
+            TIED_CASE, "seconds saved, predicted", [predicted_saving], unit="s", emulated=True
         ),
         Row.median(
-            TIED_SCENE,
+            TIED_CASE,
             "largest loss difference",
             [difference],
             unit="nats",
             emulated=False,
             target="<= 1e-5",
         ),
-        *step_rows(TIED_SCENE, series),
+        *step_rows(TIED_CASE, series),
     ]
 
 
-def predicted_tied_step(spec: SiteSpec, definition: Scene, hierarchical: bool) -> float:
+def predicted_tied_step(spec: SiteSpec, definition: Case, hierarchical: bool) -> float:
     """Return the predicted seconds of a training step with GPT-2's tied embedding.
 
     Args:
         spec: The emulated clusters.
-        definition: The scene, which has the micro-batches of a step and the FLOP/s of a GPU.
+        definition: The case, which has the micro-batches of a step and the FLOP/s of a GPU.
         hierarchical: Whether the embedding's gradient is reduced by a hierarchical all-reduce, or else
             between pairs of ranks, as by DeepSpeed without holmes.
     """
@@ -420,13 +421,15 @@ def predicted_tied_step(spec: SiteSpec, definition: Scene, hierarchical: bool) -
 
 
 def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Row]:
-    """Measure the scene "slow stage link", and return its rows of the table of results.
+    """Measure the case "slow stage link", and return its rows of the table of results.
 
     Two pipeline stages exchange activations over a slow or a fast Ethernet (the "slow" and the "free" link).
     Two schedules run over each link: "holmes" keeps enough micro-batches in flight to hide the link's time,
     and "engine" is DeepSpeed's own schedule.
     """
-    forward_seconds = forward_s(edges.HIDDEN, edges.SEQUENCE, edges.FLOPS)  # of a transformer layer
+    forward_seconds = forward_s(
+        stage_links.HIDDEN, stage_links.SEQUENCE, stage_links.FLOPS
+    )  # of a transformer layer
     variants = []
     predicted = {}  # name of a variant -> seconds of a step
     with (
@@ -434,18 +437,18 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     ):  # the runs read these files, so they end before it
         model_file = Path(directory, "model.toml")
         model_file.write_text(
-            edges.MODEL_TOML.format(micro_batches=LINK_MICRO_BATCHES, flops=edges.FLOPS)
+            stage_links.MODEL_TOML.format(micro_batches=LINK_MICRO_BATCHES, flops=stage_links.FLOPS)
         )
         model = load_model(str(model_file))
         for link, rate in LINK_RATES.items():
             cluster_file = Path(directory, f"{link}.toml")
             cluster_file.write_text(
-                edges.two(rate)
+                stage_links.two(rate)
             )  # two clusters of 2 nodes, with Ethernet of this rate
             spec = load_spec(cluster_file)
             for schedule in ("holmes", "engine"):
                 # The value of --holmes-inflight for the schedule: "off" leaves it to the engine, DeepSpeed.
-                inflight = edges.INFLIGHT[schedule]
+                inflight = stage_links.INFLIGHT[schedule]
                 flags = (
                     "--holmes",
                     "--holmes-cluster",
@@ -468,11 +471,11 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
         ranks = len(variants[0].order)  # one per node; the same for all variants
         command = command_of(checkout, LINK_MICRO_BATCHES, ranks, steps, LINK_MODEL)
         series = run_in_turns(
-            LINK_SCENE,
+            LINK_CASE,
             variants,
             checkout,
             command,
-            flops=edges.FLOPS,
+            flops=stage_links.FLOPS,
             steps=steps,
             repetitions=repetitions,
             order_of=reversed_if_even,
@@ -482,19 +485,19 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
     engine_slow, engine_free = series["engine, slow"], series["engine, free"]
     difference = max_loss_difference(engine_slow, holmes_slow)
     return [
-        ratio_row(LINK_SCENE, "holmes: slow link : free link", holmes_slow, holmes_free, "<= 1.15"),
-        ratio_row(LINK_SCENE, "engine: slow link : free link", engine_slow, engine_free, ""),
-        ratio_row(LINK_SCENE, "slow link, engine : holmes", engine_slow, holmes_slow, ""),
+        ratio_row(LINK_CASE, "holmes: slow link : free link", holmes_slow, holmes_free, "<= 1.15"),
+        ratio_row(LINK_CASE, "engine: slow link : free link", engine_slow, engine_free, ""),
+        ratio_row(LINK_CASE, "slow link, engine : holmes", engine_slow, holmes_slow, ""),
         Row.median(
-            LINK_SCENE,
+            LINK_CASE,
             "largest loss difference",
             [difference],
             unit="nats",
             emulated=False,
             target="<= 0",
         ),
-        *edges.prediction_rows(LINK_SCENE, edges.medians(series), predicted),
-        *step_rows(LINK_SCENE, series),
+        *stage_links.prediction_rows(LINK_CASE, stage_links.medians(series), predicted),
+        *step_rows(LINK_CASE, series),
     ]
 
 
@@ -503,25 +506,25 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
-    names = chosen(args.scenes, [*SCENES, TIED_SCENE, LINK_SCENE])
+    names = chosen(args.cases, [*CASES, TIED_CASE, LINK_CASE])
     source = find_checkout("Megatron-DeepSpeed")
     if source is None:
         tell(f"megatron_deepspeed.py: skipped; {why_missing('Megatron-DeepSpeed')}")
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        # The rows of former runs in the file of --json, without the scenes that are measured again now.
+        # The rows of former runs in the file of --json, without the cases that are measured again now.
         rows = kept(args.json, names)
-        if TIED_SCENE in names:
+        if TIED_CASE in names:
             rows += tied(source, Path(folder, "tied"), args.repetitions, args.steps)
-        # All other scenes train on the same text, with one token per byte: they share a copy of the checkout.
-        byte_scenes = [name for name in names if name != TIED_SCENE]
-        if byte_scenes:
+        # All other cases train on the same text, with one token per byte: they share a copy of the checkout.
+        byte_cases = [name for name in names if name != TIED_CASE]
+        if byte_cases:
             checkout = copy_checkout(source, Path(folder))
-        for name in byte_scenes:
-            if name == LINK_SCENE:
+        for name in byte_cases:
+            if name == LINK_CASE:
                 rows += slow_stage_link(checkout, args.repetitions, args.steps)
             else:
-                rows += scene(name, checkout, args.repetitions, args.steps)
+                rows += case(name, checkout, args.repetitions, args.steps)
     return finish(
         rows,
         args.json,

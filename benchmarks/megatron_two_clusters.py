@@ -1,9 +1,9 @@
 """megatron-core on emulated clusters: stock, holmes and the all-RDMA bound, as two_clusters.py does it for
 DeepSpeed.
 
-    python benchmarks/megatron_two_clusters.py --json FILE [--scenes 4+4,2+2] [--repetitions 5]
+    python benchmarks/megatron_two_clusters.py --json FILE [--cases 4+4,2+2] [--repetitions 5]
 
-examples/megatron_core on the emulated accelerator: layers sleep as long as a GPU of the scene's FLOP/s would
+examples/megatron_core on the emulated accelerator: layers sleep as long as a GPU of the case's FLOP/s would
 compute; megatron-core, its schedules and optimizer, gloo, the sockets and their limited rates are real.
 """
 
@@ -36,15 +36,15 @@ MODEL = "--hidden 288 --heads 4 --sequence 16 --micro-batch 1 --layers 6 --pipel
 DISTRIBUTED = ("--distributed-optimizer", "--hidden", "256"), ("--holmes-overlap", "on")
 #: name: file of examples/clusters, micro-batches, FLOP/s of the emulated GPU, (more flags of the script, of
 #: holmes), targets of holmes : stock and holmes : all-RDMA.
-SCENES = {
+CASES = {
     "4+4": ("two_clusters_8.toml", 4, 2.3e9, ((), ()), ">= 1.6", ">= 0.97"),
     "2+2": ("two_clusters_4.toml", 8, 5e9, ((), ()), "", ""),
     "4+4 distributed optimizer": ("two_clusters_8.toml", 4, 2.3e9, DISTRIBUTED, "", ""),
 }
 
 
-def scene(name: str, repetitions: int, steps: int) -> list[Row]:
-    file, micro_batches, flops, (flags, holmes_flags), ratio, bound = SCENES[name]
+def case(name: str, repetitions: int, steps: int) -> list[Row]:
+    file, micro_batches, flops, (flags, holmes_flags), ratio, bound = CASES[name]
     path = examples() / "clusters" / file
     spec = load_spec(path)
     variants = [
@@ -116,8 +116,8 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
-    wanted = chosen(args.scenes, SCENES)
-    rows = [row for name in wanted for row in scene(name, args.repetitions, args.steps)]
+    wanted = chosen(args.cases, CASES)
+    rows = [row for name in wanted for row in case(name, args.repetitions, args.steps)]
     return finish(
         rows,
         args.json,

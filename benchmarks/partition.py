@@ -16,7 +16,7 @@ emulated:
 Each partition runs from a plan.json of its own. Three predictions stand beside what was measured:
 
     (no name)       simulated, with the CPU seconds that prediction.py's calibration found for DeepSpeed on
-                    the same kind of machine (results/prediction_measured.json, without these scenes)
+                    the same kind of machine (results/prediction_measured.json, without these cases)
     numbers alone   the plan's own, of the GPU's FLOP/s and the rates as the lab emulates them, which know
                     nothing of the seconds that the software takes
     by profile      of one profile of the uniform partition at the middle micro-batch count (as `holmes tune`)
@@ -34,12 +34,12 @@ from functools import cache
 from pathlib import Path
 
 import prediction
-from edges import BUFFER_BYTES
 from emulated import forward_s
 from harness import Row, finish, kept, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
 from prediction import CORES, TRAITS, Measured
+from stage_links import BUFFER_BYTES
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import SiteSpec, load_spec
@@ -63,7 +63,7 @@ NOISE = 0.03  # two runs of the same job differ by less (the A/A rows say by how
 
 
 @dataclass(frozen=True)
-class Scene:
+class Case:
     """rates: Mb/s inside clusters a and b; speed: of the GPUs of b, a's being 1. The middle micro-batch count
     is run twice (A/A)."""
 
@@ -74,16 +74,16 @@ class Scene:
     speed: float = 1.0
 
 
-SCENES = (
-    Scene("NIC 3:1", (480, 160)),
-    Scene("NIC 3:1, overlap", (480, 160), overlap=True),
-    Scene("GPU 1.5:1", (2000, 2000), (4, 6, 8), speed=1 / 1.5),
+CASES = (
+    Case("NIC 3:1", (480, 160)),
+    Case("NIC 3:1, overlap", (480, 160), overlap=True),
+    Case("GPU 1.5:1", (2000, 2000), (4, 6, 8), speed=1 / 1.5),
 )
 
 
-def cluster_toml(scene: Scene) -> str:
+def cluster_toml(case: Case) -> str:
     head = 'version = 2\n[ethernet]\nrate = "100Mb/s"\n'
-    kinds = zip("ab", ("ib", "roce"), scene.rates)
+    kinds = zip("ab", ("ib", "roce"), case.rates)
     return head + "".join(
         f'[[cluster]]\nname = "{name}"\nkind = "{kind}"\nrate = "{rate}Mb/s"\nnodes = '
         f'["{name}[0-1]"]\nprocesses = 1\n'
@@ -91,7 +91,7 @@ def cluster_toml(scene: Scene) -> str:
     )
 
 
-def model_of(scene: Scene, layers: int, hidden: int, micro_batches: int) -> Model:
+def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
     return Model(
         layers,
         hidden,
@@ -103,13 +103,13 @@ def model_of(scene: Scene, layers: int, hidden: int, micro_batches: int) -> Mode
         activation_width=4,
         state_bytes=16,
         gpu=Gpu(FLOPS),
-        gpus={"b": Gpu(FLOPS * scene.speed)},
+        gpus={"b": Gpu(FLOPS * case.speed)},
     )
 
 
 @dataclass
 class Cell:
-    """One model and micro-batch count of a scene: the plan and the split of each method, and the variants to
+    """One model and micro-batch count of a case: the plan and the split of each method, and the variants to
     run by split."""
 
     title: str
@@ -119,27 +119,25 @@ class Cell:
     model: Model
 
 
-def plan_of(
-    scene: Scene, model: Model, method: str, spec: SiteSpec
-) -> tuple[Plan, tuple[int, ...]]:
+def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
     """A method's plan, and the layers of its stages."""
     plan = build_plan(
         site_from_spec(spec),
         Sizes(pipeline=2),
         partition=method,
         model=model,
-        overlap=scene.overlap,
+        overlap=case.overlap,
     )
     return plan, plan.stage_layers or (model.layers // 2,) * 2
 
 
-def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
-    title = title_of(scene, name, micro_batches)
-    model = model_of(scene, *MODELS[name], micro_batches)
-    flags = flags_of(scene, name, micro_batches, directory)
+def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
+    title = title_of(case, name, micro_batches)
+    model = model_of(case, *MODELS[name], micro_batches)
+    flags = flags_of(case, name, micro_batches, directory)
     plans, variants = {}, {}
     for method in METHODS:
-        plan, split = plans[method] = plan_of(scene, model, method, spec)
+        plan, split = plans[method] = plan_of(case, model, method, spec)
         if split not in variants:
             file = directory / f"{name}-{micro_batches}-{method}.json"
             plan.save(file)
@@ -149,13 +147,13 @@ def cell_of(scene: Scene, name: str, micro_batches: int, spec: SiteSpec, directo
     first = next(iter(variants.values()))
     again = (
         Variant(f"{title} again", spec, first.order, first.flags)
-        if micro_batches == scene.micro_batches[1]
+        if micro_batches == case.micro_batches[1]
         else None
     )
     return Cell(title, plans, variants, again, model)
 
 
-def flags_of(scene: Scene, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
+def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
     layers, hidden = MODELS[name]
     return (
         "--layers",
@@ -168,53 +166,53 @@ def flags_of(scene: Scene, name: str, micro_batches: int, directory: Path) -> tu
         "--holmes-cluster",
         str(directory / "cluster.toml"),
         "--holmes-overlap",
-        "on" if scene.overlap else "off",
+        "on" if case.overlap else "off",
     )
 
 
-def profiled(scene: Scene, name: str, spec: SiteSpec, directory: Path) -> Variant:
+def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
     """The run that leaves profile_file(directory, name), without overlap, as `holmes tune` measures."""
-    flags = flags_of(replace(scene, overlap=False), name, scene.micro_batches[1], directory)
+    flags = flags_of(replace(case, overlap=False), name, case.micro_batches[1], directory)
     more = (
         "--holmes-sizes",
         "pipeline=2",
         "--holmes-profile",
         f"{PROFILED},{profile_file(directory, name)}",
     )
-    return Variant(f"{scene.name}/{name} profiled", spec, interleave(spec), (*flags, *more))
+    return Variant(f"{case.name}/{name} profiled", spec, interleave(spec), (*flags, *more))
 
 
 def profile_file(directory: Path, name: str) -> Path:
     return directory / f"{name}-profile.json"
 
 
-def title_of(scene: Scene, name: str, micro_batches: int) -> str:
-    return f"{scene.name}/{name}/m{micro_batches}"
+def title_of(case: Case, name: str, micro_batches: int) -> str:
+    return f"{case.name}/{name}/m{micro_batches}"
 
 
-def run_scene(scene: Scene, wanted: list[tuple[str, int]], steps: int, skip: int) -> list[Row]:
-    """The rows of some cells of one scene, in one lab: starting it is what takes the time."""
+def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -> list[Row]:
+    """The rows of some cells of one case, in one lab: starting it is what takes the time."""
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
-        spec = scene_spec(scene, directory)
+        spec = case_spec(case, directory)
         names = list(dict.fromkeys(name for name, _ in wanted))
-        cells = [cell_of(scene, name, count, spec, directory) for name, count in wanted]
-        runs = [profiled(scene, name, spec, directory) for name in names]
+        cells = [cell_of(case, name, count, spec, directory) for name, count in wanted]
+        runs = [profiled(case, name, spec, directory) for name in names]
         runs += [
             variant
             for cell in cells
             for variant in (*cell.variants.values(), *filter(None, [cell.again]))
         ]
-        series = measure(scene, runs, steps, skip)
+        series = measure(case, runs, steps, skip)
         profiles = {name: load_profile(profile_file(directory, name)) for name in names}
         return [
             row
             for cell, (name, count) in zip(cells, wanted)
-            for row in rows_of(scene, cell, series, replace(profiles[name], micro_batches=count))
+            for row in rows_of(case, cell, series, replace(profiles[name], micro_batches=count))
         ]
 
 
-def measure(scene: Scene, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
+def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
     script = [
         str(examples() / "deepspeed_pipeline" / "train.py"),
         "--stages",
@@ -233,12 +231,12 @@ def measure(scene: Scene, runs: list[Variant], steps: int, skip: int) -> dict[st
         repetitions=1,
         steps=steps,
         skip=skip,
-        accelerator={"flops": FLOPS, "classes": ["Block"], "speed": {"b": scene.speed}},
+        accelerator={"flops": FLOPS, "classes": ["Block"], "speed": {"b": case.speed}},
         on_run=lambda name, _: tell(f"run {next(started)} of {len(runs)}: {name}"),
     )
 
 
-def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
+def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
     by_method = {
         method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()
     }
@@ -250,12 +248,12 @@ def rows_of(scene: Scene, cell: Cell, series: dict[str, Series], profile: Profil
             method,
             by_method[method].median,
             {
-                "": with_software(scene, cell.model, plan, split),
+                "": with_software(case, cell.model, plan, split),
                 ", numbers alone": plan.predicted["step_seconds"],
-                " by profile": by_profile(scene, plan, split, profile),
+                " by profile": by_profile(case, plan, split, profile),
             },
         )
-    rows += _comparisons(cell.title, scene, by_method)
+    rows += _comparisons(cell.title, case, by_method)
     if cell.again is not None:
         noise = abs(series[cell.again.name].median / by_method["uniform"].median - 1)
         rows.append(
@@ -269,12 +267,12 @@ def _overheads() -> tuple[float, float, float]:
     return prediction.calibrate("deepspeed", Measured.load(prediction.STORE))
 
 
-def with_software(scene: Scene, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
+def with_software(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
     """Seconds of a step of `split`, simulated, with what the software takes."""
     block_s, parameter_s, step_s = _overheads()
     forward = forward_s(model.hidden, SEQUENCE, FLOPS)
     slower = [
-        1 / scene.speed if node.startswith("b") else 1.0 for node in (plan.nodes[0], plan.nodes[-1])
+        1 / case.speed if node.startswith("b") else 1.0 for node in (plan.nodes[0], plan.nodes[-1])
     ]
     nothing = ((0.0,) * (model.layers + 2),) * 2
     forward_backward = [
@@ -286,7 +284,7 @@ def with_software(scene: Scene, model: Model, plan: Plan, split: tuple[int, ...]
         TRAITS["deepspeed"],
         stage_layers=split,
         in_flight=plan.traffic_of("sockets").in_flight,
-        overlap="on" if scene.overlap else "off",
+        overlap="on" if case.overlap else "off",
         block_s=block_s,
         parameter_s=parameter_s,
         step_s=step_s,
@@ -294,19 +292,19 @@ def with_software(scene: Scene, model: Model, plan: Plan, split: tuple[int, ...]
         buffer_bytes=BUFFER_BYTES,
         notices=True,
     )
-    return simulate(scene_site(scene), plan.nodes, plan.sizes, model, run, costs=costs).step_s
+    return simulate(case_site(case), plan.nodes, plan.sizes, model, run, costs=costs).step_s
 
 
-def scene_spec(scene: Scene, directory: Path) -> SiteSpec:
+def case_spec(case: Case, directory: Path) -> SiteSpec:
     file = directory / "cluster.toml"
-    file.write_text(cluster_toml(scene))
+    file.write_text(cluster_toml(case))
     return load_spec(file)
 
 
 @cache
-def scene_site(scene: Scene) -> Site:
+def case_site(case: Case) -> Site:
     with tempfile.TemporaryDirectory() as directory:
-        return site_from_spec(scene_spec(scene, Path(directory)))
+        return site_from_spec(case_spec(case, Path(directory)))
 
 
 def predicted_anew(file: Path) -> list[Row]:
@@ -317,37 +315,37 @@ def predicted_anew(file: Path) -> list[Row]:
         if "predict" not in row.metric or row.metric.endswith("by profile")
     ]
     measured = {
-        (row.scene, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")
+        (row.case, row.metric.split()[1]): row for row in rows if row.metric.startswith("step ")
     }
     more: dict[Row, list[Row]] = {}
-    for scene in SCENES:
+    for case in CASES:
         with tempfile.TemporaryDirectory() as directory:
-            spec = scene_spec(scene, Path(directory))
+            spec = case_spec(case, Path(directory))
             for name, size in MODELS.items():
-                for count in scene.micro_batches:
-                    title, model = title_of(scene, name, count), model_of(scene, *size, count)
+                for count in case.micro_batches:
+                    title, model = title_of(case, name, count), model_of(case, *size, count)
                     for method in METHODS:
                         row = measured[title, method]
-                        plan, _ = plan_of(scene, model, method, spec)
+                        plan, _ = plan_of(case, model, method, spec)
                         split = tuple(map(int, row.metric.split()[2].split("+")))
                         more[row] = error_rows(
                             title,
                             method,
                             row.value,
                             {
-                                "": with_software(scene, model, plan, split),
+                                "": with_software(case, model, plan, split),
                                 ", numbers alone": plan.predicted["step_seconds"],
                             },
                         )
     return [shown for row in rows for shown in (row, *more.get(row, ()))]
 
 
-def by_profile(scene: Scene, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
+def by_profile(case: Case, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
     """Seconds of a step of `split` on the plan's nodes, from what was measured of the uniform one."""
     network = Network(Site.from_dict(profile.site))
     placement = network.placement(plan.nodes, profile.sizes)
     clusters = [network.clusters(content) for content in placement.stages]
-    return predict(measured_costs(profile, clusters, scene.overlap), split).step_s
+    return predict(measured_costs(profile, clusters, case.overlap), split).step_s
 
 
 def _measured_rows(
@@ -393,13 +391,13 @@ def error_rows(
     return rows
 
 
-def _comparisons(title: str, scene: Scene, of: dict[str, Series]) -> list[Row]:
+def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
     rows = []
     for better, worse in (("speed", "uniform"), ("balanced", "speed"), ("balanced", "uniform")):
         ratio = of[worse].median / of[better].median
         target = (
             ">= 1.1"
-            if scene.speed != 1 and worse == "uniform" and better == "balanced"
+            if case.speed != 1 and worse == "uniform" and better == "balanced"
             else f">= {1 - NOISE}"
         )
         rows.append(Row.of(title, f"{better} : {worse}", ratio, "x", (ratio, ratio), True, target))
@@ -430,23 +428,19 @@ def main() -> int:
         )  # on the machine that measured them
     wanted = [text for text in args.cells.split(";") if text]
     rows: list[Row] = []
-    for scene in SCENES:
-        cells = [(name, count) for name in MODELS for count in scene.micro_batches]
+    for case in CASES:
+        cells = [(name, count) for name in MODELS for count in case.micro_batches]
         cells = [
             cell
             for cell in cells
-            if not wanted or any(title_of(scene, *cell).startswith(text) for text in wanted)
+            if not wanted or any(title_of(case, *cell).startswith(text) for text in wanted)
         ]
         if cells:
-            rows += run_scene(scene, cells, args.steps, args.skip)
-    done = {row.scene for row in rows}
+            rows += run_case(case, cells, args.steps, args.skip)
+    done = {row.case for row in rows}
     if args.merge and args.merge.exists():
         earlier = json.loads(args.merge.read_text())["rows"]
-        rows = [
-            Row(**{**row, "spread": tuple(row["spread"])})
-            for row in earlier
-            if row["scene"] not in done
-        ] + rows
+        rows = [Row.from_dict(row) for row in earlier if row["scene"] not in done] + rows
     return finish(rows, args.json, title)
 
 

@@ -2,7 +2,7 @@
 over the lab's WAN (40 ms, 20 Mb/s), the same GPT (0.84 M parameters), text, tokens and seeds.
 
     python benchmarks/peers.py --torchft VENV/bin/python --hivemind VENV2/bin/python --json FILE
-        [--scenes train,killed] [--steps 200] [--seeds 1,2] [--ways NAME;...] [--runs FILE] [--minutes M]
+        [--cases train,killed] [--steps 200] [--seeds 1,2] [--ways NAME;...] [--runs FILE] [--minutes M]
 
 VENV: `pip install torch==2.13.0 torchft==0.2.0 numpy`; VENV2 so with hivemind==1.1.12. A library whose python
 is not given is left out. Each by the defaults of its documentation, and at its best: torchft's
@@ -47,7 +47,7 @@ JOB = str(Path(__file__).with_name("peers_job.py"))
 NODES = {"east": "a0", "west": "b0"}
 TOKENS = BATCH * SIZE["sequence"]
 TOKEN = {"HOLMES_JOIN_TOKEN": "the token of joined jobs in a lab", "OMP_NUM_THREADS": "1"}
-SCENES = ("train", "killed")
+CASES = ("train", "killed")
 #: Steps until exposed seconds and tokens/s count: the jobs meet in the first ones.
 SKIP = 40
 
@@ -217,7 +217,7 @@ def killed(run: Run) -> dict[str, float]:
             job.wait()
 
 
-def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
+def measure(case: str, args: Any, runs: Runs) -> list[Row]:
     pythons = {
         "none": sys.executable,
         "holmes": sys.executable,
@@ -227,7 +227,7 @@ def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
     ways = {
         name: WAYS[name]
         for name in args.ways.split(";")
-        if pythons[WAYS[name].library] and not (scene == "killed" and WAYS[name].library == "none")
+        if pythons[WAYS[name].library] and not (case == "killed" and WAYS[name].library == "none")
     }
     rows, results = [], {name: [] for name in ways}
     with Lab(parse_spec(CLUSTERS, "cluster.toml")) as lab:
@@ -241,9 +241,9 @@ def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
                         server_of(lab, way.library, python) as where,
                     ):
                         run = Run(lab, python, way, where, Path(directory), args, seed)
-                        return trained(run) if scene == "train" else killed(run)
+                        return trained(run) if case == "train" else killed(run)
 
-                values = runs.of(f"{scene}, {name}, seed {seed}, {args.steps} steps", once)
+                values = runs.of(f"{case}, {name}, seed {seed}, {args.steps} steps", once)
                 results[name] += [values] if values else []
     metrics = {
         "bytes": ("sent in a step", "B"),
@@ -257,7 +257,7 @@ def measure(scene: str, args: Any, runs: Runs) -> list[Row]:
         for key in values[0] if values else ():
             text, unit = metrics[key]
             rows.append(
-                Row.median(scene, f"{text}, {name}", [result[key] for result in values], unit, True)
+                Row.median(case, f"{text}, {name}", [result[key] for result in values], unit, True)
             )
     return rows
 
@@ -277,10 +277,10 @@ def main() -> int:
     if unknown := [name for name in args.ways.split(";") if name not in WAYS]:
         tell(f"peers.py: no way {unknown[0]!r}; there are {'; '.join(WAYS)}")
         return 2
-    names, runs = chosen(args.scenes, SCENES), Runs(args.runs, args.minutes)
-    rows = {(row.scene, row.metric): row for row in kept(args.json)}
+    names, runs = chosen(args.cases, CASES), Runs(args.runs, args.minutes)
+    rows = {(row.case, row.metric): row for row in kept(args.json)}
     for name in names:
-        rows |= {(row.scene, row.metric): row for row in measure(name, args, runs)}
+        rows |= {(row.case, row.metric): row for row in measure(name, args, runs)}
         write([*rows.values()], args.json)
     return finish(
         [*rows.values()], args.json, f"joined jobs beside torchft and hivemind, seeds {args.seeds}"

@@ -3,7 +3,7 @@
     python benchmarks/placement.py --json FILE [--dtfm FOLDER --seeds 0,1,2 --trials 4900]
 
 By DT-FM's objective (8 stages of 8 GPUs, every two GPUs a link of their own): the slowest stage's
-data-parallel group + 2 x the pipeline's path, each edge the worst link of the best matching. Ours:
+data-parallel group + 2 x the pipeline's path, each stage link the worst link of the best matching. Ours:
 plan/arrange/spread.py with that objective. The lower bound is of every placement (`least`). Then what
 `holmes plan` finds for the same sizes by the simulated step, in which links between clusters are shared: the
 step, its cost by DT-FM's objective, and the step of DT-FM's own placement.
@@ -124,7 +124,7 @@ class Matrix:
             )
         return self._memo[stage]
 
-    def edge(self, left: Sequence[int], right: Sequence[int]) -> float:
+    def stage_link(self, left: Sequence[int], right: Sequence[int]) -> float:
         """Seconds of the worst link of the matching of two stages whose worst link is the best."""
         if (left, right) not in self._memo:
             values = sorted({self.pair[u][v] for u in left for v in right})
@@ -155,15 +155,17 @@ class Matrix:
         return all(augment(u, set()) for u in range(len(left)))
 
     def cost(self, stages: Stages) -> float:
-        return max(map(self.data, stages)) + 2 * sum(map(self.edge, stages, stages[1:]))
+        return max(map(self.data, stages)) + 2 * sum(map(self.stage_link, stages, stages[1:]))
 
     def least(self) -> float:
-        """That no placement beats. For every limit c of an edge: where the GPUs of a stage are counted by the
-        connected components of links within c, an edge within c joins stages of equal counts. So with k edges
+        """That no placement beats. For every limit c of a stage link: where the GPUs of a stage are
+        counted by the
+        connected components of links within c, a stage link within c joins stages of equal counts. So
+        with k stage links
         beyond c one of k + 1 runs has m >= stages / (k + 1) equal counts, of at most a part 1 / m of each
         component: the least group of such a stage is a bound for D, the slowest group. Each D allows so many
         k for every c, and the path is the sum over all limits of what lies above them. No group of places
-        without any link within c joins such an edge."""
+        without any link within c joins such a stage link."""
         size = sum(self.units) // STAGES
         indices = range(len(self.units))
         kinds = [
@@ -174,7 +176,7 @@ class Matrix:
         seconds = {kind: self.data(kind) for kind in kinds}
         start = max(min(seconds[kind] for kind in kinds if u in kind) for u in indices)
         limits = sorted({self.pair[u][v] for u in indices for v in indices})
-        least_of = [self._edges_beyond(limit, kinds, seconds) for limit in limits[:-1]]
+        least_of = [self._stage_links_beyond(limit, kinds, seconds) for limit in limits[:-1]]
         starts = sorted(
             {start, *(most for bounds in least_of for most, _ in bounds if most > start)}
         )
@@ -186,10 +188,11 @@ class Matrix:
             best = min(best, slowest + 2 * path)
         return best
 
-    def _edges_beyond(
+    def _stage_links_beyond(
         self, limit: float, kinds: list[Sequence[int]], seconds: dict
     ) -> list[tuple[float, int]]:
-        """(slowest group at least, edges that take more than `limit`) of every possible number of them."""
+        """(slowest group at least, stage links that take more than `limit`) of every possible number
+        of them."""
         indices = range(len(self.units))
         component = list(indices)
         for u in indices:
@@ -331,7 +334,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
         tuple(sorted(place[gpu] for gpu in group)) for group in gpus(result, result.best)
     )
     row("holmes plan: simulated step", [result.best.step_s], "s")
-    row("holmes plan: gap of its certificate", [result.certificate.gap], "fraction")
+    row("holmes plan: optimality gap", [result.optimality_gap.gap], "fraction")
     row("holmes plan: seconds", [seconds], "s")
     row("holmes plan: DT-FM's objective", [matrix.cost(by_place)], "s")
     if site.processes == 1:
@@ -353,7 +356,7 @@ def main() -> int:
     arguments.add_argument("--trials", type=int, default=4900, help="of DT-FM's search")
     arguments.add_argument("--seeds", default="0", metavar="N,...", help="of DT-FM's search")
     args, rows = arguments.parse_args(), []
-    for name in chosen(args.scenes, CASES):
+    for name in chosen(args.cases, CASES):
         rows += measure(name, args.dtfm, [int(seed) for seed in args.seeds.split(",")], args.trials)
         tell(f"{name}: done")
     return finish(rows, args.json, "stages of 64 GPUs on DT-FM's link matrices")

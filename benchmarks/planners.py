@@ -1,18 +1,18 @@
-"""The referee: every public planner on the same scenes, each one's plan judged by the same simulation and the
+"""The referee: every public planner on the same cases, each one's plan judged by the same simulation and the
 same lab.
 
-    python benchmarks/planners.py --json FILE [--scenes NAME,...] [--planners NAME,...] [--limit S]
+    python benchmarks/planners.py --json FILE [--cases NAME,...] [--planners NAME,...] [--limit S]
                                   [--sailor DIR --dtfm DIR --python PYTHON] [--lab [--minutes M]]
                                   [--again] [--judge]
 
-24 scenes (referee/scenes.toml). Each planner gets a scene in its own format and at most --limit seconds of
+24 cases (referee/cases.toml). Each planner gets a case in its own format and at most --limit seconds of
 CPU; its first plan that fits the memory is written as sizes, order of nodes and layers, and simulated; --lab
-runs that of the 12 small scenes, too. "typed" is what a careful person types; random plans are a floor.
+runs that of the 12 small cases, too. "typed" is what a careful person types; random plans are a floor.
 Planners of Sailor's repository need --sailor, a clone, DT-FM's own search --dtfm, and both --python, an
 interpreter that has what they import. What FILE has is kept and not run again (--again: these planners, on
-these scenes, are; --judge: plans that it has are judged again, after a change of the simulation), so that a
+these cases, are; --judge: plans that it has are judged again, after a change of the simulation), so that a
 run can be made in parts; --minutes: no run in the lab begins later. A planner that finds nothing in time on
-CUT of the lab's scenes, or of the larger ones, is not asked about the others.
+CUT of the lab's cases, or of the larger ones, is not asked about the others.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from pathlib import Path
 
 from harness import chosen, finish, parser, tell
 from referee import dtfm, judge, lab, sailor
+from referee.cases import LAB, Case, load_cases
 from referee.picture import draw
 from referee.plans import Grid, gridded
-from referee.scenes import LAB, Scene, load_scenes
 from referee.table import (
     GAP,
     LATE,
@@ -45,40 +45,40 @@ from referee.table import (
     STEP,
     TYPED,
     Table,
-    over_scenes,
+    over_cases,
     regrets,
 )
 
 from holmes_ext.errors import HolmesError
 
-#: Random plans of a scene.
+#: Random plans of a case.
 DICE = 10
 #: See the module.
 CUT = 3
 
 
 def plans_of(
-    scene: Scene, planner: str, args
+    case: Case, planner: str, args
 ) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
     """(the plan that is judged, or all random ones; seconds of search; plans before it that do not fit or
     start; gap). HolmesError: why there is none."""
     if planner == OURS:
-        grid, seconds, gap = judge.holmes_plan(scene, args.limit)
-        return [(grid, judge.judged(scene, grid))], seconds, 0, gap
+        grid, seconds, gap = judge.holmes_plan(case, args.limit)
+        return [(grid, judge.judged(case, grid))], seconds, 0, gap
     if planner == TYPED:
-        grid = judge.typed(scene)
-        return _fitting([grid], scene), 0.0, 0, -1.0
+        grid = judge.typed(case)
+        return _fitting([grid], case), 0.0, 0, -1.0
     if planner == RANDOM:
-        return _fitting(judge.random_plans(scene, DICE), scene, every=True), 0.0, 0, -1.0
+        return _fitting(judge.random_plans(case, DICE), case, every=True), 0.0, 0, -1.0
     if planner == dtfm.NAME:
-        answer = dtfm.ask(scene, args.dtfm, args.python, args.limit)
+        answer = dtfm.ask(case, args.dtfm, args.python, args.limit)
     else:
-        answer = sailor.ask(scene, planner, args.sailor, args.python, args.limit)
+        answer = sailor.ask(case, planner, args.sailor, args.python, args.limit)
     grids, reasons = [], []
     for plan in answer.plans:
         try:
-            grids.append(gridded(plan, scene.site, scene.model.layers, scene.batch))
-            fitting = _fitting(grids[-1:], scene)
+            grids.append(gridded(plan, case.site, case.model.layers, case.batch))
+            fitting = _fitting(grids[-1:], case)
             return fitting, answer.seconds, len(reasons), -1.0
         except HolmesError as error:
             reasons.append(str(error))
@@ -86,13 +86,13 @@ def plans_of(
 
 
 def _fitting(
-    grids: list[Grid], scene: Scene, every: bool = False
+    grids: list[Grid], case: Case, every: bool = False
 ) -> list[tuple[Grid, judge.Verdict]]:
     """The plans that fit, with their verdicts; HolmesError where none fits or, without `every`,
     where one does not."""
     fitting = []
     for grid in grids:
-        verdict = judge.judged(scene, grid)
+        verdict = judge.judged(case, grid)
         if verdict.fits:
             fitting.append((grid, verdict))
         elif not every:
@@ -102,22 +102,22 @@ def _fitting(
     return fitting
 
 
-def ask(table: Table, scene: Scene, planner: str, args) -> None:
-    begin, notes = time.monotonic(), table.notes.setdefault(scene.name, {})
-    alike = [name for name, other in load_scenes().items() if other.run == scene.run]
+def ask(table: Table, case: Case, planner: str, args) -> None:
+    begin, notes = time.monotonic(), table.notes.setdefault(case.name, {})
+    alike = [name for name, other in load_cases().items() if other.run == case.run]
     if table.late(alike, planner, args.limit) >= CUT:
-        where = "lab's" if scene.run == LAB else "larger"
+        where = "lab's" if case.run == LAB else "larger"
         notes[planner] = {
-            NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} scenes",
+            NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} cases",
             "limit": args.limit,
         }
         return table.save()
     try:
-        plans, seconds, misfits, gap = plans_of(scene, planner, args)
+        plans, seconds, misfits, gap = plans_of(case, planner, args)
     except HolmesError as error:
-        table.forget(scene.name, planner)
+        table.forget(case.name, planner)
         notes[planner] = {NONE: str(error), "limit": args.limit}
-        tell(f"{scene.name}: {planner}: no plan: {error}")
+        tell(f"{case.name}: {planner}: no plan: {error}")
         return table.save()
     before = notes.get(planner, {})
     grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
@@ -131,41 +131,40 @@ def ask(table: Table, scene: Scene, planner: str, args) -> None:
         "limit": args.limit,
     }
     if {**before, **note} != before:  # the lab ran another
-        table.forget(scene.name, planner)
+        table.forget(case.name, planner)
     notes[planner] = {**notes.get(planner, {}), **note}
-    table.add(scene.name, planner, STEP, [judged.step_s for _, judged in plans], "s")
-    table.add(scene.name, planner, SEARCH, [seconds], "s")
-    table.add(scene.name, planner, MISFITS, [misfits], "")
+    table.add(case.name, planner, STEP, [judged.step_s for _, judged in plans], "s")
+    table.add(case.name, planner, SEARCH, [seconds], "s")
+    table.add(case.name, planner, MISFITS, [misfits], "")
     if grid.predicted_s:
-        table.add(scene.name, planner, PREDICTED, [grid.predicted_s], "s")
+        table.add(case.name, planner, PREDICTED, [grid.predicted_s], "s")
     if gap >= 0:
-        table.add(scene.name, planner, GAP, [gap], "fraction")
+        table.add(case.name, planner, GAP, [gap], "fraction")
     tell(
-        f"{scene.name}: {planner}: {verdict.step_s:.4g} s, {grid}; {time.monotonic() - begin:.0f} s"
+        f"{case.name}: {planner}: {verdict.step_s:.4g} s, {grid}; {time.monotonic() - begin:.0f} s"
     )
     table.save()
 
 
-def judge_again(table: Table, scene: Scene) -> None:
+def judge_again(table: Table, case: Case) -> None:
     """The plans that FILE has, and others by the dice."""
-    for planner, note in table.notes.get(scene.name, {}).items():
+    for planner, note in table.notes.get(case.name, {}).items():
         if NONE not in note:
-            steps = [judge.judged(scene, judge.grid_of(note)).step_s]
+            steps = [judge.judged(case, judge.grid_of(note)).step_s]
             if planner == RANDOM:
-                plans = _fitting(judge.random_plans(scene, DICE), scene, every=True)
+                plans = _fitting(judge.random_plans(case, DICE), case, every=True)
                 steps = [verdict.step_s for _, verdict in plans]
-            table.add(scene.name, planner, STEP, steps, "s")
+            table.add(case.name, planner, STEP, steps, "s")
     table.save()
 
 
-def in_turns(table: Table, scenes: list[Scene]) -> Iterator[tuple[Scene, list[str]]]:
-    """The plans of a scene that a turn runs: of all scenes ours first, then the best of the field, then what
+def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
+    """The plans of a case that a turn runs: of all cases ours first, then the best of the field, then what
     one types, then the others."""
     for turn in range(4):
-        for scene in scenes:
+        for case in cases:
             steps = {
-                name: table.value(scene.name, name, STEP)
-                for name in table.notes.get(scene.name, {})
+                name: table.value(case.name, name, STEP) for name in table.notes.get(case.name, {})
             }
             field = sorted(
                 (step, name)
@@ -173,39 +172,39 @@ def in_turns(table: Table, scenes: list[Scene]) -> Iterator[tuple[Scene, list[st
                 if step is not None and name not in (OURS, TYPED, RANDOM)
             )
             best = [name for _, name in field]
-            yield scene, [[OURS], best[:1], [TYPED], [*best[1:], RANDOM]][turn]
+            yield case, [[OURS], best[:1], [TYPED], [*best[1:], RANDOM]][turn]
 
 
-def run_in_lab(table: Table, scene: Scene, named: list[str], end: float = inf) -> None:
+def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> None:
     """The plans of these planners, none begun after `end`; those that found the same one share its run."""
     notes = {
-        name: note for name, note in table.notes.get(scene.name, {}).items() if NONE not in note
+        name: note for name, note in table.notes.get(case.name, {}).items() if NONE not in note
     }
     grids, done = {name: judge.grid_of(note) for name, note in notes.items()}, {}
     for name, grid in grids.items():
-        row, losses = table.row(scene.name, name, MEASURED), table.value(scene.name, name, LOSSES)
+        row, losses = table.row(case.name, name, MEASURED), table.value(case.name, name, LOSSES)
         if row is not None and losses is not None:
             done[grid] = lab.Run([row.spread[0], row.value, row.spread[1]], losses, row.busy)
     for name in named:
         if (
             name not in notes
             or "lab" in notes[name]
-            or table.row(scene.name, name, MEASURED) is not None
+            or table.row(case.name, name, MEASURED) is not None
         ):
             continue
         if grids[name] not in done and time.monotonic() > end:
             continue
         try:
-            run = done.get(grids[name]) or lab.run(scene, grids[name])
+            run = done.get(grids[name]) or lab.run(case, grids[name])
         except HolmesError as error:
             notes[name]["lab"] = f"did not start: {error}"
-            tell(f"{scene.name}: {name}: {error}")
+            tell(f"{case.name}: {name}: {error}")
             table.save()
             continue
         done[grids[name]] = run
-        table.add(scene.name, name, MEASURED, run.steps, "s", True, run.busy)
-        table.add(scene.name, name, LOSSES, [run.loss_difference], "", True)
-        tell(f"{scene.name}: {name}: measured {statistics.median(run.steps):.4g} s")
+        table.add(case.name, name, MEASURED, run.steps, "s", True, run.busy)
+        table.add(case.name, name, LOSSES, [run.loss_difference], "", True)
+        tell(f"{case.name}: {name}: measured {statistics.median(run.steps):.4g} s")
         table.save()
 
 
@@ -218,12 +217,12 @@ def main() -> int:
         type=float,
         default=600.0,
         metavar="S",
-        help="CPU seconds of a planner on a scene",
+        help="CPU seconds of a planner on a case",
     )
     add("--sailor", type=Path, metavar="DIR", help=f"clone of Sailor's repository; {sailor.HOW}")
     add("--dtfm", type=Path, metavar="DIR", help=f"clone of DT-FM's repository; {dtfm.HOW}")
     add("--python", default=sys.executable, help="that has what Sailor's planners import")
-    add("--lab", action="store_true", help="run the plans of the small scenes in the lab")
+    add("--lab", action="store_true", help="run the plans of the small cases in the lab")
     add(
         "--minutes",
         type=float,
@@ -236,10 +235,10 @@ def main() -> int:
         action="store_true",
         help="judge all plans of FILE again: the simulation has changed",
     )
-    add("--again", action="store_true", help="ask these planners on these scenes again")
-    add("--picture", type=Path, metavar="PNG", help="draw planners by regret over scenes")
-    args, scenes, begin = arguments.parse_args(), load_scenes(), time.monotonic()
-    names, planners = chosen(args.scenes, scenes), chosen(args.planners, PLANNERS)
+    add("--again", action="store_true", help="ask these planners on these cases again")
+    add("--picture", type=Path, metavar="PNG", help="draw planners by regret over cases")
+    args, cases, begin = arguments.parse_args(), load_cases(), time.monotonic()
+    names, planners = chosen(args.cases, cases), chosen(args.planners, PLANNERS)
     table = Table(args.json)
     for where, theirs, how in (
         (args.sailor, sailor.PLANNERS, sailor.HOW),
@@ -250,16 +249,16 @@ def main() -> int:
             planners = [name for name in planners if name not in theirs]
     for name in names:
         if args.judge:
-            judge_again(table, scenes[name])
+            judge_again(table, cases[name])
         for planner in planners:
             if args.again or not table.has(name, planner, args.limit):
-                ask(table, scenes[name], planner, args)
-    lab_scenes = [scenes[name] for name in names if args.lab and scenes[name].run == LAB]
-    for scene, named in in_turns(table, lab_scenes):
-        run_in_lab(table, scene, named, begin + 60 * args.minutes)
-    asked = [name for name in scenes if name in table.notes]
+                ask(table, cases[name], planner, args)
+    lab_cases = [cases[name] for name in names if args.lab and cases[name].run == LAB]
+    for case, named in in_turns(table, lab_cases):
+        run_in_lab(table, case, named, begin + 60 * args.minutes)
+    asked = [name for name in cases if name in table.notes]
     regrets(table, asked)
-    table.rows = [row for row in table.rows if row.scene != "all"] + over_scenes(table, asked)
+    table.rows = [row for row in table.rows if row.case != "all"] + over_cases(table, asked)
     table.save()
     if args.picture:
         draw(table.rows, table.notes, REGRET, PLANNERS, args.picture)

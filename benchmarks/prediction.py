@@ -1,16 +1,16 @@
 """Predicted against measured step times: planner/simulate/step.py against real engines on emulated clusters,
 and against the Holmes paper's bars.
 
-    python benchmarks/prediction.py --json FILE [--scenes NAME,...|recorded|paper] [--store FILE] [--predict]
+    python benchmarks/prediction.py --json FILE [--cases NAME,...|recorded|paper] [--store FILE] [--predict]
                                     [--within S]
 
-Nothing is tuned for a scene. Once for all: `holmes probe` in the lab of each cluster file (what a user would
+Nothing is tuned for a case. Once for all: `holmes probe` in the lab of each cluster file (what a user would
 run), the emulated accelerator's known seconds, and for each engine three numbers fitted to five runs of
-CALIBRATION, which are not among the scenes: CPU seconds of a block's forward or backward, of a parameter and
+CALIBRATION, which are not among the cases: CPU seconds of a block's forward or backward, of a parameter and
 of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation shares
 them too (Execution.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each
 cluster file (hosts, by the machine's own counters while its nodes all-reduce and do nothing else). --store
-keeps what was measured: scenes that are in it are not run again (--predict runs nothing, --within S begins
+keeps what was measured: cases that are in it are not run again (--predict runs nothing, --within S begins
 nothing after S seconds), so that a long run can be made in parts.
 """
 
@@ -58,10 +58,10 @@ TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "plain": LOOP}
 
 
 @dataclass(frozen=True)
-class Scene:
+class Case:
     """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the
-    calibration, and what others recorded). overlap, two_level, zero, layers_of: as in Execution; flags: what
-    makes the engine do so."""
+    calibration, and what others recorded). overlap, hierarchical, zero, layers_of: as in Execution;
+    flags: what makes the engine do so."""
 
     name: str
     engine: str
@@ -74,13 +74,13 @@ class Scene:
     flops: float = 2.3e9
     virtual: int = 1
     overlap: str = "off"
-    two_level: bool = False
+    hierarchical: bool = False
     zero: int = 0
     layers_of: tuple[int, ...] = ()
     flags: tuple[str, ...] = ()
 
 
-def _scenes() -> tuple[Scene, ...]:
+def _cases() -> tuple[Case, ...]:
     two, four, six, eight, slow, three = (
         "two_nodes",
         "two_clusters_4",
@@ -91,14 +91,14 @@ def _scenes() -> tuple[Scene, ...]:
     )
     on, off = ("--holmes-overlap", "on"), ("--holmes-overlap", "off")
 
-    def ds(name: str, file: str, way: str, **more) -> Scene:
-        return Scene(f"deepspeed {name}", "deepspeed", file, way, **more)
+    def ds(name: str, file: str, way: str, **more) -> Case:
+        return Case(f"deepspeed {name}", "deepspeed", file, way, **more)
 
-    def mc(name: str, file: str, way: str, **more) -> Scene:
-        return Scene(f"megatron {name}", "megatron", file, way, **more)
+    def mc(name: str, file: str, way: str, **more) -> Case:
+        return Case(f"megatron {name}", "megatron", file, way, **more)
 
-    def plain(name: str, file: str, way: str, **more) -> Scene:
-        return Scene(
+    def plain(name: str, file: str, way: str, **more) -> Case:
+        return Case(
             f"plain {name}",
             "plain",
             file,
@@ -152,30 +152,30 @@ def _scenes() -> tuple[Scene, ...]:
         plain("2+2 flat ring overlap", four, "stock", overlap="on", flags=("--bucket-mb", "1")),
         plain("4+4 flat ring overlap", eight, "stock", overlap="on", flags=("--bucket-mb", "1")),
         plain(
-            "4+4 two levels overlap",
+            "4+4 hierarchical overlap",
             eight,
             "holmes",
             overlap="on",
-            two_level=True,
+            hierarchical=True,
             flags=("--bucket-mb", "2"),
         ),
         plain(
-            "4+4 two levels",
+            "4+4 hierarchical",
             eight,
             "holmes",
-            two_level=True,
+            hierarchical=True,
             flags=("--no-overlap", "--bucket-mb", "100"),
         ),
     )
 
 
-SCENES = _scenes()
+CASES = _cases()
 
 
-def _calibration() -> tuple[Scene, ...]:
-    scenes = []
+def _calibration() -> tuple[Case, ...]:
+    cases = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
-        base = Scene(
+        base = Case(
             "",
             engine,
             "one_cluster",
@@ -198,8 +198,8 @@ def _calibration() -> tuple[Scene, ...]:
             last,
         )
         for number, change in enumerate(changes):
-            scenes.append(replace(base, name=f"calibration {engine} {number}", **change))
-    return tuple(scenes)
+            cases.append(replace(base, name=f"calibration {engine} {number}", **change))
+    return tuple(cases)
 
 
 CALIBRATION = _calibration()
@@ -207,7 +207,7 @@ CALIBRATION = _calibration()
 
 @dataclass
 class Measured:
-    """What is known so far: seconds of the steps by scene; by cluster file links (TOML text) and fabric ->
+    """What is known so far: seconds of the steps by case; by cluster file links (TOML text) and fabric ->
     CPU seconds of a byte sent."""
 
     steps: dict[str, list[float]] = field(default_factory=dict)
@@ -218,9 +218,9 @@ class Measured:
     def load(cls, path: Path) -> Measured:
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
-    def knows(self, scene: Scene) -> bool:
+    def knows(self, case: Case) -> bool:
         """Whether its steps were measured, and its networks."""
-        return scene.name in self.steps and scene.file in self.hosts
+        return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
         if file not in self.hosts:  # which are measured after the probe
@@ -241,58 +241,58 @@ def cluster_file(name: str) -> Path:
     return local if local.exists() else examples() / "clusters" / f"{name}.toml"
 
 
-def cluster_spec(scene: Scene) -> SiteSpec:
-    spec = load_spec(cluster_file(scene.file))
-    return all_rdma(spec).spec if scene.way == "rdma" else spec
+def cluster_spec(case: Case) -> SiteSpec:
+    spec = load_spec(cluster_file(case.file))
+    return all_rdma(spec).spec if case.way == "rdma" else spec
 
 
-def placed(scene: Scene, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
-    """The site of the scene's nodes, and the order in which their ranks are."""
+def placed(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
+    """The site of the case's nodes, and the order in which their ranks are."""
     launched = interleave(spec)
     site = site_from_spec(spec)
-    if scene.way != "holmes":
-        return site, launched if scene.way == "stock" else tuple(node.name for node in site.nodes)
+    if case.way != "holmes":
+        return site, launched if case.way == "stock" else tuple(node.name for node in site.nodes)
     launch_order = replace(site, nodes=tuple(site.node_by_name[name] for name in launched))
-    return site, build_plan(launch_order, Sizes(pipeline=scene.stages)).nodes
+    return site, build_plan(launch_order, Sizes(pipeline=case.stages)).nodes
 
 
-def measure(scene: Scene) -> list[float]:
+def measure(case: Case) -> list[float]:
     """Seconds of the measured steps."""
-    file = cluster_file(scene.file)
+    file = cluster_file(case.file)
     spec = load_spec(file)
     script = {
         "deepspeed": "deepspeed_pipeline",
         "megatron": "megatron_core",
         "plain": "plain_torch",
-    }[scene.engine]
+    }[case.engine]
     command = [
         str(examples() / script / "train.py"),
-        *f"--layers {scene.layers} --hidden {scene.hidden} --heads 4 --sequence 16 --micro-batch 1".split(),
+        *f"--layers {case.layers} --hidden {case.hidden} --heads 4 --sequence 16 --micro-batch 1".split(),
     ]
-    command += ["--micro-batches", str(scene.micro_batches), *scene.flags]
-    if scene.engine != "plain":
-        command += ["--stages" if scene.engine == "deepspeed" else "--pipeline", str(scene.stages)]
-    if scene.virtual > 1:
-        command += ["--virtual-pipeline", str(scene.virtual)]
-    variant = Variant(scene.name, spec, interleave(spec))
-    if scene.way == "rdma":
-        variant = replace(all_rdma(spec), name=scene.name)
-    elif scene.way == "holmes":
+    command += ["--micro-batches", str(case.micro_batches), *case.flags]
+    if case.engine != "plain":
+        command += ["--stages" if case.engine == "deepspeed" else "--pipeline", str(case.stages)]
+    if case.virtual > 1:
+        command += ["--virtual-pipeline", str(case.virtual)]
+    variant = Variant(case.name, spec, interleave(spec))
+    if case.way == "rdma":
+        variant = replace(all_rdma(spec), name=case.name)
+    elif case.way == "holmes":
         flags = (
             "--holmes",
             "--holmes-cluster",
             str(file),
             "--holmes-sizes",
-            f"pipeline={scene.stages}",
+            f"pipeline={case.stages}",
         )
-        # benchmarks/edges.py predicts the rest
+        # benchmarks/stage_links.py predicts the rest
         variant = replace(variant, flags=(*flags, "--holmes-inflight", "off"))
-    elif scene.engine == "plain":
+    elif case.engine == "plain":
         variant = replace(variant, env={"GLOO_SOCKET_IFNAME": "eth0"})
     accelerator = (
-        {"flops": scene.flops, "classes": ["TransformerLayer"], "layout": "sbh"}
-        if scene.engine == "megatron"
-        else {"flops": scene.flops, "classes": ["Block"]}
+        {"flops": case.flops, "classes": ["TransformerLayer"], "layout": "sbh"}
+        if case.engine == "megatron"
+        else {"flops": case.flops, "classes": ["Block"]}
     )
     series = compare(
         [variant],
@@ -303,7 +303,7 @@ def measure(scene: Scene) -> list[float]:
         accelerator=accelerator,
         timeout=120.0,
     )
-    return series[scene.name].steps[0]
+    return series[case.name].steps[0]
 
 
 def probe(spec: SiteSpec, file: Path) -> str:
@@ -332,63 +332,63 @@ def probe(spec: SiteSpec, file: Path) -> str:
         return copy.read_text()
 
 
-def predict(scene: Scene, links: Links, overhead: tuple[float, float, float]) -> float:
+def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> float:
     """Seconds of a step. overhead: CPU seconds of a block's forward or backward, of a parameter, of a
     step."""
-    spec = cluster_spec(scene)
-    site, order = placed(scene, spec)
-    sizes = Sizes(pipeline=scene.stages).complete(site.world_size)
+    spec = cluster_spec(case)
+    site, order = placed(case, spec)
+    sizes = Sizes(pipeline=case.stages).complete(site.world_size)
     gpt = Model(
-        scene.layers,
-        scene.hidden,
+        case.layers,
+        case.hidden,
         4,
         16,
         256,
-        micro_batches=scene.micro_batches,
+        micro_batches=case.micro_batches,
         activation_width=4,
-        tied=scene.engine == "plain",
+        tied=case.engine == "plain",
     )
-    forward = forward_s(scene.hidden, 16, scene.flops)
-    costs = even_costs(forward, scene.layers, scene.stages, scene.micro_batches)
+    forward = forward_s(case.hidden, 16, case.flops)
+    costs = even_costs(forward, case.layers, case.stages, case.micro_batches)
     execution = Execution(
-        engine=TRAITS[scene.engine],
-        virtual=scene.virtual,
-        stage_layers=scene.layers_of,
-        overlap=scene.overlap,
+        engine=TRAITS[case.engine],
+        virtual=case.virtual,
+        stage_layers=case.layers_of,
+        overlap=case.overlap,
         bucket_bytes=next(
             (
-                int(float(scene.flags[i + 1]) * 1e6)
-                for i, text in enumerate(scene.flags)
+                int(float(case.flags[i + 1]) * 1e6)
+                for i, text in enumerate(case.flags)
                 if text == "--bucket-mb"
             ),
             0,
         ),
-        two_level=scene.two_level,
+        hierarchical=case.hierarchical,
         direct=True,
-        zero=scene.zero,
+        zero=case.zero,
         block_s=overhead[0],
         parameter_s=overhead[1],
         step_s=overhead[2],
-        sums=1 if scene.engine == "plain" else 0,
+        sums=1 if case.engine == "plain" else 0,
         cores=CORES,
         notices=True,
     )
-    only = stock_fabric(site) if scene.way != "holmes" else None
+    only = stock_fabric(site) if case.way != "holmes" else None
     return simulate(site, order, sizes, gpt, execution, links, only, costs).step_s
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
     """An engine's CPU seconds, from its calibration runs."""
-    scenes = [scene for scene in CALIBRATION if scene.engine == engine]
+    cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
-        scenes,
-        [statistics.median(measured.steps[scene.name]) for scene in scenes],
-        measured.links(scenes[0].file),
+        cases,
+        [statistics.median(measured.steps[case.name]) for case in cases],
+        measured.links(cases[0].file),
     )
 
 
 def overheads(
-    scenes: Sequence[Scene], seconds: Sequence[float], links: Links = Links()
+    cases: Sequence[Case], seconds: Sequence[float], links: Links = Links()
 ) -> tuple[float, float, float]:
     """The three CPU seconds (of a block's forward or backward, a parameter, a step) that explain these steps
     best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits for a core
@@ -399,11 +399,11 @@ def overheads(
     units, costs = (1e-4, 1e-9, 1e-3), (0.0, 0.0, 0.0)
     for _ in range(ROUNDS):
         rows, wanted = [], []
-        for scene, measured in zip(scenes, seconds):
-            predicted = predict(scene, links, costs)
+        for case, measured in zip(cases, seconds):
+            predicted = predict(case, links, costs)
             slopes = [
                 predict(
-                    scene,
+                    case,
                     links,
                     tuple(
                         part + unit * (i == j) for j, (part, unit) in enumerate(zip(costs, units))
@@ -427,32 +427,32 @@ def overheads(
 
 
 def measure_missing(
-    scenes: Sequence[Scene], measured: Measured, store: Path, until: float = inf, runs: int = 1
+    cases: Sequence[Case], measured: Measured, store: Path, until: float = inf, runs: int = 1
 ) -> None:
-    """Measure what is not in the store, `runs` runs of each scene, in turns; begin nothing after `until`
+    """Measure what is not in the store, `runs` runs of each case, in turns; begin nothing after `until`
     (time.monotonic)."""
-    for run, scene in itertools.product(range(1, runs + 1), scenes):
+    for run, case in itertools.product(range(1, runs + 1), cases):
         if time.monotonic() > until:
-            tell(f"no time left for {scene.name} and those after it: run again")
+            tell(f"no time left for {case.name} and those after it: run again")
             return
-        if scene.file not in measured.probes:
-            file = cluster_file(scene.file)
-            tell(f"probing {scene.file}")
-            measured.probes[scene.file] = probe(load_spec(file), file)
+        if case.file not in measured.probes:
+            file = cluster_file(case.file)
+            tell(f"probing {case.file}")
+            measured.probes[case.file] = probe(load_spec(file), file)
             measured.save(store)
-        if scene.file not in measured.hosts:
-            tell(f"measuring the hosts of {scene.file}")
-            measured.hosts[scene.file] = measure_hosts(load_spec(cluster_file(scene.file)))
+        if case.file not in measured.hosts:
+            tell(f"measuring the hosts of {case.file}")
+            measured.hosts[case.file] = measure_hosts(load_spec(cluster_file(case.file)))
             measured.save(store)
-        if len(measured.steps.get(scene.name, ())) < run * (STEPS - SKIP):
-            tell(f"measuring {scene.name}")
-            measured.steps.setdefault(scene.name, []).extend(measure(scene))
+        if len(measured.steps.get(case.name, ())) < run * (STEPS - SKIP):
+            tell(f"measuring {case.name}")
+            measured.steps.setdefault(case.name, []).extend(measure(case))
             measured.save(store)
 
 
-def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
+def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
     rows, errors = [], []
-    known = {engine: calibrate(engine, measured) for engine in {scene.engine for scene in scenes}}
+    known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}
     for engine, (of_block, of_parameter, of_step) in sorted(known.items()):
         for name, value, unit in (
             ("block's forward or backward", of_block, "s"),
@@ -469,23 +469,21 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
                     True,
                 )
             )
-    for scene in scenes:
-        links, steps = measured.links(scene.file), measured.steps[scene.name]
-        median, predicted = statistics.median(steps), predict(scene, links, known[scene.engine])
+    for case in cases:
+        links, steps = measured.links(case.file), measured.steps[case.name]
+        median, predicted = statistics.median(steps), predict(case, links, known[case.engine])
+        rows.append(Row.of(case.name, "measured step", median, "s", (min(steps), max(steps)), True))
         rows.append(
-            Row.of(scene.name, "measured step", median, "s", (min(steps), max(steps)), True)
-        )
-        rows.append(
-            Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True)
+            Row.of(case.name, "predicted step", predicted, "s", (predicted, predicted), True)
         )
         error = predicted / median - 1
         errors.append(abs(error))
-        rows.append(Row.of(scene.name, "error", error, "of the measured", (error, error), True))
-    if len(scenes) >= 24:
+        rows.append(Row.of(case.name, "error", error, "of the measured", (error, error), True))
+    if len(cases) >= 24:
         spread = (min(errors), max(errors))
         rows.append(
             Row.of(
-                f"{len(errors)} lab scenes",
+                f"{len(errors)} lab cases",
                 "median error",
                 statistics.median(errors),
                 "of the measured",
@@ -496,7 +494,7 @@ def lab_rows(scenes: list[Scene], measured: Measured) -> list[Row]:
         )
         rows.append(
             Row.of(
-                f"{len(errors)} lab scenes",
+                f"{len(errors)} lab cases",
                 "worst error",
                 max(errors),
                 "of the measured",
@@ -518,7 +516,7 @@ def main() -> int:
         help="what was measured; kept between parts",
     )
     arguments.add_argument(
-        "--predict", action="store_true", help="measure nothing: scenes that are in the store"
+        "--predict", action="store_true", help="measure nothing: cases that are in the store"
     )
     arguments.add_argument(
         "--within",
@@ -528,35 +526,31 @@ def main() -> int:
         help="begin no measurement after S seconds",
     )
     args = arguments.parse_args()
-    wanted = [name for name in args.scenes.split(",") if name]
+    wanted = [name for name in args.cases.split(",") if name]
     unknown = [
         name
         for name in wanted
         if name not in ("paper", "recorded")
-        and not any(scene.name.startswith(name) for scene in SCENES)
+        and not any(case.name.startswith(name) for case in CASES)
     ]
     if unknown:
-        known = ", ".join(scene.name for scene in SCENES)
-        tell(f"prediction.py: no scene {unknown[0]!r}; there are paper, recorded, {known}")
+        known = ", ".join(case.name for case in CASES)
+        tell(f"prediction.py: no case {unknown[0]!r}; there are paper, recorded, {known}")
         return 2
     measured = Measured.load(args.store)
-    scenes = [
-        scene
-        for scene in SCENES
-        if not wanted or any(scene.name.startswith(name) for name in wanted)
+    cases = [
+        case for case in CASES if not wanted or any(case.name.startswith(name) for name in wanted)
     ]
     if not args.predict:
-        assert os.cpu_count() == CORES or not scenes, (
+        assert os.cpu_count() == CORES or not cases, (
             f"CORES is {CORES}, this machine has {os.cpu_count()}"
         )
-        engines = {scene.engine for scene in scenes}
-        first = [scene for scene in CALIBRATION if scene.engine in engines]
-        measure_missing([*first, *scenes], measured, args.store, time.monotonic() + args.within)
-    unknown_engines = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}
-    scenes = [
-        scene for scene in scenes if measured.knows(scene) and scene.engine not in unknown_engines
-    ]
-    rows = lab_rows(scenes, measured) if scenes else []
+        engines = {case.engine for case in cases}
+        first = [case for case in CALIBRATION if case.engine in engines]
+        measure_missing([*first, *cases], measured, args.store, time.monotonic() + args.within)
+    unknown_engines = {case.engine for case in CALIBRATION if not measured.knows(case)}
+    cases = [case for case in cases if measured.knows(case) and case.engine not in unknown_engines]
+    rows = lab_rows(cases, measured) if cases else []
     rows += recorded_rows(sys.modules[__name__]) if not wanted or "recorded" in wanted else []
     rows += paper_rows() if not wanted or "paper" in wanted else []
     return finish(rows, args.json, "Predicted against measured steps")

@@ -1,5 +1,5 @@
-"""What a byte on a network, and a message of a two-level sum, cost this machine's cores, which are all hosts
-of a lab: numbers for prediction.py's and stacks.py's simulations.
+"""What a byte on a network, and a message of a hierarchical sum, cost this machine's cores, which are
+all hosts of a lab: numbers for prediction.py's and stacks.py's simulations.
 
 The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet,
 while /proc/stat counts the seconds in which a core was not idle: those of sockets, checksums, shaping, the
@@ -92,11 +92,11 @@ def of_software(clusters: list) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+    from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 
     costs, groups = {}, [ranks for _, ranks in clusters]
     if len(groups) > 1:  # sums of so little that bytes do not count
-        reduction, few = TwoLevelAllReduce(groups), torch.ones(64 * dist.get_world_size())
+        reduction, few = HierarchicalAllReduce(groups), torch.ones(64 * dist.get_world_size())
         sent = 2 * sum(n * (n - 1) for n in map(len, [*groups, *zip(*groups)]))
         costs["host_message_s"] = (
             cpu_s(lambda: reduction.all_reduce(few).wait(), SUMS) / SUMS / sent

@@ -1,10 +1,10 @@
 """Predicted against measured step times where the network between clusters is not flat: latencies of 2 to 80
 ms, unequal links, shared uplinks.
 
-    python benchmarks/prediction_links.py --json FILE [--scenes NAME,...] [--store FILE] [--predict]
+    python benchmarks/prediction_links.py --json FILE [--cases NAME,...] [--store FILE] [--predict]
                                           [--within S] [--runs N]
 
-Everything as in prediction.py, with the same calibration runs: nothing is tuned for these scenes. They have a
+Everything as in prediction.py, with the same calibration runs: nothing is tuned for these cases. They have a
 store of their own, because CPU seconds are one machine's. Each cluster file is probed once in its lab; the
 links between clusters are taken as measured there. Nodes' TCP is tuned for long links
 (lab/holmes_lab/network/crossing.py): else a connection that was idle begins anew with a small window, and a
@@ -22,34 +22,38 @@ from pathlib import Path
 
 import prediction
 from harness import Row, finish, parser, tell
-from prediction import CALIBRATION, Measured, Scene
+from prediction import CALIBRATION, Case, Measured
 
 STORE = Path(__file__).parent / "results" / "prediction_links_measured.json"
 
 
-def _scenes() -> tuple[Scene, ...]:
+def _cases() -> tuple[Case, ...]:
     off, on = ("--holmes-overlap", "off"), ("--holmes-overlap", "on")
-    scenes = []
+    cases = []
     labels = {
         "links_uplinks_2ms": "uplinks 2 ms",
         "links_two_20ms": "20 ms",
         "links_two_80ms": "80 ms",
     }
     for file, label in labels.items():
-        plain = Scene("", "plain", file, "stock", stages=1, hidden=192, micro_batches=2, flops=8e8)
+        plain = Case("", "plain", file, "stock", stages=1, hidden=192, micro_batches=2, flops=8e8)
         whole = ("--no-overlap", "--bucket-mb", "100")
-        scenes += [
-            Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", flags=off),
-            Scene(f"{label} megatron holmes", "megatron", file, "holmes", flags=off),
+        cases += [
+            Case(f"{label} deepspeed holmes", "deepspeed", file, "holmes", flags=off),
+            Case(f"{label} megatron holmes", "megatron", file, "holmes", flags=off),
             replace(plain, name=f"{label} plain flat ring", flags=("--no-overlap",)),
             replace(
-                plain, name=f"{label} plain two levels", way="holmes", two_level=True, flags=whole
+                plain,
+                name=f"{label} plain hierarchical",
+                way="holmes",
+                hierarchical=True,
+                flags=whole,
             ),
         ]
     file, label = "three_links_6", "4 : 4 : 1, 20 ms"
-    scenes += [
-        Scene(f"{label} deepspeed holmes", "deepspeed", file, "holmes", stages=3, flags=off),
-        Scene(
+    cases += [
+        Case(f"{label} deepspeed holmes", "deepspeed", file, "holmes", stages=3, flags=off),
+        Case(
             f"{label} deepspeed holmes overlap",
             "deepspeed",
             file,
@@ -58,21 +62,21 @@ def _scenes() -> tuple[Scene, ...]:
             overlap="on",
             flags=on,
         ),
-        Scene(f"{label} megatron holmes", "megatron", file, "holmes", stages=3, flags=off),
+        Case(f"{label} megatron holmes", "megatron", file, "holmes", stages=3, flags=off),
         replace(plain, file=file, name=f"{label} plain flat ring", flags=("--no-overlap",)),
         replace(
             plain,
             file=file,
-            name=f"{label} plain two levels",
+            name=f"{label} plain hierarchical",
             way="holmes",
-            two_level=True,
+            hierarchical=True,
             flags=whole,
         ),
     ]
-    return tuple(scenes)
+    return tuple(cases)
 
 
-SCENES = _scenes()
+CASES = _cases()
 
 
 def main() -> int:
@@ -81,30 +85,30 @@ def main() -> int:
         "--store", type=Path, default=STORE, metavar="FILE", help="what was measured"
     )
     arguments.add_argument(
-        "--predict", action="store_true", help="measure nothing: scenes that are in the store"
+        "--predict", action="store_true", help="measure nothing: cases that are in the store"
     )
-    arguments.add_argument("--runs", type=int, default=1, metavar="N", help="of each scene")
+    arguments.add_argument("--runs", type=int, default=1, metavar="N", help="of each case")
     arguments.add_argument(
         "--within", type=float, default=inf, metavar="S", help="begin nothing after S seconds"
     )
     args = arguments.parse_args()
     measured = Measured.load(args.store)
-    wanted = [name for name in args.scenes.split(",") if name]
-    scenes = [scene for scene in SCENES if not wanted or any(name in scene.name for name in wanted)]
+    wanted = [name for name in args.cases.split(",") if name]
+    cases = [case for case in CASES if not wanted or any(name in case.name for name in wanted)]
     if not args.predict:
-        engines, until = {scene.engine for scene in scenes}, time.monotonic() + args.within
+        engines, until = {case.engine for case in cases}, time.monotonic() + args.within
         prediction.measure_missing(
-            [scene for scene in CALIBRATION if scene.engine in engines], measured, args.store, until
+            [case for case in CALIBRATION if case.engine in engines], measured, args.store, until
         )
-        prediction.measure_missing(scenes, measured, args.store, until, args.runs)
-    missing = {scene.engine for scene in CALIBRATION if not measured.knows(scene)}
-    scenes = [scene for scene in scenes if measured.knows(scene) and scene.engine not in missing]
-    if not scenes:
-        tell("prediction_links.py: none of these scenes was measured yet")
+        prediction.measure_missing(cases, measured, args.store, until, args.runs)
+    missing = {case.engine for case in CALIBRATION if not measured.knows(case)}
+    cases = [case for case in cases if measured.knows(case) and case.engine not in missing]
+    if not cases:
+        tell("prediction_links.py: none of these cases was measured yet")
         return 2
-    rows = prediction.lab_rows(scenes, measured)
+    rows = prediction.lab_rows(cases, measured)
     errors = [abs(row.value) for row in rows if row.metric == "error"]
-    what, spread = f"{len(errors)} scenes with links", (min(errors), max(errors))
+    what, spread = f"{len(errors)} cases with links", (min(errors), max(errors))
     for metric, value, target in (
         ("median", statistics.median(errors), "<= 0.03"),
         ("worst", max(errors), "<= 0.1"),

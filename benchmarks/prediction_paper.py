@@ -40,7 +40,7 @@ from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
 from holmes_ext.samples import examples
 
-SCENE = "paper: 4 RoCE + 4 InfiniBand, GPT 7.5B"
+CASE = "paper: 4 RoCE + 4 InfiniBand, GPT 7.5B"
 BARS = {"Megatron-DeepSpeed": 1.66, "Megatron-LM": 1.38, "Megatron-LLaMA": 1.14}
 # the paper has no cuts
 OVERLAPPED = Execution(
@@ -77,20 +77,20 @@ def paper_rows() -> list[Row]:
     )
     predicted = steps(site, model)
     rows = [
-        Row.of(SCENE, f"predicted step, {name}", seconds, "s", (seconds, seconds), True)
+        Row.of(CASE, f"predicted step, {name}", seconds, "s", (seconds, seconds), True)
         for name, seconds in predicted.items()
     ]
     for name, bar in BARS.items():
         ratio = predicted[name] / predicted["Holmes"]
         rows.append(
             Row.of(
-                SCENE, f"Holmes : {name}, predicted (paper {bar})", ratio, "x", (ratio, ratio), True
+                CASE, f"Holmes : {name}, predicted (paper {bar})", ratio, "x", (ratio, ratio), True
             )
         )
         miss = abs(ratio / bar - 1)
         rows.append(
             Row.of(
-                SCENE,
+                CASE,
                 f"Holmes : {name}, off the paper's bar by",
                 miss,
                 "of the bar",
@@ -109,7 +109,7 @@ def paper_rows() -> list[Row]:
             ratio = other[name] / other["Holmes"]
             rows.append(
                 Row.of(
-                    SCENE,
+                    CASE,
                     f"Holmes : {name}, {what} (paper {bar})",
                     ratio,
                     "x",

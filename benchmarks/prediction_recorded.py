@@ -20,14 +20,14 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Recorded:
-    """scene: name of a prediction.Scene, whose way and overlap are replaced by these; file, recorded_scene,
+    """case: name of a prediction.Scene, whose way and overlap are replaced by these; file, recorded_case,
     metric: where the result is."""
 
-    scene: str
+    case: str
     way: str
     overlap: str
     file: str
-    recorded_scene: str
+    recorded_case: str
     metric: str
 
 
@@ -35,7 +35,7 @@ def _recorded() -> tuple[Recorded, ...]:
     """Holmes overlaps only the reductions that would be waited for, the simulation all of them: both take as
     long."""
     results = []
-    for scene, recorded in (
+    for case, recorded in (
         ("4+4", "4+4"),
         ("4+4 slow RoCE", "4+4 slow RoCE"),
         ("2+4", "2+4 pipeline 3"),
@@ -49,7 +49,7 @@ def _recorded() -> tuple[Recorded, ...]:
         ):
             results.append(
                 Recorded(
-                    f"deepspeed {scene} holmes",
+                    f"deepspeed {case} holmes",
                     way,
                     overlap,
                     "two_clusters.json",
@@ -84,42 +84,42 @@ def recorded_rows(prediction: Any) -> list[Row]:
 
     from holmes_ext.plan.cost.links import Links
 
-    scenes = {scene.name: scene for scene in prediction.SCENES}
-    cases: dict[str, list[tuple]] = {}
+    cases = {case.name: case for case in prediction.CASES}
+    cases_of_engine: dict[str, list[tuple]] = {}
     for recorded in RECORDED:
         values = {
             (row["scene"], row["metric"]): row
             for row in json.loads((RESULTS / recorded.file).read_text())["rows"]
         }
-        if row := values.get((recorded.recorded_scene, recorded.metric)):
+        if row := values.get((recorded.recorded_case, recorded.metric)):
             name = (
-                f"recorded: {scenes[recorded.scene].engine} {recorded.recorded_scene} "
+                f"recorded: {cases[recorded.case].engine} {recorded.recorded_case} "
                 f"{recorded.metric.removeprefix('step ')}"
             )
-            scene = replace(
-                scenes[recorded.scene], way=recorded.way, overlap=recorded.overlap, name=name
+            case = replace(
+                cases[recorded.case], way=recorded.way, overlap=recorded.overlap, name=name
             )
-            cases.setdefault(scene.engine, []).append((scene, row))
+            cases_of_engine.setdefault(case.engine, []).append((case, row))
     rows, errors = [], []
-    for engine_cases in cases.values():
-        fast = [(scene, row["value"]) for scene, row in engine_cases if scene.way == "rdma"]
+    for engine_cases in cases_of_engine.values():
+        fast = [(case, row["value"]) for case, row in engine_cases if case.way == "rdma"]
         if not fast:
             continue
         overhead = prediction.overheads(*zip(*fast))
-        for scene, row in engine_cases:
-            if scene.way == "rdma":
+        for case, row in engine_cases:
+            if case.way == "rdma":
                 continue
-            predicted = prediction.predict(scene, Links(), overhead)
+            predicted = prediction.predict(case, Links(), overhead)
             errors.append(abs(predicted / row["value"] - 1))
             rows.append(
-                Row.of(scene.name, "measured step", row["value"], "s", tuple(row["spread"]), True)
+                Row.of(case.name, "measured step", row["value"], "s", tuple(row["spread"]), True)
             )
             rows.append(
-                Row.of(scene.name, "predicted step", predicted, "s", (predicted, predicted), True)
+                Row.of(case.name, "predicted step", predicted, "s", (predicted, predicted), True)
             )
             rows.append(
                 Row.of(
-                    scene.name,
+                    case.name,
                     "error",
                     predicted / row["value"] - 1,
                     "of the measured",
@@ -130,7 +130,7 @@ def recorded_rows(prediction: Any) -> list[Row]:
     if not errors:
         return []
     spread = (min(errors), max(errors))
-    name = f"{len(errors)} recorded scenes"
+    name = f"{len(errors)} recorded cases"
     return [
         *rows,
         Row.of(

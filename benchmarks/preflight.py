@@ -5,7 +5,7 @@ it on.
 
 "64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank
 is a process in its node's namespaces. Seconds from the plan's verdict until all ranks have the preflight's,
-the slowest rank of each run; and the whole start with and without, in turn. "step": the 2+2 scene of
+the slowest rank of each run; and the whole start with and without, in turn. "step": the 2+2 case of
 two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one launch; blocks of steps with
 everything that runs beside the training (NIC watch, telemetry, watchdog) on, off, and off again (the noise),
 the order rotating; medians of the blocks' medians, spread of the comparisons: their quartiles. "watch": CPU
@@ -69,7 +69,7 @@ def preflights(per_node: int, runs: int) -> list:
 
     from holmes_ext.cluster.spec import load_spec
 
-    scene, times = f"{64 // per_node} nodes x {per_node}", {"on": [], "off": [], "preflight": []}
+    case, times = f"{64 // per_node} nodes x {per_node}", {"on": [], "off": [], "preflight": []}
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "c.toml"
         two = (
@@ -91,17 +91,17 @@ def preflights(per_node: int, runs: int) -> list:
                     times[flag].append(max(rank["start_s"] for rank in ranks))
                     if flag == "on":
                         times["preflight"].append(max(rank["preflight_s"] for rank in ranks))
-                tell(f"{scene}: run {run + 1} of {runs}: preflight {times['preflight'][-1]:.2f} s")
-    rows = [_row(scene, "preflight of 64 ranks", times["preflight"], "s", "<= 3")]
+                tell(f"{case}: run {run + 1} of {runs}: preflight {times['preflight'][-1]:.2f} s")
+    rows = [_row(case, "preflight of 64 ranks", times["preflight"], "s", "<= 3")]
     return rows + [
-        _row(scene, f"start-up with preflight {flag}", times[flag], "s") for flag in ("on", "off")
+        _row(case, f"start-up with preflight {flag}", times[flag], "s") for flag in ("on", "off")
     ]
 
 
-def _row(scene: str, metric: str, values: list[float], unit: str, target: str = ""):
+def _row(case: str, metric: str, values: list[float], unit: str, target: str = ""):
     from harness import Row
 
-    return Row.median(scene, metric, values, unit, True, target)
+    return Row.median(case, metric, values, unit, True, target)
 
 
 class Everything:
@@ -137,7 +137,7 @@ class Everything:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """One rank of the scene "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and
+    """One rank of the case "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and
     off again, in turn."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
@@ -184,13 +184,13 @@ def healthy_main(out: str, *command: str) -> None:
 def healthy_steps(cycles: int) -> list:
     from harness import Row, tell
     from holmes_lab import Lab, interleave
-    from two_clusters import SCENES, script
+    from two_clusters import CASES, script
 
     from holmes_ext.cluster.spec import load_spec
     from holmes_ext.samples import examples
 
-    scene = next(scene for scene in SCENES if scene.name == "2+2")
-    file = examples() / "clusters" / scene.file
+    case = next(case for case in CASES if case.name == "2+2")
+    file = examples() / "clusters" / case.file
     spec = load_spec(file)
     with Lab(spec, realtime=True) as lab, tempfile.TemporaryDirectory() as folder:
         command = [
@@ -198,14 +198,14 @@ def healthy_steps(cycles: int) -> list:
             __file__,
             "--step",
             f"{folder}/found",
-            *script(scene),
+            *script(case),
             "--steps",
             str(3 * (cycles + 1) * BLOCK),
             "--holmes",
             "--holmes-cluster",
             str(file),
             "--holmes-sizes",
-            f"pipeline={scene.stages}",
+            f"pipeline={case.stages}",
             "--holmes-telemetry",
             folder,
         ]
@@ -216,7 +216,7 @@ def healthy_steps(cycles: int) -> list:
             preload=("torch", "deepspeed"),
             timeout=230,
             env={"DS_ACCELERATOR": "cpu"},
-            accelerator={"flops": scene.flops, "classes": ["Block"]},
+            accelerator={"flops": case.flops, "classes": ["Block"]},
         )
         assert result.returncode == 0, result.outputs
         timings = json.loads(Path(folder, "found").read_text())
@@ -270,7 +270,7 @@ def main() -> int:
     )
     arguments.add_argument("--cycles", type=int, default=16, help="of three blocks of steps")
     args = arguments.parse_args()
-    chosen = [name for name in args.scenes.split(",") if name] or ["8", "64", "step"]
+    chosen = [name for name in args.cases.split(",") if name] or ["8", "64", "step"]
     rows = []
     if "8" in chosen:
         rows += preflights(8, args.runs)

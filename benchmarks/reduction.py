@@ -1,17 +1,17 @@
-"""What overlapping and two-level reduction gain, in an emulated cluster of 4 + 4 nodes.
+"""What overlapping and hierarchical reduction gain, in an emulated cluster of 4 + 4 nodes.
 
     python benchmarks/reduction.py [--json FILE]
-                                   [--scenes overlap,pipeline,pipeline 8,ring,owners,step,gather,gather 6]
+                                   [--cases overlap,pipeline,pipeline 8,ring,owners,step,gather,gather 6]
                                    [--repetitions N]
 
     overlap    4 nodes of one cluster, plain torch: the time that finish() waits, with and without overlap
     pipeline   8 nodes, DeepSpeed, pipeline 2 x data 4: stock, holmes without and with overlap, all-RDMA
                likewise; 6 micro-batches, and 8 in "pipeline 8"
     ring       8 nodes, an all-reduce alone: a flat ring on Ethernet,
-               and two levels; bytes from the NICs' own counters
+               and hierarchical; bytes from the NICs' own counters
     owners     4 nodes (and 2) on Ethernet, 10 MiB of gradients under
                ZeRO 1: an all-reduce, and chains to their owners
-    step       8 nodes, plain torch, data 8 over both clusters, overlapped: a flat ring, and two levels
+    step       8 nodes, plain torch, data 8 over both clusters, overlapped: a flat ring, and hierarchical
     gather     8 nodes, megatron-core's distributed optimizer, pipeline 2 x data 4: updated weights are waited
                for, or travel under the next forward pass; 2 micro-batches, and 6 in "gather 6"
 
@@ -46,7 +46,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.samples import examples
 
 CLUSTERS = examples() / "clusters" / "two_clusters_8.toml"
-#: How much slower than the sample cluster a scene's networks are; its FLOP/s below are made slower by the
+#: How much slower than the sample cluster a case's networks are; its FLOP/s below are made slower by the
 #: same.
 SLOWER = {"overlap": 2, "pipeline": 4, "step": 4, "gather": 4}
 #: 3.1 M parameters, 6.2 MB of gradients in each of two stages. At 3e9 FLOP/s a stage computes 16 ms forward,
@@ -69,11 +69,11 @@ GATHER_MICRO_BATCHES = {"gather": 2, "gather 6": 6}
 
 
 @contextmanager
-def slower(scene: str) -> Iterator[tuple[Path, SiteSpec]]:
-    """The sample cluster's file with the rates of a scene."""
+def slower(case: str) -> Iterator[tuple[Path, SiteSpec]]:
+    """The sample cluster's file with the rates of a case."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "clusters.toml")
-        less = lambda rate: f'rate = "{float(rate[1]) / SLOWER[scene]:g}'  # noqa: E731
+        less = lambda rate: f'rate = "{float(rate[1]) / SLOWER[case]:g}'  # noqa: E731
         file.write_text(re.sub(r'rate = "([0-9.]+)', less, CLUSTERS.read_text()))
         yield file, load_spec(file)
 
@@ -103,14 +103,17 @@ def overlap(repetitions: int) -> list[Row]:
 
 
 def step(repetitions: int) -> list[Row]:
-    """A step of a data-parallel job over both clusters, overlapped, flat and in two levels."""
+    """A step of a data-parallel job over both clusters, overlapped, flat and in hierarchical."""
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     exposed: dict[str, list[float]] = {}
     with slower("step") as (file, spec), Lab(spec, realtime=True) as lab:
         for _ in range(repetitions):
-            two_levels = ["--holmes", "--holmes-cluster", str(file)]
-            for name, flags in (("flat ring", ["--bucket-mb", "1"]), ("two levels", two_levels)):
+            hierarchical = ["--holmes", "--holmes-cluster", str(file)]
+            for name, flags in (
+                ("flat ring", ["--bucket-mb", "1"]),
+                ("hierarchical", hierarchical),
+            ):
                 records = _plain(lab, interleave(spec), flags, flops=8e8 / SLOWER["step"])
                 seconds.setdefault(name, []).append(
                     statistics.median(r["seconds"] for r in records)
@@ -123,8 +126,8 @@ def step(repetitions: int) -> list[Row]:
     rows += [
         _row("step", f"of which exposed, {name}", values, "s") for name, values in exposed.items()
     ]
-    ratios = [a / b for a, b in zip(seconds["flat ring"], seconds["two levels"])]
-    rows.append(_row("step", "flat ring / two levels", ratios, "x", ">= 1.35"))
+    ratios = [a / b for a, b in zip(seconds["flat ring"], seconds["hierarchical"])]
+    rows.append(_row("step", "flat ring / hierarchical", ratios, "x", ">= 1.35"))
     worst = max(abs(a - b) for a, b in zip(*losses.values()))
     rows.append(
         Row.of(
@@ -167,13 +170,13 @@ def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[st
         return [json.loads(line) for line in log.read_text().splitlines()][skip:]
 
 
-def pipeline(repetitions: int, scene: str = "pipeline") -> list[Row]:
+def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
     """DeepSpeed's pipeline engine on both clusters."""
     with slower("pipeline") as (file, spec):
-        return _pipeline(scene, file, spec, repetitions)
+        return _pipeline(case, file, spec, repetitions)
 
 
-def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
+def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
     order = interleave(spec)
     bound = all_rdma(spec)
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
@@ -196,7 +199,7 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
             str(examples() / "deepspeed_pipeline" / "train.py"),
             *PIPELINE,
             "--micro-batches",
-            str(MICRO_BATCHES[scene]),
+            str(MICRO_BATCHES[case]),
         ],
         repetitions=repetitions,
         steps=8,
@@ -204,9 +207,7 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
         accelerator={"flops": 3e9 / SLOWER["pipeline"], "classes": ["Block"]},
         on_run=lambda name, repetition: tell(f"pipeline, repetition {repetition + 1}: {name}"),
     )
-    rows = [
-        _row(scene, f"step, {name}", measured.medians, "s") for name, measured in series.items()
-    ]
+    rows = [_row(case, f"step, {name}", measured.medians, "s") for name, measured in series.items()]
     for over, under, target in (
         ("stock", "holmes", ">= 1.67"),
         ("all-RDMA", "holmes", ">= 1.05"),
@@ -214,20 +215,20 @@ def _pipeline(scene: str, file: Path, spec: SiteSpec, repetitions: int) -> list[
         ("holmes, not overlapped", "holmes", ""),
         ("all-RDMA", "all-RDMA, overlapped", ""),
     ):
-        rows.append(_ratio(scene, series, over, under, target))
+        rows.append(_ratio(case, series, over, under, target))
     worst = max_loss_difference(series["stock"], series["holmes"])
     metric = "largest difference of the losses, holmes and stock"
-    rows.append(Row.median(scene, metric, [worst], "nats", False, "<= 1e-6"))
+    rows.append(Row.median(case, metric, [worst], "nats", False, "<= 1e-6"))
     return rows
 
 
-def _ratio(scene: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
+def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: str) -> Row:
     ratios = [a / b for a, b in zip(series[over].medians, series[under].medians)]
     busy = max(series[over].busy, series[under].busy)
-    return Row.median(scene, f"{over} / {under}", ratios, "x", True, target, busy)
+    return Row.median(case, f"{over} / {under}", ratios, "x", True, target, busy)
 
 
-def gather(repetitions: int, scene: str = "gather") -> list[Row]:
+def gather(repetitions: int, case: str = "gather") -> list[Row]:
     """megatron-core's distributed optimizer with --holmes-overlap on: updated weights that are waited for, or
     travel under the next forward pass."""
     with slower("gather") as (file, spec):
@@ -245,7 +246,7 @@ def gather(repetitions: int, scene: str = "gather") -> list[Row]:
         script = str(examples() / "megatron_core" / "train.py")
         series = compare(
             [waited, under, replace(waited, name="waited for, again")],
-            [script, *GATHER, "--micro-batches", str(GATHER_MICRO_BATCHES[scene])],
+            [script, *GATHER, "--micro-batches", str(GATHER_MICRO_BATCHES[case])],
             repetitions=repetitions,
             steps=16,
             skip=3,
@@ -255,18 +256,18 @@ def gather(repetitions: int, scene: str = "gather") -> list[Row]:
                 "classes": ["TransformerLayer"],
                 "layout": "sbh",
             },
-            on_run=lambda name, repetition: tell(f"{scene}, repetition {repetition + 1}: {name}"),
+            on_run=lambda name, repetition: tell(f"{case}, repetition {repetition + 1}: {name}"),
         )
     rows = [
-        _row(scene, f"step, weights {name}", measured.medians, "s")
+        _row(case, f"step, weights {name}", measured.medians, "s")
         for name, measured in series.items()
     ]
-    rows.append(_ratio(scene, series, "waited for", "under the forward", ""))
-    rows.append(_ratio(scene, series, "waited for", "waited for, again", ""))
+    rows.append(_ratio(case, series, "waited for", "under the forward", ""))
+    rows.append(_ratio(case, series, "waited for", "waited for, again", ""))
     worst = max_loss_difference(series["waited for"], series["under the forward"])
     rows.append(
         Row.of(
-            scene,
+            case,
             "largest difference of the losses",
             worst,
             "nats",
@@ -289,17 +290,17 @@ def ring(repetitions: int) -> list[Row]:
         clusters = [list(range(4)), list(range(4, 8))]
         counted = spec.clusters[0].nodes
         seconds, sent = _sums(
-            lab, ("flat ring", "two levels"), order, clusters, counted, repetitions
+            lab, ("flat ring", "hierarchical"), order, clusters, counted, repetitions
         )
     rows = [_row("ring", f"10 MiB, {name}", values, "s") for name, values in seconds.items()]
     metric = "sent by one cluster's Ethernet NICs / gradient"
     rows += [_row("ring", f"{metric}, {name}", values, "x") for name, values in sent.items()]
     # 2 (C-1)/C = 1, plus headers
-    rows[-1] = _row("ring", rows[-1].metric, sent["two levels"], "x", "<= 1.05")
+    rows[-1] = _row("ring", rows[-1].metric, sent["hierarchical"], "x", "<= 1.05")
     rows.append(
         _row(
             "ring",
-            "flat ring / two levels",
+            "flat ring / hierarchical",
             [a / b for a, b in zip(*seconds.values())],
             "x",
             ">= 2.5",
@@ -358,15 +359,15 @@ def _sums(
 
 
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
-    """One rank of scene `ring` or `owners`; rank 0 prints the median seconds."""
+    """One rank of case `ring` or `owners`; rank 0 prints the median seconds."""
     import torch.distributed as dist
 
+    from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
     from holmes_ext.runtime.reduce.owned import ReduceToOwners
-    from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 
-    join_group(two_levels=name == "two levels")
-    if name == "two levels":
-        time_sums(TwoLevelAllReduce(clusters).all_reduce, RING_BYTES, times)
+    join_group(hierarchical=name == "hierarchical")
+    if name == "hierarchical":
+        time_sums(HierarchicalAllReduce(clusters).all_reduce, RING_BYTES, times)
     elif name == "to owners":
         world, reduction = dist.get_world_size(), ReduceToOwners(dist.group.WORLD)
         spans = [(RING_BYTES // 4 // world, owner) for owner in range(world)]
@@ -380,19 +381,19 @@ def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
         time_sums(lambda flat: dist.all_reduce(flat, async_op=True), RING_BYTES, times)
 
 
-def _row(scene: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:
-    return Row.median(scene, metric, values, unit, True, target)
+def _row(case: str, metric: str, values: list[float], unit: str, target: str = "") -> Row:
+    return Row.median(case, metric, values, unit, True, target)
 
 
-SCENES = {
+CASES = {
     "overlap": overlap,
     "pipeline": pipeline,
-    "pipeline 8": partial(pipeline, scene="pipeline 8"),
+    "pipeline 8": partial(pipeline, case="pipeline 8"),
     "ring": ring,
     "owners": owners,
     "step": step,
     "gather": gather,
-    "gather 6": partial(gather, scene="gather 6"),
+    "gather 6": partial(gather, case="gather 6"),
 }
 
 
@@ -405,9 +406,9 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [shim, os.environ.get("PYTHONPATH", "")])
     )
-    rows = [row for name in chosen(args.scenes, SCENES) for row in SCENES[name](args.repetitions)]
+    rows = [row for name in chosen(args.cases, CASES) for row in CASES[name](args.repetitions)]
     return finish(
-        rows, args.json, "Gradient reduction: overlapped, and in two levels (compute emulated)"
+        rows, args.json, "Gradient reduction: overlapped, and in hierarchical (compute emulated)"
     )
 
 

@@ -3,8 +3,8 @@ an emulated accelerator whose forward passes take 40 ms and backward passes 80, 
 says.
 
 Each engine runs the same samples stock, with holmes' 1F1B (of DeepSpeed's engine as many micro-batches in
-flight as hide the edges; torch.distributed.pipelining has no more than 1F1B), and with the passes that
-`--holmes-passes auto` lists, no stage holding more micro-batches than the fullest of 1F1B in flight.
+flight as hide the stage links; torch.distributed.pipelining has no more than 1F1B), and with the passes that
+`--holmes-schedule auto` lists, no stage holding more micro-batches than the fullest of 1F1B in flight.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Engine:
     flags: tuple[str, ...] = ()
 
 
-#: By scene.
+#: By case.
 ENGINES_OF = {
     "40 ms; 16 micro-batches; run in the lab": Engine(
         "deepspeed", "deepspeed_pipeline", "Head", "--stages"
@@ -90,7 +90,7 @@ def question(framework: str) -> SearchResult:
     block = replace(plain, micro_batch=1).costs()[1]
     model = replace(plain, gpu=Gpu(flops=block.forward_flops * LAYERS / STAGES / FORWARD_S))
     engine, spec = ENGINES[framework], parse_spec(SITE)
-    rules = rules_of(engine, Options(passes="auto"), direct=True, overlap=True)
+    rules = rules_of(engine, Options(schedule="auto"), direct=True, overlap=True)
     return SearchResult(
         Network(site_from_spec(spec), Links.of_spec(spec)),
         model,
@@ -120,7 +120,7 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
     cluster.write_text(SITE)
     for name, candidate in candidates.items():
         plan = folder / f"{len(variants)}.json"
-        plan_of(asked, candidate, Options(passes="auto")).save(str(plan))
+        plan_of(asked, candidate, Options(schedule="auto")).save(str(plan))
         launch = launches(candidate, model, MICRO_BATCHES, True, str(cluster), str(plan))[
             engine.framework
         ]
@@ -163,15 +163,15 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
     )
 
 
-def rows(scene: str) -> list[Row]:
+def rows(case: str) -> list[Row]:
     """Measured, emulated."""
     with tempfile.TemporaryDirectory() as directory:
-        plans_of, by_variant = run(ENGINES_OF[scene], Path(directory))
+        plans_of, by_variant = run(ENGINES_OF[case], Path(directory))
     table = []
     for name, series in by_variant.items():
         table.append(
             Row.of(
-                scene,
+                case,
                 f"{name}, measured step",
                 series.median,
                 "s",
@@ -183,15 +183,15 @@ def rows(scene: str) -> list[Row]:
         if name in plans_of:
             error = plans_of[name].step_s / series.median - 1
             table.append(
-                Row.median(scene, f"{name}, predicted step", [plans_of[name].step_s], "s", False)
+                Row.median(case, f"{name}, predicted step", [plans_of[name].step_s], "s", False)
             )
             table.append(
-                Row.median(scene, f"{name}, predicted against measured", [error], "fraction", True)
+                Row.median(case, f"{name}, predicted against measured", [error], "fraction", True)
             )
             apart = max_loss_difference(series, by_variant[STOCK])
             table.append(
                 Row.median(
-                    scene, f"{name}, greatest difference of a loss from stock's", [apart], "", True
+                    case, f"{name}, greatest difference of a loss from stock's", [apart], "", True
                 )
             )
     now = next(iter(plans_of))
@@ -200,4 +200,4 @@ def rows(scene: str) -> list[Row]:
     )
     ratio = by_variant[now].median / by_variant[LISTED].median
     busy = max(measured.busy for measured in by_variant.values())
-    return [*table, Row.median(scene, what, [ratio], "x", True, target, busy=busy)]
+    return [*table, Row.median(case, what, [ratio], "x", True, target, busy=busy)]

@@ -30,7 +30,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PAPER, FOUR = ("paper_4_roce_4_ib", "gpt_7.5b"), ("four_clusters_1024", "gpt_128_layers")
 EIGHT = ("eight_clusters_16384", "gpt_128_layers")
 # name: (clusters, model, global batch, gap allowed, simulated step of the search before this one or 0)
-SCENES = {
+CASES = {
     "paper, batch 256": (*PAPER, 256, 0.05, 3.8550),
     "paper, batch 512": (*PAPER, 512, 0.05, 7.1547),
     "paper, batch 1,024": (*PAPER, 1024, 0.05, 12.5698),
@@ -76,8 +76,8 @@ def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
         "search": result["seconds"],
         "whole command": time.monotonic() - start,
         "memory of its first process": usage.ru_maxrss / 2**20,
-        "step": result["certificate"]["step_seconds"],
-        "gap of the simulated certificate": result["certificate"]["gap"],
+        "step": result["optimality_gap"]["step_seconds"],
+        "optimality gap (simulated)": result["optimality_gap"]["gap"],
     }
 
 
@@ -130,32 +130,32 @@ UNITS = {
     "whole command": "s",
     "memory of its first process": "GiB",
     "step": "s",
-    "gap of the simulated certificate": "fraction",
+    "optimality gap (simulated)": "fraction",
 }
 
 
 def main() -> int:
     args = harness.parser(__doc__.splitlines()[0]).parse_args()
-    names = [*SCENES, SITES]
-    parts = args.scenes.split(";")
-    chosen = [name for name in names if not args.scenes or any(part in name for part in parts)]
+    names = [*CASES, SITES]
+    parts = args.cases.split(";")
+    chosen = [name for name in names if not args.cases or any(part in name for part in parts)]
     rows = harness.kept(args.json, chosen)
     for name in chosen:
         if name == SITES:
             rows += measure_sites()
             harness.write(rows, args.json)
             continue
-        clusters, model, batch, gap, was = SCENES[name]
+        clusters, model, batch, gap, was = CASES[name]
         targets = {
             "search": f"<= {SECONDS + 3}",
             "memory of its first process": "<= 2",
-            "gap of the simulated certificate": f"<= {gap}",
+            "optimality gap (simulated)": f"<= {gap}",
             "step": f"<= {was}" if was else "",
         }
         for metric, value in measure(clusters, model, batch).items():
             known = UNITS[metric], (value, value), False, targets.get(metric, "")
             rows.append(harness.Row.of(name, metric, value, *known))
-        rows.sort(key=lambda row: names.index(row.scene))
+        rows.sort(key=lambda row: names.index(row.case))
         harness.write(rows, args.json)
     return harness.finish(rows, args.json, "holmes plan: the search")
 

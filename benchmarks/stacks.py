@@ -4,7 +4,7 @@ The scripts know nothing of holmes. They run on two emulated clusters of 4 nodes
 the clusters and has an eighth of the rate of the faster cluster's own network. Compute is emulated
 (lab/emulate/accelerator.py), and the network is real.
 
-Each script is one scene, whose variants (e.g. with and without holmes) run in turns. Two of the scripts use
+Each script is one case, whose variants (e.g. with and without holmes) run in turns. Two of the scripts use
 transformers' Trainer and Lightning, which are installed in `.venv`.
 """
 
@@ -57,7 +57,7 @@ def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
 
 
 def run(
-    scene: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
+    case: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
 ) -> dict[str, Series]:
     total, started = args.repetitions * len(variants), iter(range(1, 1000))
     return compare(
@@ -68,13 +68,13 @@ def run(
         skip=3,
         preload=args.preload,
         accelerator={"flops": flops, "classes": [classes]},
-        on_run=lambda name, _: tell(f"{scene}: run {next(started)} of {total}: {name}"),
+        on_run=lambda name, _: tell(f"{case}: run {next(started)} of {total}: {name}"),
     )
 
 
-def loss_row(scene: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
+def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stock") -> Row:
     return Row.median(
-        scene,
+        case,
         f"{name}: largest loss difference",
         [max_loss_difference(series[stock], series[name])],
         "nats",
@@ -117,7 +117,7 @@ def data_parallel(stack: str, args) -> list[Row]:
 
 
 def predicted(
-    scene: str, series: dict[str, Series], step: Callable[..., float], flops: float, options_of
+    case: str, series: dict[str, Series], step: Callable[..., float], flops: float, options_of
 ) -> list[Row]:
     """step: a function of benchmarks/stacks_prediction.py; options_of: variant -> its keywords for `step`."""
     stack_site = prediction.StackSite.of(CLUSTERS)
@@ -130,12 +130,12 @@ def predicted(
         )
         for name, options in options_of.items()
     }
-    return prediction.rows(scene, seconds, {name: series[name].median for name in seconds})
+    return prediction.rows(case, seconds, {name: series[name].median for name in seconds})
 
 
 def one_cluster(args) -> list[Row]:
     """DistributedDataParallel inside one cluster: nothing is touched, so nothing may be lost."""
-    scene, bound = "one cluster", all_rdma(load_spec(CLUSTERS))
+    case, bound = "one cluster", all_rdma(load_spec(CLUSTERS))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
         file.write_text(one_cluster_toml(bound.spec))
@@ -146,21 +146,21 @@ def one_cluster(args) -> list[Row]:
             for name in ("stock", "stock again")
         )
         variants = [stock, Variant("holmes", spec, bound.order, flags), again]
-        series = run(scene, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
+        series = run(case, variants, [str(JOB), *MODEL], "GPT2Block", DDP_FLOPS, args)
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
     )
     return [
-        Row.median(scene, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
-        Row.median(scene, "A/A difference (noise)", [abs(noise)], "of a step", True),
-        loss_row(scene, series, "holmes"),
-        *step_rows(scene, series),
+        Row.median(case, "what holmes adds to a step", [cost], "of a step", True, "<= 0.01"),
+        Row.median(case, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        loss_row(case, series, "holmes"),
+        *step_rows(case, series),
     ]
 
 
 def sharded(args) -> list[Row]:
     """FSDP2 on one dimension: stock, and the same under --holmes-fsdp hybrid."""
-    scene = "fsdp2"
+    case = "fsdp2"
     spec, order, flags = of_clusters()
     variants = [
         Variant("stock", spec, order),
@@ -168,26 +168,26 @@ def sharded(args) -> list[Row]:
         Variant("holmes", spec, order, flags),
         replace(all_rdma(spec), name=ONE),
     ]
-    series = run(scene, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
+    series = run(case, variants, [str(FSDP2), *MODEL], "Block", FSDP_FLOPS, args)
     return [
-        ratio_row(scene, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
-        ratio_row(scene, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
-        loss_row(scene, series, "hybrid"),
-        loss_row(scene, series, "holmes"),
-        *predictions(scene, series),
+        ratio_row(case, "hybrid : stock", series["stock"], series["hybrid"], ">= 2"),
+        ratio_row(case, "holmes without hybrid : stock", series["stock"], series["holmes"], ""),
+        loss_row(case, series, "hybrid"),
+        loss_row(case, series, "holmes"),
+        *predictions(case, series),
         *predicted(
-            scene, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}
+            case, series, prediction.sharded, FSDP_FLOPS, {"stock": {}, "hybrid": {"hybrid": True}}
         ),
-        *step_rows(scene, series),
+        *step_rows(case, series),
     ]
 
 
-def predictions(scene: str, series: dict[str, Series]) -> list[Row]:
+def predictions(case: str, series: dict[str, Series]) -> list[Row]:
     """What FSDP's lines say of the collectives, for reference beside the step times."""
     sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
     return [
         Row.median(
-            scene, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False
+            case, f"predicted collectives {name}", [_seconds(series[run], words)], "s", False
         )
         for name, (run, words) in sources.items()
     ]
@@ -201,18 +201,16 @@ def _seconds(series: Series, words: str) -> float:
 def placed(args) -> list[Row]:
     """HSDP, as the script shapes it (2 replicas): nodes as the launcher numbers them, and as the plan
     does."""
-    scene = "hsdp"
+    case = "hsdp"
     spec, order, flags = of_clusters()
     variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags)]
-    series = run(
-        scene, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args
-    )
+    series = run(case, variants, [str(FSDP2), *MODEL, "--replicas", "2"], "Block", FSDP_FLOPS, args)
     return [
         ratio_row(
-            scene, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"
+            case, "holmes : the launcher's order", series["stock"], series["holmes"], ">= 1.5"
         ),
-        loss_row(scene, series, "holmes"),
-        *step_rows(scene, series),
+        loss_row(case, series, "holmes"),
+        *step_rows(case, series),
     ]
 
 
@@ -221,7 +219,7 @@ def breadth_first(args) -> list[Row]:
     add to a step, in 1F1B and in breadth-first order (LoopedBFS), and in 1F1B as torch waits for them.
     Without sums stages are still in DistributedDataParallel, of one rank each: what it costs besides sums is
     in both."""
-    scene = "breadth first"
+    case = "breadth first"
     spec, order, flags = of_clusters()
     flags = (
         *flags,
@@ -239,7 +237,7 @@ def breadth_first(args) -> list[Row]:
         Variant(f"{name}, nothing reduced", spec, order, (*options, "--data-parallel", "alone"))
         for name, options in orders.items()
     ]
-    series = run(scene, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
+    series = run(case, variants, [str(PIPELINE), *PIPELINE_MODEL], "Block", PIPELINE_FLOPS, args)
     exposed = {}
     for name in (variant.name for variant in variants[:3]):
         alone = series[f"{name.split(',')[0]}, nothing reduced"]
@@ -253,17 +251,17 @@ def breadth_first(args) -> list[Row]:
     return [
         *(
             Row.median(
-                scene, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5"
+                case, f"exposed reduction, breadth first : {name}", values, "x", True, "<= 0.5"
             )
             for name, values in ratios.items()
         ),
         *(
-            Row.median(scene, f"exposed reduction, {name}", seconds, "s", True)
+            Row.median(case, f"exposed reduction, {name}", seconds, "s", True)
             for name, seconds in exposed.items()
         ),
         *(
             Row.of(
-                scene,
+                case,
                 f"exposed reduction, {name}, simulated",
                 seconds,
                 "s",
@@ -272,8 +270,8 @@ def breadth_first(args) -> list[Row]:
             )
             for name, seconds in simulated_exposure(spec).items()
         ),
-        *(loss_row(scene, series, name, "1F1B, torch's waits") for name in orders),
-        *step_rows(scene, series),
+        *(loss_row(case, series, name, "1F1B, torch's waits") for name in orders),
+        *step_rows(case, series),
     ]
 
 
@@ -319,7 +317,7 @@ def main() -> int:
         "hsdp": lambda: placed(args),
         "breadth first": lambda: breadth_first(args),
     }
-    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
+    rows = [row for name in chosen(args.cases, makers) for row in makers[name]()]
     return finish(
         rows,
         args.json,

@@ -1,8 +1,8 @@
-"""Predicted steps of benchmarks/stacks.py's scenes, by planner/simulate/step.py.
+"""Predicted steps of benchmarks/stacks.py's cases, by planner/simulate/step.py.
 
-One number is fitted for each stack, to stock's step on one fast cluster, which is no scene of the prediction.
+One number is fitted for each stack, to stock's step on one fast cluster, which is no case of the prediction.
 Networks are as `holmes probe` measures them, and what a byte, a gathered one and a message cost the cores is
-measured beside it (prediction_hosts.py), on the machine that runs the scenes: `stacks.py --scenes networks`,
+measured beside it (prediction_hosts.py), on the machine that runs the cases: `stacks.py --cases networks`,
 results/stacks_measured.json.
 """
 
@@ -40,7 +40,7 @@ STORE = Path(__file__).parent / "results" / "stacks_measured.json"
 ONE = "one network"
 #: Of plan/cost/links.py's Links.
 COSTS = {
-    "host_message_s": ("CPU time of a message of two levels", "s"),
+    "host_message_s": ("CPU time of a message of hierarchical", "s"),
     "host_gather": ("CPU time of a gathered byte, of an all-reduced one's", "x"),
     "host_scatter": ("CPU time of a scattered byte, of an all-reduced one's", "x"),
 }
@@ -143,10 +143,10 @@ class StackSite:
 
 
 def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: float) -> float:
-    """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (two levels), "one
+    """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (hierarchical), "one
     cluster". parameter_s: CPU seconds of a parameter, most of them the norm's and the optimizer's: a block's
     own computing is inside its emulated time."""
-    buckets = {"two_level": True, "direct": True} if way == "holmes" else DDP_BUCKETS
+    buckets = {"hierarchical": True, "direct": True} if way == "holmes" else DDP_BUCKETS
     run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
     return _step(stack_site, way, flops, run, tied=True)
 
@@ -187,14 +187,14 @@ def fitted(predict: Callable[[float], float], measured: float) -> float:
     return low
 
 
-def rows(scene: str, predicted: dict[str, float], measured: dict[str, float]) -> list[Row]:
+def rows(case: str, predicted: dict[str, float], measured: dict[str, float]) -> list[Row]:
     table = []
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1
         table += [
-            Row.of(scene, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
+            Row.of(case, f"predicted step {name}", seconds, "s", (seconds, seconds), True),
             Row.of(
-                scene,
+                case,
                 f"error of the prediction, {name}",
                 abs(error),
                 "of the measured",

@@ -1,9 +1,9 @@
 """How long the balanced partition of 128 layers over 64 stages takes, over random costs of many kinds.
 
-    python benchmarks/stages_speed.py --json FILE [--cases 200]
+    python benchmarks/stages_speed.py --json FILE [--count 200]
 
-Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow edges of two rates,
-reductions of three, 8 to 512 micro-batches, tied embeddings, overlap, memory limits.
+Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow stage links
+of two rates, reductions of three, 8 to 512 micro-batches, tied embeddings, overlap, memory limits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def case(seed: int) -> StageCosts:
     if rng.random() < 0.3:
         rng.shuffle(of)
     slow = rng.choice((0.01, 0.1, 0.5, 2.0, 5.0))
-    edges = [rng.choice((0.01, slow)) if rng.random() < 0.5 else 0.01 for _ in range(STAGES)]
+    stage_links = [rng.choice((0.01, slow)) if rng.random() < 0.5 else 0.01 for _ in range(STAGES)]
     reduction = [rng.choice((0.1, 2.0, 10.0)) for _ in range(kinds)]
     return StageCosts(
         forward_s=tuple(rows[kind] for kind in of),
@@ -43,7 +43,7 @@ def case(seed: int) -> StageCosts:
         reduction_s=tuple(
             (reduction[stage * kinds // STAGES],) * (LAYERS + 2) for stage in range(STAGES)
         ),
-        transfer_s=tuple((edge,) * (LAYERS + 2) for edge in edges),
+        transfer_s=tuple((stage_link,) * (LAYERS + 2) for stage_link in stage_links),
         micro_batches=rng.choice((8, 64, 128, 512)),
         tied_s=rng.choice((0.0, 0.0, 1.0)),
         overlap=rng.random() < 0.5,
@@ -55,10 +55,10 @@ def case(seed: int) -> StageCosts:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--cases", type=int, default=200)
+    arguments.add_argument("--count", type=int, default=200)
     args = arguments.parse_args()
     seconds = []
-    for seed in range(args.cases):
+    for seed in range(args.count):
         costs = case(seed)
         begin = time.process_time()
         try:
@@ -66,12 +66,12 @@ def main() -> int:
         except HolmesError:  # nothing fits the memory: an answer too
             pass
         seconds.append(time.process_time() - begin)
-    scene, spread = f"{LAYERS} layers, {STAGES} stages", (min(seconds), max(seconds))
+    name, spread = f"{LAYERS} layers, {STAGES} stages", (min(seconds), max(seconds))
     rows = [
-        Row.of(scene, "slowest partition", max(seconds), "CPU s", spread, False, "<= 1.0"),
-        Row.of(scene, "median partition", statistics.median(seconds), "CPU s", spread, False),
+        Row.of(name, "slowest partition", max(seconds), "CPU s", spread, False, "<= 1.0"),
+        Row.of(name, "median partition", statistics.median(seconds), "CPU s", spread, False),
     ]
-    return finish(rows, args.json, f"The balanced partition, {args.cases} random cases")
+    return finish(rows, args.json, f"The balanced partition, {args.count} random cases")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from typing import TextIO
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-SCENES = {"1024 ranks": 1024, "4096 ranks": 4096, "16384 ranks": 16384}
+CASES = {"1024 ranks": 1024, "4096 ranks": 4096, "16384 ranks": 16384}
 #: Seconds to the verdict that the project set itself.
 TARGETS = {4096: "<= 3", 16384: "<= 20"}
 PER_NODE, CLIENTS, TIMEOUT_S = 8, 64, 300.0
@@ -201,21 +201,21 @@ def main() -> int:
     arguments.add_argument("--runs", type=int, default=3)
     args = arguments.parse_args()
     rows = []
-    for scene in chosen(args.scenes, SCENES):
-        world, measured = SCENES[scene], []
+    for case in chosen(args.cases, CASES):
+        world, measured = CASES[case], []
         for run in range(args.runs):
             command = ["unshare", "--net", sys.executable, __file__, "--rank0", str(world)]
             words = subprocess.run(
                 command, check=True, text=True, stdout=subprocess.PIPE
             ).stdout.split()
             measured.append([float(word) for word in words])
-            tell(f"{scene}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
+            tell(f"{case}: run {run + 1} of {args.runs}: {measured[-1][0]:.2f} s")
         seconds, crossed, memory, reading = (list(values) for values in zip(*measured))
         rows += [
-            Row.median(scene, "verdict", seconds, "s", False, TARGETS.get(world, "")),
-            Row.median(scene, "through rank 0", [size / 1e6 for size in crossed], "MB", False),
-            Row.median(scene, "memory of rank 0", [size / 1e6 for size in memory], "MB", False),
-            Row.median(scene, "one rank reads the verdict", reading, "s", False),
+            Row.median(case, "verdict", seconds, "s", False, TARGETS.get(world, "")),
+            Row.median(case, "through rank 0", [size / 1e6 for size in crossed], "MB", False),
+            Row.median(case, "memory of rank 0", [size / 1e6 for size in memory], "MB", False),
+            Row.median(case, "one rank reads the verdict", reading, "s", False),
         ]
     return finish(rows, args.json, "from the last rank's report to the last rank's verdict")
 

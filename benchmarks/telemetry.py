@@ -1,12 +1,12 @@
 """What telemetry and the watchdog cost a healthy step: holmes without them against holmes with both.
 
-python benchmarks/telemetry.py --json FILE [--scenes operation,2+2,turns] [--repetitions 5] [--steps 14]
+python benchmarks/telemetry.py --json FILE [--cases operation,2+2,turns] [--repetitions 5] [--steps 14]
 
 operation  one small operation over gloo in one process: what the patched methods of torch's process
            groups add
-2+2        that scene of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants
+2+2        that case of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants
            in turn
-turns      the same scene, with every second step of a run written down (telemetry_turns.py): what a run's
+turns      the same case, with every second step of a run written down (telemetry_turns.py): what a run's
            start, place and neighbours do to its steps does not count; as noise a run that writes nothing
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 from harness import Row, chosen, finish, parser, tell
 from holmes_lab import interleave
 from holmes_lab.compare import Series, Variant, compare, max_loss_difference
-from two_clusters import SCENES, Scene, run, script
+from two_clusters import CASES, Case, run, script
 
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.samples import examples
@@ -50,17 +50,17 @@ print(sorted(times)[len(times) // 2])
 """
 
 
-def two_and_two() -> tuple[Scene, SiteSpec, tuple[str, ...]]:
-    """The scene, its clusters, and what switches holmes on in it."""
-    scene = next(scene for scene in SCENES if scene.name == "2+2")
-    file = examples() / "clusters" / scene.file
-    sizes = ("--holmes-sizes", f"pipeline={scene.stages}")
-    return scene, load_spec(file), ("--holmes", "--holmes-cluster", str(file), *sizes)
+def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
+    """The case, its clusters, and what switches holmes on in it."""
+    case = next(case for case in CASES if case.name == "2+2")
+    file = examples() / "clusters" / case.file
+    sizes = ("--holmes-sizes", f"pipeline={case.stages}")
+    return case, load_spec(file), ("--holmes", "--holmes-cluster", str(file), *sizes)
 
 
 def steps(repetitions: int, count: int) -> list[Row]:
     """A step with neither, with both, and with neither once more (the noise)."""
-    scene, spec, flags = two_and_two()
+    case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
             Variant("neither", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
@@ -72,7 +72,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
             ),
             Variant("neither again", spec, interleave(spec), (*flags, "--holmes-watchdog", "off")),
         ]
-        series = run("telemetry", variants, scene, repetitions, count)
+        series = run("telemetry", variants, case, repetitions, count)
     without, all_of_it, again = (series[variant.name] for variant in variants)
     pairs = [a / b - 1 for a, b in zip(all_of_it.medians, without.medians)]
     noise = [a / b - 1 for a, b in zip(again.medians, without.medians)]
@@ -118,7 +118,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 def turns(repetitions: int, count: int) -> list[Row]:
     """Of each run the median of the steps that are written down against that of the steps between them."""
-    scene, spec, flags = two_and_two()
+    case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
             Variant("on", spec, interleave(spec), (*flags, "--holmes-telemetry", directory)),
@@ -126,11 +126,11 @@ def turns(repetitions: int, count: int) -> list[Row]:
         ]
         series = compare(
             variants,
-            [str(Path(__file__).with_name("telemetry_turns.py")), *script(scene)],
+            [str(Path(__file__).with_name("telemetry_turns.py")), *script(case)],
             repetitions=repetitions,
             steps=4 * count,
             skip=4,
-            accelerator={"flops": scene.flops, "classes": ["Block"]},
+            accelerator={"flops": case.flops, "classes": ["Block"]},
             on_run=lambda variant, _: tell(f"turns: {variant}"),
         )
 
@@ -195,7 +195,7 @@ def main() -> int:
         "2+2": lambda: steps(args.repetitions, args.steps),
         "turns": lambda: turns(args.repetitions, args.steps),
     }
-    rows = [row for name in chosen(args.scenes, makers) for row in makers[name]()]
+    rows = [row for name in chosen(args.cases, makers) for row in makers[name]()]
     return finish(rows, args.json, "What telemetry and the watchdog cost")
 
 

@@ -1,10 +1,10 @@
 """Stock, holmes and the all-RDMA bound on emulated clusters: how fast a step is, and which NIC carried its
 bytes.
 
-    python benchmarks/two_clusters.py --json FILE [--scenes 2+2,4+4,...] [--repetitions 5]
+    python benchmarks/two_clusters.py --json FILE [--cases 2+2,4+4,...] [--repetitions 5]
 
-Every scene runs its variants in turn (holmes_lab.compare) on the emulated accelerator: layers sleep as
-long as a GPU of the scene's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are
+Every case runs its variants in turn (holmes_lab.compare) on the emulated accelerator: layers sleep as
+long as a GPU of the case's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are
 real.
 """
 
@@ -28,12 +28,12 @@ HELLO = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(
 
 
 @dataclass(frozen=True)
-class Scene:
+class Case:
     """file: of examples/clusters; flops: FLOP/s of the emulated GPU; ratio, bound: targets ("" for none: then
     without the two further variants, holmes with DeepSpeed's reduction as it is and stock once more); slower:
     how much the GPU and all networks are, so that a step lasts longer and its CPU time does not.
 
-    At 8 ranks the two cores would be busy with 8 micro-batches' real compute, small as it is: those scenes
+    At 8 ranks the two cores would be busy with 8 micro-batches' real compute, small as it is: those cases
     have 4.
     """
 
@@ -48,13 +48,13 @@ class Scene:
     slower: float = 1.0
 
 
-SCENES = (
-    Scene("2+2", "two_clusters_4.toml", 2, 6, 8, 6.7e9, ">= 1.6", ">= 0.97"),
-    Scene("4+4", "two_clusters_8.toml", 2, 6, 4, 2.3e9, ">= 1.6", ">= 0.97"),
-    Scene("2+4 pipeline 3", "two_clusters_6.toml", 3, 6, 6, 3.3e9),
-    Scene("three clusters", "three_clusters_8.toml", 4, 8, 4, 2.3e9),
-    Scene("4+4 slow RoCE", "two_clusters_8_slow_roce.toml", 2, 6, 4, 2.3e9),
-    Scene(
+CASES = (
+    Case("2+2", "two_clusters_4.toml", 2, 6, 8, 6.7e9, ">= 1.6", ">= 0.97"),
+    Case("4+4", "two_clusters_8.toml", 2, 6, 4, 2.3e9, ">= 1.6", ">= 0.97"),
+    Case("2+4 pipeline 3", "two_clusters_6.toml", 3, 6, 6, 3.3e9),
+    Case("three clusters", "three_clusters_8.toml", 4, 8, 4, 2.3e9),
+    Case("4+4 slow RoCE", "two_clusters_8_slow_roce.toml", 2, 6, 4, 2.3e9),
+    Case(
         "4+4 three times slower",
         "two_clusters_8.toml",
         2,
@@ -66,25 +66,25 @@ SCENES = (
         slower=3.0,
     ),
 )
-#: The other scenes.
+#: The other cases.
 CONTROL, START = "control: one cluster", "start-up, 8 ranks"
 
 
-def script(scene: Scene) -> list[str]:
+def script(case: Case) -> list[str]:
     numbers = {
-        "--stages": scene.stages,
-        "--layers": scene.layers,
-        "--micro-batches": scene.micro_batches,
+        "--stages": case.stages,
+        "--layers": case.layers,
+        "--micro-batches": case.micro_batches,
     }
     train = examples() / "deepspeed_pipeline" / "train.py"
     return [str(train), *(str(word) for pair in numbers.items() for word in pair), *MODEL]
 
 
-def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -> Row:
+def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) -> Row:
     """top's step time over bottom's; the spread is over the repetitions' pairs."""
     pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
     return Row.of(
-        scene,
+        case,
         name,
         top.median / bottom.median,
         "x",
@@ -95,11 +95,11 @@ def ratio_row(scene: str, name: str, top: Series, bottom: Series, target: str) -
     )
 
 
-def step_rows(scene: str, by_variant: dict[str, Series]) -> list[Row]:
+def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
     """Step times, and the bytes that every NIC of every node sent for each step."""
     rows = [
         Row.of(
-            scene,
+            case,
             f"step {name}",
             series.median,
             "s",
@@ -112,18 +112,18 @@ def step_rows(scene: str, by_variant: dict[str, Series]) -> list[Row]:
     for name, series in by_variant.items():
         for node, nics in series.sent.items():
             rows += [
-                Row.median(scene, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
+                Row.median(case, f"bytes {name} {node} {nic}", [sent], "bytes/step", False)
                 for nic, sent in nics.items()
             ]
         slow, fast = series.megabytes
-        rows.append(Row.median(scene, f"Ethernet {name}", [slow], "MB/step/node", False))
-        rows.append(Row.median(scene, f"fast NIC {name}", [fast], "MB/step/node", False))
+        rows.append(Row.median(case, f"Ethernet {name}", [slow], "MB/step/node", False))
+        rows.append(Row.median(case, f"fast NIC {name}", [fast], "MB/step/node", False))
     return rows
 
 
-def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
+def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
     """Stock, holmes, all-RDMA; where there are targets also holmes without overlap, and stock again (A/A)."""
-    file = examples() / "clusters" / scene.file
+    file = examples() / "clusters" / case.file
     spec = load_spec(file)
     order = interleave(spec)
     flags = (
@@ -131,19 +131,19 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
         "--holmes-cluster",
         str(file),
         "--holmes-sizes",
-        f"pipeline={scene.stages}",
+        f"pipeline={case.stages}",
     )
     variants = [
         Variant("stock", spec, order),
         Variant("holmes", spec, order, flags),
         all_rdma(spec),
     ]
-    if scene.ratio:
+    if case.ratio:
         variants.append(
             Variant("holmes, overlap off", spec, order, (*flags, "--holmes-overlap", "off"))
         )
         variants.append(Variant("stock again", spec, order))
-    series = run(scene.name, variants, scene, repetitions, steps)
+    series = run(case.name, variants, case, repetitions, steps)
     stock, bound = series["stock"], series["all-RDMA"]
     rows = []
     for name in ("holmes", "holmes, overlap off"):
@@ -152,21 +152,21 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
         difference = max_loss_difference(stock, series[name])
         rows += [
             ratio_row(
-                scene.name,
+                case.name,
                 f"{name} : stock",
                 stock,
                 series[name],
-                scene.ratio if name == "holmes" else "",
+                case.ratio if name == "holmes" else "",
             ),
             ratio_row(
-                scene.name,
+                case.name,
                 f"{name} : all-RDMA",
                 bound,
                 series[name],
-                scene.bound if name == "holmes" else "",
+                case.bound if name == "holmes" else "",
             ),
             Row.median(
-                scene.name,
+                case.name,
                 f"{name}: largest loss difference",
                 [difference],
                 "nats",
@@ -174,19 +174,19 @@ def two_clusters(scene: Scene, repetitions: int, steps: int) -> list[Row]:
                 "<= 1e-6",
             ),
         ]
-    rows.append(ratio_row(scene.name, "stock : all-RDMA", bound, stock, ""))
-    if scene.ratio:
+    rows.append(ratio_row(case.name, "stock : all-RDMA", bound, stock, ""))
+    if case.ratio:
         noise = abs(series["stock again"].median / stock.median - 1)
         rows.append(
-            Row.median(scene.name, "A/A difference (noise)", [noise], "of a step", stock.emulated)
+            Row.median(case.name, "A/A difference (noise)", [noise], "of a step", stock.emulated)
         )
-    return rows + step_rows(scene.name, series)
+    return rows + step_rows(case.name, series)
 
 
 def control(repetitions: int, steps: int) -> list[Row]:
     """One homogeneous cluster: holmes must not cost anything."""
-    scene = Scene(CONTROL, "two_clusters_8.toml", 2, 6, 4, 2.3e9)
-    bound = all_rdma(load_spec(examples() / "clusters" / scene.file))
+    case = Case(CONTROL, "two_clusters_8.toml", 2, 6, 4, 2.3e9)
+    bound = all_rdma(load_spec(examples() / "clusters" / case.file))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
         file.write_text(one_cluster_toml(bound.spec))
@@ -196,13 +196,13 @@ def control(repetitions: int, steps: int) -> list[Row]:
             Variant(name, spec, bound.order, env=bound.env) for name in ("stock", "stock again")
         )
         variants = [stock, Variant("holmes", spec, bound.order, flags), again]
-        series = run(scene.name, variants, scene, repetitions, steps)
+        series = run(case.name, variants, case, repetitions, steps)
     cost, noise = (
         series[name].median / series["stock"].median - 1 for name in ("holmes", "stock again")
     )
     return [
         Row.median(
-            scene.name,
+            case.name,
             "what holmes adds to a step",
             [cost],
             "of a step",
@@ -210,8 +210,8 @@ def control(repetitions: int, steps: int) -> list[Row]:
             "<= 0.01",
             max(measured.busy for measured in series.values()),
         ),
-        Row.median(scene.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
-        *step_rows(scene.name, series),
+        Row.median(case.name, "A/A difference (noise)", [abs(noise)], "of a step", True),
+        *step_rows(case.name, series),
     ]
 
 
@@ -227,19 +227,19 @@ def one_cluster_toml(spec: SiteSpec) -> str:
 
 
 def run(
-    name: str, variants: list[Variant], scene: Scene, repetitions: int, steps: int
+    name: str, variants: list[Variant], case: Case, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    accelerator = {"flops": scene.flops / scene.slower, "classes": ["Block"]}
+    accelerator = {"flops": case.flops / case.slower, "classes": ["Block"]}
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
     return compare(
         variants,
-        script(scene),
+        script(case),
         repetitions=repetitions,
         steps=steps,
         skip=3,
         accelerator=accelerator,
-        scale=1 / scene.slower,
+        scale=1 / case.slower,
         on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
     )
 
@@ -276,12 +276,12 @@ def main() -> int:
     arguments.add_argument("--steps", type=int, default=12)
     args = arguments.parse_args()
     makers = {
-        scene.name: lambda scene=scene: two_clusters(scene, args.repetitions, args.steps)
-        for scene in SCENES
+        case.name: lambda case=case: two_clusters(case, args.repetitions, args.steps)
+        for case in CASES
     }
     makers[CONTROL] = lambda: control(args.repetitions, args.steps)
     makers[START] = lambda: startup(args.repetitions)
-    names = chosen(args.scenes, makers)
+    names = chosen(args.cases, makers)
     rows = kept(args.json, names)
     for name in names:
         rows += makers[name]()

@@ -1,11 +1,11 @@
 """Tables of the pages made from benchmarks/results/*.json: README's, those of docs/benchmarks/, all rows of
 all files.
 
-    <!-- generated: rows two_clusters.json; scene=4.4; metric=step .* -->      a row of the table for each row
-    <!-- generated: cells prediction.json; measured=measured step; ... -->     a row for each scene
+    <!-- generated: rows two_clusters.json; case=4.4; metric=step .* -->      a row of the table for each row
+    <!-- generated: cells prediction.json; measured=measured step; ... -->     a row for each case
 
-scene and metric are regular expressions that match from the beginning to the end; what a metric's group
-matches is shown behind the value. Without scene and metric: what has a target or is a ratio. Of a file that
+case and metric are regular expressions that match from the beginning to the end; what a metric's group
+matches is shown behind the value. Without case and metric: what has a target or is a ratio. Of a file that
 is not there yet `about` says so, and `rows` has none.
 """
 
@@ -102,18 +102,18 @@ def rows(said: str) -> str:
     file, given = _words(said)
     if not (RESULTS / file).exists():
         return ""
-    scene, metric = given.get("scene", ".*"), given.get("metric")
+    case, metric = given.get("case", ".*"), given.get("metric")
     chosen = [
         row
         for row in load(file)
-        if re.fullmatch(scene, row["scene"])
+        if re.fullmatch(case, row["scene"])
         and (
             re.fullmatch(metric, row["metric"]) if metric else "target" in row or row["unit"] == "x"
         )
     ]
     assert chosen, f"no row: {said}"
     return table(
-        ("scene", "what", "value", "target"),
+        ("case", "what", "value", "target"),
         ((row["scene"], row["metric"], shown(row), target(row)) for row in chosen),
     )
 
@@ -121,18 +121,18 @@ def rows(said: str) -> str:
 def cells(said: str) -> str:
     """See the module."""
     file, columns = _words(said)
-    scene = columns.pop("scene", ".*")
-    scenes: dict[str, list[Row]] = {}
+    case = columns.pop("case", ".*")
+    cases: dict[str, list[Row]] = {}
     for row in load(file):
-        if re.fullmatch(scene, row["scene"]):
-            scenes.setdefault(row["scene"], []).append(row)
+        if re.fullmatch(case, row["scene"]):
+            cases.setdefault(row["scene"], []).append(row)
     lines = [
         [name, *(_cell(found, metric) for metric in columns.values())]
-        for name, found in scenes.items()
+        for name, found in cases.items()
     ]
     kept = [line for line in lines if any(line[1:])]
     assert kept, f"no row: {said}"
-    return table(("scene", *columns), kept)
+    return table(("case", *columns), kept)
 
 
 def _cell(found: list[Row], metric: str) -> str:
@@ -158,7 +158,7 @@ def about(file: str) -> str:
     )
 
 
-#: README's table: what a row is called, its file and scene.
+#: README's table: what a row is called, its file and case.
 _STOCK, _BOUND = "holmes : stock", "holmes : all-RDMA"
 MEASURED = (
     ("DeepSpeed, 4+4 nodes, pipeline 2", "two_clusters.json", "4+4"),
@@ -184,17 +184,17 @@ MEASURED = (
 )
 
 
-def _ratio(found: list[Row], scene: str, metric: str) -> str:
+def _ratio(found: list[Row], case: str, metric: str) -> str:
     metrics = metric, metric.replace("holmes", "hybrid")
-    chosen = [row for row in found if row["scene"] == scene and row["metric"] in metrics]
+    chosen = [row for row in found if row["scene"] == case and row["metric"] in metrics]
     return spread(chosen[0], 2) if chosen else ""
 
 
-def _loss(found: list[Row], scene: str) -> str:
+def _loss(found: list[Row], case: str) -> str:
     """The largest difference of any step's loss to stock's."""
     names = re.compile(r"((holmes|hybrid): )?largest loss difference")
     values = [
-        row["value"] for row in found if row["scene"] == scene and names.fullmatch(row["metric"])
+        row["value"] for row in found if row["scene"] == case and names.fullmatch(row["metric"])
     ]
     return f"{max(values):.2g}" if values else ""
 
@@ -202,30 +202,30 @@ def _loss(found: list[Row], scene: str) -> str:
 def measured() -> str:
     """README's table."""
 
-    def value(file: str, scene: str, metric: str) -> float:
+    def value(file: str, case: str, metric: str) -> float:
         return next(
-            row["value"] for row in load(file) if row["scene"] == scene and row["metric"] == metric
+            row["value"] for row in load(file) if row["scene"] == case and row["metric"] == metric
         )
 
     lines = [
         (
             what,
-            _ratio(load(file), scene, _STOCK),
-            _ratio(load(file), scene, _BOUND),
-            _loss(load(file), scene),
+            _ratio(load(file), case, _STOCK),
+            _ratio(load(file), case, _BOUND),
+            _loss(load(file), case),
         )
-        for what, file, scene in MEASURED
+        for what, file, case in MEASURED
     ]
     control = value("two_clusters.json", "control: one cluster", "what holmes adds to a step")
     error, worst = (
-        value("prediction.json", "31 lab scenes", what) for what in ("median error", "worst error")
+        value("prediction.json", "31 lab cases", what) for what in ("median error", "worst error")
     )
     lines.append(
         ("one cluster, where nothing can be gained", f"step {100 * control:+.1f} %", "", "")
     )
     lines.append(
         (
-            "`holmes plan` against measured steps, 31 scenes",
+            "`holmes plan` against measured steps, 31 cases",
             f"median error {100 * error:.1f} %",
             f"worst {100 * worst:.1f} %",
             "",
@@ -255,7 +255,7 @@ def placed() -> str:
         steps("holmes plan: simulated step"),
         steps("simulated step of ours by DT-FM's objective"),
     )
-    saved = [plan[scene] / step for scene, step in by_objective.items()]
+    saved = [plan[case] / step for case, step in by_objective.items()]
     return (
         textwrap.fill(
             f"Where clusters have links of their own, {len(saved)} cases of DT-FM (arXiv "
@@ -263,8 +263,9 @@ def placed() -> str:
             f"step of what `holmes plan` finds takes {min(saved):.2f} to {max(saved):.2f} of that "
             f"of the best "
             f"placement by DT-FM's objective (simulated, {model_error()}),"
-            f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's. Certificates: "
-            f"no plan is more than {max(values('holmes plan: gap')):.0%} faster, within that model."
+            f" by which ours costs {min(parts):.2f} to {max(parts):.2f} of its own search's. "
+            f"Optimality gaps: "
+            f"no plan is more than {max(values('holmes plan: optimality gap')):.0%} faster, within that model."
             f" [More](docs/benchmarks/placement.md).",
             119,
         )
@@ -287,23 +288,23 @@ def results() -> str:
 
 
 def worst_error() -> tuple[str, float]:
-    """(FILE: scene, part of the measured step) of the worst prediction that the results have."""
+    """(FILE: case, part of the measured step) of the worst prediction that the results have."""
     found = [
         (row["value"], f"{file.name}: {row['scene']}")
         for file in sorted(RESULTS.glob("*.json"))
         for row in load(file.name)
         if row["metric"].startswith("worst error")
     ]
-    value, scene = max(found)
-    return scene, value
+    value, case = max(found)
+    return case, value
 
 
 def model_error() -> str:
-    """What simulated steps and certificates have to be taken with."""
+    """What simulated steps and optimality gaps have to be taken with."""
     return f"at worst {worst_error()[1]:.1%} off"
 
 
 def model_error_file() -> str:
     """holmes_ext/planner/search/model_error.json."""
-    scene, value = worst_error()
-    return json.dumps({"worst_error": value, "scene": scene}, indent=1) + "\n"
+    case, value = worst_error()
+    return json.dumps({"worst_error": value, "case": case}, indent=1) + "\n"

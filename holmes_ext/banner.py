@@ -20,7 +20,13 @@ def show(current: Session, lines: list[str]) -> None:
 
 def describe(current: Session) -> str:
     """Clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched or not."""
-    parts = _ranks(current), _networks(current), _edges(current), _reductions(current), _patches()
+    parts = (
+        _ranks(current),
+        _networks(current),
+        _stage_links(current),
+        _reductions(current),
+        _patches(),
+    )
     return "; ".join(filter(None, parts))
 
 
@@ -41,10 +47,8 @@ def _ranks(current: Session) -> str:
     text = f"{count}: {' -> '.join(clusters)}; world size {site.world_size}, {moved}"
     if plan.stage_layers:
         text += f"; {plan.partition} stages of {'+'.join(map(str, plan.stage_layers))} layers"
-    for straddle in plan.straddling:
-        text += (
-            f"; {straddle.groups} {straddle.kind} groups straddle clusters (on {straddle.fabric})"
-        )
+    for spanning in plan.spanning:
+        text += f"; {spanning.groups} {spanning.kind} groups span clusters (on {spanning.fabric})"
     return text
 
 
@@ -79,34 +83,35 @@ def _used(current: Session, network_api: str) -> str:
     return ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())
 
 
-def _edges(current: Session) -> str:
-    """What a patched pipeline's edges do, what that costs in memory, and what is cut."""
+def _stage_links(current: Session) -> str:
+    """What a patched pipeline's stage links do, what that costs in memory, and what is cut."""
     plan, on, parts = current.plan, set(registry().summary()[0]), []
     if not plan.traffic:
         return ""
     traffic = plan.traffic_of(SOCKETS)
-    if (held := traffic.in_flight) and on & {"deepspeed-edges", "megatron-edges"}:
+    if (held := traffic.in_flight) and on & {"deepspeed-stage-links", "megatron-stage-links"}:
         parts.append("pipeline sends do not block")
         if any(one > own for one, own in zip(held, range(len(held), 0, -1))):
             more = max(more_bytes(plan), default=0.0)
             cost = f", {format_bytes(more)} more on the fullest stage" if more else ""
             parts[-1] += (
-                f", {'+'.join(map(str, held))} micro-batches in flight hide the edges{cost}"
+                f", {'+'.join(map(str, held))} micro-batches in flight hide the stage links{cost}"
             )
-    if traffic.passes and on & {"deepspeed-edges", "torch-passes"}:
+    if traffic.schedule and on & {"deepspeed-stage-links", "torch-schedule"}:
         parts.append("passes as the plan lists them, gradients of weights put off")
     if (
         "megatron-slices" in on
-        and (slices := max((edge.slices for edge in traffic.edges), default=1)) > 1
+        and (slices := max((stage_link.slices for stage_link in traffic.stage_links), default=1))
+        > 1
     ):
         parts.append(
             f"{slices} tensor ranks each send a slice of replicated activations across clusters"
         )
-    narrow = {edge.narrow for edge in traffic.edges} - {"off"}
-    if narrow:
-        parts.append(f"pipeline edges that cross in {narrow.pop()}")
+    compression = {stage_link.compression for stage_link in traffic.stage_links} - {"off"}
+    if compression:
+        parts.append(f"stage links that cross in {compression.pop()}")
     if on & {"deepspeed-tied", "megatron-tied"} and traffic.tied:
-        parts.append("tied weights summed in two levels")
+        parts.append("tied weights summed hierarchically")
     return "; ".join(parts)
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from holmes_ext import words
 from holmes_ext.checks import FieldError
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import parse_rate, parse_seconds
@@ -153,11 +154,12 @@ class Table:
         for key in self.values:
             if key not in self.read:
                 near = nearest(key, self.read)
-                hint = (
-                    f"did you mean {near!r}?"
-                    if near
-                    else f"known here: {', '.join(sorted(self.read))}"
-                )
+                if words.RENAMED_PLAN_KEYS.get(key) in self.read:
+                    hint = f"it is called {words.RENAMED_PLAN_KEYS[key]!r} now"
+                elif near:
+                    hint = f"did you mean {near!r}?"
+                else:
+                    hint = f"known here: {', '.join(sorted(self.read))}"
                 raise HolmesError(f"{self.at(key)} is not known; {hint}")
 
     def into(self, cls: type[T], **given: Any) -> T:

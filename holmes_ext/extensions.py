@@ -44,7 +44,7 @@ POINTS = {
     "outer_algorithms": "a class of holmes_ext.join.algorithms, by the name that --holmes-outer gives it",
     "doctor_checks": "a function without parameters that returns holmes_ext.doctor.finding.Finding objects",
     "command_parts": "a module with add_arguments(parser) and run(args), by the name of an existing command",
-    "pass_solvers": "a function like holmes_ext.planner.passes.solve.quickest",
+    "pass_solvers": "a function like holmes_ext.planner.schedule.solve.quickest",
     "plan_companions": "a module that adds another forecast to the search of `holmes plan`",
     "report_pages": "a function that makes the page of `holmes report --html`, by the name html",
     "report_sections": "a function that returns HTML for that page: (run, summary) -> list of parts",

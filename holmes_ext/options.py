@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from holmes_ext import extensions
+from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean, nearest
 
@@ -80,23 +80,23 @@ class Options:
         "forward passes before their first backward to hide the sends between stages, within memory; N: N "
         "more than under 1F1B; off: the engine's own schedule, with blocking sends",
     )
-    passes: str = _option(
+    schedule: str = _option(
         "1f1b",
         "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split"
         " into input and weight gradients, in the order with the shortest step found within memory "
         "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)",
         ("1f1b", "auto"),
     )
-    edges: str = _option(
+    compress_activations: str = _option(
         "off",
         "off (default), bf16, or int8 (a scale for each row): activations and their gradients between "
         "pipeline stages on the slow network only",
         ("off", "bf16", "int8"),
     )
-    compress: str = _option(
+    compress_gradients: str = _option(
         "off",
         "off (default), bf16, or int8 (with error feedback): gradients on the slow network only, "
-        "where they are reduced in two levels",
+        "where they are reduced hierarchically",
         ("off", "bf16", "int8"),
     )
     fsdp: str = _option(
@@ -131,7 +131,7 @@ class Options:
         "ranks; fail: the job ends",
         ("ethernet", "fail"),
     )
-    patience: str = _option(
+    link_timeout: str = _option(
         "20",
         "seconds that a NIC in use may be without link until the job ends with a line that names it "
         "(default 20; 0: no limit)",
@@ -175,7 +175,9 @@ class Options:
             _check_choice(name, value, option.choices)
             if refusal := option.check(value):
                 raise HolmesError(f"{flag(name)}: {value!r} {refusal}")
-        bucket, timeout, patience = map(_decimal, (self.bucket or "1", self.timeout, self.patience))
+        bucket, timeout, link_timeout = map(
+            _decimal, (self.bucket or "1", self.timeout, self.link_timeout)
+        )
         refused = {
             "partition": self.partition not in PARTITIONS
             and not self.stage_layers
@@ -184,7 +186,8 @@ class Options:
             "inflight": self.inflight not in ("auto", "off")
             and not self.inflight[:4].isdecimal()
             and "is none of auto, off and a number of micro-batches",
-            "patience": not 0 <= patience < 1e6 and "is not a number of seconds (0: no limit)",
+            "link_timeout": not 0 <= link_timeout < 1e6
+            and "is not a number of seconds (0: no limit)",
             "bucket": not 0.001 <= bucket <= 10_000
             and "is not a number of megabytes from 0.001 to 10000",
             "watchdog": self.watchdog != "off"
@@ -258,8 +261,8 @@ class Options:
         return float(self.timeout)
 
     @property
-    def patience_s(self) -> float:
-        return float(self.patience)
+    def link_timeout_s(self) -> float:
+        return float(self.link_timeout)
 
     def value(self, name: str) -> str:
         """Return the value of an option by its name, also of one that an extension has declared."""
@@ -273,6 +276,9 @@ class Options:
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    new_value = words.RENAMED_VALUES.get((name, value))
+    if new_value:
+        raise HolmesError(f"{flag(name)}: {value!r} is called {new_value!r} now")
     if choices and value not in choices:
         raise HolmesError(f"{flag(name)}: {value!r} is not one of {', '.join(choices)}")
 
@@ -346,14 +352,20 @@ def meant(word: str) -> str:
     return nearest(word, _by_flag(), cutoff=0.85)
 
 
-def _removed_error(name: str, given_as: str) -> HolmesError:
-    """Return the error for a removed option.
+def _refuse_old_name(name: str, written: Callable[[str], str]) -> None:
+    """Raise an error if an option was removed or renamed.
 
     Args:
-        name: The option's key in REMOVED.
-        given_as: How the user gave the option, such as "--holmes-apart".
+        name: Name of the option that the user gave.
+        written: Returns how the user writes an option's name, such as "--holmes-apart" for "apart".
+
+    Raises:
+        HolmesError: the option was removed or renamed. The message has the way out.
     """
-    return HolmesError(f"{given_as} was removed; {REMOVED[name]}")
+    if name in REMOVED:
+        raise HolmesError(f"{written(name)} was removed; {REMOVED[name]}")
+    if name in words.RENAMED_OPTIONS:
+        raise HolmesError(f"{written(name)} is called {written(words.RENAMED_OPTIONS[name])} now")
 
 
 def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -362,11 +374,11 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
     A variable that is empty counts as not set.
 
     Raises:
-        HolmesError: the variable of a removed option is set.
+        HolmesError: the variable of a removed or renamed option is set.
     """
-    for name in REMOVED:
+    for name in (*REMOVED, *words.RENAMED_OPTIONS):
         if environ.get(variable(name)):
-            raise _removed_error(name, given_as=variable(name))
+            _refuse_old_name(name, written=variable)
     values = {}
     for name in names():
         value = environ.get(variable(name))
@@ -382,10 +394,10 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
     arguments from a lone "--" on belong to the script.
 
     Raises:
-        HolmesError: a flag is unknown or removed, lacks its value, or is given twice.
+        HolmesError: a flag is unknown, removed or renamed, lacks its value, or is given twice.
     """
     by_flag = _by_flag()
-    removed_by_flag = {flag(name): name for name in REMOVED}
+    old_names = {flag(name): name for name in (*REMOVED, *words.RENAMED_OPTIONS)}
     values = from_environment(environ)  # name of an option, e.g. "cluster" -> its value
     seen: set[str] = set()  # flags so far
     rest: list[str] = []  # arguments of the script
@@ -408,8 +420,8 @@ def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, l
                     f"{PREFIX} takes no value, so {item!r} cannot be read; write {PREFIX} alone"
                 )
             continue
-        if name in removed_by_flag:
-            raise _removed_error(removed_by_flag[name], given_as=name)
+        if name in old_names:
+            _refuse_old_name(old_names[name], written=flag)
         option = by_flag.get(name, "")
         if not option:
             flags = [known_flag.removeprefix(f"{PREFIX}-") for known_flag in by_flag]
@@ -430,8 +442,7 @@ def options_from(**values: Any) -> Options:
         HolmesError: there is no option of that name; the message has the nearest one.
     """
     for name in values:
-        if name in REMOVED:
-            raise _removed_error(name, given_as=f"enable({name}=...)")
+        _refuse_old_name(name, written=lambda option: f"enable({option}=...)")
         if name not in names():
             raise HolmesError(
                 f"enable({name}=...) is not an option of holmes; {did_you_mean(name, names())}"

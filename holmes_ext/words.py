@@ -12,6 +12,37 @@ from holmes_ext.errors import HolmesError
 K = TypeVar("K")
 V = TypeVar("V")
 
+# Names that changed before the first release -> their new names. Each old name is rejected in one line that
+# gives the new one.
+
+#: Options, as keywords of `holmes_ext.enable`. The flags and environment variables follow from them.
+RENAMED_OPTIONS = {
+    "compress": "compress_gradients",
+    "edges": "compress_activations",
+    "passes": "schedule",
+    "patience": "link_timeout",
+}
+#: Values of options: (option, old value) -> new value.
+RENAMED_VALUES = {
+    ("adapt", "tell"): "report",
+    ("restart", "tell"): "report",
+}
+#: Features, as `holmes patches` lists them.
+RENAMED_FEATURES = {
+    "deepspeed-edges": "deepspeed-stage-links",
+    "deepspeed-narrow": "deepspeed-compress-activations",
+    "megatron-edges": "megatron-stage-links",
+    "torch-passes": "torch-schedule",
+    "two-level": "hierarchical",
+}
+#: Keys of plan.json.
+RENAMED_PLAN_KEYS = {
+    "edges": "stage_links",
+    "narrow": "compression",
+    "passes": "schedule",
+    "straddling": "spanning",
+}
+
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """The name of `known` that `name` is probably a misspelling of; "" when none is near."""

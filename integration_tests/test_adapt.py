@@ -79,7 +79,7 @@ def test_megatron_core_learns(far_apart, tmp_path):
     assert len(stock) == STEPS and same(stock, learned)
 
 
-@pytest.mark.parametrize("how", ["tell", "off"])
+@pytest.mark.parametrize("how", ["report", "off"])
 def test_what_it_would_do_is_told_or_left(far_apart, tmp_path, how):
     flags = ("--stages", "2", *far_apart.holmes, "--holmes-adapt", how)
     text = train(far_apart, tmp_path / how, *flags, size=SIZE)
@@ -87,4 +87,4 @@ def test_what_it_would_do_is_told_or_left(far_apart, tmp_path, how):
     told = re.findall(
         r"holmes: with \d\+1 micro-batches in flight \(were 2\+1\) a step would take", text
     )
-    assert bool(told) == (how == "tell"), text
+    assert bool(told) == (how == "report"), text

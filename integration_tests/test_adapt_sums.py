@@ -16,7 +16,9 @@ JOB = "--layers 2 --hidden 128 --sequence 16 --micro-batch 1 --steps 16".split()
 #: An emulated GPU's backward pass takes long enough to hide the sums.
 AFTER = ("--no-overlap",) * ON_GPUS
 PLANNED = ("--holmes-overlap", "off") * ON_GPUS
-CHANGED = r"holmes: gradients in one ring, in buckets of \S+ \S+ \(were in two levels, in chunks of"
+CHANGED = (
+    r"holmes: gradients in one ring, in buckets of \S+ \S+ \(were hierarchically, in chunks of"
+)
 
 
 @pytest.fixture(scope="module")

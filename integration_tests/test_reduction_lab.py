@@ -28,7 +28,10 @@ def runs(two_clusters, tmp_path_factory):
     may learn that one ring is as fast.)"""
     found = {}
     as_planned = (*two_clusters.holmes, "--holmes-adapt", "off")
-    ways = {"flat": ((), {"GLOO_SOCKET_IFNAME": "eth0"}), "two levels": (as_planned, None)}
+    ways = {
+        "flat": ((), {"GLOO_SOCKET_IFNAME": "eth0"}),
+        "a hierarchical all-reduce": (as_planned, None),
+    }
     for name, (flags, env) in ways.items():
         place = tmp_path_factory.mktemp(name.replace(" ", "-"))
         _, short = train(two_clusters, place, 3, *flags, env=env)
@@ -41,7 +44,7 @@ def runs(two_clusters, tmp_path_factory):
 def test_what_crosses_is_the_least_possible(runs):
     """2 (C-1)/C = 1 gradient for each cluster, half of it from each of its two nodes; 6 % for headers and
     small all-reduces."""
-    for node, megabytes in runs["two levels"][1].items():
+    for node, megabytes in runs["a hierarchical all-reduce"][1].items():
         assert GRADIENT_MB / 2 <= megabytes <= GRADIENT_MB / 2 * 1.06 + 0.02, node
     for node, megabytes in runs["flat"][1].items():  # 2 (n-1)/n from every node
         assert megabytes >= GRADIENT_MB * 1.5, node
@@ -50,8 +53,8 @@ def test_what_crosses_is_the_least_possible(runs):
 @over_nccl
 @pytest.mark.row("a plain torch loop")
 def test_losses_are_the_flat_ring_s(runs):
-    flat, two_levels = runs["flat"][0], runs["two levels"][0]
-    assert len(flat) == 11 and same(flat, two_levels, 1e-5)
+    flat, hierarchical = runs["flat"][0], runs["a hierarchical all-reduce"][0]
+    assert len(flat) == 11 and same(flat, hierarchical, 1e-5)
 
 
 @gpu_only
@@ -73,7 +76,7 @@ def test_one_hardware_queue_has_the_same_losses_and_is_told_once(two_clusters, r
     assert sum("CUDA_DEVICE_MAX_CONNECTIONS=1: " in line for line in said(result)) == 1, (
         result.outputs
     )
-    assert same(runs["two levels"][0], losses(log))
+    assert same(runs["a hierarchical all-reduce"][0], losses(log))
 
 
 def test_a_rank_that_dies_ends_the_job_with_its_node_s_name(two_clusters):

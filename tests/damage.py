@@ -6,7 +6,7 @@ import random
 import shutil
 from dataclasses import asdict
 
-from sysfs_builder import SCENES
+from sysfs_builder import CASES
 
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics
@@ -85,9 +85,9 @@ KINDS = ["truncate", "garbage", "byte", "text", "directory", "loop", "link", "fi
 
 
 def fuzz(base, rounds: int, seed: int) -> "tuple[int, int]":
-    """(rounds read without an error, rounds refused) of reading the scenes with one to three damages each."""
+    """(rounds read without an error, rounds refused) of reading the cases with one to three damages each."""
     rng = random.Random(seed)
-    roots = [scene(base / name) for name, scene in SCENES.items()]
+    roots = [case(base / name) for name, case in CASES.items()]
     trees = [
         (root, sorted(os.path.join(d, n) for d, dirs, files in os.walk(root) for n in dirs + files))
         for root in roots

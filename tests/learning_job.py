@@ -115,17 +115,17 @@ class SimulatedJob:
 
 
 class LearningJob(SimulatedJob):
-    """Of two stages, of two ranks each. scene: see step_of; it may be changed."""
+    """Of two stages, of two ranks each. case: see step_of; it may be changed."""
 
-    def __init__(self, scene, micro_batches=MICRO_BATCHES, patient=False, **options):
-        self.scene, self.slower, self.micro_batches = scene, 1 / 1.3, micro_batches
+    def __init__(self, case, micro_batches=MICRO_BATCHES, patient=False, **options):
+        self.case, self.slower, self.micro_batches = case, 1 / 1.3, micro_batches
 
         def stage_of(rank):
             stage, pipeline = rank // 2, (rank % 2, rank % 2 + 2)
             blocks = dict.fromkeys(range(3 * stage, 3 * stage + 3), 10000.0)
             return Stage("test 1", stage, 1, micro_batches, blocks, dict(zip(pipeline, range(2))))
 
-        super().__init__(site(ethernet=f"{scene[2]}Mb/s"), Sizes(2), stage_of, patient, **options)
+        super().__init__(site(ethernet=f"{case[2]}Mb/s"), Sizes(2), stage_of, patient, **options)
 
     def held(self):
         """Of each stage."""
@@ -133,7 +133,7 @@ class LearningJob(SimulatedJob):
 
     def step_told(self):
         """(seconds of a step, what a rank is told of it)"""
-        passes = step_of(self.scene, self.held(), self.micro_batches, self.slower)
+        passes = step_of(self.case, self.held(), self.micro_batches, self.slower)
         return step_s(passes), lambda one: (*self._told(one, passes), None)
 
     def _told(self, one, passes):

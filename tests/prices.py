@@ -10,11 +10,13 @@ from holmes_ext.plan.workload import Workload
 from holmes_ext.planner.simulate.step import JobStep
 
 
-def costs_on_site(site, order, sizes, model, overlap=False, only=None, async_edges=True, **rules):
+def costs_on_site(
+    site, order, sizes, model, overlap=False, only=None, async_stage_links=True, **rules
+):
     """Of each layer of a model on each stage; only: the fabric of all traffic."""
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
     job = RankModel.of(model, sizes)
-    rules = Rules(overlap=overlap, hide_edges=async_edges, **rules)
+    rules = Rules(overlap=overlap, hide_stage_links=async_stage_links, **rules)
     return price(network, network.placement(order, sizes), job, rules)
 
 
@@ -22,7 +24,7 @@ def step_seconds(site, order, sizes, work=Workload(), only=None, **rules):
     """A workload's step."""
     network, sizes = Network(site, only=only), sizes.complete(site.world_size)
     prices = Prices(
-        network, RankModel.of_workload(work, sizes), Rules(**{"hide_edges": False, **rules})
+        network, RankModel.of_workload(work, sizes), Rules(**{"hide_stage_links": False, **rules})
     )
     return estimate(prices.costs(network.placement(order, sizes)), (1,) * sizes.pipeline)
 

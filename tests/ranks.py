@@ -45,7 +45,7 @@ _preloaded = [
     "pytest",
     "holmes_ext.job",
     "holmes_ext.runtime.reduce.reducer",
-    "holmes_ext.runtime.reduce.two_level_nccl",
+    "holmes_ext.runtime.reduce.hierarchical_nccl",
 ]
 _parent: Any = None  # in a rank: its end of the pipe to run_ranks
 
@@ -119,7 +119,7 @@ def run_ranks(
     return [answers[rank] for rank in range(world_size)]
 
 
-def run_scenes(
+def run_cases(
     function: Callable[..., dict], world_size: int, names: list[str], timeout_s: float
 ) -> list[dict]:
     """[function(rank, names) of every rank], dictionaries by name. On emulated GPUs some launches: the

@@ -10,11 +10,11 @@ from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
 
 
-def step_of(scene, held, micro_batches, slower=1.0):
-    """Of each stage its passes: (letter, micro-batch) -> (span, whether it was waited for). scene: layers of
+def step_of(case, held, micro_batches, slower=1.0):
+    """Of each stage its passes: (letter, micro-batch) -> (span, whether it was waited for). case: layers of
     each stage, seconds of a layer's forward on the first (the second takes 1.3 times that, or `slower` of
     it), Mb/s."""
-    layers, each, rate = scene
+    layers, each, rate = case
     model = Model(6, 64, 4, 128, 256, micro_batches=micro_batches, activation_width=4)
     row = tuple((0.0, *(each * factor,) * 6, 0.0) for factor in (1.0, 1.3 * slower))
     none = ((0.0,) * 8,) * 2

@@ -3,7 +3,7 @@
   devices/pci0000:00/0000:41:00.0/{uevent,numa_node,current_link_*,driver,physfn,net/ens1f0,infiniband/mlx5_0}
   class/net/ens1f0 -> ../../devices/...          class/infiniband/mlx5_0 -> ../../devices/...
 
-Each scene function at the end writes one kind of node and returns its root.
+Each case function at the end writes one kind of node and returns its root.
 """
 
 import json
@@ -273,7 +273,7 @@ def copy_without_links(source: Path, target: Path) -> Path:
     return target
 
 
-# ---- scenes ----
+# ---- cases ----
 
 IB_PCI = (
     "0000:0c:00.0",
@@ -447,4 +447,4 @@ def container(root) -> Path:
     return t.save_addresses()
 
 
-SCENES = {f.__name__: f for f in (dgx_a100, roce_lag, dual_port, ports_down, aws_ena, container)}
+CASES = {f.__name__: f for f in (dgx_a100, roce_lag, dual_port, ports_down, aws_ena, container)}

@@ -68,7 +68,7 @@ VALUES = {
         "across",
         "buckets",
         "engine",
-        "passes",
+        "schedule",
         "plan",
         "sizes",
         "traffic",
@@ -110,9 +110,9 @@ ALLOWED_INSIDE = {
         1,
         "`holmes patches` works without torch, GradientReducer does not",
     ),
-    "patches/deepspeed/two_level.py": (
+    "patches/deepspeed/hierarchical.py": (
         2,
-        "`holmes patches` works without torch, two levels do not",
+        "`holmes patches` works without torch, the hierarchical all-reduce does not",
     ),
     "patches/megatron/reduce/tied.py": (1, "the same"),
     "holmes_ext/join/training.py": (1, "a job that is not joined must not load what joining needs"),
@@ -399,10 +399,11 @@ def test_torch_is_not_needed(name):
 LONGER_BY_FORMATTING = {
     "holmes_ext/plan/cost/model.py",
     "holmes_ext/plan/cost/reductions.py",
+    "holmes_ext/plan/placement.py",
     "holmes_ext/runtime/start/preflight.py",
-    "patches/deepspeed/edges.py",
+    "patches/deepspeed/stage_links.py",
     "patches/engine/registry.py",
-    "patches/megatron/edges.py",
+    "patches/megatron/stage_links.py",
 }
 
 

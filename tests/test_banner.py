@@ -53,12 +53,12 @@ def test_a_pipeline_over_two_clusters():
         "pipeline, world groups on ethernet; reductions planned for a nominal model; patched"
         in text
     )
-    assert "2 data groups straddle" not in text and "with gloo" not in text
+    assert "2 data groups span" not in text and "with gloo" not in text
 
 
-def test_a_model_that_was_told_and_what_straddles():
+def test_a_model_that_was_told_and_what_spans():
     text = said(sizes=Sizes(), workload=Workload(), basis="m.toml")
-    assert "1 data groups straddle clusters (on ethernet)" in text and "nominal" not in text
+    assert "1 data groups span clusters (on ethernet)" in text and "nominal" not in text
     assert "nominal" not in said(sizes=Sizes(2), options=Options(overlap="off"))
 
 
@@ -76,16 +76,18 @@ def test_layers_and_gloos_own_networks():
 
 
 @pytest.mark.parametrize("on", [True, False])
-def test_what_an_edge_does(monkeypatch, on):
-    """Only where a framework's edges are patched; more micro-batches with what they cost."""
+def test_what_an_stage_link_does(monkeypatch, on):
+    """Only where a framework's stage links are patched; more micro-batches with what they cost."""
     monkeypatch.setattr(
-        banner, "registry", lambda: SimpleNamespace(summary=lambda: (["megatron-edges"] * on, {}))
+        banner,
+        "registry",
+        lambda: SimpleNamespace(summary=lambda: (["megatron-stage-links"] * on, {})),
     )
     assert ("; pipeline sends do not block; " in said(sizes=Sizes(2))) == on
     assert "do not block" not in said(sizes=Sizes(2), options=Options(inflight="off"))
     model = replace(load_model(examples() / "models" / "gpt_7.5b.toml"), global_batch=64)
     text = said(sizes=Sizes(2), options=Options(inflight="3"), model=model)
     assert (
-        "pipeline sends do not block, 5+1 micro-batches in flight hide the edges, " in text
+        "pipeline sends do not block, 5+1 micro-batches in flight hide the stage links, " in text
     ) == on
     assert ("GB more on the fullest stage" in text) == on

@@ -108,5 +108,5 @@ def test_the_newest_of_everything_is_installed_anew_and_judged(
     assert not (tmp_path / "build" / "matrix" / "next").exists(), "last week's newest"
 
 
-def matrix_row(scene, metric, value, busy=None):
-    return Row.of(scene, metric, value, "", (value, value), False, "", busy)
+def matrix_row(case, metric, value, busy=None):
+    return Row.of(case, metric, value, "", (value, value), False, "", busy)

@@ -53,15 +53,15 @@ REDUCTION = f"""
 import sys
 sys.path.insert(0, {str(ROOT / "tests" / "runtime")!r})
 from ranks import run_ranks
-from test_compress import TwoLevelAllReduce, site, sums, sums_on_site
+from test_compress import HierarchicalAllReduce, site, sums, sums_on_site
 from holmes_ext.options import Options
 four = site("a ib 2Gb/s a[0-3]", "b ib 2Gb/s b[0-3]", ethernet="50Mb/s")
-int8, fp8 = (sums_on_site(four, compress=Options(compress=how).compress).both.seconds(1e7)
+int8, fp8 = (sums_on_site(four, compress=Options(compress_gradients=how).compress_gradients).both.seconds(1e7)
              for how in ("int8", "fp8"))
 assert fp8 < int8, "no scales travel"
 sent = {{}}
 for how in ("off", "fp8"):
-    found = run_ranks(sums, 4, TwoLevelAllReduce, [[0, 1], [2, 3]], how, 2, 4096)
+    found = run_ranks(sums, 4, HierarchicalAllReduce, [[0, 1], [2, 3]], how, 2, 4096)
     assert all(worst < 0.2 and same for worst, same, *_ in found), found
     sent[how] = found[0][-1]
 assert sent["fp8"] == sent["off"] / 4, sent

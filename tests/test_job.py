@@ -118,7 +118,7 @@ def python(tmp_path_factory):
     return python
 
 
-class Scene:
+class Case:
     """A folder with scripts, the environment's python, and the activations that happened."""
 
     def __init__(self, folder: Path, python: Path):
@@ -147,54 +147,52 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path, python):
-    scene = Scene(tmp_path, python)
-    scene.write("jobs/train.py", SHOW)
-    scene.write("pkg/__init__.py", "")
-    scene.write("pkg/train.py", SHOW)
-    return scene
+def case(tmp_path, python):
+    case = Case(tmp_path, python)
+    case.write("jobs/train.py", SHOW)
+    case.write("pkg/__init__.py", "")
+    case.write("pkg/train.py", SHOW)
+    return case
 
 
-def test_nothing_is_imported_without_the_flag(scene):
-    result = venvs.run(scene.python, "-X", "importtime", "-c", "pass", cwd=scene.folder)
+def test_nothing_is_imported_without_the_flag(case):
+    result = venvs.run(case.python, "-X", "importtime", "-c", "pass", cwd=case.folder)
     assert (
         "site" in result.stderr and "holmes" not in result.stderr and "torch" not in result.stderr
     )
     result = venvs.run(
-        scene.python,
+        case.python,
         "-X",
         "importtime",
         "-c",
         "pass",
         "--holmes",
-        cwd=scene.folder,
-        RECORD=str(scene.record),
+        cwd=case.folder,
+        RECORD=str(case.record),
     )
     assert "holmes_ext._pth" in result.stderr
 
 
 @pytest.mark.parametrize("environ", [{}, WORKER])
-def test_flag_on_a_script(scene, environ):
-    records, (name, argv, path0, _) = scene.run("jobs/train.py", "--lr", "1", "--holmes", **environ)
+def test_flag_on_a_script(case, environ):
+    records, (name, argv, path0, _) = case.run("jobs/train.py", "--lr", "1", "--holmes", **environ)
     assert [record["argv"] for record in records] == [["jobs/train.py", "--lr", "1", "--holmes"]]
     # sys.path is complete when activate runs
-    assert records[0]["path0"] == path0 == str(scene.folder / "jobs")
+    assert records[0]["path0"] == path0 == str(case.folder / "jobs")
     assert (name, argv) == ("__main__", ["jobs/train.py", "--lr", "1"])
 
 
-def test_flag_on_a_module_and_on_code(scene):
-    records, (name, argv, _, file) = scene.run("-m", "pkg.train", "--holmes", "x")
+def test_flag_on_a_module_and_on_code(case):
+    records, (name, argv, _, file) = case.run("-m", "pkg.train", "--holmes", "x")
     assert len(records) == 1 and name == "__main__" and argv == [file, "x"]
-    records, argv = scene.run(
-        "-c", "import sys, json; print(json.dumps(sys.argv))", "--holmes", "x"
-    )
+    records, argv = case.run("-c", "import sys, json; print(json.dumps(sys.argv))", "--holmes", "x")
     assert len(records) == 1 and argv == ["-c", "x"]
 
 
-def test_environment_and_off(scene):
-    assert len(scene.run("jobs/train.py", HOLMES="1", **WORKER)[0]) == 1
-    assert scene.run("jobs/train.py", HOLMES="yes", **WORKER)[0] == []
-    records, (_, argv, _, _) = scene.run(
+def test_environment_and_off(case):
+    assert len(case.run("jobs/train.py", HOLMES="1", **WORKER)[0]) == 1
+    assert case.run("jobs/train.py", HOLMES="yes", **WORKER)[0] == []
+    records, (_, argv, _, _) = case.run(
         "jobs/train.py", "--holmes", "--holmes-plan", "p", "x", HOLMES="0", **WORKER
     )
     assert records == [] and argv == ["jobs/train.py", "x"]
@@ -203,13 +201,13 @@ def test_environment_and_off(scene):
 @pytest.mark.parametrize(
     "how", [["jobs/train.py"], ["-m", "pkg.train"], ["-m", "holmes_ext", "jobs/train.py"]]
 )
-def test_bad_input_ends_with_status_2_before_the_script(scene, how):
-    records, output = scene.run(*how, "--holmes", "--holmes-bad", expect=2)
-    assert len(records) == 1 and output is None and scene.stderr == "holmes: bad\n"
+def test_bad_input_ends_with_status_2_before_the_script(case, how):
+    records, output = case.run(*how, "--holmes", "--holmes-bad", expect=2)
+    assert len(records) == 1 and output is None and case.stderr == "holmes: bad\n"
 
 
 @pytest.mark.parametrize("as_module", [False, True])
-def test_a_launcher_is_left_alone_and_its_workers_are_activated(scene, as_module):
+def test_a_launcher_is_left_alone_and_its_workers_are_activated(case, as_module):
     launcher = (
         "import os, subprocess, sys\n"
         "workers = [subprocess.Popen([sys.executable, *sys.argv[1:]], stdout=subprocess.DEVNULL,\n"
@@ -219,17 +217,17 @@ def test_a_launcher_is_left_alone_and_its_workers_are_activated(scene, as_module
     )
     if as_module:
         for package in ("torch", "torch/distributed"):
-            scene.write(f"{package}/__init__.py", "")
-        scene.write("torch/distributed/run.py", launcher)
+            case.write(f"{package}/__init__.py", "")
+        case.write("torch/distributed/run.py", launcher)
         how = ["-m", "torch.distributed.run"]
     else:
-        how = [scene.write("torchrun", launcher)]
+        how = [case.write("torchrun", launcher)]
     for arguments, argv0 in [
         (["jobs/train.py"], "jobs/train.py"),
         (["-m", "pkg.train"], "-m"),
         (["-m", "holmes_ext", "jobs/train.py"], "jobs/train.py"),
     ]:
-        records, pids = scene.run(*how, *arguments, "--holmes", **SRUN)
+        records, pids = case.run(*how, *arguments, "--holmes", **SRUN)
         assert sorted(record["pid"] for record in records) == sorted(pids)
         assert {record["argv"][0] for record in records} == {argv0}
 
@@ -249,45 +247,45 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", [[], ["-m", "holmes_ext"]])
 @pytest.mark.parametrize("environ", [{}, {"HOLMES": "1"}])
-def test_children_of_a_worker_are_left_alone(scene, how, environ):
-    script = scene.write("children.py", CHILDREN)
-    records, pid = scene.run(*how, script, "--holmes", **WORKER, **environ)
+def test_children_of_a_worker_are_left_alone(case, how, environ):
+    script = case.write("children.py", CHILDREN)
+    records, pid = case.run(*how, script, "--holmes", **WORKER, **environ)
     assert [record["pid"] for record in records] == [pid]
 
 
-def test_a_worker_that_executes_itself_again_is_activated_again(scene):
-    script = scene.write(
+def test_a_worker_that_executes_itself_again_is_activated_again(case):
+    script = case.write(
         "again.py",
         "import os, sys\nif 'again' in sys.argv: print(os.getpid())\n"
         "else: os.execv(sys.executable, [sys.executable, __file__, 'again'])",
     )
-    records, pid = scene.run(script, HOLMES="1", **WORKER)
+    records, pid = case.run(script, HOLMES="1", **WORKER)
     assert [record["pid"] for record in records] == [pid, pid]
 
 
 @pytest.mark.parametrize("without_pth", [False, True])
-def test_python_m_holmes_ext_runs_a_script_as_if_alone(scene, without_pth):
+def test_python_m_holmes_ext_runs_a_script_as_if_alone(case, without_pth):
     how, environ = ["-m", "holmes_ext"], dict(WORKER)
     if without_pth:
         how, environ["PYTHONPATH"] = (
             ["-S", *how],
-            str(next(scene.python.parent.parent.glob("lib/*/site-packages"))),
+            str(next(case.python.parent.parent.glob("lib/*/site-packages"))),
         )
-    alone = scene.run("jobs/train.py", "--lr", "1")[1]
+    alone = case.run("jobs/train.py", "--lr", "1")[1]
     for flags in [], ["--holmes"]:
-        records, shown = scene.run(*how, *flags, "jobs/train.py", "--lr", "1", *flags, **environ)
-        assert len(records) == 1 and records[0]["path0"] == str(scene.folder)
+        records, shown = case.run(*how, *flags, "jobs/train.py", "--lr", "1", *flags, **environ)
+        assert len(records) == 1 and records[0]["path0"] == str(case.folder)
         alone[1][0] = alone[3]  # sys.argv[0] becomes absolute, as __file__ is
         assert shown == alone
-    alone = scene.run("-m", "pkg.train", "x")[1]
-    assert scene.run(*how, "-m", "pkg.train", "x", **environ)[1] == alone
+    alone = case.run("-m", "pkg.train", "x")[1]
+    assert case.run(*how, "-m", "pkg.train", "x", **environ)[1] == alone
 
 
-def test_python_m_holmes_ext_passes_flags_and_exit_status_on(scene):
-    script = scene.write("exit.py", "raise SystemExit(7)")
-    records, _ = scene.run("-m", "holmes_ext", "--holmes-plan", "p.json", script, "x", expect=7)
+def test_python_m_holmes_ext_passes_flags_and_exit_status_on(case):
+    script = case.write("exit.py", "raise SystemExit(7)")
+    records, _ = case.run("-m", "holmes_ext", "--holmes-plan", "p.json", script, "x", expect=7)
     assert records[0]["argv"] == [str(script), "--holmes-plan", "p.json", "x"]
-    assert scene.run("-m", "holmes_ext", "jobs/train.py", "--holmes", HOLMES="0")[0] == []
+    assert case.run("-m", "holmes_ext", "jobs/train.py", "--holmes", HOLMES="0")[0] == []
 
 
 @pytest.mark.parametrize(
@@ -300,6 +298,6 @@ def test_python_m_holmes_ext_passes_flags_and_exit_status_on(scene):
         (["-m", "torch.distributed.run", "x.py"], "starts workers itself"),
     ],
 )
-def test_python_m_holmes_ext_bad_usage(scene, arguments, message):
-    assert scene.run("-m", "holmes_ext", *arguments, expect=2) == ([], None)
-    assert message in scene.stderr and scene.stderr.count("\n") == 1
+def test_python_m_holmes_ext_bad_usage(case, arguments, message):
+    assert case.run("-m", "holmes_ext", *arguments, expect=2) == ([], None)
+    assert message in case.stderr and case.stderr.count("\n") == 1

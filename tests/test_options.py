@@ -1,8 +1,15 @@
 import pytest
 
-from holmes_ext import extensions
+from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
-from holmes_ext.options import Options, from_environment, options_from, parse_flags
+from holmes_ext.options import (
+    Options,
+    flag,
+    from_environment,
+    options_from,
+    parse_flags,
+    variable,
+)
 
 
 def test_flags_are_read_and_removed():
@@ -78,6 +85,24 @@ def test_removed_options_name_what_to_do_instead():
             read()
         assert str(error.value) == f"{given_as} {instead}"
     assert parse_flags([], {"HOLMES_APART": ""})[0] == Options()
+
+
+@pytest.mark.parametrize("old, new", words.RENAMED_OPTIONS.items())
+def test_an_option_that_was_renamed_is_rejected_with_its_new_name(old, new):
+    for read, old_as, new_as in (
+        (lambda: parse_flags([flag(old), "x"], {}), flag(old), flag(new)),
+        (lambda: parse_flags([], {variable(old): "x"}), variable(old), variable(new)),
+        (lambda: options_from(**{old: "x"}), f"enable({old}=...)", f"enable({new}=...)"),
+    ):
+        with pytest.raises(HolmesError) as error:
+            read()
+        assert str(error.value) == f"{old_as} is called {new_as} now"
+
+
+@pytest.mark.parametrize("option, old", words.RENAMED_VALUES)
+def test_a_value_that_was_renamed_is_rejected_with_its_new_name(option, old):
+    with pytest.raises(HolmesError, match=f"^{flag(option)}: '{old}' is called 'report' now$"):
+        options_from(**{option: old})
 
 
 def test_twins_in_the_environment_are_values_of_flags():

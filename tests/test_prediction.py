@@ -1,4 +1,4 @@
-"""benchmarks/prediction.py where it runs nothing: the paper's three ratios, and every lab scene can be
+"""benchmarks/prediction.py where it runs nothing: the paper's three ratios, and every lab case can be
 predicted."""
 
 import sys
@@ -32,12 +32,12 @@ def test_the_papers_ratios_are_predicted_within_15_percent(prediction):
     ]
 
 
-def test_every_scene_is_predicted_and_holmes_is_faster_than_stock(prediction):
+def test_every_case_is_predicted_and_holmes_is_faster_than_stock(prediction):
     from holmes_ext.plan.cost.links import Links
 
     seconds = {
-        scene.name: prediction.predict(scene, Links(), (1e-4, 1e-9, 1e-3))
-        for scene in prediction.SCENES
+        case.name: prediction.predict(case, Links(), (1e-4, 1e-9, 1e-3))
+        for case in prediction.CASES
     }
     assert len(seconds) >= 24
     for name in ("deepspeed 2+2", "deepspeed 4+4", "megatron 2+2", "megatron 4+4", "deepspeed 2+4"):
@@ -49,8 +49,7 @@ def test_calibration_finds_the_overheads_that_made_its_runs(prediction):
 
     overheads = (2e-3, 5e-9, 4e-3)
     runs = {
-        scene.name: [prediction.predict(scene, Links(), overheads)]
-        for scene in prediction.CALIBRATION
+        case.name: [prediction.predict(case, Links(), overheads)] for case in prediction.CALIBRATION
     }
     measured = prediction.Measured(steps=runs)
     for engine in ("deepspeed", "megatron", "plain"):

@@ -1,2 +1,2 @@
-"""What benchmarks/planners.py is made of: scenes, plans that all planners share, the judge, and a module a
+"""What benchmarks/planners.py is made of: cases, plans that all planners share, the judge, and a module a
 planner."""

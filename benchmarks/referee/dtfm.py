@@ -1,4 +1,4 @@
-"""DT-FM's own search on a scene: every two GPUs a link of their own, stages of equal sizes that its user
+"""DT-FM's own search on a case: every two GPUs a link of their own, stages of equal sizes that its user
 chooses.
 
 It chooses no sizes: its published cases have 8 stages of as many GPUs as are left, so here the number of
@@ -15,11 +15,11 @@ from pathlib import Path
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.sizes import divisors
+from referee.cases import Case
 from referee.limited import run
 from referee.plans import PlannedJob, Stage
 from referee.sailor import Answer, put
 from referee.sailor_files import View
-from referee.scenes import Scene
 
 NAME, STAGES = "DT-FM (its own)", 8
 PROCESS = Path(__file__).with_name("dtfm_process.py")
@@ -27,7 +27,7 @@ FOLDER = "scheduler/heuristic_evolutionary_solver"
 HOW = "git clone https://github.com/DS3Lab/DT-FM; then --dtfm DIR, and --python one with numpy and scipy"
 
 
-def ask(scene: Scene, repository: Path, python: str, limit: float) -> Answer:
+def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
     """HolmesError: why there is no plan."""
     folder = repository / FOLDER
     if not (folder / "scheduler.py").exists():
@@ -36,38 +36,36 @@ def ask(scene: Scene, repository: Path, python: str, limit: float) -> Answer:
         root = Path(directory)
         answer, request = (
             root / "answer.json",
-            put(root / "request.json", asked(scene) | {"limit": limit}),
+            put(root / "request.json", asked(case) | {"limit": limit}),
         )
         command = [python, PROCESS, folder.resolve(), request, answer]
         run(command, limit, root, root / "log.txt")
         reply = json.loads(answer.read_text())
-    return Answer((read(scene, reply["stages"]),), reply["seconds"])
+    return Answer((read(case, reply["stages"]),), reply["seconds"])
 
 
-def asked(scene: Scene) -> dict:
+def asked(case: Case) -> dict:
     """Its module's globals: gigabytes of a stage's gradients on a GPU, and of all activations that a GPU
     sends in a step; milliseconds and Gb/s between every two GPUs."""
-    model, world = scene.model, scene.site.world_size
+    model, world = case.model, case.site.world_size
     fitting = [
         size
         for size in divisors(world)
-        if 1 < size <= min(model.layers, world // 2) and scene.batch % (world // size) == 0
+        if 1 < size <= min(model.layers, world // 2) and case.batch % (world // size) == 0
     ]
     pipeline = min(fitting, key=lambda size: abs(size - STAGES))
-    view, gpus = View.of(scene, "SAILOR"), clusters_of(scene)
-    processes, link = scene.site.processes, {}
+    view, gpus = View.of(case, "SAILOR"), clusters_of(case)
+    processes, link = case.site.processes, {}
     for first in view.groups:
         for second in view.groups:
             (a,), (b,) = view.groups[first], view.groups[second]
             link[a, b] = view.link(first, second)
-    inside = (scene.gpu(gpus[0]).link_bps or 2400e9) / 8, 0.0
+    inside = (case.gpu(gpus[0]).link_bps or 2400e9) / 8, 0.0
     pairs = [
         [inside if i // processes == j // processes else link[a, b] for j, b in enumerate(gpus)]
         for i, a in enumerate(gpus)
     ]
-    sent = (
-        scene.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
-    )
+    sent = case.batch / (world // pipeline) * model.sequence * model.hidden * model.activation_width
     return {
         "num_devices": world,
         "way": pipeline,
@@ -79,14 +77,14 @@ def asked(scene: Scene) -> dict:
     }
 
 
-def clusters_of(scene: Scene) -> list[str]:
+def clusters_of(case: Case) -> list[str]:
     """Of every GPU, node by node."""
-    return [node.cluster for node in scene.site.nodes for _ in range(scene.site.processes)]
+    return [node.cluster for node in case.site.nodes for _ in range(case.site.processes)]
 
 
-def read(scene: Scene, stages: list[list[int]]) -> PlannedJob:
+def read(case: Case, stages: list[list[int]]) -> PlannedJob:
     """stages: numbers of GPUs, those of neighbouring stages matched."""
-    gpus, blocks = clusters_of(scene), uniform(scene.model.layers, len(stages))
+    gpus, blocks = clusters_of(case), uniform(case.model.layers, len(stages))
     placed = [
         Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)
     ]

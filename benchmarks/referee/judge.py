@@ -1,6 +1,6 @@
-"""What a plan takes on a scene: the one simulation for all, and what `holmes plan` and the floor find.
+"""What a plan takes on a case: the one simulation for all, and what `holmes plan` and the floor find.
 
-All plans run under the same engine with the same features of holmes on (reductions in two levels where that
+All plans run under the same engine with the same features of holmes on (reductions in hierarchical where that
 is faster, overlap, micro-batches in flight), the same recomputation, no ZeRO, no interleaving, no context
 parallelism: what is compared is sizes, places, layers and micro-batches.
 """
@@ -31,8 +31,8 @@ from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.search import search
 from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.space import MICRO_BATCHES, Limits
+from referee.cases import LAB, Case
 from referee.plans import Grid
-from referee.scenes import LAB, Scene
 
 
 @dataclass(frozen=True)
@@ -43,48 +43,46 @@ class Verdict:
     fits: bool
 
 
-def asked(scene: Scene, nodes: tuple[str, ...] = ()) -> SearchResult:
-    """The scene's question to the search, of some of its nodes or of all."""
-    spec = scene.spec.only(set(nodes)) if nodes else scene.spec
-    engine = ENGINES[scene.framework]
-    tensor = (
-        {"tensor": (1,)} if scene.run == LAB else {}
-    )  # the lab's engine has stages and replicas
+def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
+    """The case's question to the search, of some of its nodes or of all."""
+    spec = case.spec.only(set(nodes)) if nodes else case.spec
+    engine = ENGINES[case.framework]
+    tensor = {"tensor": (1,)} if case.run == LAB else {}  # the lab's engine has stages and replicas
     allowed = {
         **dict.fromkeys(("virtual", "context"), (1,)),
         "zero": (0,),
-        "recompute": (scene.model.recompute,),
+        "recompute": (case.model.recompute,),
     }
-    limits = limited(Limits({**allowed, **tensor}), engine, scene.framework)
-    rules = rules_of(engine, Options(), direct=scene.run == LAB, overlap=True)
-    if engine.two_level_zero is not None:
+    limits = limited(Limits({**allowed, **tensor}), engine, case.framework)
+    rules = rules_of(engine, Options(), direct=case.run == LAB, overlap=True)
+    if engine.hierarchical_zero is not None:
         rules = replace(rules, reductions=REDUCTIONS)
     network = Network(site_from_spec(spec), Links.of_spec(spec))
     return SearchResult(
-        network, scene.model, scene.batch, limits, rules, engine, stock_overlap=engine.overlaps
+        network, case.model, case.batch, limits, rules, engine, stock_overlap=engine.overlaps
     )
 
 
-def candidate(scene: Scene, grid: Grid) -> tuple[SearchResult, Candidate]:
+def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
     """The plan as a candidate that was simulated."""
-    result, sizes = asked(scene, grid.nodes), grid.sizes
-    if sum(grid.split) != scene.model.layers or min(grid.split) < 1:
+    result, sizes = asked(case, grid.nodes), grid.sizes
+    if sum(grid.split) != case.model.layers or min(grid.split) < 1:
         raise HolmesError(
-            f"blocks {grid.split} of the stages are not the model's {scene.model.layers}"
+            f"blocks {grid.split} of the stages are not the model's {case.model.layers}"
         )
-    if scene.run == LAB and sizes.tensor > 1:
+    if case.run == LAB and sizes.tensor > 1:
         raise HolmesError(
             f"tensor size {sizes.tensor}: the lab's engine has stages and replicas only"
         )
-    if scene.model.heads % sizes.tensor:
+    if case.model.heads % sizes.tensor:
         raise HolmesError(
-            f"tensor size {sizes.tensor} does not divide the {scene.model.heads} heads"
+            f"tensor size {sizes.tensor} does not divide the {case.model.heads} heads"
         )
-    if scene.batch % (sizes.data * grid.micro_batch):
+    if case.batch % (sizes.data * grid.micro_batch):
         raise HolmesError(
-            f"data {sizes.data} x micro-batch {grid.micro_batch} do not divide the batch {scene.batch}"
+            f"data {sizes.data} x micro-batch {grid.micro_batch} do not divide the batch {case.batch}"
         )
-    count = scene.batch // (sizes.data * grid.micro_batch)
+    count = case.batch // (sizes.data * grid.micro_batch)
     shape = Shape(
         sizes.pipeline,
         sizes.tensor,
@@ -94,16 +92,16 @@ def candidate(scene: Scene, grid: Grid) -> tuple[SearchResult, Candidate]:
         1,
         grid.micro_batch,
         count,
-        scene.model.recompute,
+        case.model.recompute,
         0,
     )
     placement = result.network.placement(grid.nodes, sizes)
     return result, timed(result, result.candidate(shape, placement, grid.split))
 
 
-def judged(scene: Scene, grid: Grid) -> Verdict:
+def judged(case: Case, grid: Grid) -> Verdict:
     """HolmesError: the engine cannot start the plan."""
-    _, simulated = candidate(scene, grid)
+    _, simulated = candidate(case, grid)
     return Verdict(simulated.step_s, simulated.fits)
 
 
@@ -114,63 +112,61 @@ def grid_of(note: Mapping[str, Any]) -> Grid:
     return Grid(sizes, tuple(note["nodes"]), tuple(note["split"]), note["micro_batch"])
 
 
-def holmes_plan(scene: Scene, seconds: float) -> tuple[Grid, float, float]:
+def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
     """(what `holmes plan --rows 1` finds: one plan, no table; CPU seconds of its search, gap of its
-    certificate)."""
+    optimality gap)."""
     begin, until = sum(os.times()[:4]), time.monotonic() + seconds
-    result = best_use(search(asked(scene), seconds, rows=1, prove=False), scene.spec, until, rows=1)
+    result = best_use(search(asked(case), seconds, rows=1, prove=False), case.spec, until, rows=1)
     spent, best = sum(os.times()[:4]) - begin, result.best
     nodes, shape = result.network.nodes(best.placement), best.shape
     grid = Grid(best.placement.sizes, nodes, best.split, shape.micro_batch, best.step_s)
-    assert result.certificate is not None
-    return grid, spent, result.certificate.gap
+    assert result.optimality_gap is not None
+    return grid, spent, result.optimality_gap.gap
 
 
-def typed(scene: Scene) -> Grid:
+def typed(case: Case) -> Grid:
     """What a careful person types: Megatron's and DeepSpeed's guidance (Narayanan et al. 2021, arXiv
     2104.04473, section 5: tensor parallel up to the GPUs of a node as far as the memory asks, then as few
     stages as fit, the rest data) and defaults: layers even, micro-batch 1, nodes in the launcher's order.
     Where nothing fits, the most stages."""
-    result, last = asked(scene), None
-    for sizes in _sizes(scene):
-        if sizes.tensor > scene.site.processes:
+    result, last = asked(case), None
+    for sizes in _sizes(case):
+        if sizes.tensor > case.site.processes:
             continue
         nodes = tuple(result.network.nodes(launched(result.network, sizes)))
-        last = Grid(sizes, nodes, uniform(scene.model.layers, sizes.pipeline), 1)
-        if candidate(scene, last)[1].fits:
+        last = Grid(sizes, nodes, uniform(case.model.layers, sizes.pipeline), 1)
+        if candidate(case, last)[1].fits:
             return last
     if last is None:
-        raise HolmesError(f"scene {scene.name}: no sizes divide its ranks and its batch")
+        raise HolmesError(f"case {case.name}: no sizes divide its ranks and its batch")
     return last
 
 
-def _sizes(scene: Scene) -> Iterator[Sizes]:
+def _sizes(case: Case) -> Iterator[Sizes]:
     """The fewest ranks of a model first, tensor before pipeline."""
     world, tensors = (
-        scene.site.world_size,
-        [1] if scene.run == LAB else divisors(scene.site.processes),
+        case.site.world_size,
+        [1] if case.run == LAB else divisors(case.site.processes),
     )
     pairs = [(pipeline, tensor) for tensor in tensors for pipeline in divisors(world // tensor)]
     for pipeline, tensor in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair[0])):
         data = world // pipeline // tensor
         if (
-            pipeline <= scene.model.layers
-            and scene.batch % data == 0
-            and scene.model.heads % tensor == 0
+            pipeline <= case.model.layers
+            and case.batch % data == 0
+            and case.model.heads % tensor == 0
         ):
             yield Sizes(pipeline, tensor, data=data)
 
 
-def random_plans(scene: Scene, count: int) -> list[Grid]:
+def random_plans(case: Case, count: int) -> list[Grid]:
     """Sizes, order of nodes, layers and micro-batch by the dice."""
-    dice, sizes = random.Random(f"{scene.name} 0"), list(_sizes(scene))
-    nodes, grids = [node.name for node in scene.site.nodes], []
+    dice, sizes = random.Random(f"{case.name} 0"), list(_sizes(case))
+    nodes, grids = [node.name for node in case.site.nodes], []
     while len(grids) < count:
         chosen = dice.choice(sizes)
-        parts = [size for size in MICRO_BATCHES if scene.batch // chosen.data % size == 0]
-        borders = sorted(dice.sample(range(1, scene.model.layers), chosen.pipeline - 1))
-        split = tuple(
-            high - low for low, high in zip([0, *borders], [*borders, scene.model.layers])
-        )
+        parts = [size for size in MICRO_BATCHES if case.batch // chosen.data % size == 0]
+        borders = sorted(dice.sample(range(1, case.model.layers), chosen.pipeline - 1))
+        split = tuple(high - low for low, high in zip([0, *borders], [*borders, case.model.layers]))
         grids.append(Grid(chosen, tuple(dice.sample(nodes, len(nodes))), split, dice.choice(parts)))
     return grids

@@ -1,4 +1,4 @@
-"""Planners by regret over scenes: a row each, a dot a scene, the planner with the least median regret on
+"""Planners by regret over cases: a row each, a dot a case, the planner with the least median regret on
 top."""
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def draw(
     planners: Sequence[str],
     path: Path,
 ) -> Path:
-    """notes: scene -> planner -> its plan or why it has none. Regret in percent, on a scale that is even up
+    """notes: case -> planner -> its plan or why it has none. Regret in percent, on a scale that is even up
     to 1."""
     plot = pyplot("--picture needs")
     of: dict[str, list[float]] = {name: [] for name in planners}
     for row in rows:
         name, _, what = row.metric.partition(": ")
-        if what == metric and name in of and row.scene in notes:  # not a median over all
+        if what == metric and name in of and row.case in notes:  # not a median over all
             of[name].append(100 * row.value)
     shown = sorted(
         (name for name in planners if of[name]), key=lambda name: -statistics.median(of[name])
@@ -37,7 +37,7 @@ def draw(
         axes.plot(
             [statistics.median(values)], [at], "|", color="black", markersize=16, markeredgewidth=2
         )
-    asked = {name: sum(name in scene_notes for scene_notes in notes.values()) for name in shown}
+    asked = {name: sum(name in case_notes for case_notes in notes.values()) for name in shown}
     axes.set_yticks(
         range(len(shown)), [f"{name}  ({len(of[name])} of {asked[name]})" for name in shown]
     )
@@ -50,7 +50,7 @@ def draw(
         "regret: step longer than that of the best plan that any planner found (simulated)"
     )
     axes.set_title(
-        "A dot a scene, the bar its median; (scenes with a plan that starts and fits, of those asked)",
+        "A dot a case, the bar its median; (cases with a plan that starts and fits, of those asked)",
         fontsize=10,
     )
     axes.grid(axis="x", alpha=0.3)

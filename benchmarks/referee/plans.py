@@ -126,13 +126,13 @@ def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str,
     gpus = [cluster for stage in plan.stages for cluster in stage.gpus]
     if strangers := set(gpus) - set(free):
         raise HolmesError(
-            f"the plan names cluster {min(strangers)!r}; the scene has {', '.join(free)}"
+            f"the plan names cluster {min(strangers)!r}; the case has {', '.join(free)}"
         )
     size, nodes, moved = site.processes, [], 0
     if len(gpus) < site.world_size:
         changed.append(f"{site.world_size - len(gpus)} of {site.world_size} GPUs are left out")
     if len(gpus) > site.world_size:
-        raise HolmesError(f"the plan has {len(gpus)} GPUs; the scene has {site.world_size}")
+        raise HolmesError(f"the plan has {len(gpus)} GPUs; the case has {site.world_size}")
     for at in range(0, len(gpus) // size * size, size):
         counts = Counter(gpus[at : at + size])
         best = max(free, key=lambda name: (bool(free[name]), counts[name]))  # noqa: B023

@@ -16,9 +16,9 @@ import numpy as np
 
 from holmes_ext.errors import HolmesError
 from referee import sailor_files as files
+from referee.cases import Case
 from referee.limited import last_line, run
 from referee.plans import PlannedJob, Stage
-from referee.scenes import Scene
 
 PLANNERS = (*files.BY_ZONE, *files.KINDS, *files.FLAT)
 PROCESS = Path(__file__).with_name("sailor_process.py")
@@ -28,10 +28,10 @@ HOW = (
 )
 #: Why a planner is in the table without plans.
 LACKS = {
-    "Aceso": "its profile is one of each operator of each model, pickled from a run on a GPU; a scene has "
+    "Aceso": "its profile is one of each operator of each model, pickled from a run on a GPU; a case has "
     "none",
 }
-#: Those with C++ that is compiled once for all scenes (for all with GPUs of as much memory), in so many
+#: Those with C++ that is compiled once for all cases (for all with GPUs of as much memory), in so many
 #: seconds.
 COMPILED, BUILD_S = ("SAILOR", "Galvatron"), 900.0
 #: Of Sailor's repository: what its planners import and read.
@@ -46,11 +46,11 @@ class Answer:
     seconds: float
 
 
-def ask(scene: Scene, planner: str, sailor: Path, python: str, limit: float) -> Answer:
+def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> Answer:
     """HolmesError: why there is no plan."""
     if planner in LACKS:
         raise HolmesError(LACKS[planner])
-    view = files.View.of(scene, planner)
+    view = files.View.of(case, planner)
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         request, answer, log = root / "request.json", root / "answer.json", root / "log.txt"
@@ -103,7 +103,7 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
     )
     put(copy / "Planner/llm_info.json", files.memory_info(view))
     put(root / "training.json", files.training(view))
-    quotas = {gpu: dict.fromkeys(files.ZONES, view.scene.site.world_size) for gpu in view.gpus}
+    quotas = {gpu: dict.fromkeys(files.ZONES, view.case.site.world_size) for gpu in view.gpus}
     put(root / "quotas.json", quotas)
     memory = {gpu: ceil(view.memory(gpu) / 2**30) for gpu in view.gpus}
     path = str(profile(view, planner, root / "profile"))
@@ -173,7 +173,7 @@ def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iter
 def _even(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
     """Of Varuna and Galvatron: three sizes, layers even with the embedding and the output among them."""
     clusters = _Clusters(view)
-    layers = view.scene.model.layers + 2
+    layers = view.case.model.layers + 2
     borders = [round(at * layers / plan["P"]) for at in range(plan["P"] + 1)]
     key = next(iter(view.groups))
     return tuple(
@@ -207,7 +207,7 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
 
 def _blocks(view: files.View, layers: Any) -> int:
     """Without the embedding and the output."""
-    return sum(0 < layer <= view.scene.model.layers for layer in layers)
+    return sum(0 < layer <= view.case.model.layers for layer in layers)
 
 
 class _Clusters:
@@ -215,12 +215,12 @@ class _Clusters:
 
     def __init__(self, view: files.View):
         self.view = view
-        processes = view.scene.site.processes
+        processes = view.case.site.processes
         self.left = {
             key: [
                 node.cluster
                 for name in names
-                for node in view.scene.site.nodes
+                for node in view.case.site.nodes
                 if node.cluster == name
                 for _ in range(processes)
             ]
@@ -229,5 +229,5 @@ class _Clusters:
 
     def take(self, key: tuple[str, str]) -> str:
         if not self.left.get(key):
-            raise HolmesError(f"its plan has more GPUs of {' in '.join(key)} than the scene")
+            raise HolmesError(f"its plan has more GPUs of {' in '.join(key)} than the case")
         return self.left[key].pop(0)

@@ -1,9 +1,9 @@
-"""A scene as Sailor's planners read it (eth-easl/sailor: its own and the nine that it carries).
+"""A case as Sailor's planners read it (eth-easl/sailor: its own and the nine that it carries).
 
 Their profiles are tables of seconds and bytes of each layer, by GPU, tensor size and micro-batch, which a
-user measures; here they are the scene's own numbers (plan/cost/model.py), so that every planner knows of the
+user measures; here they are the case's own numbers (plan/cost/model.py), so that every planner knows of the
 layers what ours knows. Layer 0 is the embedding, the last one the output. Names of GPUs and zones are those
-that Sailor's code knows; they stand for the scene's. Three views, as Sailor's own scripts have them:
+that Sailor's code knows; they stand for the case's. Three views, as Sailor's own scripts have them:
 
     flat    Varuna, Piper, Galvatron: one kind of GPU, one network: the slowest, the one that reaches all
     kinds   AMP, Metis, FlashFlex: two kinds of nodes at most:
@@ -22,13 +22,13 @@ import numpy as np
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.model import Gpu
 from holmes_ext.plan.sizes import divisors
-from referee.scenes import Scene
+from referee.cases import Case
 
 GPUS = "A100-40", "V100-16"
 ZONES = "us-central1-a", "us-west1-b", "europe-west4-a", "us-east1-b", "asia-east1-c"
 MODEL = "OPT-350"
 MICRO_BATCHES = tuple(range(1, 9))
-#: Bytes of a GPU where the scene knows no limit.
+#: Bytes of a GPU where the case knows no limit.
 NO_LIMIT = 40 * 2**30
 MIB = 2**20
 FLAT, KINDS, BY_ZONE = (
@@ -43,27 +43,27 @@ Json = dict[str, Any]
 class View:
     """What one planner sees. gpus: its name of a GPU -> the GPU; groups: (its GPU, its zone) -> clusters."""
 
-    scene: Scene
+    case: Case
     gpus: Mapping[str, Gpu]
     groups: Mapping[tuple[str, str], tuple[str, ...]]
 
     @classmethod
-    def of(cls, scene: Scene, planner: str) -> View:
-        clusters, kinds = list(scene.site.clusters), scene.gpu_kinds
+    def of(cls, case: Case, planner: str) -> View:
+        clusters, kinds = list(case.site.clusters), case.gpu_kinds
         if planner in FLAT:
-            return cls(scene, {GPUS[0]: kinds[-1]}, {(GPUS[0], ZONES[0]): tuple(clusters)})
-        kind = {name: kinds.index(replace(scene.gpu(name), link_bps=0.0)) for name in clusters}
+            return cls(case, {GPUS[0]: kinds[-1]}, {(GPUS[0], ZONES[0]): tuple(clusters)})
+        kind = {name: kinds.index(replace(case.gpu(name), link_bps=0.0)) for name in clusters}
         if planner in KINDS and len(clusters) == 2:
             kind = {clusters[0]: 0, clusters[1]: 1}
         groups: dict[tuple[str, str], tuple[str, ...]] = {}
         for at, name in enumerate(clusters):
             key = GPUS[kind[name]], ZONES[at if planner in BY_ZONE else 0]
             groups[key] = (*groups.get(key, ()), name)
-        return cls(scene, {GPUS[kind[name]]: scene.gpu(name) for name in clusters}, groups)
+        return cls(case, {GPUS[kind[name]]: case.gpu(name) for name in clusters}, groups)
 
     def count(self, key: tuple[str, str]) -> int:
         """Nodes."""
-        return sum(node.cluster in self.groups[key] for node in self.scene.site.nodes)
+        return sum(node.cluster in self.groups[key] for node in self.case.site.nodes)
 
     def link(self, first: tuple[str, str], second: tuple[str, str]) -> tuple[float, float]:
         """(bytes/s, seconds of latency) of the slowest pair of nodes of two groups."""
@@ -71,7 +71,7 @@ class View:
         return min(rate for rate, _ in pairs) / 8, max(latency for _, latency in pairs)
 
     def _pair(self, first: str, second: str) -> tuple[float, float]:
-        site = self.scene.site
+        site = self.case.site
         node_in = {node.cluster: node.name for node in reversed(site.nodes)}
         fabric = site.shared_fabric([node_in[first], node_in[second]])
         hops = site.wan.hops(first, second) if first != second and fabric.name == ETHERNET else ()
@@ -85,9 +85,7 @@ class View:
     def tensors(self) -> list[int]:
         """Tensor sizes inside a node."""
         return [
-            size
-            for size in divisors(self.scene.site.processes)
-            if self.scene.model.heads % size == 0
+            size for size in divisors(self.case.site.processes) if self.case.model.heads % size == 0
         ]
 
     def memory(self, gpu: str) -> float:
@@ -97,7 +95,7 @@ class View:
         """Of embedding, blocks and output on one of `tensor` ranks: seconds forward and backward, sums of its
         tensor group included; bytes of parameters, of what is kept, of what is sent on."""
         spec, rows = self.gpus[gpu], []
-        for layer in replace(self.scene.model, micro_batch=micro_batch).costs(tensor):
+        for layer in replace(self.case.model, micro_batch=micro_batch).costs(tensor):
             sums = (
                 layer.tensor_bytes * 16 * (tensor - 1) / tensor / spec.link_bps
                 if spec.link_bps
@@ -130,8 +128,8 @@ def polynomial(rate: float, latency: float, least: float, most: float) -> list[f
 def network(view: View) -> Json:
     """providers/multizone_bandwidths_het.json"""
     block = view.layers(GPUS[0], 1, 1)[1]
-    sizes = block["sent"] / 64, max(4 * view.scene.model.parameters, 2 * block["sent"])
-    counts = [str(count) for count in sorted({*view.tensors, view.scene.site.processes})]
+    sizes = block["sent"] / 64, max(4 * view.case.model.parameters, 2 * block["sent"])
+    counts = [str(count) for count in sorted({*view.tensors, view.case.site.processes})]
     table: Json = {}
     zones = {zone: (gpu, zone) for gpu, zone in reversed(view.groups)}
     keys = [
@@ -155,7 +153,7 @@ def inside(view: View) -> Json:
     table = {}
     for name, gpu in view.gpus.items():
         rate = (gpu.link_bps or 2400e9) / 8
-        sizes = range(2, max(2, view.scene.site.processes) + 1)
+        sizes = range(2, max(2, view.case.site.processes) + 1)
         table[name] = {str(size): [[0.0, 0.0, rate / 1e9], rate] for size in sizes}
     return table
 
@@ -198,7 +196,7 @@ def seconds(view: View, gpu: str) -> Json:
 
 def varuna(view: View) -> Json:
     """Layer -> micro-batch -> what it takes; tensor size 1."""
-    state = view.scene.model.state_bytes
+    state = view.case.model.state_bytes
     tables = {size: view.layers(GPUS[0], 1, size) for size in MICRO_BATCHES}
     return {
         str(at): {
@@ -219,7 +217,7 @@ def varuna(view: View) -> Json:
 def piper(view: View) -> Json:
     """Its graph of layers; a parameter's states are memory that each of its stages keeps, a kept activation
     one for every stage behind it."""
-    last = view.scene.model.layers + 1
+    last = view.case.model.layers + 1
     names = ["Embedding", *["Transformer"] * (last - 1), "Output"]
     tables = {size: view.layers(GPUS[0], size, 1) for size in view.tensors}
 
@@ -231,7 +229,7 @@ def piper(view: View) -> Json:
                     "timePerSample": layer["forward"] + layer["backward"],
                     "parameterSize": 4 * layer["parameters"],
                     "memoryUsageA": layer["kept"],
-                    "memoryUsageB": layer["parameters"] * view.scene.model.state_bytes,
+                    "memoryUsageB": layer["parameters"] * view.case.model.state_bytes,
                     "syncTimeFw": {str(at - 1): 0} if at else {},
                     "syncTimeBw": {str(at + 1): 0} if at < last else {},
                 }
@@ -241,7 +239,7 @@ def piper(view: View) -> Json:
         }
         return {"id": at, "name": names[at], "TMPCs": options}
 
-    edges = [
+    stage_links = [
         {"sourceId": at, "destId": at + 1, "communicationCost": tables[1][at]["sent"]}
         for at in range(last)
     ]
@@ -251,7 +249,9 @@ def piper(view: View) -> Json:
         "bandwidth": 1,
         "mbsInBatch": 1,
     }
-    return {"1": {**limits, "nodes": [node(at) for at in range(last + 1)], "edges": edges}}
+    return {
+        "1": {**limits, "nodes": [node(at) for at in range(last + 1)], "stage_links": stage_links}
+    }
 
 
 def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
@@ -259,7 +259,7 @@ def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
     rows, whole = view.layers(gpu, tensor, micro_batch), view.layers(gpu, 1, 1)
     times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
     memory = [
-        (layer["parameters"] * view.scene.model.state_bytes + layer["kept"]) / MIB for layer in rows
+        (layer["parameters"] * view.case.model.state_bytes + layer["kept"]) / MIB for layer in rows
     ]
     parameters = [4 * layer["parameters"] for layer in whole]
     return {
@@ -286,7 +286,7 @@ def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
 def galvatron(view: View) -> dict[str, Json]:
     """Its three profiles: milliseconds forward of one sequence, MiB, and MiB/ms of rings and sends."""
     first, block, *_, last = view.layers(GPUS[0], 1, 1)
-    state, world = view.scene.model.state_bytes, view.scene.site.world_size
+    state, world = view.case.model.state_bytes, view.case.site.world_size
     rate, _ = view.link(next(iter(view.groups)), next(iter(view.groups)))
     kept = {str(size): view.layers(GPUS[0], size, 1)[1]["kept"] / MIB for size in (1, 2, 4, 8)}
 
@@ -297,7 +297,7 @@ def galvatron(view: View) -> dict[str, Json]:
     hardware: Json = {"overlap_coe": 1.0}
     for size in range(2, world + 1):
         fast = (view.gpus[GPUS[0]].link_bps or 2400e9) / 8
-        ring = (fast if size <= view.scene.site.processes else rate) / 2**30
+        ring = (fast if size <= view.case.site.processes else rate) / 2**30
         hardware |= {
             f"allreduce_size_{size}_consec_1": ring,
             f"p2p_size_{size}": rate / 2**30,
@@ -333,9 +333,9 @@ def flashflex(view: View) -> Json:
 
 def training(view: View) -> Json:
     """training_config.json"""
-    model = view.scene.model
+    model = view.case.model
     return {
-        "global_batch_size": view.scene.batch,
+        "global_batch_size": view.case.batch,
         "type": "gpt2",
         "hidden_size": model.hidden,
         "sequence_length": model.sequence,
@@ -352,7 +352,7 @@ def training(view: View) -> Json:
 
 def cluster(view: View, planner: str) -> Json:
     """The cluster_config that Sailor's simulator hands to this planner."""
-    processes, keys = view.scene.site.processes, list(view.groups)
+    processes, keys = view.case.site.processes, list(view.groups)
     gpu, zone = keys[0]
     per_node = {"gpus_per_node": processes, "mem_per_gpu": view.memory(gpu)}
     if planner in FLAT:

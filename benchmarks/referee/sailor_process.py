@@ -142,7 +142,7 @@ def compiled(root, cache):
 
 
 def built(root, cache, memory):
-    """Its C++ library for this Python, whose table of GPUs' memories has the scene's."""
+    """Its C++ library for this Python, whose table of GPUs' memories has the case's."""
     source, suffix = (
         root / "sailor/sailor/Planner/sailor_planner/cpp_src",
         sysconfig.get_config_var("EXT_SUFFIX"),

@@ -1,4 +1,4 @@
-"""The table: a row for each figure of a planner on a scene, their regrets, and what is said of all scenes."""
+"""The table: a row for each figure of a planner on a case, their regrets, and what is said of all cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from harness import Row, kept, write
 
 from referee import dtfm, sailor
-from referee.scenes import load_scenes
+from referee.cases import load_cases
 
 OURS, TYPED, RANDOM = "holmes plan", "typed", "random"
 PLANNERS = (OURS, TYPED, RANDOM, *sailor.PLANNERS, dtfm.NAME)
@@ -19,7 +19,7 @@ PLANNERS = (OURS, TYPED, RANDOM, *sailor.PLANNERS, dtfm.NAME)
 TICK_S = 0.01
 #: Regret up to which a plan is as good.
 NEAR = 0.03
-#: Metrics of one planner on one scene are "PLANNER: one of these".
+#: Metrics of one planner on one case are "PLANNER: one of these".
 STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
     "step",
     "predicted by its own model",
@@ -27,7 +27,7 @@ STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
     "plans before it that do not fit or start",
     "measured step in the lab",
     "greatest difference of a loss from stock's",
-    "gap of its certificate",
+    "optimality gap",
 )
 REGRET, NONE = "regret to the best plan of all", "no plan"
 LATE = "no plan within"
@@ -46,37 +46,37 @@ class Table:
         known = self.notes_path is not None and self.notes_path.exists()
         self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known else {}
 
-    def has(self, scene: str, planner: str, limit: float) -> bool:
+    def has(self, case: str, planner: str, limit: float) -> bool:
         """Whether it was asked; one without a plan, or one that uses all of its time, with no less time."""
-        note = self.notes.get(scene, {}).get(planner)
+        note = self.notes.get(case, {}).get(planner)
         if note is None or NONE not in note and planner not in ANYTIME:
             return note is not None
         return note["limit"] >= limit
 
-    def forget(self, scene: str, planner: str) -> None:
-        self.notes.get(scene, {}).pop(planner, None)
+    def forget(self, case: str, planner: str) -> None:
+        self.notes.get(case, {}).pop(planner, None)
         self.rows = [
             row
             for row in self.rows
-            if row.scene != scene or not row.metric.startswith(f"{planner}: ")
+            if row.case != case or not row.metric.startswith(f"{planner}: ")
         ]
 
-    def late(self, scenes: Iterable[str], planner: str, limit: float) -> int:
-        """How many of the scenes it found nothing for in so much time."""
-        notes = [self.notes.get(scene, {}).get(planner, {}) for scene in scenes]
+    def late(self, cases: Iterable[str], planner: str, limit: float) -> int:
+        """How many of the cases it found nothing for in so much time."""
+        notes = [self.notes.get(case, {}).get(planner, {}) for case in cases]
         return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in notes)
 
-    def row(self, scene: str, planner: str, metric: str) -> Row | None:
-        asked = scene, f"{planner}: {metric}"
-        return next((row for row in self.rows if (row.scene, row.metric) == asked), None)
+    def row(self, case: str, planner: str, metric: str) -> Row | None:
+        asked = case, f"{planner}: {metric}"
+        return next((row for row in self.rows if (row.case, row.metric) == asked), None)
 
-    def value(self, scene: str, planner: str, metric: str) -> float | None:
-        row = self.row(scene, planner, metric)
+    def value(self, case: str, planner: str, metric: str) -> float | None:
+        row = self.row(case, planner, metric)
         return row.value if row else None
 
     def add(
         self,
-        scene: str,
+        case: str,
         planner: str,
         metric: str,
         values: list[float],
@@ -85,8 +85,8 @@ class Table:
         busy: float | None = None,
     ):
         name = f"{planner}: {metric}"
-        self.rows = [row for row in self.rows if (row.scene, row.metric) != (scene, name)]
-        self.rows.append(Row.median(scene, name, values, unit, emulated, busy=busy))
+        self.rows = [row for row in self.rows if (row.case, row.metric) != (case, name)]
+        self.rows.append(Row.median(case, name, values, unit, emulated, busy=busy))
 
     def save(self) -> None:
         write(self.rows, self.path)
@@ -94,35 +94,35 @@ class Table:
             self.notes_path.write_text(json.dumps(self.notes, indent=1) + "\n")
 
 
-def regrets(table: Table, scenes: list[str]) -> None:
+def regrets(table: Table, cases: list[str]) -> None:
     """Of the simulated steps, and of measured ones where there are some; the best is that of all planners."""
-    for scene in scenes:
+    for case in cases:
         for metric, regret in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
-            steps = {name: table.value(scene, name, metric) for name in table.notes.get(scene, {})}
+            steps = {name: table.value(case, name, metric) for name in table.notes.get(case, {})}
             known = {name: step for name, step in steps.items() if step is not None}
             best = min(known.values(), default=inf)
             for name, step in known.items():
-                table.add(scene, name, regret, [step / best - 1], "fraction", metric == MEASURED)
+                table.add(case, name, regret, [step / best - 1], "fraction", metric == MEASURED)
 
 
-def over_scenes(table: Table, scenes: list[str]) -> list[Row]:
-    """Of each planner the medians over the scenes in which it has a plan; then what `holmes plan` must
+def over_cases(table: Table, cases: list[str]) -> list[Row]:
+    """Of each planner the medians over the cases in which it has a plan; then what `holmes plan` must
     reach."""
     rows = []
     for planner in PLANNERS:
-        asked = [scene for scene in scenes if planner in table.notes[scene]]
-        planned = [scene for scene in asked if NONE not in table.notes[scene][planner]]
+        asked = [case for case in cases if planner in table.notes[case]]
+        planned = [case for case in asked if NONE not in table.notes[case][planner]]
         if asked:
-            what = f"{planner}: scenes with a plan that starts and fits, of {len(asked)}"
+            what = f"{planner}: cases with a plan that starts and fits, of {len(asked)}"
             rows.append(Row.median("all", what, [len(planned)], "", False))
         for metric, unit in ((REGRET, "fraction"), (SEARCH, "s")):
-            values = [table.value(scene, planner, metric) for scene in planned]
+            values = [table.value(case, planner, metric) for case in planned]
             if known := [value for value in values if value is not None]:
                 rows.append(Row.median("all", f"{planner}: {metric}", known, unit, False))
         for predicted, actual, what in ((PREDICTED, STEP, ERROR), (STEP, MEASURED, LAB_ERROR)):
             pairs = [
-                (table.value(scene, planner, predicted), table.value(scene, planner, actual))
-                for scene in planned
+                (table.value(case, planner, predicted), table.value(case, planner, actual))
+                for case in planned
             ]
             if errors := [
                 prediction / step - 1 for prediction, step in pairs if prediction and step
@@ -131,26 +131,26 @@ def over_scenes(table: Table, scenes: list[str]) -> list[Row]:
                     "all", f"{planner}: {what}", errors, "fraction", actual == MEASURED
                 )
                 rows.append(row)
-    return rows + targets(table, scenes)
+    return rows + targets(table, cases)
 
 
-def targets(table: Table, scenes: list[str]) -> list[Row]:
-    """What `holmes plan` must reach, once the planners of the field were asked on all scenes."""
+def targets(table: Table, cases: list[str]) -> list[Row]:
+    """What `holmes plan` must reach, once the planners of the field were asked on all cases."""
     field, rows = {*sailor.PLANNERS, dtfm.NAME}, []
-    if not all(field & {*table.notes.get(scene, {})} for scene in load_scenes()):
+    if not all(field & {*table.notes.get(case, {})} for case in load_cases()):
         return rows
     ours, others, regret, ratios, near = [], [], [], [], []
-    for scene in scenes:
-        steps = {name: table.value(scene, name, STEP) for name in table.notes[scene]}
+    for case in cases:
+        steps = {name: table.value(case, name, STEP) for name in table.notes[case]}
         for name in steps:
-            measured = table.row(scene, name, MEASURED)
+            measured = table.row(case, name, MEASURED)
             if measured is not None and not measured.bound:
                 (ours if name == OURS else others).append(abs(steps[name] / measured.value - 1))
-        if (value := table.value(scene, OURS, REGRET)) is not None:
+        if (value := table.value(case, OURS, REGRET)) is not None:
             regret.append(value)
-        seconds = {name: _searched_s(table, scene, name) for name in field if steps.get(name)}
+        seconds = {name: _searched_s(table, case, name) for name in field if steps.get(name)}
         if seconds:
-            spent, best = table.value(scene, OURS, SEARCH), min(filter(None, steps.values()))
+            spent, best = table.value(case, OURS, SEARCH), min(filter(None, steps.values()))
             ratios.append(spent / min((steps[name], seconds[name]) for name in seconds)[1])
             if as_good := [seconds[name] for name in seconds if steps[name] <= (1 + NEAR) * best]:
                 near.append(spent / min(as_good))
@@ -175,35 +175,35 @@ def targets(table: Table, scenes: list[str]) -> list[Row]:
         what = f"{OURS}: seconds of search, times those of the best of the field"
         rows.append(Row.median("all", what, ratios, "x", False, "<= 0.2"))
         where = f"within {NEAR:.0%} of the best plan"
-        what = f"the field: scenes with a plan {where}, of {len(ratios)}"
+        what = f"the field: cases with a plan {where}, of {len(ratios)}"
         rows.append(Row.median("all", what, [len(near)], "", False))
         what = f"{OURS}: there, seconds of search, times those of the fastest of the field {where}"
         rows.append(Row.median("all", what, near, "x", False))
-        rows.append(_beside_the_next(table, scenes, field))
+        rows.append(_beside_the_next(table, cases, field))
     return rows
 
 
-def _searched_s(table: Table, scene: str, planner: str) -> float:
+def _searched_s(table: Table, case: str, planner: str) -> float:
     """CPU seconds, as far as the clock can tell."""
-    return max(TICK_S, table.value(scene, planner, SEARCH))
+    return max(TICK_S, table.value(case, planner, SEARCH))
 
 
-def _beside_the_next(table: Table, scenes: list[str], field: set[str]) -> Row:
-    """Seconds of search beside those of one planner: of those with a plan in most scenes the one with the
+def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
+    """Seconds of search beside those of one planner: of those with a plan in most cases the one with the
     least median regret."""
     planned = {
-        name: [scene for scene in scenes if table.value(scene, name, REGRET) is not None]
+        name: [case for case in cases if table.value(case, name, REGRET) is not None]
         for name in sorted(field)
     }
     regret = {
-        name: statistics.median(table.value(scene, name, REGRET) for scene in found)
+        name: statistics.median(table.value(case, name, REGRET) for case in found)
         for name, found in planned.items()
-        if 2 * len(found) > len(scenes)
+        if 2 * len(found) > len(cases)
     }
     following = min(regret, key=regret.__getitem__)
     ratios = [
-        table.value(scene, OURS, SEARCH) / _searched_s(table, scene, following)
-        for scene in planned[following]
+        table.value(case, OURS, SEARCH) / _searched_s(table, case, following)
+        for case in planned[following]
     ]
     what = f"{OURS}: seconds of search, times those of {following}, next by its median regret"
     return Row.median("all", what, ratios, "x", False, "<= 0.2")

@@ -69,7 +69,7 @@ class Embedding(nn.Module):
 
 def stage_module(index: int, stages: int, args: argparse.Namespace) -> nn.Module:
     """Layers of one stage of the model: the same initial weights wherever the model is cut."""
-    first, after = (args.layers * edge // stages for edge in (index, index + 1))
+    first, after = (args.layers * stage_link // stages for stage_link in (index, index + 1))
     parts = []
     for layer in range(first, after):
         torch.manual_seed(args.seed * 1000 + layer)

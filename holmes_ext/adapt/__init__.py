@@ -20,7 +20,7 @@ def applies_to(current: Session) -> bool:
     has_clusters = (
         len(current.plan.clusters) > 1
     )  # inside one cluster, gradients are summed in one way
-    sums_can_change = has_clusters and current.engine.can("two-level", current.options.off)
+    sums_can_change = has_clusters and current.engine.can("hierarchical", current.options.off)
     return current.store is not None and (wants_in_flight(current) or sums_can_change)
 
 
@@ -40,15 +40,15 @@ EXTENSION = Extension(
             "DeepSpeed's overlapped reduction); tell: only reports what it would change; off: the plan stays "
             "fixed",
             default="on",
-            choices=("on", "tell", "off"),
+            choices=("on", "report", "off"),
         ),
         Option(
             "restart",
             "tell (default): reports changes that need a restart, and their gain; auto: the job restarts "
             "with them after its next checkpoint, under torchrun --max-restarts (layers of megatron-core's "
             "stages; --holmes-adapt on)",
-            default="tell",
-            choices=("tell", "auto"),
+            default="report",
+            choices=("report", "auto"),
         ),
     ),
     hooks={

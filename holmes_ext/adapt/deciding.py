@@ -17,7 +17,6 @@ from math import ceil
 from typing import Any
 
 from holmes_ext.adapt import wants_in_flight
-from holmes_ext.adapt.edges import edges_of
 from holmes_ext.adapt.pipeline import (
     Change,
     PipelineEvaluator,
@@ -30,6 +29,7 @@ from holmes_ext.adapt.pipeline import (
 )
 from holmes_ext.adapt.reductions import SumChange, SumEvaluator, Summed
 from holmes_ext.adapt.restart import why_not
+from holmes_ext.adapt.stage_links import stage_links_of
 from holmes_ext.document import Table
 from holmes_ext.plan.build import costs_of
 from holmes_ext.plan.cost.network import Network
@@ -67,7 +67,7 @@ class Deciding:
         self.tell, self.put = tell, put
         known = network_api, current.options, current.engine
         self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known)
-        self._edges: dict[int, float] = {}
+        self._stage_links: dict[int, float] = {}
         self._told: set[str] = set()
         self._busy: list[float] = []  # of the stages, when layers and model were last looked at
         self._taken: Callable[[], None] = lambda: None
@@ -107,7 +107,7 @@ class Deciding:
             change, self._taken = self._restart, self._restarts
         if change is None:
             return none
-        if self.current.options.value("adapt") == "tell":
+        if self.current.options.value("adapt") == "report":
             self._tell_change(change)
             return none
         at = step + max(LEAD, 1 + ceil(LEAD_S / step_s))
@@ -124,9 +124,9 @@ class Deciding:
         self._restart, self._will_restart = None, True
 
     def _measured(self, plan: Plan, reports: list[dict[str, Any]]) -> tuple[Profile, Plan]:
-        self._edges |= edges_of(reports)
+        self._stage_links |= stage_links_of(reports)
         for report in reports:
-            report["edge_s"] = self._edges.get(report["stage"], 0.0)
+            report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
         profile = replace(merge(self.current, reports), sizes=self.sizes)
         return profile, measured(plan, profile, memory_of(reports, profile))
 
@@ -136,13 +136,13 @@ class Deciding:
             return []
         ends: list[float] = [0.0] * self.sizes.pipeline
         if learned is not None:
-            loads, edges = learned.loads, self._decided_edges(learned)
+            loads, stage_links = learned.loads, self._decided_stage_links(learned)
             held = learned.traffic_of(self.network_api).in_flight or tuple(range(len(loads), 0, -1))
             ends = list(
                 walked_ends(
                     [load.forward_s for load in loads],
                     [load.backward_s for load in loads],
-                    edges,
+                    stage_links,
                     learned.workload.micro_batches,
                     held,
                 )
@@ -172,9 +172,9 @@ class Deciding:
             )
         return summed
 
-    def _decided_edges(self, learned: Plan) -> tuple[float, ...]:
+    def _decided_stage_links(self, learned: Plan) -> tuple[float, ...]:
         options, engine = self.current.options, self.current.engine
-        return decisions(learned, self.network_api, options, engine).edge_seconds()[0]
+        return decisions(learned, self.network_api, options, engine).stage_link_seconds()[0]
 
     def _look(self, profile: Profile, learned: Plan) -> None:
         """Where passes take other times than before: keep the model, and see whether a restart would help."""
@@ -186,14 +186,14 @@ class Deciding:
         self._look_at_restart(profile)
 
     def _keep(self, profile: Profile, learned: Plan) -> None:
-        """The model as measured, for `holmes report --write-model`; where nobody waited for an edge, the
+        """The model as measured, for `holmes report --write-model`; where nobody waited for a stage link, the
         networks' price stands for it."""
         stages = [
-            replace(stage, edge_s=edge)
-            for stage, edge in zip(profile.stages, (*self._decided_edges(learned), 0.0))
+            replace(stage, stage_link_s=stage_link)
+            for stage, stage_link in zip(profile.stages, (*self._decided_stage_links(learned), 0.0))
         ]
         whole = replace(profile, stages=tuple(stages))
-        self.put({"model": json.loads(whole.to_json()), "edges": sorted(self._edges)})
+        self.put({"model": json.loads(whole.to_json()), "stage_links": sorted(self._stage_links)})
 
     # ------------------------------------------------------------------- what is told
 

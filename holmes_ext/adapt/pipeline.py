@@ -28,7 +28,7 @@ from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.workload import StageLoad, passes_s
 
 #: Parts of a step: that a change must be predicted to bring; that it must have brought to stay; that a
-#: restart must bring to be told. OTHER: part by which a pass or an edge must differ to count as another;
+#: restart must bring to be told. OTHER: part by which a pass or a stage link must differ to count as another;
 #: SAME: up to which nothing is decided anew.
 GAIN, KEPT, RESTART, OTHER, SAME = 0.02, 0.005, 0.05, 0.1, 0.01
 #: `basis` of a plan with a job's own figures.
@@ -116,33 +116,37 @@ def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
             room.fixed_bytes,
             room.kept_bytes,
             room.limit_bytes,
-            stage.edge_s,
+            stage.stage_link_s,
         )
         for stage, room in zip(profile.stages, known)
     )
     return replace(plan, loads=loads, workload=profile.workload(), basis=MEASURED)
 
 
-def pipeline_s(plan: Plan, edges: Sequence[float], in_flight: Sequence[int]) -> float:
+def pipeline_s(plan: Plan, stage_links: Sequence[float], in_flight: Sequence[int]) -> float:
     """Seconds from a step's begin to its last backward, by the loads of `plan`."""
     return max(
-        walked_ends(*passes_s(plan.loads), edges, plan.workload.micro_batches, tuple(in_flight))
+        walked_ends(
+            *passes_s(plan.loads), stage_links, plan.workload.micro_batches, tuple(in_flight)
+        )
     )
 
 
-def quickest(plan: Plan, edges: Sequence[float], in_flight: tuple[int, ...]) -> tuple[int, ...]:
+def quickest(
+    plan: Plan, stage_links: Sequence[float], in_flight: tuple[int, ...]
+) -> tuple[int, ...]:
     """`in_flight`, or more where these make the step shorter, as many as the memory has room for: while few
     micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
     if not in_flight or plan.workload.micro_batches > SETTLED * in_flight[0]:
         return in_flight
-    least = pipeline_s(plan, edges, in_flight)
+    least = pipeline_s(plan, stage_links, in_flight)
     while True:
         deeper = (
             max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
             for count, load in zip(in_flight[:-1], plan.loads)
         )
         more = (*deeper, in_flight[-1])
-        then = pipeline_s(plan, edges, more)
+        then = pipeline_s(plan, stage_links, more)
         if then >= least * (1 - WORTH_MORE):
             return in_flight
         in_flight, least = more, then
@@ -164,8 +168,8 @@ def better_split(costs: StageCosts, layers: Sequence[int], step_s: float) -> Res
 
 def partition_s(costs: StageCosts, layers: Sequence[int]) -> float:
     """Seconds of the pipeline's passes with so many layers on each stage."""
-    passes, edges = passes_s(costs.loads(layers)), costs.edges_s(layers)
-    return max(walked_ends(*passes, edges, costs.micro_batches, costs.in_flight(layers)))
+    passes, stage_links = passes_s(costs.loads(layers)), costs.stage_links_s(layers)
+    return max(walked_ends(*passes, stage_links, costs.micro_batches, costs.in_flight(layers)))
 
 
 @dataclass(frozen=True)
@@ -219,7 +223,7 @@ class PipelineEvaluator:
 
     def next(self, plan: Plan, step_s: float) -> Change | None:
         """What to change now, in a job whose steps take step_s with `plan`, which is measured()."""
-        loads = _figures(plan, [load.edge_s for load in plan.loads])
+        loads = _figures(plan, [load.stage_link_s for load in plan.loads])
         if self.trials.running is None and self._left and not differ(self._left, loads, SAME):
             self.trials.ended = None
             return None
@@ -229,12 +233,12 @@ class PipelineEvaluator:
 
     def _next(self, plan: Plan, step_s: float) -> Change | None:
         decided = self._decisions(plan)
-        edges, _ = decided.edge_seconds()
-        now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, edges)
+        stage_links, _ = decided.stage_link_seconds()
+        now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, stage_links)
         back = self.trials.end(figures, step_s)
         in_flight = back.before if back is not None else decided.in_flight()
         if back is None and self.options.inflight == "auto":
-            in_flight = quickest(plan, edges, in_flight)
+            in_flight = quickest(plan, stage_links, in_flight)
         sizes = plan.sizes
         if (
             not in_flight and now and sizes is not None
@@ -243,7 +247,9 @@ class PipelineEvaluator:
             in_flight = tuple(min(count, plan.workload.micro_batches) for count in of_1f1b)
         if in_flight == now:
             return None
-        then_s = step_s + pipeline_s(plan, edges, in_flight) - pipeline_s(plan, edges, now)
+        then_s = (
+            step_s + pipeline_s(plan, stage_links, in_flight) - pipeline_s(plan, stage_links, now)
+        )
         if back is None and (
             then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)
         ):
@@ -252,19 +258,19 @@ class PipelineEvaluator:
 
     def taken(self, change: Change, plan: Plan) -> None:
         """All ranks go on with it; `plan`: the measured one that it was decided on."""
-        figures = _figures(plan, self._decisions(plan).edge_seconds()[0])
+        figures = _figures(plan, self._decisions(plan).stage_link_seconds()[0])
         self.trials.begin(change, figures, figures)
 
     def _decisions(self, plan: Plan) -> Decisions:
         return decisions(plan, self.network_api, self.options, self.engine)
 
 
-def _figures(plan: Plan, edges: Sequence[float]) -> tuple[float, ...]:
+def _figures(plan: Plan, stage_links: Sequence[float]) -> tuple[float, ...]:
     forward, backward = passes_s(plan.loads)
-    return *forward, *backward, *edges
+    return *forward, *backward, *stage_links
 
 
 def differ(some: Sequence[float], others: Sequence[float], part: float = OTHER) -> bool:
-    """Whether seconds of a pipeline are others: by more than a part of its longest pass or edge."""
+    """Whether seconds of a pipeline are others: by more than a part of its longest pass or stage link."""
     slack = part * max(*some, *others)
     return any(abs(a - b) > slack for a, b in zip(some, others))

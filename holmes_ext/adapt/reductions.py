@@ -1,5 +1,5 @@
 """Decides again, of what a running job's sums of gradients took, how each stage sums them: in one ring or in
-two levels, in which buckets or chunks, how across.
+a hierarchical all-reduce, in which buckets or chunks, how across.
 
     measured_networks(plan, ...)   the plan with each network as fast as the sums on it were
     SumEvaluator                   step after step: what to change, whether it brought what was predicted
@@ -41,8 +41,8 @@ class Summed:
     end_s: float = 0.0
 
     @property
-    def two_levels(self) -> bool:
-        return in_two_levels(self.reduction, self.size)
+    def hierarchical(self) -> bool:
+        return is_hierarchical(self.reduction, self.size)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class SumChange:
         return tuple(map(self._key, self.after))
 
     def _key(self, reduction: ReductionSpec) -> tuple[Any, ...]:
-        if in_two_levels(reduction, self.size):
+        if is_hierarchical(reduction, self.size):
             return True, reduction.across, round(log2(reduction.chunk_bytes))
         return False, None, round(log2(reduction.bucket_bytes))
 
@@ -86,16 +86,16 @@ class SumChange:
         )
 
 
-def in_two_levels(reduction: ReductionSpec, size: float) -> bool:
-    return bool(reduction.clusters) and size >= reduction.two_level_from
+def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
+    return bool(reduction.clusters) and size >= reduction.hierarchical_from
 
 
 def reduction_text(reduction: ReductionSpec, size: float) -> str:
     """Of `size` bytes."""
-    if not in_two_levels(reduction, size):
+    if not is_hierarchical(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
     route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
-    return f"in two levels{route}, in chunks of {format_bytes(reduction.chunk_bytes)}"
+    return f"hierarchically{route}, in chunks of {format_bytes(reduction.chunk_bytes)}"
 
 
 def measured_networks(
@@ -122,7 +122,7 @@ def measured_networks(
 def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[str, Price]]:
     """The networks on which a stage's sums are, with what the slowest of its groups takes on them."""
     for sums in decided.prices.sums(decided.placement, stage):
-        if not summed.two_levels:
+        if not summed.hierarchical:
             if sums.flat.load.fabric is not None:
                 yield sums.flat.load.fabric.name, _ring(sums, summed.reduction, summed.size)
         elif sums.both is not None and summed.reduction.across in (None, sums.both.route):
@@ -201,13 +201,13 @@ class SumEvaluator:
         self, decided: Decisions, before: Decisions, stage: int, stage_sums: Summed
     ) -> tuple[ReductionSpec, float]:
         """How the rules of the start let a stage sum, and the predicted seconds. The current way, and its
-        measured seconds, where the new one is no faster, or sums in two levels over other networks inside
+        measured seconds, where the new one is no faster, or sums hierarchically over other networks inside
         clusters than the current plan's, for which the groups were built. decided: of the learned plan;
         before: of the current one."""
         current, current_s, size = stage_sums.reduction, stage_sums.seconds, stage_sums.size
         reduction = replace(decided.reduction(stage, current.overlap), compress=current.compress)
         groups = decided.prices.sums(decided.placement, stage)
-        if in_two_levels(reduction, size):
+        if is_hierarchical(reduction, size):
             if list(map(_inside, groups)) != list(
                 map(_inside, before.prices.sums(before.placement, stage))
             ):
@@ -224,7 +224,7 @@ class SumEvaluator:
 
 
 def _inside(sums: Sums) -> list[str]:
-    """The networks inside clusters of a sum in two levels."""
+    """The networks inside clusters of a sum hierarchically."""
     loads = sums.both.insides if sums.both is not None else ()
     return [load.fabric.name for load in loads if load.fabric is not None]
 

@@ -1,6 +1,7 @@
 """What one rank measures of its sums of gradients in a window of steps, and whether another way has room.
 
-Operations of the group that sums, and of those that carry two levels of it (their descriptions tell), are
+Operations of the group that sums, and of those that carry a hierarchical all-reduce of it (their
+descriptions tell), are
 told by the network that they are on. Small sums of the same group (a loss, a norm) are left out.
 """
 
@@ -59,7 +60,7 @@ class SumWindow:
         ]
         least = SMALL * max((op.payload for op in flat), default=0)
         ops = [op for op in flat if op.payload >= least]
-        parts = (op for op in done if "two-level" in op.group.description)
+        parts = (op for op in done if "hierarchical" in op.group.description)
         ops += [op for op in parts if set(op.group.ranks) <= set(ranks)]
         by_network: dict[str, list[tuple[float, float]]] = {}
         for op in ops:

@@ -2,7 +2,7 @@
 
     Recorder.on_step (main thread)  ->  Window.step  ->  report(): one document, of medians
 
-Sends and receives are told one by one, with this node's times: edges.py puts both ends together.
+Sends and receives are told one by one, with this node's times: stage_links.py puts both ends together.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ Four ways to ask:
   holmes plan --cluster FILE --pipeline 2                    where the stages of these sizes go
   holmes plan --nodes 12 --from-cluster FILE -- COMMAND      which 12 nodes to ask the scheduler for
 
-Exit status: 0 good, 1 a group of the given sizes straddles networks, 2 bad input, 130 after Ctrl-C
+Exit status: 0 good, 1 a group of the given sizes spans networks, 2 bad input, 130 after Ctrl-C
 (with the best found until then)."""
 
 
@@ -125,13 +125,13 @@ def add_parser(subparsers: Any) -> None:
         "--inflight",
         choices=("auto", "off"),
         default="auto",
-        help="micro-batches in flight that hide edges, as under --holmes-inflight auto, or off",
+        help="micro-batches in flight that hide stage links, as under --holmes-inflight auto, or off",
     )
     add(
-        "--passes",
+        "--schedule",
         choices=("auto", "1f1b"),
         default="1f1b",
-        help="auto: backward passes in two, as under --holmes-passes auto",
+        help="auto: backward passes in two, as under --holmes-schedule auto",
     )
     for part in command_parts("plan"):
         part.add_arguments(parser)
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     """Print (or write) the plan of the given sizes, unless the arguments ask an extension for more.
 
     Returns:
-        The exit status: 0 if no group straddles networks, 1 if one does.
+        The exit status: 0 if no group spans networks, 1 if one does.
 
     Raises:
         HolmesError: the input is bad.
@@ -242,8 +242,8 @@ def show_table(given: GivenSizes) -> None:
 
 
 def status_of(plan: Plan) -> int:
-    """Return the exit status: 1 if a group straddles networks."""
-    return 1 if plan.straddling else 0
+    """Return the exit status: 1 if a group spans networks."""
+    return 1 if plan.spanning else 0
 
 
 def workload(args: argparse.Namespace) -> Workload | None:
@@ -293,20 +293,24 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
         for stage, row in enumerate(_stage_rows(site, plan, plan.sizes))
     ]
     screen.table(columns, rows, _title(plan, plan.sizes))
-    for straddle in plan.straddling:
-        which = f"{straddle.kind} group{'s straddle' if straddle.groups > 1 else ' straddles'}"
-        text = f"! {straddle.groups} {which} (one has {', '.join(straddle.example)}): on {straddle.fabric}"
+    for spanning in plan.spanning:
+        which = f"{spanning.kind} group{'s span' if spanning.groups > 1 else ' spans'} clusters"
+        text = f"! {spanning.groups} {which} (one has {', '.join(spanning.example)}): on {spanning.fabric}"
         costs = (
-            f"costs {straddle.seconds:.3g} s a step"
-            if straddle.seconds
+            f"costs {spanning.seconds:.3g} s a step"
+            if spanning.seconds
             else ("no slower than inside clusters")
         )
         screen.line(f"{text}, {costs}", "yellow")
-    if not plan.straddling:
+    if not plan.spanning:
         screen.line(
             "no data-, tensor-, context- or expert-parallel group leaves its fabric", "green"
         )
-    if (slices := max((edge.slices for edge in plan.traffic_of().edges), default=1)) > 1:
+    if (
+        slices := max(
+            (stage_link.slices for stage_link in plan.traffic_of().stage_links), default=1
+        )
+    ) > 1:
         screen.line(
             f"{slices} tensor ranks each send a slice of what a stage sends on Ethernet, unless "
             f"sequence parallelism splits it already"
@@ -337,9 +341,10 @@ def _title(plan: Plan, sizes: Sizes) -> str:
 
 
 def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """Of each stage: its nodes, fabrics of its data-parallel groups, those of its edges to the next one."""
+    """Of each stage: its nodes, fabrics of its data-parallel groups, those of its stage links to the
+    next one."""
     stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
-    nodes, data, edges = stages
+    nodes, data, stage_links = stages
     for rank in range(plan.world_size):
         nodes[sizes.stage(rank)][plan.node_of(rank)] = None
     reducing, fabrics = groups(sizes, "data"), plan.transports["data"]
@@ -348,8 +353,8 @@ def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, st
     for group in groups(sizes, "pipeline"):
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
-            edges[stage][LOCAL if shared is None else shared.name] = None
+            stage_links[stage][LOCAL if shared is None else shared.name] = None
     return [
-        (" ".join(runs(names)), ", ".join(data[stage]), ", ".join(edges[stage]))
+        (" ".join(runs(names)), ", ".join(data[stage]), ", ".join(stage_links[stage]))
         for stage, names in enumerate(nodes)
     ]

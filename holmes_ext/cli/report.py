@@ -205,13 +205,13 @@ def _write_model(job: Run, path: str) -> str:
     save(path, json.dumps(file.model, indent=1) + "\n", "the model")
     profile = load_profile(path)
     count = len(profile.stages) - 1
-    nominal = sorted(set(range(count)) - set(file.edges))
-    edges = (
-        f"; no rank waited for the edges after stages {some_of(nominal)}: those times are the plan's"
+    nominal = sorted(set(range(count)) - set(file.stage_links))
+    stage_links = (
+        f"; no rank waited for the stage links after stages {some_of(nominal)}: those times are the plan's"
         if nominal
         else ""
     )
-    return f"{path}: stages and edges as measured{edges}; `holmes plan --profile {path}` takes it"
+    return f"{path}: stages and stage links as measured{stage_links}; `holmes plan --profile {path}` takes it"
 
 
 def _rank_cells(summary: Summary) -> list[list[str]]:

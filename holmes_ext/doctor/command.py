@@ -120,10 +120,10 @@ def _check_plan(
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap):
             yield note(config.path, line, "the setting does nothing", "remove it")
-    for straddle in plan.straddling:
+    for spanning in plan.spanning:
         yield note(
-            f"{straddle.kind} groups",
-            f"{straddle.groups} of them straddle clusters and go over {straddle.fabric}",
+            f"{spanning.kind} groups",
+            f"{spanning.groups} of them span clusters and go over {spanning.fabric}",
             "their traffic is as slow as that network",
             "look at `holmes plan` for sizes under which none does",
         )

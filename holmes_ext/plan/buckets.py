@@ -19,7 +19,8 @@ SMALLEST_BYTES = 2**20
 FEWEST = 8
 LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
-#: Buckets on a GPU that have memory of their own at once (filled, reduced, on two levels in three steps,
+#: Buckets on a GPU that have memory of their own at once (filled, reduced, on a hierarchical
+#: all-reduce in three steps,
 #: stored): the reducer fills no other before the first is stored.
 BUCKETS_IN_FLIGHT = 4
 

@@ -52,7 +52,7 @@ def build_plan(
         stage_layers: The layers of each stage, as the user lists them.
         profile: What a job measured; its seconds in place of the model's.
         links: What was measured of the networks; times and the choice among them follow it.
-        options: What the user asked of reductions and edges.
+        options: What the user asked of reductions and stage links.
 
     predicted, in seconds for each step: step_seconds, reduction_seconds (of the slowest stage),
     exposed_reduction_seconds (after the first stage's last backward), and the first two with the prefix
@@ -80,8 +80,8 @@ def build_plan(
         )
         return derive_traffic(plan, site, options, links, workload, basis or NOMINAL, engine)
     rules = rules_of(engine, options)
-    if workload is None:  # nobody knows what hides edges then, and what fits
-        rules = replace(rules, hide_edges=False)
+    if workload is None:  # nobody knows what hides stage links then, and what fits
+        rules = replace(rules, hide_stage_links=False)
     prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
     placement = place(prices, sizes)
     predicted, loads, split = (
@@ -160,7 +160,7 @@ def costs_of(
     costs = measured_costs(
         profile, [network.clusters(content) for content in placement.stages], overlap
     )
-    costs = costs if rules.hide_edges else replace(costs, hidden=None)
+    costs = costs if rules.hide_stage_links else replace(costs, hidden=None)
     if memory is None:
         return costs
     state, kept = (tuple(memory.by_layer(row)) for row in (memory.state_bytes, memory.kept_bytes))

@@ -25,20 +25,20 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule, uniform
 from holmes_ext.plan.cost.price import Prices, Sums
-from holmes_ext.plan.cost.reductions import TwoLevels, twins
+from holmes_ext.plan.cost.reductions import Hierarchical, twins
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.engine import EngineTraits, rules_of
-from holmes_ext.plan.passes import PassOrder
 from holmes_ext.plan.placement import Placement, family_of
-from holmes_ext.plan.plan import NOMINAL, Plan, Straddle, name_of, pairs_with_group
+from holmes_ext.plan.plan import NOMINAL, Plan, SpanningGroups, name_of, pairs_with_group
+from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.plan.sizes import INSIDE, Sizes, groups
 from holmes_ext.plan.traffic import (
     NETWORK_APIS,
     SOCKETS,
     VERBS,
-    Edge,
     PlannedFabric,
     ReductionSpec,
+    StageLink,
     Traffic,
     same,
 )
@@ -71,7 +71,9 @@ class Decisions:
             transports.setdefault(kind, []).append(name_of(plan.fabric_of(ranks, self.network_api)))
         listed = {kind: same(tuple(names)) for kind, names in transports.items()}
         return self.with_order(
-            Traffic((self.network_api,), listed, self.reductions(), self.edges(), tied=self.tied())
+            Traffic(
+                (self.network_api,), listed, self.reductions(), self.stage_links(), tied=self.tied()
+            )
         )
 
     # ------------------------------------------------------------------- reductions
@@ -119,10 +121,12 @@ class Decisions:
             size = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
         user_bytes = self.options.bucket_bytes
         across = [group for group in sums if self.network.across(group.family.kinds)]
-        planned = ReductionSpec(overlap, user_bytes or size, compress=self.options.compress)
-        return self._in_two_levels(planned, across)
+        planned = ReductionSpec(
+            overlap, user_bytes or size, compress=self.options.compress_gradients
+        )
+        return self._is_hierarchical(planned, across)
 
-    def _in_two_levels(self, planned: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
+    def _is_hierarchical(self, planned: ReductionSpec, sums: Sequence[Sums]) -> ReductionSpec:
         """Of groups that do the same at once: where that is faster for each of them."""
         both = [group.both for group in sums if group.both is not None]
         least = [levels.faster_from(group.flat) for levels, group in zip(both, sums)]
@@ -139,7 +143,7 @@ class Decisions:
         return replace(
             planned,
             clusters=tuple(names),
-            two_level_from=max(size for size in least if size is not None),
+            hierarchical_from=max(size for size in least if size is not None),
             chunk_bytes=int(min(levels.chunk_bytes for levels in both)),
             across=route if other else None,
             streams=streams,
@@ -155,15 +159,15 @@ class Decisions:
         sums = []
         for kind in range(len(fold.kinds)):
             pairs, both = self.prices.tied_of(fold, kind, alone=False)
-            if kind not in families or not isinstance(both, TwoLevels):
+            if kind not in families or not isinstance(both, Hierarchical):
                 return None
             sums.append(Sums(families[kind], pairs, both, families[kind].count))
-        planned = self._in_two_levels(ReductionSpec(False, 0), sums)
+        planned = self._is_hierarchical(ReductionSpec(False, 0), sums)
         return planned if planned.clusters else None
 
     # ------------------------------------------------------------------- stages
 
-    def edges(self) -> tuple[Edge, ...]:
+    def stage_links(self) -> tuple[StageLink, ...]:
         """Of each stage to the next, and of the last to the first if that is another pair (interleaving)."""
         plan, sizes, network_api, result = self.plan, self.plan.sizes, self.network_api, []
         if sizes is None:
@@ -183,8 +187,8 @@ class Decisions:
                     "+".join(name for name, gets_one in frameworks.items() if gets_one)
                 )
             pair = (stage, (stage + 1) % stages)
-            how = (slices, self.prices.rules.narrow) if ETHERNET in fabrics else (1, "off")
-            result.append(Edge(pair, same(tuple(fabrics)), same(tuple(pair_groups)), *how))
+            how = (slices, self.prices.rules.compression) if ETHERNET in fabrics else (1, "off")
+            result.append(StageLink(pair, same(tuple(fabrics)), same(tuple(pair_groups)), *how))
         return tuple(result)
 
     def with_order(self, traffic: Traffic) -> Traffic:
@@ -196,17 +200,17 @@ class Decisions:
             replace(reduction, overlap=reduction.overlap and not passes)
             for reduction in traffic.reductions
         )
-        return replace(traffic, reductions=reductions, in_flight=in_flight, passes=passes)
+        return replace(traffic, reductions=reductions, in_flight=in_flight, schedule=passes)
 
     def passes(self) -> tuple[str, ...]:
         """See Traffic; () where 1F1B is as fast, or nobody told what of a backward could wait."""
         loads = self.plan.loads
         if not self.prices.rules.splits or not loads:
             return ()
-        work, edges = self.plan.workload, self.prices.edges(self.placement)
+        work, stage_links = self.plan.workload, self.prices.stage_links(self.placement)
         size = work.activation_bytes
-        seconds = tuple(edge.seconds(size) for edge in edges)
-        sent = tuple(edge.byte_s * size for edge in edges)
+        seconds = tuple(stage_link.seconds(size) for stage_link in stage_links)
+        sent = tuple(stage_link.byte_s * size for stage_link in stage_links)
         find_quickest = extensions.contributed("pass_solvers", "quickest")
         pass_order: PassOrder | None = find_quickest(
             loads, seconds, sent, work.micro_batches, self.network_api != SOCKETS
@@ -215,32 +219,35 @@ class Decisions:
 
     def in_flight(self) -> tuple[int, ...]:
         """Micro-batches that each stage begins before its first backward: what the user asked for, as many as
-        hide the edges, 1F1B's where nobody told the model; () for the framework's own schedule."""
+        hide the stage links, 1F1B's where nobody told the model; () for the framework's own schedule."""
         plan, sizes, work = self.plan, self.plan.sizes, self.plan.workload
-        if sizes is None or sizes.pipeline == 1 or not self.prices.rules.hide_edges:
+        if sizes is None or sizes.pipeline == 1 or not self.prices.rules.hide_stage_links:
             return ()
         if asked := asked_in_flight(self.options, sizes.pipeline, work.micro_batches):
             return asked
         if plan.basis == NOMINAL:
             return tuple(range(sizes.pipeline, 0, -1))
         loads = plan.loads or (StageLoad(work.forward_s, work.backward_s),) * sizes.pipeline
-        seconds, sent = self.edge_seconds()
-        if not any(load.edge_s for load in plan.loads):  # measured ones have met others
+        seconds, sent = self.stage_link_seconds()
+        if not any(load.stage_link_s for load in plan.loads):  # measured ones have met others
             busy_s = max(load.busy_s for load in loads)
             seconds, sent = both_ways(seconds, sent, self.prices.nics(self.placement), busy_s)
         most = tuple(load.most for load in plan.loads)
         return schedule(*passes_s(loads), seconds, work.micro_batches, sent, most)
 
-    def edge_seconds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """By edge: seconds of an activation to the next stage, as measured if it was; and those in which the
-        edge carries nothing else."""
-        edges, size = self.prices.edges(self.placement), self.plan.workload.activation_bytes
-        measured = [load.edge_s for load in self.plan.loads] or [0.0] * (len(edges) + 1)
-        pairs = list(zip(edges, measured))
-        seconds = tuple(measured_s or edge.seconds(size) for edge, measured_s in pairs)
+    def stage_link_seconds(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """By stage link: seconds of an activation to the next stage, as measured if it was; and those
+        in which the stage link carries nothing else."""
+        stage_links, size = (
+            self.prices.stage_links(self.placement),
+            self.plan.workload.activation_bytes,
+        )
+        measured = [load.stage_link_s for load in self.plan.loads] or [0.0] * (len(stage_links) + 1)
+        pairs = list(zip(stage_links, measured))
+        seconds = tuple(measured_s or stage_link.seconds(size) for stage_link, measured_s in pairs)
         sent = tuple(
-            max(0.0, measured_s - edge.latency_s) if measured_s else edge.byte_s * size
-            for edge, measured_s in pairs
+            max(0.0, measured_s - stage_link.latency_s) if measured_s else stage_link.byte_s * size
+            for stage_link, measured_s in pairs
         )
         return seconds, sent
 
@@ -256,7 +263,9 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
 def more_bytes(plan: Plan) -> tuple[float, ...]:
     """That each stage keeps more than under 1F1B; () where nothing is known of the model's activations."""
     traffic = plan.traffic_of(SOCKETS)
-    in_flight = PassOrder.parse(traffic.passes).in_flight if traffic.passes else traffic.in_flight
+    in_flight = (
+        PassOrder.parse(traffic.schedule).in_flight if traffic.schedule else traffic.in_flight
+    )
     of_1f1b = (min(count, plan.workload.micro_batches) for count in range(len(in_flight), 0, -1))
     more = (count - least for count, least in zip(in_flight, of_1f1b))
     return tuple(count * load.kept_bytes for count, load in zip(more, plan.loads))
@@ -309,15 +318,13 @@ def derive_traffic(
     resolved = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
     if not plan.fabrics:
         resolved = replace(resolved, workload=workload or Workload(), basis=basis)
-    if (
-        plan.sizes is not None and fabrics != plan.fabrics
-    ):  # what straddles, on the ports that are left
+    if plan.sizes is not None and fabrics != plan.fabrics:  # what spans, on the ports that are left
         network = Network(site_of(resolved))
         prices = Prices(
             network, RankModel.of_workload(resolved.workload, plan.sizes), rules_of(engine, options)
         )
         placement = network.placement(plan.nodes, plan.sizes)
-        resolved = replace(resolved, straddling=straddles_of(prices, placement))
+        resolved = replace(resolved, spanning=spanning_groups_of(prices, placement))
     return with_traffic(resolved, options, engine)
 
 
@@ -355,7 +362,7 @@ def complete_plan(
     """What the plan decides for other sizes than its own; the order stays."""
     workload = workload_of(model, sizes) or plan.workload
     changed = replace(
-        plan, sizes=sizes, workload=workload, loads=(), stage_layers=(), straddling=(), predicted={}
+        plan, sizes=sizes, workload=workload, loads=(), stage_layers=(), spanning=(), predicted={}
     )
     return with_loads(with_traffic(changed, options, engine), options, model, engine)
 
@@ -422,14 +429,14 @@ def spec_of_group(
             stage, planned[stage].overlap
         )
     enough = total_bytes >= FEWEST * SMALLEST_BYTES
-    if stage is not None and planned[stage].compress == options.compress and enough:
+    if stage is not None and planned[stage].compress == options.compress_gradients and enough:
         return planned[stage]
     overlap = options.overlap != "off" if stage is None else planned[stage].overlap
     return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
 
 
-def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
-    """Kind of group -> how many straddle (Plan.straddles) in a job of complete `sizes`. instances > 1: of a
+def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
+    """Kind of group -> how many span (Plan.spans) in a job of complete `sizes`. instances > 1: of a
     data-parallel group its slices, within which megatron-core reduces first."""
     result = {}
     for kind in INSIDE:
@@ -441,15 +448,15 @@ def straddling(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
                 for group in members
                 for start in range(0, len(group), size)
             ]
-        if count := sum(map(plan.straddles, members)):
+        if count := sum(map(plan.spans_networks, members)):
             result[kind] = count
     return result
 
 
-def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
+def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGroups, ...]:
     """Groups that no fast fabric holds though a member has one, by kind; their cost: how much longer a step
     takes than with these groups inside."""
-    if not prices.straddles(placement):
+    if not prices.spans_networks(placement):
         return ()
     network, result = prices.network, []
     names, kinds = network.nodes(placement), placement.kinds()
@@ -458,12 +465,12 @@ def straddles_of(prices: Prices, placement: Placement) -> tuple[Straddle, ...]:
         for ranks in groups(placement.sizes, kind):
             slots = dict.fromkeys(rank // placement.processes for rank in ranks)
             first = {kinds[slot]: names[slot] for slot in sorted(slots, reverse=True)}
-            if network.straddles(frozenset(first)):
+            if network.spans_networks(frozenset(first)):
                 across.append(first)
         if across:
             inside = Prices(network, prices.job, prices.rules, on_best_fabrics=kind)
             longer_s = max(0.0, prices.step_s(placement) - inside.step_s(placement))
             example = set(across[0].values())
             ordered = tuple(name for name in names if name in example)
-            result.append(Straddle(kind, len(across), ordered, ETHERNET, longer_s))
+            result.append(SpanningGroups(kind, len(across), ordered, ETHERNET, longer_s))
     return tuple(result)

@@ -20,10 +20,18 @@ if TYPE_CHECKING:
 #: How a stage awaits what it sends and receives: each operation by itself; those of a pass together with what
 #: the next one needs; or receives are posted beforehand and nobody waits for sends.
 SENDS = AWAITED, PAIRED, POSTED = "awaited", "paired", "posted"
-#: What holmes can do in an engine: reduce under the last backward; sum in two levels, of a tied weight too;
+#: What holmes can do in an engine: reduce under the last backward; sum hierarchically, of a tied weight too;
 #: have more micro-batches in flight; cut what crosses into slices; round it; run a plan's own passes,
 #: backward passes in two among them.
-ABILITIES = "overlap", "two-level", "tied", "in-flight", "slices", "narrow", "passes"
+ABILITIES = (
+    "overlap",
+    "hierarchical",
+    "tied",
+    "in-flight",
+    "slices",
+    "compressed-activations",
+    "schedule",
+)
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,9 @@ class EngineTraits:
     resplits: bool = True
     #: Of what a search may choose (planner/search/space.py, NAMES), what it can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    #: ZeRO stages under which it sums in two levels itself, by flags of its own: all stages over as many
+    #: ZeRO stages under which it sums hierarchically itself, by flags of its own: all stages over as many
     #: clusters, or none. None: holmes does it, stage by stage.
-    two_level_zero: tuple[int, ...] | None = None
+    hierarchical_zero: tuple[int, ...] | None = None
     #: It has schedules that run all micro-batches of a chunk before the next one (LoopedBFS).
     breadth_first: bool = False
 
@@ -79,7 +87,7 @@ class EngineTraits:
         return ability in self.features and not set(self.features[ability]) & set(off)
 
 
-FLAT, TWO_LEVEL = REDUCTIONS = "flat", "two-level"
+FLAT, HIERARCHICAL = REDUCTIONS = "flat", "hierarchical"
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ class Rules:
     #: Of a bucket; 0: as suits the network.
     bucket_bytes: int = 0
     zero: int = 0
-    #: ZeRO 1 all-reduces gradients, in two levels too, and gathers updated weights over all ranks.
+    #: ZeRO 1 all-reduces gradients, hierarchically too, and gathers updated weights over all ranks.
     gathers: bool = False
     #: FSDP's shards inside clusters.
     hybrid: bool = False
@@ -104,15 +112,15 @@ class Rules:
     virtual: int = 1
     #: Gradients are reduced under the last backward.
     overlap: bool = False
-    #: As many micro-batches are in flight as hide the pipeline's edges.
-    hide_edges: bool = True
+    #: As many micro-batches are in flight as hide the pipeline's stage links.
+    hide_stage_links: bool = True
     #: Backward passes may be in two, and passes follow the order with the least step that is found.
     splits: bool = False
-    #: Tensor ranks share out what crosses; tied weights are summed in two levels.
+    #: Tensor ranks share out what crosses; tied weights are summed hierarchically.
     slices: bool = True
     tied: bool = True
     #: What activations are rounded to on the slow network: "off", "bf16", "int8".
-    narrow: str = "off"
+    compression: str = "off"
     #: Of every GPU; 0: what the GPUs have.
     memory_bytes: float = 0.0
     #: All stages that lie on as many clusters reduce alike.
@@ -126,16 +134,18 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
         return engine.can(ability, options.off)
 
     return Rules(
-        reductions=REDUCTIONS if able("two-level") and engine.two_level_zero is None else (FLAT,),
+        reductions=REDUCTIONS
+        if able("hierarchical") and engine.hierarchical_zero is None
+        else (FLAT,),
         direct=direct,
-        compress=options.compress,
+        compress=options.compress_gradients,
         bucket_bytes=options.bucket_bytes or 0,
         gathers=not engine.scatters,
         prefetch=engine.prefetches and not direct,
-        hide_edges=able("in-flight") and options.inflight != "off",
-        splits=able("passes") and options.passes == "auto",
+        hide_stage_links=able("in-flight") and options.inflight != "off",
+        splits=able("schedule") and options.schedule == "auto",
         slices=able("slices"),
         tied=able("tied"),
-        narrow=options.edges if able("narrow") else "off",
+        compression=options.compress_activations if able("compressed-activations") else "off",
         **more,
     )

@@ -24,8 +24,8 @@ from holmes_ext.plan.cost.model import Model, load_model, on_clusters
 from holmes_ext.plan.decide import (
     complete_plan,
     derive_traffic,
+    spanning,
     spec_of_group,
-    straddling,
     with_loads,
     workload_of,
 )
@@ -141,7 +141,7 @@ class PlanRequest:
             raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, {wanted}")
 
 
-__all__ = ["advice_on_straddling", "complete_plan", "on_ports", "spec_of_group"]
+__all__ = ["advice_on_spanning", "complete_plan", "on_ports", "spec_of_group"]
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
@@ -149,19 +149,19 @@ def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) 
     return derive_traffic(plan, site, options, engine=engine)
 
 
-def advice_on_straddling(plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
-    """Return a line on the groups that straddle clusters, and how to avoid it.
+def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
+    """Return a line on the groups that span clusters, and how to avoid it.
 
     Args:
         plan: The plan of the job.
         site: The nodes of the job, in the launcher's order.
         sizes: The parallel sizes that the framework has reported.
-        instances: See straddling().
+        instances: See spanning().
 
     Returns:
-        "" if no group straddles, or if the line at the start of the job has said so.
+        "" if no group spans, or if the line at the start of the job has said so.
     """
-    found = straddling(plan, sizes, instances)
+    found = spanning(plan, sizes, instances)
     if not found or (plan.sizes == sizes and instances == 1):
         return ""
     measured = replace(site, fabrics=plan.fabrics)
@@ -170,7 +170,7 @@ def advice_on_straddling(plan: Plan, site: Site, sizes: Sizes, instances: int) -
         "without --holmes-sizes": None,
     }
     counts = {
-        start: straddling(build_plan(measured, planned_sizes), sizes, instances)
+        start: spanning(build_plan(measured, planned_sizes), sizes, instances)
         for start, planned_sizes in starts.items()
     }
     best = min(counts, key=lambda start: sum(counts[start].values()))
@@ -183,7 +183,7 @@ def advice_on_straddling(plan: Plan, site: Site, sizes: Sizes, instances: int) -
     if avoidable:
         which = " and" if avoidable == found else f", {_counts(avoidable)}"
         way_out = f"{which} need not: start {best}"
-    return f"{_counts(found)} straddle clusters (on ethernet){way_out}"
+    return f"{_counts(found)} span clusters (on ethernet){way_out}"
 
 
 def _counts(groups: dict[str, int]) -> str:

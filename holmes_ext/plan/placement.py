@@ -7,7 +7,7 @@
 
 A Fold counts ranks that are alike once: what prices and simulations of a placement look at.
 
-    pipeline   one rank on every stage; those of a kind have like nodes, groups and edges
+    pipeline   one rank on every stage; those of a kind have like nodes, groups and stage links
     node       those of a class hold the same kinds of ranks: one NIC stands for all of theirs
     family     groups of one stage that are alike
 
@@ -134,7 +134,7 @@ class Placement:
         """Stages that share nodes.
 
         A stage begins on a node of its own after every `count` stages. If that divides the pipeline, they are
-        a component: only pipeline edges leave it. All components are alike.
+        a component: only stage links leave it. All components are alike.
         """
         count = self.processes // gcd(self.stride, self.processes)
         return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
@@ -212,7 +212,7 @@ class GroupFamily:
 
 
 @dataclass(frozen=True)
-class StageEdge:
+class StageMessages:
     """Messages from a stage to another of one kind of pipeline."""
 
     #: Classes of the nodes, and their kinds.
@@ -227,11 +227,11 @@ class StageEdge:
     local: bool = False
 
     @property
-    def turned(self) -> StageEdge:
+    def turned(self) -> StageMessages:
         """The way back."""
         sender, receiver = self.kinds
         kinds = receiver, sender
-        return StageEdge(
+        return StageMessages(
             self.receiver, self.sender, kinds, self.reaching, self.leaving, self.count, self.local
         )
 
@@ -342,13 +342,13 @@ class Fold:
                 ranks += [first + more for first in firsts for more in range(self.times)]
         return tuple(sorted(ranks))
 
-    def edge(self, pipeline: int, stage: int, other: int) -> StageEdge:
+    def stage_link(self, pipeline: int, stage: int, other: int) -> StageMessages:
         """From `stage` to `other` of a kind of pipeline."""
-        return self._edge(pipeline, stage, other, {pipeline})
+        return self._stage_link(pipeline, stage, other, {pipeline})
 
-    def edges(
+    def stage_links(
         self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
-    ) -> list[StageEdge]:
+    ) -> list[StageMessages]:
         """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of node."""
         pipelines = range(len(self.kinds))
         on = {
@@ -356,9 +356,11 @@ class Fold:
             for kind in pipelines
         }
         together = {name: {kind for kind in pipelines if on[kind] == name} for name in on.values()}
-        return [self._edge(kind, stage, other, together[on[kind]]) for kind in pipelines]
+        return [self._stage_link(kind, stage, other, together[on[kind]]) for kind in pipelines]
 
-    def _edge(self, pipeline: int, stage: int, other: int, together: Collection[int]) -> StageEdge:
+    def _stage_link(
+        self, pipeline: int, stage: int, other: int, together: Collection[int]
+    ) -> StageMessages:
         """together: kinds of pipelines that are counted."""
         source, target = self.kinds[pipeline][stage], self.kinds[pipeline][other]
         kinds = self._kind_of_slot[source], self._kind_of_slot[target]
@@ -366,7 +368,9 @@ class Fold:
         reaching = sum(self._leaving(other, stage)[target, kind] for kind in together)
         leaving, reaching = (max(1, self.times * count) for count in (leaving, reaching))
         sender, receiver, count = self.node_of[source], self.node_of[target], self.count[pipeline]
-        return StageEdge(sender, receiver, kinds, leaving, reaching, count, local=source == target)
+        return StageMessages(
+            sender, receiver, kinds, leaving, reaching, count, local=source == target
+        )
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
         """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""

@@ -31,7 +31,7 @@ _UPGRADE = "make the plan again with `holmes plan`"
 
 
 @dataclass(frozen=True)
-class Straddle:
+class SpanningGroups:
     """Groups of one kind that no single fast fabric holds, and what that costs: seconds a step, predicted."""
 
     kind: str
@@ -61,7 +61,7 @@ class Plan:
     basis: str = NOMINAL
     #: Of each stage; () where the model is not known.
     loads: tuple[StageLoad, ...] = ()
-    straddling: tuple[Straddle, ...] = ()
+    spanning: tuple[SpanningGroups, ...] = ()
     #: Of each pipeline stage; () where the framework decides.
     stage_layers: tuple[int, ...] = ()
     partition: str = "uniform"
@@ -119,7 +119,7 @@ class Plan:
         shared = frozenset.intersection(*{self.reach[network_api][node] for node in nodes})
         return next(fabric for fabric in self.fabrics if fabric.name in shared)
 
-    def straddles(self, ranks: Collection[int], network_api: str = VERBS) -> bool:
+    def spans_networks(self, ranks: Collection[int], network_api: str = VERBS) -> bool:
         """Whether a group is left to Ethernet although one of its nodes has better."""
         used = self.fabric_of(ranks, network_api)
         better = (len(self.reach[network_api][self.node_of(rank)]) > 1 for rank in ranks)

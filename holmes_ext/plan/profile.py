@@ -48,7 +48,7 @@ class StageTimes:
     #: Of an all-reduce of the stage's gradients, while nothing else runs.
     reduction_s_per_byte: _Amount
     reduction_latency_s: _Amount
-    edge_s: _Amount  # of an activation to the next stage, while nothing else runs
+    stage_link_s: _Amount  # of an activation to the next stage, while nothing else runs
     # Of one step, with the time that the rank waits for others:
     send_s: _Amount = 0.0
     receive_s: _Amount = 0.0
@@ -211,7 +211,7 @@ def measured_costs(
     # Who comes last to the embeddings' all-reduce, or to the optimizer's norm, does not wait in it: so the
     # least of the stages' times.
     optimizer = min(stage.optimizer_s for stage in profile.stages)
-    edges = [*(_edge(profile, *pair) for pair in zip(clusters, clusters[1:])), 0.0]
+    stage_links = [*(_stage_link(profile, *pair) for pair in zip(clusters, clusters[1:])), 0.0]
     return StageCosts(
         forward_s=tuple(row(times, 0) for times in measured),
         backward_s=tuple(row(times, 1) for times in measured),
@@ -219,13 +219,13 @@ def measured_costs(
             tuple(size * times.reduction_s_per_byte for size in profile.gradient_bytes)
             for times in measured
         ),
-        transfer_s=tuple((edge,) * len(profile.gradient_bytes) for edge in edges),
+        transfer_s=tuple((stage_link,) * len(profile.gradient_bytes) for stage_link in stage_links),
         micro_batches=profile.micro_batches,
         latency_s=tuple(times.reduction_latency_s + optimizer for times in measured),
         tied_s=min(first.tied_s, last.tied_s) if len(clusters) > 1 else 0.0,
         overlap=overlap,
         places=tuple(", ".join(names) for names in clusters),
-        hidden=tuple(edges[:-1]),
+        hidden=tuple(stage_links[:-1]),
     )
 
 
@@ -242,14 +242,15 @@ def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTim
     return result
 
 
-def _edge(profile: Profile, source: Sequence[str], target: Sequence[str]) -> float:
-    """Seconds of an activation between stages on these clusters; of the slowest edge if none was measured."""
+def _stage_link(profile: Profile, source: Sequence[str], target: Sequence[str]) -> float:
+    """Seconds of an activation between stages on these clusters; of the slowest stage link if none was
+    measured."""
     pairs = list(zip(profile.stages, profile.stages[1:]))
     wanted = {frozenset(source), frozenset(target)}
     matching = [
-        a.edge_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted
+        a.stage_link_s for a, b in pairs if {frozenset(a.clusters), frozenset(b.clusters)} == wanted
     ]
-    return max(matching or [a.edge_s for a, _ in pairs], default=0.0)
+    return max(matching or [a.stage_link_s for a, _ in pairs], default=0.0)
 
 
 def _busy(stage: StageTimes) -> float:

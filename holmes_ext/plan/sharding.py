@@ -66,7 +66,7 @@ def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
     return list(clusters.values())
 
 
-def straddling_rows(plan: Plan, rows: Sequence[Sequence[int]]) -> str:
+def spanning_rows(plan: Plan, rows: Sequence[Sequence[int]]) -> str:
     """ "ranks 0 to 3 lie in clusters a, b" of the first row that lies in several; "" where none does."""
     for row in rows:
         if len(clusters := plan.by_cluster(row)) > 1:

@@ -103,10 +103,10 @@ class ReductionSpec:
     overlap: bool
     #: Of gradients that travel together in one ring.
     bucket_bytes: int
-    #: A group that lies on several of them sums in two levels; () for one ring.
+    #: A group that lies on several of them sums hierarchically; () for one ring.
     clusters: tuple[str, ...] = ()
     #: What it has in a step, from which on that is worth it; in buckets of chunk_bytes.
-    two_level_from: int = 0
+    hierarchical_from: int = 0
     chunk_bytes: int = 0
     #: What crosses then: "off", "bf16", "int8".
     compress: str = "off"
@@ -117,7 +117,7 @@ class ReductionSpec:
 
 
 @dataclass(frozen=True)
-class Edge:
+class StageLink:
     """Two neighbouring stages; by pipeline group, in their order, or one entry where all are the same."""
 
     stages: tuple[int, ...]
@@ -129,7 +129,7 @@ class Edge:
     #: Tensor ranks that share out what each of them has to send.
     slices: int = 1
     #: What activations and gradients are rounded to on their way: "off", "bf16", "int8".
-    narrow: str = "off"
+    compression: str = "off"
 
 
 @dataclass(frozen=True)
@@ -143,14 +143,14 @@ class Traffic:
     #: By stage; one entry where the sizes are not known.
     reductions: tuple[ReductionSpec, ...]
     #: Of the pipeline.
-    edges: tuple[Edge, ...] = ()
+    stage_links: tuple[StageLink, ...] = ()
     #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () where
     #: the framework's own schedule runs.
     in_flight: tuple[int, ...] = ()
-    #: Of every stage, such as "F0 F1 I0 F2 W0" (plan/passes.py), in place of in_flight; () under
+    #: Of every stage, such as "F0 F1 I0 F2 W0" (plan/schedule.py), in place of in_flight; () under
     #: 1F1B.
-    passes: tuple[str, ...] = ()
-    #: Of gradients of a weight that the first and the last stage share, in two levels; None where each rank
+    schedule: tuple[str, ...] = ()
+    #: Of gradients of a weight that the first and the last stage share, hierarchically; None where each rank
     #: sums with its twin, as frameworks do.
     tied: ReductionSpec | None = None
 

@@ -73,15 +73,15 @@ class Workload:
 class StageLoad:
     """What a rank of one stage computes and holds. forward_s, backward_s: seconds of a micro-batch.
     fixed_bytes: weights, gradients, optimizer and working memory; kept_bytes: activations of each micro-batch
-    under way; limit_bytes: of the stage's smallest GPU, 0 where nobody told. edge_s: seconds of an activation
-    to the next stage, as measured; 0: what the networks' price says."""
+    under way; limit_bytes: of the stage's smallest GPU, 0 where nobody told. stage_link_s: seconds of
+    an activation to the next stage, as measured; 0: what the networks' price says."""
 
     forward_s: float
     backward_s: float
     fixed_bytes: float = 0.0
     kept_bytes: float = 0.0
     limit_bytes: float = 0.0
-    edge_s: float = 0.0
+    stage_link_s: float = 0.0
     #: Of backward_s, what makes weights' gradients and could wait.
     weights_s: float = 0.0
 

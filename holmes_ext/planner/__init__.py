@@ -7,6 +7,6 @@ EXTENSION = Extension(
     contributions={
         "command_parts": {"plan": "holmes_ext.planner.plan_command"},
         "report_pages": {"html": "holmes_ext.planner.html.report_page:document"},
-        "pass_solvers": {"quickest": "holmes_ext.planner.passes.solve:quickest"},
+        "pass_solvers": {"quickest": "holmes_ext.planner.schedule.solve:quickest"},
     },
 )

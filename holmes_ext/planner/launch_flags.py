@@ -25,7 +25,7 @@ def limited(limits: Limits, engine: EngineTraits, framework: str) -> Limits:
         if not allowed[name]:
             said = f"--limit {name}={','.join(map(str, limits.allowed[name]))}"
             raise HolmesError(f"{said}: {framework} can only {', '.join(map(str, values))}")
-    return replace(limits, allowed=allowed, two_level=engine.two_level_zero)
+    return replace(limits, allowed=allowed, hierarchical=engine.hierarchical_zero)
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def added(candidate: Candidate, cluster: str, plan: str, layers: bool = True) ->
     split = candidate.split
     uneven = layers and candidate.shape.virtual == 1 and split != uniform(sum(split), len(split))
     partition = ["--holmes-partition", ",".join(map(str, split))] if uneven else []
-    passes = ["--holmes-passes", "auto"] if candidate.passes else []
+    passes = ["--holmes-schedule", "auto"] if candidate.schedule else []
     planned = ["--holmes-plan", plan] if plan else partition
     return ["--holmes", "--holmes-cluster", cluster, *planned, *passes]
 
@@ -124,17 +124,17 @@ def _megatron_lm(
     if candidate.placement.sizes.order == PIPELINES_FIRST:
         flags.append("--use-tp-pp-dp-mapping")
     stages = list(zip(candidate.placement.stages, candidate.reductions))
-    clusters = {len(content) for content, how in stages if how == "two-level"}
+    clusters = {len(content) for content, how in stages if how == "hierarchical"}
     if (
         clusters
         and shape.zero == 1
         and len(clusters) == 1
-        and set(candidate.reductions) == {"two-level"}
+        and set(candidate.reductions) == {"hierarchical"}
     ):
         flags += ["--num-distributed-optimizer-instances", str(clusters.pop())]
     elif clusters:
         lacks.append(
-            "two-level reduction without the distributed optimizer, or of some stages only (limit "
+            "hierarchical reduction without the distributed optimizer, or of some stages only (limit "
             "reduction=flat, or zero=1)"
         )
     return flags, lacks
@@ -210,11 +210,11 @@ def _torchtitan(candidate: Candidate, global_batch: int, holmes: list[str]) -> L
     """Version 0.3.0's names."""
     shape, lacks = candidate.shape, list(_limited(candidate, "torchtitan"))
     replicas = shape.replicas
-    if "two-level" in candidate.reductions:
-        replicas = replicas_of(candidate) if set(candidate.reductions) == {"two-level"} else 0
+    if "hierarchical" in candidate.reductions:
+        replicas = replicas_of(candidate) if set(candidate.reductions) == {"hierarchical"} else 0
         if not replicas or shape.data % replicas:
             lacks.append(
-                "two-level reduction over unequal clusters, or of some stages only (limit reduction=flat)"
+                "hierarchical reduction over unequal clusters, or of some stages only (limit reduction=flat)"
             )
     parallelism: dict[str, object] = {
         "data_parallel_replicate_degree": replicas,

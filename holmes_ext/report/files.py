@@ -19,7 +19,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """What a job did in its first steps (runtime/watch/as_planned.py). reductions: (stage, in two levels,
+    """What a job did in its first steps (runtime/watch/as_planned.py). reductions: (stage, hierarchically,
     under the backward pass); in_flight: micro-batches by stage (or ()); differences: from the plan."""
 
     reductions: tuple[tuple[int, bool, bool], ...] = ()
@@ -38,9 +38,9 @@ class RankFile:
     rounds: list[dict[str, Any]] = field(default_factory=list)  # with other jobs (--holmes-join)
     plans: list[dict[str, Any]] = field(default_factory=list)  # changes of the plan, in order
     model: dict[str, Any] | None = None  # the last one measured: a profile's content
-    edges: list[int] = field(
+    stage_links: list[int] = field(
         default_factory=list
-    )  # stages whose edge to the next one it has measured
+    )  # stages whose stage link to the next one it has measured
     done: FollowedPlan = (
         FollowedPlan()
     )  # what it did of what the plan decides, and where that differs
@@ -257,7 +257,9 @@ def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
             table.list("differences", str),
         )
         if not all(_is_row(row, "nbb") for row in rows):
-            raise HolmesError(f"{where}: 'reductions' are not rows of [stage, two levels, overlap]")
+            raise HolmesError(
+                f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
+            )
         file.done = FollowedPlan(tuple(map(tuple, rows)), tuple(held), tuple(texts))
     elif "outer" in document:
         table = Table(document, where).table("outer")
@@ -279,9 +281,9 @@ def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
         table.take("sums", str, "")
         file.plans.append(document["plan"])
     elif "model" in document:
-        file.model, file.edges = (
+        file.model, file.stage_links = (
             Table(document, where).table("model").values,
-            document.get("edges", []),
+            document.get("stage_links", []),
         )
     elif "end" in document:
         file.closed = True

@@ -1,4 +1,4 @@
-"""Codecs for what crosses the slow network: a two-level reduction's middle step, a pipeline's edge.
+"""Codecs for what crosses the slow network: a hierarchical reduction's middle step, a pipeline's stage link.
 
     bf16   2 bytes an element: rounded to bfloat16
     int8   1 byte an element and a float32 scale for each 256: rounded to 1/127 of the block's

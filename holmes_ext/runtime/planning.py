@@ -61,5 +61,5 @@ class PlanMaker(Protocol):
     ) -> ReductionSpec:
         """Return how a group of ranks reduces so many bytes in a step."""
 
-    def advice_on_straddling(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
-        """Return a line on the groups that straddle clusters, and how to avoid it; "" if none does."""
+    def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
+        """Return a line on the groups that span clusters, and how to avoid it; "" if none does."""

@@ -104,12 +104,15 @@ class Session:
         total_bytes: float = inf,
         compress: str | None = None,
     ) -> ReductionSpec:
-        """How a group sums total_bytes of gradients in a step; compress: instead of --holmes-compress."""
-        options = self.options if compress is None else replace(self.options, compress=compress)
+        """How a group sums total_bytes of gradients in a step; compress: instead of
+        --holmes-compress-gradients."""
+        options = (
+            self.options if compress is None else replace(self.options, compress_gradients=compress)
+        )
         network_api = network_api_of(backend) or SOCKETS
         members = tuple(ranks)
         again = self.decided_again(members, backend)
-        if again is not None and again.compress == options.compress:
+        if again is not None and again.compress == options.compress_gradients:
             return again
         return self._maker.spec_of_group(
             self.plan, members, network_api, options, total_bytes, self.engine
@@ -139,13 +142,13 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class DoneReduction:
-    """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; two_levels:
+    """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; hierarchical:
     else one ring; overlap: under the last backward; reported: the user knows why it differs; follows: the
     plan's changes."""
 
     planned: ReductionSpec
     bytes: float
-    two_levels: bool
+    hierarchical: bool
     overlap: bool
     reported: bool = False
     follows: bool = False

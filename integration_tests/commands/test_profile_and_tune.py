@@ -52,7 +52,7 @@ def test_tune_and_the_run_that_follows(two_clusters, tmp_path, monkeypatch):
     )
     assert (
         min(stage.reduction_s_per_byte for stage in profile.stages) > 0
-        and profile.stages[0].edge_s > 0
+        and profile.stages[0].stage_link_s > 0
     )
     assert not any(stage.tied_s for stage in profile.stages)
 

@@ -3,7 +3,7 @@
 Megatron-DeepSpeed calls set_train_batch_size before every step. If the batch grows, the number of
 micro-batches changes.
 
-Each scene (a sequence of batches) trains twice, from the same weights on the same text: first without holmes
+Each case (a sequence of batches) trains twice, from the same weights on the same text: first without holmes
 ("stock"), and then with holmes. holmes replaces the engine's pipeline schedule by a planned one, which keeps
 more micro-batches in flight. For this it must know the shapes of the messages between the stages. When the
 shapes are unknown, holmes lets the engine run its own schedule for a step, and records them.
@@ -17,10 +17,10 @@ import sys
 from typing import NamedTuple
 
 import pytest
-from ranks import run_scenes, seeded
+from ranks import run_cases, seeded
 
 from holmes_ext.patches import Registry
-from holmes_ext.patches.deepspeed import edges as deepspeed_edges
+from holmes_ext.patches.deepspeed import stage_links as deepspeed_stage_links
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -40,7 +40,7 @@ class Step(NamedTuple):
     sequence: int = 16  # tokens
 
 
-class Scene(NamedTuple):
+class Case(NamedTuple):
     """A training run with batches of different sizes, and the steps expected to use DeepSpeed's schedule."""
 
     steps: list[Step]
@@ -50,20 +50,20 @@ class Scene(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Result of one scene on one rank."""
+    """Result of one case on one rank."""
 
     stock_losses: list[float]  # without holmes
     our_losses: list[float]  # with holmes
     unplanned_steps: list[int]  # numbers of the steps in which the engine ran its own schedule
 
 
-SCENES = {
-    "the same in every step": Scene([Step(3)] * 4, unplanned_steps=[0]),
-    "a batch that grows": Scene([Step(1), Step(2), Step(4), Step(4)], unplanned_steps=[0]),
-    "a batch that changes and changes back": Scene(
+CASES = {
+    "the same in every step": Case([Step(3)] * 4, unplanned_steps=[0]),
+    "a batch that grows": Case([Step(1), Step(2), Step(4), Step(4)], unplanned_steps=[0]),
+    "a batch that changes and changes back": Case(
         [Step(3), Step(3), Step(2), Step(3)], unplanned_steps=[0]
     ),
-    "shorter sequences": Scene(
+    "shorter sequences": Case(
         [Step(3), Step(3), Step(3, sequence=8), Step(3, sequence=8), Step(3)],
         unplanned_steps=[0, 2, 4],
     ),
@@ -137,10 +137,10 @@ def recorded_schedules(is_planned):
 
 
 def train_stock_and_ours(rank, names):
-    """Train each scene twice in this rank: without holmes ("stock"), and with holmes.
+    """Train each case twice in this rank: without holmes ("stock"), and with holmes.
 
     Returns:
-        By the name of the scene: the losses without holmes, the losses with holmes, and the numbers of the
+        By the name of the case: the losses without holmes, the losses with holmes, and the numbers of the
         steps in which holmes let the engine run its own schedule.
     """
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))  # has the module `model`
@@ -149,14 +149,14 @@ def train_stock_and_ours(rank, names):
     current = on_cpu.session_of(rank, overlap.SITE, plan)
     results = {}
     for name in names:
-        steps = SCENES[name].steps
+        steps = CASES[name].steps
         is_planned = []
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             stock = train(steps)
             with recorded_schedules(is_planned):
-                registry = Registry(deepspeed_edges.PATCHES)
+                registry = Registry(deepspeed_stage_links.PATCHES)
                 # The feature with holmes's pipeline schedule; undo() below restores DeepSpeed's code.
-                registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
+                registry.enable(["deepspeed-stage-links"], required=True, disabled=frozenset())
                 session.set_active(current)  # from now on, the patched engine uses the plan
                 ours = train(steps)
                 session.set_active(None)
@@ -168,16 +168,16 @@ def train_stock_and_ours(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_scenes(train_stock_and_ours, 4, list(SCENES), timeout_s=240)
+    return run_cases(train_stock_and_ours, 4, list(CASES), timeout_s=240)
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_stocks_and_messages_are_learned_only_where_their_shapes_change(results, name):
-    scene = SCENES[name]
+    case = CASES[name]
     for results_of_rank in results:
         stock, ours, unplanned_steps = results_of_rank[
             name
         ]  # losses without holmes, and with holmes
-        assert len(ours) == len(scene.steps)
+        assert len(ours) == len(case.steps)
         assert ours == stock  # exactly
-        assert unplanned_steps == scene.unplanned_steps
+        assert unplanned_steps == case.unplanned_steps

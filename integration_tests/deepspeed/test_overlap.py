@@ -3,8 +3,8 @@
 holmes's feature "overlap" reduces gradients during the last backward pass of a step. DeepSpeed's pipeline
 engine without holmes ("stock") reduces them after it.
 
-Each scene, a configuration of DeepSpeed and of the model, trains twice from the same weights on the same
-text: first without and then with the feature. After each scene the feature is switched off, so that this is
+Each case, a configuration of DeepSpeed and of the model, trains twice from the same weights on the same
+text: first without and then with the feature. After each case the feature is switched off, so that this is
 tested, too. All runs are in the same 4 processes (2 pipeline stages x 2 data-parallel ranks) on loopback.
 """
 
@@ -15,7 +15,7 @@ import sys
 import pytest
 from carriers import ON_GPUS
 from clusters import example
-from ranks import run_scenes, seeded
+from ranks import run_cases, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
@@ -38,7 +38,7 @@ STEPS, MICRO_BATCHES, MICRO_BATCH, SEQUENCE = 4, 3, 2, 16
 ZERO = {"stage": 1, "reduce_bucket_size": 100_000, "allgather_bucket_size": 100_000}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 #: name -> (DeepSpeed's configuration, the model's options, largest difference of losses)
-SCENES = {
+CASES = {
     "fp32": ({}, {}, 1e-6),
     "fp32 tied": ({}, {"tied": True}, 1e-6),
     # as on all stages but the first where there is one hardware queue
@@ -126,7 +126,7 @@ SCENES = {
         1e-6,
     ),
 }
-#: Scenes that each landing trains. The others are exhaustive: a landing trains few of them.
+#: Cases that each landing trains. The others are exhaustive: a landing trains few of them.
 CHOSEN = (
     "fp32",
     "fp32 tied, held until the backward has ended",
@@ -241,14 +241,14 @@ def train(config, options, held=False):
     return losses, early, weights, share
 
 
-def compare_scenes(rank, names):
+def compare_cases(rank, names):
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
     flat_bucket.DEFAULT_BYTES = 20_000  # several buckets in this small model
     registry = Registry(deepspeed_reduce.PATCHES)
     results = {}
     for name in names:
-        config, options, _ = SCENES[name]
+        config, options, _ = CASES[name]
         with contextlib.redirect_stdout(io.StringIO()):
             stock = train(config, options)
             registry.enable(["overlap"], required=True, disabled=frozenset())
@@ -262,23 +262,23 @@ def compare_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results(request):
-    """Train the scenes of the selected tests in 4 processes, and return the results of each rank by scene.
+    """Train the cases of the selected tests in 4 processes, and return the results of each rank by case.
 
-    A scene is one configuration of DeepSpeed and of the model. The scene "fp32" is always trained, because
-    tests of other scenes compare with it.
+    A case is one configuration of DeepSpeed and of the model. The case "fp32" is always trained, because
+    tests of other cases compare with it.
     """
     wanted = {"fp32"}
     for item in request.session.items:
         is_of_this_file = item.module is request.module
         if is_of_this_file and hasattr(item, "callspec"):  # a parametrized test
             wanted.add(item.callspec.params["name"])
-    wanted_in_order = [name for name in SCENES if name in wanted]
-    return run_scenes(compare_scenes, 4, wanted_in_order, timeout_s=480)
+    wanted_in_order = [name for name in CASES if name in wanted]
+    return run_cases(compare_cases, 4, wanted_in_order, timeout_s=480)
 
 
-@pytest.mark.parametrize("name", some(SCENES, *CHOSEN))
+@pytest.mark.parametrize("name", some(CASES, *CHOSEN))
 def test_losses_and_weights_are_stock_s(results, name):
-    tolerance = SCENES[name][2]
+    tolerance = CASES[name][2]
     for of_rank in results:
         (losses, none, weights, stock_sent), (ours, early, our_weights, sent) = of_rank[name]
         assert none == [None] * STEPS, "stock must not have been patched"
@@ -288,7 +288,7 @@ def test_losses_and_weights_are_stock_s(results, name):
         assert sent == pytest.approx(stock_sent, rel=0.02), "every gradient travels once"
 
 
-@pytest.mark.parametrize("name", some(SCENES, *CHOSEN))
+@pytest.mark.parametrize("name", some(CASES, *CHOSEN))
 def test_gradients_left_during_the_last_backward(results, name):
     for of_rank in results:
         early = of_rank[name][1][1]

@@ -4,7 +4,7 @@ A tied weight (the embedding) is on both pipeline stages, and each stage has 2 d
 gradients are summed in different orders:
 
     stock    DeepSpeed without holmes: adds over the stages first, then averages over the data-parallel ranks
-    ours     with holmes: averages over the data-parallel ranks first ("two levels")
+    ours     with holmes: averages over the data-parallel ranks first ("a hierarchical all-reduce")
 
 So the losses differ only by rounding. As a proof, a third engine is trained: DeepSpeed without holmes, whose
 own collectives are called in the order of "ours" (average_before_adding_stages). Its losses equal those of
@@ -19,11 +19,11 @@ from typing import NamedTuple
 import pytest
 from carriers import ON_GPUS
 from clusters import example
-from ranks import run_scenes
+from ranks import run_cases
 
 from holmes_ext.patches import Registry
+from holmes_ext.patches.deepspeed import hierarchical as deepspeed_hierarchical
 from holmes_ext.patches.deepspeed import reduce as deepspeed_reduce
-from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -42,7 +42,7 @@ BF16 = {
     **overlap.FP32_SUMS,
 }
 #: name -> (DeepSpeed's configuration, features).
-SCENES = {
+CASES = {
     "fp32": ({}, ["deepspeed-tied"]),
     "fp32, overlap": ({}, ["deepspeed-tied", "overlap"]),
     "bf16 ZeRO 1, clipping, overlap": (BF16, ["deepspeed-tied", "overlap"]),
@@ -120,10 +120,10 @@ def stock_in_the_other_order():
 
 
 def train_in_three_ways(rank, names):
-    """Train each scene three times in this rank, from the same weights on the same text.
+    """Train each case three times in this rank, from the same weights on the same text.
 
     Returns:
-        By the name of the scene, the results of train() (ThreeWays) for:
+        By the name of the case, the results of train() (ThreeWays) for:
             1. DeepSpeed without holmes
             2. DeepSpeed with holmes, which reduces the gradients of tied weights hierarchically
             3. DeepSpeed without holmes, with the order of additions of the hierarchical all-reduce
@@ -134,14 +134,14 @@ def train_in_three_ways(rank, names):
     current = on_cpu.session_of(rank, SITE, plan)
     results = {}
     for name in names:
-        config, features = SCENES[
+        config, features = CASES[
             name
         ]  # DeepSpeed's configuration, and the features of holmes to switch on
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             stock = train(config)
             with stock_in_the_other_order():
                 reordered = train(config)
-            registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_two_level.PATCHES))
+            registry = Registry((*deepspeed_reduce.PATCHES, *deepspeed_hierarchical.PATCHES))
             registry.enable(features, required=True, disabled=frozenset())  # until undo()
             session.set_active(current)  # from now on, the patched engine uses the plan
             ours = train(config)
@@ -153,10 +153,10 @@ def train_in_three_ways(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_scenes(train_in_three_ways, 4, list(SCENES), timeout_s=240)
+    return run_cases(train_in_three_ways, 4, list(CASES), timeout_s=240)
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_stocks_and_each_rank_sends_its_share(results, name):
     for of_rank in results:
         (losses, weights, none), (ours, our_weights, crossed), _ = of_rank[name]
@@ -165,13 +165,13 @@ def test_losses_are_stocks_and_each_rank_sends_its_share(results, name):
         tolerance = 2e-3 if "bf16" in name else 1e-6
         assert max(abs(a - b) for a, b in zip(losses, ours)) <= tolerance, (losses, ours)
         assert abs(weights - our_weights) <= 10 * tolerance * max(1, abs(weights))
-        share = EMBEDDING // 2 if not ON_GPUS and "tied" in "".join(SCENES[name][1]) else 0
+        share = EMBEDDING // 2 if not ON_GPUS and "tied" in "".join(CASES[name][1]) else 0
         assert crossed == overlap.STEPS * share, "half there, half of the other's back (over gloo)"
 
 
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_the_order_of_the_sum_is_the_only_difference_to_stock(results, name):
-    _, features = SCENES[name]
+    _, features = CASES[name]
     for results_of_rank in results:
         # Training without holmes, with holmes, and without holmes in holmes's order of additions.
         stock, ours, reordered = results_of_rank[name]

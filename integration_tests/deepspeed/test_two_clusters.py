@@ -60,11 +60,11 @@ def test_the_loss_is_stocks_and_gradients_stay_inside_clusters(two_clusters, tmp
 
 
 def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_path):
-    """Pipeline 4: the edges a0-a1 and b0-b1 are inside clusters, a1-b0 crosses; there are no gradients to
-    reduce."""
+    """Pipeline 4: the stage links a0-a1 and b0-b1 are inside clusters, a1-b0 crosses; there are no
+    gradients to reduce."""
     flags = ("--stages", "4", *two_clusters.holmes)
     found, sent = measured(two_clusters, tmp_path / "on", *flags)
-    env = {"HOLMES_DISABLE": "deepspeed-p2p,deepspeed-edges"}
+    env = {"HOLMES_DISABLE": "deepspeed-p2p,deepspeed-stage-links"}
     without, sent_without = measured(two_clusters, tmp_path / "off", *flags, env=env)
     assert same(found, without)
     activations = (
@@ -108,7 +108,7 @@ def test_an_order_that_crosses_although_it_need_not_is_told(two_clusters, tmp_pa
     replace(plan, nodes=("a0", "b0", "a1", "b1")).save(tmp_path / "plan.json")
     planned = ("--holmes-plan", str(tmp_path / "plan.json"))
     text = train(two_clusters, tmp_path / "log", "--stages", "2", *two_clusters.holmes, *planned)
-    told = "2 data groups straddle clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
+    told = "2 data groups span clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
     assert text.count(told) == 1
 
 
@@ -135,12 +135,12 @@ def test_a_shorter_micro_batch_ends_the_job_in_one_line(two_clusters, step):
     )
     assert set(result.statuses.values()) == {2}, result.outputs
     told = (
-        r"holmes: pipeline edge from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) "
+        r"holmes: stage link from stage 0 to stage 1 \(to rank [23]\): micro-batch 1 is \(3, 8\) "
         r"torch.float32,"
     )
     told += r" expected \(4, 8\) torch.float32; give all"
     lines = [line for line in said(result) if re.search(told, line)]
     assert lines, result.outputs
     for rank, text in result.outputs.items():
-        assert re.search("holmes: .*pipeline edge from stage 0 .*to stage 1", text), (rank, text)
+        assert re.search("holmes: .*stage link from stage 0 .*to stage 1", text), (rank, text)
         assert "Traceback" not in text, (rank, text)

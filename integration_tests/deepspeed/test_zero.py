@@ -1,8 +1,8 @@
-"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction in two levels
+"""DeepSpeed's engine without pipeline, ZeRO 0 to 3, 4 processes on loopback: its reduction hierarchically
 against stock, step for step.
 
-The data-parallel group is made to straddle two clusters of two ranks. Each scene trains twice in the same
-processes from the same weights on the same data, first stock, then with the feature "two-level", which is
+The data-parallel group is made to span two clusters of two ranks. Each case trains twice in the same
+processes from the same weights on the same data, first stock, then with the feature "hierarchical", which is
 undone after it.
 """
 
@@ -13,17 +13,17 @@ from types import SimpleNamespace
 import pytest
 from carriers import ON_GPUS, gloo_only
 from clusters import TWO, site
-from ranks import run_ranks, run_scenes, seeded
+from ranks import run_cases, run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
-from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.patches.deepspeed import hierarchical as deepspeed_hierarchical
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 
 torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
@@ -31,8 +31,8 @@ on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 groups = pytest.importorskip("deepspeed.utils.groups")
 model = pytest.importorskip("integration_tests.gpu.zero").model
 STEPS, MICRO_BATCHES = 4, 2
-#: What sums in two levels.
-KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
+#: What sums hierarchically.
+KIND = HierarchicalCollectives if ON_GPUS else HierarchicalAllReduce
 
 
 def zero(stage, **more):
@@ -50,7 +50,7 @@ FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16 = {"bf16": {"enabled": True}}
 #: name -> (DeepSpeed's configuration, holmes's options, tolerance of the losses, whether anything goes in two
 #: levels)
-SCENES = {
+CASES = {
     "ZeRO 0": ({}, {}, 1e-6, True),
     "ZeRO 0 prescaled": (
         {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
@@ -80,7 +80,7 @@ SCENES = {
 }
 # stock's ranks do not agree on an overflow, and end with an abort
 if deepspeed.__version__.startswith("0.17."):
-    del SCENES["ZeRO 1 fp16, overflows skipped"]
+    del CASES["ZeRO 1 fp16, overflows skipped"]
 
 
 def engine_for(config):
@@ -112,13 +112,14 @@ def train(rank, config):
 
 
 def session_with(options):
-    """As much of a session as a reduction asks: a plan that has two levels over ranks 0 and 1, ranks 2 and
+    """As much of a session as a reduction asks: a plan that has a hierarchical all-reduce over ranks 0
+    and 1, ranks 2 and
     3."""
 
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
         return ReductionSpec(
-            False, 0, clusters, two_level_from=65, compress=options.get("compress", "off")
+            False, 0, clusters, hierarchical_from=65, compress=options.get("compress", "off")
         )
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()
@@ -134,16 +135,16 @@ def session_with(options):
 
 @contextlib.contextmanager
 def holmes(options):
-    """The patches applied, a session with these options active, and how many elements went in two levels, in
+    """The patches applied, a session with these options active, and how many elements went hierarchically, in
     a list of one number."""
-    registry, original, elements = Registry(deepspeed_two_level.PATCHES), KIND.all_reduce, [0]
+    registry, original, elements = Registry(deepspeed_hierarchical.PATCHES), KIND.all_reduce, [0]
 
     def counted(self, flat, bucket=None):
         elements[0] += flat.numel()
         return original(self, flat, bucket)
 
     KIND.all_reduce = counted
-    registry.enable(["two-level"], required=True, disabled=frozenset())
+    registry.enable(["hierarchical"], required=True, disabled=frozenset())
     session.set_active(session_with(options))
     try:
         yield elements
@@ -151,17 +152,17 @@ def holmes(options):
         session.set_active(None)
         registry.undo()
         KIND.all_reduce = original
-        for made in deepspeed_two_level._hierarchical_reductions.values():
+        for made in deepspeed_hierarchical._hierarchical_reductions.values():
             made.close()
-        deepspeed_two_level._hierarchical_reductions.clear()
-        deepspeed_two_level._planned_specs.clear()
+        deepspeed_hierarchical._hierarchical_reductions.clear()
+        deepspeed_hierarchical._planned_specs.clear()
 
 
-def compare_scenes(rank, names):
+def compare_cases(rank, names):
     on_cpu.prepare()
     results = {}
     for name in names:
-        config, options, *_ = SCENES[name]
+        config, options, *_ = CASES[name]
         with (
             contextlib.redirect_stdout(io.StringIO()),
             contextlib.redirect_stderr(io.StringIO()) as said,
@@ -181,13 +182,13 @@ def compare_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_scenes(compare_scenes, 4, list(SCENES), timeout_s=480)
+    return run_cases(compare_cases, 4, list(CASES), timeout_s=480)
 
 
 @pytest.mark.row("DeepSpeed's ZeRO 0 to 3")
-@pytest.mark.parametrize("name", SCENES)
+@pytest.mark.parametrize("name", CASES)
 def test_losses_are_stock_s(results, name):
-    _, _, tolerance, is_hierarchical = SCENES[name]  # whether gradients are reduced hierarchically
+    _, _, tolerance, is_hierarchical = CASES[name]  # whether gradients are reduced hierarchically
     if "ZeRO 3" in name and deepspeed.__version__.startswith(("0.16.", "0.18.9")):
         pytest.skip(
             "on CPUs stock's own runs differ from each other, by 0.06 and more (eight runs in one process)"
@@ -234,7 +235,7 @@ def hierarchical(rank):
     fabrics."""
     on_cpu.prepare()
     found = []
-    for features in ([], ["nics", "two-level"]):
+    for features in ([], ["nics", "hierarchical"]):
         here = site(*TWO)
         current = on_cpu.session_of(rank, here, build_plan(here))
         registry = Registry(all_patches())
@@ -266,7 +267,7 @@ def stage_3_of(size, nodes):
     engine = SimpleNamespace(
         module=model(), seq_data_parallel_group=None, zero_hpz_partition_size=lambda: size
     )
-    return deepspeed_two_level._zero_3_message(SimpleNamespace(plan=here), engine)
+    return deepspeed_hierarchical._zero_3_message(SimpleNamespace(plan=here), engine)
 
 
 @pytest.mark.parametrize(
@@ -279,12 +280,14 @@ def stage_3_of(size, nodes):
     ],
 )
 def test_a_hierarchical_partition_is_judged_by_where_its_groups_lie(monkeypatch, size, nodes, ends):
-    monkeypatch.setattr(deepspeed_two_level, "group_ranks", lambda group: range(4))
-    monkeypatch.setattr(deepspeed_two_level, "backend_of", lambda group: "gloo")
+    monkeypatch.setattr(deepspeed_hierarchical, "group_ranks", lambda group: range(4))
+    monkeypatch.setattr(deepspeed_hierarchical, "backend_of", lambda group: "gloo")
     said = stage_3_of(size, nodes)
     assert said.endswith(ends) and bool(said) == bool(ends)
 
 
 def test_int8_is_refused_where_there_is_no_error_feedback(results):
     for of_rank in results:
-        assert of_rank["int8"].startswith("--holmes-compress int8 carries rounding errors on")
+        assert of_rank["int8"].startswith(
+            "--holmes-compress-gradients int8 carries rounding errors on"
+        )

@@ -450,7 +450,7 @@ AWAY = (
 )
 
 SLOW = {"PAUSE_S": "0.5"}
-PATIENT = ("--holmes-patience", "2")
+PATIENT = ("--holmes-link-timeout", "2")
 IN_TRAINING = (
     Fault(
         "cable of the fast NIC pulled",
@@ -505,7 +505,7 @@ IN_TRAINING = (
         0,
         during=(cable("b1", "roce0"),),
         undo_during="has no link; the job ends",
-        flags=("--holmes-patience", "60"),
+        flags=("--holmes-link-timeout", "60"),
         env=SLOW,
     ),
     Fault(

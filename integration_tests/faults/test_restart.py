@@ -36,7 +36,7 @@ TORCH_FAILED = "communication failed"
 #: Pattern for the same message in this file's job. There holmes sends activations between pipeline stages and
 #: reduces gradients, and the message names what failed.
 ENGINE_FAILED = (
-    "(communication|pipeline edge from stage .*|the reduction of .*) failed( over fabric [^;:]*)?"
+    "(communication|stage link from stage .*|the reduction of .*) failed( over fabric [^;:]*)?"
 )
 
 
@@ -298,7 +298,7 @@ def test_a_nic_dies_and_comes_back(two_clusters, undisturbed, tmp_path):
     lab, save = two_clusters.lab, tmp_path / "saved"
     save.mkdir()
     try:
-        job = torchrun(two_clusters, save, STEPS, "--holmes-patience", "3")
+        job = torchrun(two_clusters, save, STEPS, "--holmes-link-timeout", "3")
         result = when_logged(job, save / "log", 2, lambda: lab.set_link("b1", "roce0", up=False))
         lines = said(result)
         assert result.returncode == 0, result.outputs

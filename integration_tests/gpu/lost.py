@@ -12,8 +12,8 @@ all ranks over NCCL, and then runs SCENE, one of the functions in SCENES:
     lose_a_rank                  Kill the last rank during an all-reduce.
     call_different_operations    Call mismatched collectives, which time out.
 
-After the first four scenes all ranks continue and print "survived": holmes must not report a failure, since
-the program itself aborted the groups. In the last two scenes, torch aborts the processes, and holmes must
+After the first four cases all ranks continue and print "survived": holmes must not report a failure, since
+the program itself aborted the groups. In the last two cases, torch aborts the processes, and holmes must
 report the failure before that.
 
 Environment variables: those of torchrun, and TIMEOUT_S, the timeout of the group's collectives in seconds.
@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 #: Timeout of the group's collectives. torch aborts the process when it has passed.
 TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", "600")))
-#: Seconds that a rank waits after its scene. holmes polls NCCL once a second, so within this time it would
+#: Seconds that a rank waits after its case. holmes polls NCCL once a second, so within this time it would
 #: report a failure.
 POLLING_S = 3.0
 #: Seconds until an all-reduce that was started has certainly begun on the GPU.
@@ -105,7 +105,7 @@ def call_different_operations(group: dist.ProcessGroup) -> None:
     torch.cuda.synchronize()  # torch aborts the process here, when TIMEOUT has passed
 
 
-SCENES = {
+CASES = {
     "abort_idle_group": abort_idle_group,
     "abort_busy_group": abort_busy_group,
     "abort_busy_backend": abort_busy_backend,
@@ -115,7 +115,7 @@ SCENES = {
 }
 
 if __name__ == "__main__":
-    run_scene = SCENES[sys.argv[1]]
+    run_case = CASES[sys.argv[1]]
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     all_ranks = dist.new_group(list(range(dist.get_world_size())), timeout=TIMEOUT)
@@ -124,7 +124,7 @@ if __name__ == "__main__":
     torch.cuda.synchronize()
     store = dist.distributed_c10d._get_default_store()  # stays usable when all groups are aborted
     wait_for_all_ranks(store, "start")
-    run_scene(all_ranks)
+    run_case(all_ranks)
     time.sleep(POLLING_S)
     print("survived", flush=True)
     wait_for_all_ranks(store, "end")

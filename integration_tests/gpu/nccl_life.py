@@ -1,6 +1,6 @@
 """One rank of what happens to communicators besides collectives: python nccl_life.py SCENE
 
-torchrun's variables say which rank. Prints a JSON line when its scene is over."""
+torchrun's variables say which rank. Prints a JSON line when its case is over."""
 
 import argparse
 import json
@@ -10,11 +10,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-SCENES: dict[str, Callable[[], object]] = {}
+CASES: dict[str, Callable[[], object]] = {}
 
 
-def scene(function: Callable[[], object]) -> Callable[[], object]:
-    SCENES[function.__name__] = function
+def case(function: Callable[[], object]) -> Callable[[], object]:
+    CASES[function.__name__] = function
     return function
 
 
@@ -26,7 +26,7 @@ def total(group=None) -> float:
     return value[0].item()
 
 
-@scene
+@case
 def groups() -> object:
     """Groups of rows and columns, side by side."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -35,7 +35,7 @@ def groups() -> object:
     return [total(), total(rows[rank // 2]), total(columns[rank % 2])]
 
 
-@scene
+@case
 def split() -> object:
     """ncclCommSplit of a communicator that is bound to its device."""
     world = dist.get_world_size()
@@ -44,7 +44,7 @@ def split() -> object:
     return [total(), total(half), total()]
 
 
-@scene
+@case
 def many_in_one_call() -> object:
     """Collectives of several tensors in one ncclGroup."""
     values = [torch.full((size,), float(dist.get_rank()), device="cuda") for size in (1, 100, 5000)]
@@ -55,7 +55,7 @@ def many_in_one_call() -> object:
     return [value.unique().tolist() for value in values]
 
 
-@scene
+@case
 def abort() -> object:
     """A collective that a rank never joins is aborted by the others, and their device lives on."""
     total()
@@ -72,11 +72,11 @@ def abort() -> object:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("scene", choices=SCENES)
+    parser.add_argument("case", choices=CASES)
     arguments = parser.parse_args()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device if arguments.scene == "split" else None)
-    print(json.dumps(SCENES[arguments.scene]()), flush=True)
-    if arguments.scene != "abort":
+    dist.init_process_group("nccl", device_id=device if arguments.case == "split" else None)
+    print(json.dumps(CASES[arguments.case]()), flush=True)
+    if arguments.case != "abort":
         dist.destroy_process_group()

@@ -10,7 +10,7 @@ test_shrink.py starts it on four ranks over NCCL. Ranks 0 and 1 are in a cluster
     shrink_default_group    Exclude rank 3 from the default group by torch's shrink_group.
     reconfigure             Exclude rank 3 from the default group by torch's _reconfigure.
 
-Each scene all-reduces the ranks' numbers in the group before and after the change. Each rank prints a JSON
+Each case all-reduces the ranks' numbers in the group before and after the change. Each rank prints a JSON
 line with these keys:
 
     rank      rank of this process
@@ -118,20 +118,20 @@ def reconfigure_default_group(uuid: int, members: tuple[int, ...]) -> float:
     return sum_of_ranks()
 
 
-SCENES = {
+CASES = {
     "shrink_group": shrink_group,
     "shrink_default_group": shrink_default_group,
     "reconfigure": reconfigure,
 }
 
 if __name__ == "__main__":
-    run_scene = SCENES[sys.argv[1]]
+    run_case = CASES[sys.argv[1]]
     torch.cuda.set_device(DEVICE)
-    if run_scene is reconfigure:
+    if run_case is reconfigure:
         dist.init_process_group("nccl", enable_reconfigure=True)
     else:
         dist.init_process_group("nccl", device_id=DEVICE)
-    sums = run_scene()
+    sums = run_case()
     current = session.active()
     assert current is not None
     groups = [[record.name, record.ranks, record.transport.net_name] for record in current.groups]

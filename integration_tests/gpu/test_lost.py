@@ -1,6 +1,6 @@
 """Tests that holmes reports a failure of NCCL, but not a process group that the program aborts itself.
 
-The jobs run the scenes of lost.py on two nodes of two ranks each.
+The jobs run the cases of lost.py on two nodes of two ranks each.
 """
 
 import subprocess
@@ -18,20 +18,20 @@ HAS_ABORT_HOOKS = torch.__version__ >= (2, 15)
 SCRIPT = str(Path(__file__).with_name("lost.py"))
 
 
-def run_scene(lab, scene, **environment):
-    """Run a scene of lost.py under holmes on four ranks, and return the job that has ended.
+def run_case(lab, case, **environment):
+    """Run a case of lost.py under holmes on four ranks, and return the job that has ended.
 
     Args:
         lab: The fixture `lab`: emulated nodes with emulated GPUs.
-        scene: The name of the scene.
+        case: The name of the case.
         environment: Environment variables of all ranks.
     """
     flags = ("--holmes", "--holmes-cluster", str(lab.file))
-    return lab.run(SCRIPT, scene, *flags, order="a0,b0", env=environment)
+    return lab.run(SCRIPT, case, *flags, order="a0,b0", env=environment)
 
 
 @pytest.mark.parametrize(
-    "scene",
+    "case",
     [
         pytest.param("abort_idle_group", marks=full),
         "abort_busy_group",
@@ -39,8 +39,8 @@ def run_scene(lab, scene, **environment):
         pytest.param("abort_all_groups", marks=full),
     ],
 )
-def test_a_group_that_the_program_aborts_is_not_reported(lab, scene):
-    job = run_scene(lab, scene)
+def test_a_group_that_the_program_aborts_is_not_reported(lab, case):
+    job = run_case(lab, case)
     assert set(job.result.statuses.values()) == {0}, job.said
     assert job.said.count("survived") == 4, job.said
     assert "is lost" not in "".join(job.result.outputs.values()), job.said
@@ -51,7 +51,7 @@ def test_a_lost_rank_is_reported_before_torch_aborts_the_process(lab):
     if HAS_ABORT_HOOKS:
         # torch then aborts the process as soon as the abort hooks return, so a poll would be too late.
         environment["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "0"
-    job = run_scene(lab, "lose_a_rank", **environment)
+    job = run_case(lab, "lose_a_rank", **environment)
     output = "".join(job.result.outputs.values())
     assert "is lost: NCCL's COMM_ERROR in the group of ranks 0, 1, 2, 3" in output, output
     assert "torchfrtrace --allow-incomplete-ranks" in output, output

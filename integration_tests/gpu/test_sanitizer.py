@@ -31,7 +31,7 @@ JOBS = {
         "--overlap",
     ),
     "torch's pipelining": (str(EXAMPLES / "torch_pipelining" / "train.py"), *SMALL),
-    "Trainer (DDP in two levels)": (
+    "Trainer (DDP hierarchically)": (
         str(EXAMPLES / "trainer" / "train.py"),
         *"--layers 2 --hidden 32 --sequence 16 --micro-batch 2 --micro-batches 2 --steps 4".split(),
     ),

@@ -1,6 +1,6 @@
 """Tests the networks of process groups that lose a rank in a running job over NCCL.
 
-The jobs run the scenes of shrink.py on four nodes with one rank each, in two clusters: ranks 0 and 1 on nodes
+The jobs run the cases of shrink.py on four nodes with one rank each, in two clusters: ranks 0 and 1 on nodes
 with InfiniBand, ranks 2 and 3 on nodes with RoCE. Groups with ranks in both clusters use Ethernet ("Socket").
 """
 
@@ -17,13 +17,13 @@ needs_reconfigure = pytest.mark.skipif(
 )
 
 
-def run_scene(lab, tmp_path, scene):
-    """Run a scene of shrink.py under holmes.
+def run_case(lab, tmp_path, case):
+    """Run a case of shrink.py under holmes.
 
     Args:
         lab: The fixture `lab`: emulated nodes with emulated GPUs.
         tmp_path: A folder for the job's cluster.toml.
-        scene: The name of the scene.
+        case: The name of the case.
 
     Returns:
         The job that has ended, and the JSON object that each rank printed, by rank.
@@ -32,13 +32,13 @@ def run_scene(lab, tmp_path, scene):
     cluster.write_text(TOML.replace("processes = 2", "processes = 1"))
     flags = ("--holmes", "--holmes-cluster", str(cluster))
     # The launcher alternates between the clusters; holmes renumbers the ranks, so that each has two in a row.
-    job = lab.run(SCRIPT, scene, *flags, order="a0,b0,a1,b1", processes=1)
+    job = lab.run(SCRIPT, case, *flags, order="a0,b0,a1,b1", processes=1)
     return job, sorted(job.json, key=lambda printed: printed["rank"])
 
 
 def test_a_shrunk_group_gets_the_network_of_its_ranks(lab, tmp_path):
     """Ranks 0, 1 and 3 share only Ethernet. Without rank 3, the group uses InfiniBand."""
-    job, printed_by_rank = run_scene(lab, tmp_path, "shrink_group")
+    job, printed_by_rank = run_case(lab, tmp_path, "shrink_group")
     for printed in printed_by_rank[:2]:
         _default_group, former, shrunk = printed["groups"]
         _name, *former_ranks_and_network = former
@@ -53,15 +53,15 @@ def test_a_shrunk_group_gets_the_network_of_its_ranks(lab, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "scene, name",
+    "case, name",
     [
         ("shrink_default_group", "default_pg:shrunk"),
         pytest.param("reconfigure", "default_pg:reconfigured", marks=needs_reconfigure),
     ],
 )
-def test_the_default_group_is_recorded_without_its_excluded_rank(lab, tmp_path, scene, name):
+def test_the_default_group_is_recorded_without_its_excluded_rank(lab, tmp_path, case, name):
     """The remaining ranks 0, 1 and 2 are in both clusters, so the group still uses Ethernet."""
-    _job, printed_by_rank = run_scene(lab, tmp_path, scene)
+    _job, printed_by_rank = run_case(lab, tmp_path, case)
     assert len(printed_by_rank) == 4
     *remaining, excluded = printed_by_rank
     assert excluded["sums"] == [0 + 1 + 2 + 3]

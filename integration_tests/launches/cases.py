@@ -7,8 +7,8 @@ How it works:
     backend    Holmes reads the name of a group's backend as "fake", and then launches the same operations as
                for NCCL (runtime/backend.py).
 
-Hierarchical all-reduces ("two levels") normally need a minimum size. The minimum is zero here, so that small
-models use them, too.
+Hierarchical all-reduces ("a hierarchical all-reduce") normally need a minimum size. The minimum is
+zero here, so that small models use them, too.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry, all_patches
-from holmes_ext.patches.deepspeed import two_level as deepspeed_two_level
+from holmes_ext.patches.deepspeed import hierarchical as deepspeed_hierarchical
 from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import backend, session
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 GB = 10**9
@@ -65,7 +65,7 @@ def case(seed: int, world: int, pipeline: bool = True) -> Case:
     options = Options(
         overlap=rng.choice(("on", "on", "auto", "off")),
         bucket="0.002",
-        compress=rng.choice(("off", "off", "bf16")),
+        compress_gradients=rng.choice(("off", "off", "bf16")),
         inflight=rng.choice(("off", "1", "3")),
     )
     return Case(seed, site, Sizes(stages).complete(world), options)
@@ -79,7 +79,8 @@ def _any(rng: random.Random, world: int) -> Site:
 
 
 def _alike(rng: random.Random, world: int) -> Site:
-    """Two clusters or four of as many nodes, launched in any order: what two levels over NCCL need."""
+    """Two clusters or four of as many nodes, launched in any order: what a hierarchical all-reduce
+    over NCCL need."""
     count = rng.choice([n for n in (2, 4) if world % n == 0 and world > n])
     processes = rng.choice([n for n in (1, 2) if world // count % n == 0])
     kinds = ("ib", "roce", "ib", "roce")[:count]
@@ -117,7 +118,7 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
             session.Session,
             "reduction",
             lambda *args, **more: replace(
-                reduction(*args, **more), two_level_from=0, chunk_bytes=4096
+                reduction(*args, **more), hierarchical_from=0, chunk_bytes=4096
             ),
         ),
         mock.patch.object(dist, "new_group", group),
@@ -132,8 +133,8 @@ def as_under_nccl(one: Case, features: list[str]) -> Iterator[Log]:
         stack.callback(session.set_active, None)
         # of the group of all ranks, which stays
         for known in (
-            deepspeed_two_level._planned_specs,
-            deepspeed_two_level._hierarchical_reductions,
+            deepspeed_hierarchical._planned_specs,
+            deepspeed_hierarchical._hierarchical_reductions,
         ):
             stack.callback(known.clear)
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
@@ -149,7 +150,7 @@ class CaseResult:
     losses: list[float]
     used: frozenset[
         str
-    ]  # the features that had an effect: "overlap", "two levels", "pairs", "edges"
+    ]  # the features that had an effect: "overlap", "a hierarchical all-reduce", "pairs", "stage links"
 
 
 def run_in_batches(
@@ -185,15 +186,15 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
     The result also says which features of holmes the case used.
     """
     used: set[str] = set()  # names of the features that the case used
-    all_reduce_in_two_levels = TwoLevelCollectives.all_reduce  # the hierarchical all-reduce
+    hierarchical_all_reduce = HierarchicalCollectives.all_reduce  # the hierarchical all-reduce
 
     def note_use(*args: Any, **more: Any) -> Any:
-        used.add("two levels")
-        return all_reduce_in_two_levels(*args, **more)
+        used.add("a hierarchical all-reduce")
+        return hierarchical_all_reduce(*args, **more)
 
     with (
         as_under_nccl(one, features) as log,
-        mock.patch.object(TwoLevelCollectives, "all_reduce", note_use),
+        mock.patch.object(HierarchicalCollectives, "all_reduce", note_use),
     ):
         losses = train()
         current = (
@@ -205,9 +206,9 @@ def outcome(one: Case, features: list[str], train: Callable[[], list[float]]) ->
         used.add("overlap")
     traffic = current.plan.traffic_of("verbs")  # the traffic over RDMA networks
     if any(
-        edge.pair_groups[0] for edge in traffic.edges
+        stage_link.pair_groups[0] for stage_link in traffic.stage_links
     ):  # a process group for each pair of stages
         used.add("pairs")
     if traffic.in_flight:  # messages between stages are received before the stage waits for them
-        used.add("edges")
+        used.add("stage_links")
     return CaseResult(log, losses, frozenset(used))

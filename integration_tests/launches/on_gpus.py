@@ -56,7 +56,7 @@ ONE_CHANNEL = dict.fromkeys(
 PRELOADED = (
     *PRELOAD,
     "holmes_ext.job",
-    *(f"holmes_ext.runtime.reduce.{name}" for name in ("reducer", "two_level_nccl", "tied")),
+    *(f"holmes_ext.runtime.reduce.{name}" for name in ("reducer", "hierarchical_nccl", "tied")),
 )
 DEVICES = ("plain", *ONE_AT_A_TIME, "few multiprocessors", "late kernels")
 NAMES = "abc"

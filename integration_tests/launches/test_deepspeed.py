@@ -21,7 +21,13 @@ torch = pytest.importorskip("torch")
 deepspeed = pytest.importorskip("deepspeed")
 
 WIDTH, LAYERS, STEPS, MICRO_BATCHES = 16, 9, 4, 4
-FEATURES = ["overlap", "two-level", "deepspeed-p2p", "deepspeed-grid-check", "deepspeed-edges"]
+FEATURES = [
+    "overlap",
+    "hierarchical",
+    "deepspeed-p2p",
+    "deepspeed-grid-check",
+    "deepspeed-stage-links",
+]
 #: Number of processes -> seeds of the cases, which are drawn at random (cases.py).
 PIPELINES = {world: range(100 * world, 100 * world + 15) for world in (4, 6, 8)}
 ZEROS = {world: range(100 * world + 50, 100 * world + 60) for world in (4, 6)}
@@ -110,7 +116,7 @@ class RankResult(NamedTuple):
     #: The losses with holmes, its recorded launches, and the features that it used.
     holmes: CaseResult
     stock_losses: list[float]  # the losses without holmes
-    compress: str  # value of --holmes-compress
+    compress: str  # value of --holmes-compress-gradients
 
 
 def train_cases(rank, world, seeds, train):
@@ -133,7 +139,7 @@ def train_cases(rank, world, seeds, train):
             stock_losses = train(drawn)
         # outcome() calls the function with holmes switched on, and records what holmes launches.
         with_holmes = outcome(drawn, FEATURES, lambda drawn=drawn: train(drawn))
-        results.append(RankResult(with_holmes, stock_losses, drawn.options.compress))
+        results.append(RankResult(with_holmes, stock_losses, drawn.options.compress_gradients))
     return results
 
 
@@ -144,7 +150,8 @@ def check(results, seeds):
         results: For each rank the list of its RankResults, in the order of the seeds.
 
     Returns:
-        For each case the set of the holmes features that a rank used, such as "overlap" or "two levels".
+        For each case the set of the holmes features that a rank used, such as "overlap" or "a
+        hierarchical all-reduce".
     """
     used = []
     for number, seed in enumerate(seeds):
@@ -172,7 +179,7 @@ def test_pipelines(world):
     used = check(run_in_batches(train_cases, world, seeds, pipeline_losses), seeds)
     assert all(
         sum(name in one for one in used) >= 2
-        for name in ("overlap", "two levels", "pairs", "edges")
+        for name in ("overlap", "a hierarchical all-reduce", "pairs", "stage_links")
     ), used
 
 
@@ -180,4 +187,4 @@ def test_pipelines(world):
 def test_zero(world):
     seeds = ZEROS[world]
     used = check(run_in_batches(train_cases, world, seeds, zero_losses), seeds)
-    assert any("two levels" in one for one in used), used
+    assert any("a hierarchical all-reduce" in one for one in used), used

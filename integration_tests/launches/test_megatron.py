@@ -26,7 +26,7 @@ FEATURES = [
     "megatron-layers",
     "megatron-reduction",
     "megatron-p2p",
-    "megatron-edges",
+    "megatron-stage-links",
 ]
 SEEDS = {world: range(1000 * world, 1000 * world + 15) for world in (4, 6, 8)}
 
@@ -90,7 +90,7 @@ def test_megatron(world):
     """The recorded operations of each random case cannot hang on NCCL, and holmes does not change the losses.
 
     At least two of the cases use each of the features: overlapped reductions, process groups for pairs of
-    stages, and early receives of messages between stages ("edges").
+    stages, and early receives of messages between stages ("stage links").
     """
     seeds = SEEDS[world]
     results = run_in_batches(
@@ -116,6 +116,6 @@ def test_megatron(world):
             assert max(differences) < 1e-5, seed
         used_on_each_rank = [result.holmes.used for result in result_of_rank.values()]
         used.append(frozenset.union(*used_on_each_rank))
-    for feature in ("overlap", "pairs", "edges"):
+    for feature in ("overlap", "pairs", "stage_links"):
         cases_with_feature = [features for features in used if feature in features]
         assert len(cases_with_feature) >= 2, used

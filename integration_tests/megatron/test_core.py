@@ -196,7 +196,7 @@ def test_messages_that_come_early_hold_nothing_up(two_clusters, both, tmp_path, 
         through=through,
         **ONE_AT_A_TIME.get(how, {}),
     )
-    assert "megatron-edges" in said or PHYSICAL  # which is said of what is imported before
+    assert "megatron-stage-links" in said or PHYSICAL  # which is said of what is imported before
     assert_stocks(both[0][0], done, wanted)
 
 
@@ -210,7 +210,7 @@ def test_more_micro_batches_in_flight_learn_the_same(two_clusters, both, tmp_pat
         two_clusters, tmp_path, wanted, *two_clusters.holmes, "--holmes-inflight", "2"
     )
     # Holmes says that it receives messages between stages early, which the flag needs.
-    assert "megatron-edges" in messages or PHYSICAL
+    assert "megatron-stage-links" in messages or PHYSICAL
     assert_stocks(stock, results, wanted)
 
 
@@ -300,10 +300,10 @@ def test_a_pair_of_stages_inside_a_cluster_uses_its_fabric(two_clusters, tmp_pat
         )
         # MB of a chunk's output, one way: rows x sequence x hidden x 4 bytes
         activations = steps * micro_batches * 2 * 32 * hidden * 4 / 1e6
-        edges = name == "batched" and INSTALLED >= Version("0.14")
+        stage_links = name == "batched" and INSTALLED >= Version("0.14")
         group = (
-            "pipeline activations" if edges else "pipeline pair"
-        )  # of hidden edges; interleaved: p2p's
+            "pipeline activations" if stage_links else "pipeline pair"
+        )  # of hidden stage links; interleaved: p2p's
         backend = "nccl" if ON_GPUS else "gloo"
         assert re.search(rf"group {group} \[0,1\] {backend}: \S+ via ib0", output)
         assert re.search(rf"{group} \[2,3\] {backend}: \S+ via roce0", output)

@@ -52,5 +52,7 @@ def test_switched_off_all_of_it_crosses(stock, clusters, tmp_path):
 
 @full
 def test_slices_in_int8(stock, clusters, tmp_path):
-    share, said = compared(stock, clusters, tmp_path, "--holmes-edges", "int8", tolerance=0.02)
-    assert share <= 0.2 and "pipeline edges that cross in int8" in said, share
+    share, said = compared(
+        stock, clusters, tmp_path, "--holmes-compress-activations", "int8", tolerance=0.02
+    )
+    assert share <= 0.2 and "stage links that cross in int8" in said, share

@@ -1,4 +1,4 @@
-"""Starts the ranks of a scene on this machine and keeps what they found for the report, `nccl-report.json`.
+"""Starts the ranks of a case on this machine and keeps what they found for the report, `nccl-report.json`.
 
 one machine   four ranks share its GPUs, each a host of its own
               to NCCL and to holmes (NCCL_HOSTID, HOLMES_NODE)
@@ -40,11 +40,11 @@ GPUS = 2 if EMULATED else torch.cuda.device_count()
 NODE = int(os.environ["HOLMES_NCCL_NODE"]) if "HOLMES_NCCL_NODE" in os.environ else None
 NAMES = ("a0", "b0", "a1", "b1")  # in turn, as a scheduler that knows nothing launches them
 LIMIT_S = 240
-_report: dict = {"scenes": []}
+_report: dict = {"cases": []}
 
 
 def machine() -> dict:
-    """What the scenes ran on."""
+    """What the cases ran on."""
     gpus = (
         [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
         if not EMULATED
@@ -72,8 +72,8 @@ def machine() -> dict:
     }
 
 
-class Scene:
-    """What a scene's ranks printed. lines: their JSON lines by rank; said: NCCL's, in the same order;
+class Case:
+    """What a case's ranks printed. lines: their JSON lines by rank; said: NCCL's, in the same order;
     outputs: all."""
 
     def __init__(self, outputs: list[str], statuses: list[int]):
@@ -103,11 +103,11 @@ class Scene:
 
 
 def launch(
-    scene: str, directory: Path, *flags: str, number: int, gpus: int = 1, **environment: str
-) -> Scene:
-    """Run a scene; kills what runs longer than LIMIT_S seconds. number: of the scene, for its port on two
+    case: str, directory: Path, *flags: str, number: int, gpus: int = 1, **environment: str
+) -> Case:
+    """Run a case; kills what runs longer than LIMIT_S seconds. number: of the case, for its port on two
     nodes; gpus: of each of the hosts that one machine stands for."""
-    script = [str(ROOT / "integration_tests/nccl/scenes.py"), scene, *flags]
+    script = [str(ROOT / "integration_tests/nccl/cases.py"), case, *flags]
     store, common = None, {}
     if NODE is None:
         store, common = ranks.hosted_store()
@@ -142,7 +142,7 @@ def launch(
         **environment,
     }
     run = _forked if EMULATED else _started
-    done = Scene(*run(script, [{**os.environ, **every, **place} for place in own], directory))
+    done = Case(*run(script, [{**os.environ, **every, **place} for place in own], directory))
     del store
     said = [
         {
@@ -154,9 +154,9 @@ def launch(
         for one in done.said
     ]
     tails = [output[-6000:] for output in done.outputs] if any(done.statuses) else []
-    _report["scenes"].append(
+    _report["cases"].append(
         {
-            "scene": scene,
+            "case": case,
             "flags": flags,
             "environment": environment,
             "statuses": done.statuses,

@@ -39,7 +39,7 @@ def flags_and_environment(emulated):
 
 @one_machine
 def test_00_ranks_on_one_gpu_are_hosts_to_nccl(tmp_path):
-    """Stock: what the other scenes on one machine rest on."""
+    """Stock: what the other cases on one machine rest on."""
     done = launch("networks", tmp_path, number=0, NCCL_SOCKET_IFNAME="lo", NCCL_NET="Socket")
     assert done.statuses == [0] * 4, done.outputs
     assert [line["world"] for line in done.lines] == [6.0] * 4
@@ -137,11 +137,11 @@ def test_08_a_file_that_forces_a_network_is_refused_in_one_line(tmp_path, emulat
     ), done.outputs
 
 
-@pytest.mark.parametrize("scene, number", [("reduction", 9), ("side_streams", 10)])
-def test_09_gradients_are_averaged_as_torch_does(tmp_path, emulated, scene, number):
+@pytest.mark.parametrize("case, number", [("reduction", 9), ("side_streams", 10)])
+def test_09_gradients_are_averaged_as_torch_does(tmp_path, emulated, case, number):
     """In the way that the plan has for them; and from several streams (finding 4)."""
     flags, environment = flags_and_environment(emulated)
-    done = launch(scene, tmp_path, *flags, number=number, **environment)
+    done = launch(case, tmp_path, *flags, number=number, **environment)
     assert not any(done.statuses), done.outputs
     assert all(line["difference"] < 1e-5 for line in done.lines), done.lines
 
@@ -178,9 +178,9 @@ def test_12_receives_posted_early_outlive_waits_for_the_device(tmp_path, emulate
 
 
 @over_nccl
-def test_14_two_levels_are_the_sum(tmp_path, emulated):
+def test_14_hierarchical_are_the_sum(tmp_path, emulated):
     flags, environment = flags_and_environment(emulated)
-    done = launch("two_levels", tmp_path, *flags, number=14, **environment)
+    done = launch("hierarchical", tmp_path, *flags, number=14, **environment)
     assert not any(done.statuses), done.outputs
     for line in done.lines:
         limits = {"float32": 1e-6, "bfloat16": 0.02, "int8": 0.05}
@@ -196,10 +196,10 @@ def test_15_a_compiled_model_in_ddp(tmp_path, emulated):
 
 @one_machine
 @pytest.mark.skipif(GPUS < 2, reason="two GPUs in this machine")
-@pytest.mark.parametrize("scene", ["networks", pytest.param("reduction", marks=over_nccl)])
-def test_16_several_gpus_in_a_host(tmp_path, emulated, scene):
+@pytest.mark.parametrize("case", ["networks", pytest.param("reduction", marks=over_nccl)])
+def test_16_several_gpus_in_a_host(tmp_path, emulated, case):
     flags, environment = emulated("Socket", ("a0", "b0"))
-    done = launch(scene, tmp_path, *flags, number=16, gpus=2, **environment)
+    done = launch(case, tmp_path, *flags, number=16, gpus=2, **environment)
     assert not any(done.statuses), done.outputs
     assert all(line.get("difference", 0.0) < 1e-5 for line in done.lines), done.lines
 
@@ -233,7 +233,9 @@ def test_18_hybrid_fsdp_on_groups_that_torch_splits_off(tmp_path, emulated):
 def test_19_a_job_ends_in_one_line_when_its_nic_stays_down(tmp_path, emulated):
     """By what its port's sysfs says: nobody pulls a cable here."""
     flags, environment = emulated("Socket")
-    done = launch("nic_down", tmp_path, *flags, "--holmes-patience", "2", number=19, **environment)
+    done = launch(
+        "nic_down", tmp_path, *flags, "--holmes-link-timeout", "2", number=19, **environment
+    )
     assert done.statuses == [2] * 4, done.outputs
     for output in done.outputs:
         assert (

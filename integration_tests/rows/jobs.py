@@ -59,8 +59,8 @@ DATA_INSIDE_CLUSTERS = frozenset(
         Group(kind="data", where="inside", fabric="roce"),
     }
 )
-#: The two levels of a hierarchical all-reduce: inside each cluster, and across both.
-TWO_LEVELS = DATA_INSIDE_CLUSTERS | {Group(kind="data", where="across", fabric="ethernet")}
+#: The a hierarchical all-reduce of a hierarchical all-reduce: inside each cluster, and across both.
+HIERARCHICAL = DATA_INSIDE_CLUSTERS | {Group(kind="data", where="across", fabric="ethernet")}
 #: One group of all ranks: holmes does not split the collectives of the job into levels.
 WORLD = frozenset({Group(kind="world", where="across", fabric="ethernet")})
 #: A pipeline stage in each cluster: gradients stay inside, activations cross.
@@ -163,7 +163,7 @@ TORCH_JOBS = (
     Job(
         entry="DDP",
         command=train_script("--way", "ddp"),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=SAVE_AFTER,
         features=frozenset({"ddp"}),
     ),
@@ -180,7 +180,7 @@ TORCH_JOBS = (
     Job(
         entry="FSDP2",
         command=script(EXAMPLES / "fsdp2" / "train.py", *FOUR_LAYERS, *STEPS_FLAG, *LOG_FLAG),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=SAVE_AFTER,
         holmes_arguments=HYBRID_FSDP,
         features=frozenset({"fsdp"}),
@@ -195,7 +195,7 @@ TORCH_JOBS = (
             *("--replicas", "2"),
             *LOG_FLAG,
         ),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=SAVE_AFTER,
         features=frozenset({"fsdp"}),
         reports_reductions=False,
@@ -203,7 +203,7 @@ TORCH_JOBS = (
     Job(
         entry="FSDP1",
         command=train_script("--way", "fsdp1"),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=SAVE_AFTER,
         holmes_arguments=HYBRID_FSDP,
         features=frozenset({"fsdp"}),
@@ -212,7 +212,7 @@ TORCH_JOBS = (
     Job(
         entry="a plain torch loop",
         command=train_script("--way", "loop"),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=SAVE_AFTER,
         holmes_arguments=("--way", "reducer", "--holmes"),  # the table changes this script
     ),
@@ -247,7 +247,7 @@ TRAINER_JOBS = (
             *LOG_FLAG,
             preload=TRAINER_MODULES,
         ),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=Checkpoints(
             save_arguments=("--output", CHECKPOINT_FOLDER, "--save-steps", str(SAVED_STEP)),
             load_arguments=("--output", CHECKPOINT_FOLDER, "--resume"),
@@ -264,7 +264,7 @@ TRAINER_JOBS = (
             *LOG_FLAG,
             preload=("torch", "accelerate"),
         ),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=Checkpoints(
             save_arguments=("--save", CHECKPOINT_FOLDER, "--save-after", str(SAVED_STEP)),
             # The script takes the number of steps to skip from --save-after.
@@ -283,7 +283,7 @@ TRAINER_JOBS = (
             *LOG_FLAG,
             preload=(*TRAINER_MODULES, "lightning"),
         ),
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=Checkpoints(
             save_arguments=("--output", CHECKPOINT_FOLDER, "--save-steps", str(SAVED_STEP)),
             load_arguments=("--output", CHECKPOINT_FOLDER, "--resume"),
@@ -311,10 +311,10 @@ def rewind_deepspeed(checkpoint_folder: Path) -> None:
 def zero_job(stage: int) -> Job:
     """Return a job that trains with DeepSpeed in this stage of ZeRO.
 
-    In stages 0 to 2, holmes reduces gradients in two levels: inside each cluster, then across the
+    In stages 0 to 2, holmes reduces gradients hierarchically: inside each cluster, then across the
     clusters. In stage 3, it leaves DeepSpeed's collectives as they are.
     """
-    has_two_levels = stage < 3
+    has_hierarchical = stage < 3
     return Job(
         entry="DeepSpeed's ZeRO 0 to 3",  # of README's table of supported jobs
         variant=f"ZeRO {stage}",
@@ -325,10 +325,12 @@ def zero_job(stage: int) -> Job:
             preload=DEEPSPEED_MODULES,
             read=commands._printed,  # the script prints its losses
         ),
-        groups=TWO_LEVELS if has_two_levels else WORLD,  # that `holmes report` must list
+        groups=HIERARCHICAL if has_hierarchical else WORLD,  # that `holmes report` must list
         checkpoints=SAVE_AFTER if stage in (1, 3) or FULL else None,
-        reports_reductions=has_two_levels,  # holmes reports only reductions that it makes itself
-        features=frozenset({"two-level", "telemetry-deepspeed"}),  # of holmes, which must be active
+        reports_reductions=has_hierarchical,  # holmes reports only reductions that it makes itself
+        features=frozenset(
+            {"hierarchical", "telemetry-deepspeed"}
+        ),  # of holmes, which must be active
         packages=("deepspeed",),
     )
 
@@ -351,7 +353,9 @@ DEEPSPEED_JOBS = (
             rewind=rewind_deepspeed,
         ),
         holmes_arguments=("--holmes", "--holmes-sizes", "pipeline=2"),
-        features=frozenset({"deepspeed-p2p", "deepspeed-edges", "overlap", "telemetry-deepspeed"}),
+        features=frozenset(
+            {"deepspeed-p2p", "deepspeed-stage-links", "overlap", "telemetry-deepspeed"}
+        ),
         pipeline_stages=2,
         tolerance=EXACT,
         packages=("deepspeed",),
@@ -507,7 +511,7 @@ MEGATRON_JOBS = (
         ),
         # Stock needs stand-ins for what current packages no longer have; holmes brings its own.
         holmes_env={"STAND_INS": ""},
-        features=frozenset({"deepspeed-edges", "overlap"}),
+        features=frozenset({"deepspeed-stage-links", "overlap"}),
         pipeline_stages=2,
         packages=("deepspeed", "pybind11", "regex", "six", "transformers"),
         checkout="Megatron-DeepSpeed",
@@ -534,7 +538,7 @@ TORCHTITAN_JOBS = (
     Job(
         entry="torchtitan",
         command=torchtitan,
-        groups=TWO_LEVELS,
+        groups=HIERARCHICAL,
         checkpoints=Checkpoints(
             save_arguments=(
                 *("--checkpoint.interval", str(SAVED_STEP)),

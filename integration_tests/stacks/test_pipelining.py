@@ -46,7 +46,7 @@ def test_messages_of_the_pipelines_cross_and_no_gradient_does(two_clusters, tmp_
     flags = (*WAYS[way].split(), *two_clusters.holmes)
     *_, few = train(two_clusters, tmp_path, "few", *flags, steps=2)
     *_, many = train(two_clusters, tmp_path, "many", *flags, steps=12)
-    # pipelines, each with one edge that crosses
+    # pipelines, each with one stage link that crosses
     crossing = {"1F1B": 2, "four stages": 1}[way] * 4 * 2 * MESSAGE_MB
     assert (many - few) / 10 < 1.2 * crossing + 0.05 < STAGE_MB
 

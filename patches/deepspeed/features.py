@@ -13,8 +13,11 @@ _of = partial(
 )
 
 P2P = _of("deepspeed-p2p", what="stages of one cluster send over its fabric")
-EDGES = _of(
-    "deepspeed-edges", option="inflight", idle=("off",), what="sends between stages do not block"
+STAGE_LINKS = _of(
+    "deepspeed-stage-links",
+    option="inflight",
+    idle=("off",),
+    what="sends between stages do not block",
 )
 ADAPT = _of(
     "deepspeed-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs"
@@ -27,9 +30,12 @@ CHECKPOINTS = _of(
 OVERLAP = _of(
     "overlap", option="overlap", idle=("off",), what="gradients travel during the last backward"
 )
-TWO_LEVEL = _of("two-level", what="gradients of groups over several clusters in two levels")
-NARROW = _of(
-    "deepspeed-narrow", option="edges", idle=("off",), what="bf16/int8 activations across clusters"
+HIERARCHICAL = _of("hierarchical", what="gradients of groups over several clusters hierarchically")
+COMPRESS_ACTIVATIONS = _of(
+    "deepspeed-compress-activations",
+    option="compress_activations",
+    idle=("off",),
+    what="bf16/int8 activations across clusters",
 )
 TIED = _of("deepspeed-tied", what="tied weights' gradients cross clusters once, in parts")
 PROFILE = _of(
@@ -59,11 +65,11 @@ DEEPSPEED = EngineTraits(
     resplits=False,
     features={
         "overlap": (OVERLAP.name,),
-        "two-level": (TWO_LEVEL.name,),
+        "hierarchical": (HIERARCHICAL.name,),
         "tied": (TIED.name,),
-        "in-flight": (EDGES.name,),
-        "narrow": (NARROW.name,),
-        "passes": (EDGES.name,),
+        "in-flight": (STAGE_LINKS.name,),
+        "compressed-activations": (COMPRESS_ACTIVATIONS.name,),
+        "schedule": (STAGE_LINKS.name,),
     },
     limits={
         **dict.fromkeys(("virtual", "context", "expert", "replicas"), (1,)),
@@ -75,9 +81,9 @@ DEEPSPEED = EngineTraits(
 #: Module of this package -> features of its patches.
 MODULES = {
     "p2p": (P2P, GRID_CHECK),
-    "edges": (EDGES, NARROW),
+    "stage_links": (STAGE_LINKS, COMPRESS_ACTIVATIONS),
     "reduce": (OVERLAP,),
-    "two_level": (TWO_LEVEL, TIED),
+    "hierarchical": (HIERARCHICAL, TIED),
     "partition": (PARTITION,),
     "checkpoints": (CHECKPOINTS,),
     "profile": (PROFILE,),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.patches import registry
-from holmes_ext.patches.deepspeed.features import EDGES, GRID_CHECK, P2P
+from holmes_ext.patches.deepspeed.features import GRID_CHECK, P2P, STAGE_LINKS
 from holmes_ext.patches.engine.patch import Feature, Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.plan.plan import pair_needs_group
@@ -28,7 +28,7 @@ from holmes_ext.runtime.groups.pairs import groups_of
 from holmes_ext.runtime.session import Session
 
 #: Rank in a neighbouring pipeline stage -> the process group of this rank and that one. Filled when DeepSpeed
-#: sets up its p2p: by edges.py for all pairs if its feature is on, otherwise by _make_pair_groups.
+#: sets up its p2p: by stage_links.py for all pairs if its feature is on, otherwise by _make_pair_groups.
 groups_by_peer: dict[int, object] = {}
 
 
@@ -48,7 +48,9 @@ def _make_pair_groups(current, call, instance, grid):
     groups_by_peer.clear()  # delete the groups of an earlier engine
     if not network_api:  # the backend is neither gloo nor NCCL
         return result
-    if registry().is_on(EDGES.name):  # the patches of edges.py, which make groups for all pairs
+    if registry().is_on(
+        STAGE_LINKS.name
+    ):  # the patches of stage_links.py, which make groups for all pairs
         return result
     world = range(current.plan.world_size)
     # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.

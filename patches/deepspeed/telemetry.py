@@ -14,10 +14,10 @@ from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
-from holmes_ext.patches.deepspeed.edges import unsupported
-from holmes_ext.patches.deepspeed.features import ADAPT, EDGES, TELEMETRY
+from holmes_ext.patches.deepspeed.features import ADAPT, STAGE_LINKS, TELEMETRY
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.deepspeed.profile import gradient_bytes, own_layers
+from holmes_ext.patches.deepspeed.stage_links import unsupported
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, inside, with_session
 from holmes_ext.plan.sizes import Sizes
@@ -123,15 +123,15 @@ def _stage(engine: Any) -> Stage:
 def _exec_schedule(current, call, instance, pipe_schedule):
     """Change the number of micro-batches in flight if measured times suggest it, then run a training step.
 
-    A micro-batch is in flight from its forward pass to its backward pass. edges.py, which replaces
+    A micro-batch is in flight from its forward pass to its backward pass. stage_links.py, which replaces
     DeepSpeed's pipeline schedule, keeps the planned number in flight. Nothing is changed here:
 
-    - if edges.py does not replace the schedule of this step
-    - if the plan lists every pass (--holmes-passes), which fixes the number
+    - if stage_links.py does not replace the schedule of this step
+    - if the plan lists every pass (--holmes-schedule), which fixes the number
     """
     from deepspeed.runtime.pipe.schedule import TrainSchedule
 
-    if not registry().is_on(EDGES.name):  # the patches of edges.py
+    if not registry().is_on(STAGE_LINKS.name):  # the patches of stage_links.py
         return call()  # DeepSpeed's _exec_schedule
     network_api = network_api_of(backend_of())
     if not network_api:  # the backend is neither gloo nor NCCL
@@ -139,10 +139,10 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     is_training = type(pipe_schedule) is TrainSchedule
     if not is_training or unsupported(
         instance
-    ):  # unsupported(): why edges.py cannot replace the schedule
+    ):  # unsupported(): why stage_links.py cannot replace the schedule
         return call()
     sizes = grid_sizes(current, instance.grid)
-    lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).passes)
+    lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).schedule)
     if not lists_passes:
         # An extension may look at the measured times and replace the number in the plan. It calls _stage()
         # only when it starts to measure.

@@ -205,7 +205,7 @@ class Patch:
 class PatchModule(NamedTuple):
     """Module of holmes with a tuple PATCHES, which is imported only in a job that needs these patches."""
 
-    name: str  # e.g. "holmes_ext.patches.deepspeed.edges"
+    name: str  # e.g. "holmes_ext.patches.deepspeed.stage_links"
     features: tuple[Feature, ...]  # those of its patches
     package: str  # the program imports this package before it can use what the patches change
 

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Mapping
 
 import wrapt
 
-from holmes_ext import extensions
+from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches.engine.imports import ImportObserver, is_imported
@@ -66,6 +66,8 @@ def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[s
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:
+    if name in words.RENAMED_FEATURES:
+        return f"the feature {name!r} is called {words.RENAMED_FEATURES[name]!r} now"
     return f"there is no feature {name!r}; {did_you_mean(name, sorted(known))}"
 
 

@@ -63,8 +63,11 @@ TIED = _later("megatron-tied", what="tied weights' gradients cross clusters once
 SLICES = _later(
     "megatron-slices", what="tensor ranks each send a slice of activations across clusters"
 )
-EDGES = _later(
-    "megatron-edges", option="inflight", idle=("off",), what="sends between stages do not block"
+STAGE_LINKS = _later(
+    "megatron-stage-links",
+    option="inflight",
+    idle=("off",),
+    what="sends between stages do not block",
 )
 ADAPT = _later(
     "megatron-adapt", option="adapt", idle=("off",), what="adapts the plan while the job runs"
@@ -72,7 +75,7 @@ ADAPT = _later(
 RESTART = _later(
     "megatron-restart",
     option="restart",
-    idle=("tell",),
+    idle=("report",),
     what="after a checkpoint the job starts again with better layers",
 )
 EXPERTS = _later(
@@ -129,14 +132,14 @@ MEGATRON = EngineTraits(
     "megatron-core",
     features={
         "overlap": (REDUCTION.name,),
-        "two-level": (REDUCTION.name,),
+        "hierarchical": (REDUCTION.name,),
         "tied": (TIED.name,),
-        "in-flight": (EDGES.name,),
+        "in-flight": (STAGE_LINKS.name,),
         "slices": (SLICES.name,),
-        "narrow": (SLICES.name,),
+        "compressed-activations": (SLICES.name,),
     },
     limits={"zero": (0, 1)},
-    two_level_zero=(1,),
+    hierarchical_zero=(1,),
 )
 
 #: Module of this package -> features of its patches.
@@ -147,7 +150,7 @@ MODULES = {
     "reduce.gather": (GATHER,),
     "reduce.tied": (TIED,),
     "p2p": (P2P,),
-    "edges": (SLICES, EDGES),
+    "stage_links": (SLICES, STAGE_LINKS),
     "experts": (EXPERTS,),
     "profile": (PROFILE,),
     "flags": (LM, MEGATRON_DEEPSPEED_FLAGS),

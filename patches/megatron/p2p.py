@@ -9,7 +9,8 @@ megatron-core starts messages by one of two functions, and this module wraps bot
     _batched_p2p_ops    all messages of a rank as one batch
     _p2p_ops            each send and each receive by itself (unbatched)
 
-If megatron-edges is on (edges.py), the messages of training steps do not pass through these functions, but
+If megatron-stage-links is on (stage_links.py), the messages of training steps do not pass through
+these functions, but
 through a mailbox: an object that sends without waiting. The mailbox has two groups for each pair of stages,
 one for activations and one for gradients. Messages of evaluation then use the group of activations."""
 
@@ -22,7 +23,7 @@ from typing import Any
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name
-from holmes_ext.patches.megatron.features import EDGES, P2P, P2P_MODULE
+from holmes_ext.patches.megatron.features import P2P, P2P_MODULE, STAGE_LINKS
 from holmes_ext.plan.plan import pair_needs_group
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
@@ -99,7 +100,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
         return _NeighbourGroups()  # no groups
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return _NeighbourGroups()
-    mailbox_is_used = registry().is_on(EDGES.name) and not _interleaved()
+    mailbox_is_used = registry().is_on(STAGE_LINKS.name) and not _interleaved()
     if mailbox_is_used:
         # The mailbox, which sends the messages of training steps, has groups already.
         return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)

@@ -19,17 +19,17 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, inside, with_session
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.edges import unsupported_feature
 from holmes_ext.patches.megatron.features import (
     ADAPT,
-    EDGES,
     OPTIMIZER_STEPS,
     RESTART,
     SCHEDULES,
+    STAGE_LINKS,
     TELEMETRY,
     loaded_version,
 )
 from holmes_ext.patches.megatron.profile import gradient_bytes
+from holmes_ext.patches.megatron.stage_links import unsupported_feature
 from holmes_ext.runtime import hooks
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.measure import telemetry
@@ -104,7 +104,7 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     """Adapt the number of micro-batches in flight to measured times, then run the training step.
 
     This wrapper runs in place of megatron-core's forward_backward_pipelining_without_interleaving, which
-    call() runs: one step of the 1F1B schedule. Only edges.py can change the number of micro-batches in
+    call() runs: one step of the 1F1B schedule. Only stage_links.py can change the number of micro-batches in
     flight. Its mailbox, which sends the messages between stages without waiting, must support the model's
     configuration.
     """
@@ -117,8 +117,8 @@ def _schedule(current, call, instance, model, num_microbatches, forward_only):
     if isinstance(group, list):  # the rank is in several pipelines
         return call()
     network_api = network_api_of(backend_of(group))  # None if the backend is neither gloo nor NCCL
-    edges_is_on = registry().is_on(EDGES.name)  # the patches of edges.py
-    if not network_api or not edges_is_on:
+    stage_links_is_on = registry().is_on(STAGE_LINKS.name)  # the patches of stage_links.py
+    if not network_api or not stage_links_is_on:
         return call()
     chunk = model[0] if isinstance(model, list) else model
     # A feature of the job with which the mailbox cannot transfer the messages, or None.

@@ -3,7 +3,8 @@
 DDP copies gradients into buckets (flat tensors), and calls its comm hook for each bucket that is full. The
 comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`. Terms:
 
-    two levels     hierarchical all-reduce: sums inside each cluster first, then between clusters
+    a hierarchical all-reduce     hierarchical all-reduce: sums inside each cluster first, then between
+                                  clusters
     wire dtype     the dtype in which a bucket is sent, e.g. float16 if the program uses fp16_compress_hook
 """
 
@@ -194,7 +195,7 @@ class BucketReducer:
             self._planned.ranks,
             self._planned.spec,
             self._planned.size,
-            two_levels=self._planned.hierarchical is not None,
+            hierarchical=self._planned.hierarchical is not None,
             overlap=True,
             follows=True,
         )

@@ -2,19 +2,21 @@
 
 Terms:
 
-    hierarchical all-reduce   sums inside each cluster first, then between clusters; also called "two levels"
+    hierarchical all-reduce   sums inside each cluster first, then between clusters; also called "a
+                              hierarchical all-reduce"
     comm hook                 a function that DDP calls for each full bucket of gradients, instead of its own
                               all-reduce; torch has a public method to register it, and accepts only one
 
-holmes registers a comm hook when a DDP is constructed, if the plan of the job prefers two levels. DDP still
+holmes registers a comm hook when a DDP is constructed, if the plan of the job prefers a hierarchical
+all-reduce. DDP still
 decides which gradients form a bucket and when a bucket is reduced. So no_sync(), unused parameters,
 static_graph and gradient_as_bucket_view work as in torch without holmes.
 
 If the program registers a hook too, holmes's hook stays registered and acts as follows:
 
     the program's hook                      a bucket is averaged by
-    none, or allreduce_hook                 two levels
-    {fp16,bf16}_compress_hook (_wrapper)    two levels, in float16 or bfloat16
+    none, or allreduce_hook                 a hierarchical all-reduce
+    {fp16,bf16}_compress_hook (_wrapper)    a hierarchical all-reduce, in float16 or bfloat16
     any other                               the program's hook; rank 0 prints a message
 
 Some options exclude a comm hook (_obstacle_to_hook()). DDP then reduces as in torch without holmes, and rank
@@ -90,7 +92,7 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
     return reducer
 
 
-def two_level_hook(state, bucket):
+def hierarchical_hook(state, bucket):
     """Average a bucket of gradients, as the comm hook that holmes registers with DistributedDataParallel.
 
     If the program has registered a comm hook that does more than average, this function calls the program's
@@ -117,7 +119,7 @@ def _construct(current, call, instance):
 
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
-    - if the plan of the job reduces in two levels (inside each cluster first, then between clusters)
+    - if the plan of the job reduces hierarchically (inside each cluster first, then between clusters)
     - for telemetry, which sees only operations that Python starts
 
     The hook must be there before the first forward pass: under join(), a rank without inputs never runs one,
@@ -128,9 +130,9 @@ def _construct(current, call, instance):
     obstacle = _obstacle_to_hook(
         arguments
     )  # an option that excludes a comm hook, in words; else ""
-    # planned.hierarchical sums in two levels. It is None if the plan does not.
-    is_two_level = planned is not None and planned.hierarchical is not None
-    needs_hook = is_two_level and not obstacle
+    # planned.hierarchical sums hierarchically. It is None if the plan does not.
+    is_hierarchical = planned is not None and planned.hierarchical is not None
+    needs_hook = is_hierarchical and not obstacle
     has_bucket_size = "bucket_cap_mb" in arguments or "bucket_cap_mb_list" in arguments
 
     if needs_hook and not has_bucket_size:
@@ -140,11 +142,12 @@ def _construct(current, call, instance):
 
     if needs_hook:
         _register_holmes_hook(instance, planned)
-        # close() ends the threads of the two levels when the DDP is deleted. At the interpreter's exit it is
+        # close() ends the threads of the a hierarchical all-reduce when the DDP is deleted. At the
+        # interpreter's exit it is
         # not needed: the threads are daemons.
         end_threads = weakref.finalize(instance, planned.close)
         end_threads.atexit = False
-    elif is_two_level:
+    elif is_hierarchical:
         tell(  # prints on rank 0
             current,
             f"DistributedDataParallel reduces as torch does, on one level, because of {obstacle}",
@@ -159,7 +162,7 @@ def _construct(current, call, instance):
             planned.ranks,
             planned.spec,
             planned.size,
-            two_levels=is_two_level and not obstacle,
+            hierarchical=is_hierarchical and not obstacle,
             overlap=True,
             reported=bool(obstacle),  # whether rank 0 has printed why the job differs from the plan
         )
@@ -181,7 +184,7 @@ def _register_holmes_hook(ddp: Any, planned: Any = None) -> None:
     else:
         reduction = FlatReduction(ddp.process_group)  # torch's own
     reducer = BucketReducer(ddp, reduction, planned)
-    ddp.register_comm_hook(reducer, two_level_hook)
+    ddp.register_comm_hook(reducer, hierarchical_hook)
     _reducers[ddp] = reducer
 
 
@@ -284,24 +287,25 @@ def _register(call, instance, state, hook):
         reducer.wire_dtype = effect.wire_dtype  # holmes's hook sends gradients in this dtype
         return
 
-    reducer.program_hook = (state, hook)  # from now on two_level_hook() calls it
+    reducer.program_hook = (state, hook)  # from now on hierarchical_hook() calls it
     current = session.require()
     ranks = group_ranks(instance.process_group)
     tell(  # rank 0 prints it
         current,
         f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's "
-        f"two levels do not",
+        f"a hierarchical all-reduce do not",
         once=True,
     )
     noted = current.reductions.get(
         tuple(ranks)
     )  # ranks of a group -> the reduction that was noted for it
-    if noted:  # the constructor noted for the job's report that two levels reduce: correct this
+    # the constructor noted for the job's report that a hierarchical all-reduce reduce: correct this
+    if noted:
         session.note_reduction(
             ranks,
             noted.planned,
             noted.bytes,
-            two_levels=False,
+            hierarchical=False,
             overlap=True,
             reported=True,  # rank 0 has just printed why the job differs from the plan
         )

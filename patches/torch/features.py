@@ -48,11 +48,11 @@ CHANGED_GROUPS = Feature(
     read=("2.10.0", "2.14.1"),
     what="groups that lose or change their ranks keep a planned network",
 )
-DDP_HOOK = _of("ddp", what="DistributedDataParallel sums in two levels across clusters")
+DDP_HOOK = _of("ddp", what="DistributedDataParallel sums hierarchically across clusters")
 FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
-PASSES = _of(
-    "torch-passes",
-    option="passes",
+SCHEDULE = _of(
+    "torch-schedule",
+    option="schedule",
     idle=("1f1b",),
     versions="torch>=2.8",
     tried=_TRIED[2:],
@@ -82,7 +82,7 @@ LOOP = _engine(
     PAIRED,
     buckets_exceed=False,
     breadth_first=True,
-    features={"overlap": (), "two-level": (), "passes": (PASSES.name,)},
+    features={"overlap": (), "hierarchical": (), "schedule": (SCHEDULE.name,)},
     limits={**dict.fromkeys(_SIZES[:3], (1,)), "zero": (0,), "recompute": ("none", "full")},
 )
 #: DistributedDataParallel: Hugging Face's Trainer, Lightning.
@@ -90,7 +90,7 @@ DDP = _engine(
     "ddp",
     POSTED,
     overlaps="on",
-    features={"overlap": (), "two-level": (DDP_HOOK.name,)},
+    features={"overlap": (), "hierarchical": (DDP_HOOK.name,)},
     limits={**_DATA_ONLY, "zero": (0,)},
 )
 FSDP2 = _engine("fsdp2", POSTED, prefetches=True, features={}, limits={**_DATA_ONLY, "zero": (3,)})
@@ -98,9 +98,9 @@ TORCHTITAN = _engine(
     "torchtitan",
     PAIRED,
     prefetches=True,
-    features={"overlap": (), "two-level": ()},
+    features={"overlap": (), "hierarchical": ()},
     limits={"zero": (1, 3), "clusters": ("pipeline", "data"), "order": (DEFAULT_ORDER,)},
-    two_level_zero=(1,),
+    hierarchical_zero=(1,),
     breadth_first=True,
 )
 
@@ -113,7 +113,7 @@ MODULES = {
     "torchcomms": (NICS,),
     "ddp": (DDP_HOOK,),
     "fsdp": (FSDP,),
-    "passes": (PASSES,),
+    "schedule": (SCHEDULE,),
     "pipelining": (PIPELINING,),
     "telemetry": (TELEMETRY,),
     "failures": (FAILURES,),
@@ -121,6 +121,6 @@ MODULES = {
 #: Module of this package -> the package of torch that it patches, if many programs do not import that.
 PACKAGES = {
     "fsdp": "torch.distributed.fsdp",
-    "passes": "torch.distributed.pipelining",
+    "schedule": "torch.distributed.pipelining",
     "pipelining": "torch.distributed.pipelining",
 }

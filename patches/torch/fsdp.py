@@ -23,7 +23,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.torch.features import FSDP
-from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, spanning_rows
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.deadline import told_once
@@ -350,7 +350,7 @@ def _print_cost_of_own_mesh(current: Session, mesh: Any, sent: ShardedWeights) -
     """
     plan = current.plan
     rows = mesh.mesh.tolist()
-    spanning_row = straddling_rows(plan, rows)  # in words: "ranks 0 to 3 lie in clusters a, b"
+    spanning_row = spanning_rows(plan, rows)  # in words: "ranks 0 to 3 lie in clusters a, b"
     if not spanning_row:
         return
     network_api = network_api_of(backend_of()) or SOCKETS

@@ -334,7 +334,7 @@ def _check_backend(current: Session, name: str) -> None:
         )
         return
     all_ranks = range(current.plan.world_size)
-    if not traits.network_api and current.plan.straddles(all_ranks):
+    if not traits.network_api and current.plan.spans_networks(all_ranks):
         raise told_once(
             HolmesError(
                 f"backend {name!r} uses one network for all groups, but the nodes share only Ethernet and "

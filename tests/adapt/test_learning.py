@@ -20,8 +20,8 @@ from holmes_ext.runtime.start.store import left_layers
 def job():
     made = []
 
-    def start(*scene, **options):
-        made.append(LearningJob(scene, **options))
+    def start(*case, **options):
+        made.append(LearningJob(case, **options))
         return made[-1]
 
     yield start
@@ -38,19 +38,19 @@ def test_a_job_learns_follows_a_rate_that_drifts_and_flaps_not(job, tmp_path):
     for _ in range(30):
         one.step()
     assert one.held() == (3, 1) and len(one.lines) == 1
-    one.scene = ((3, 3), 0.02, 2.2)
+    one.case = ((3, 3), 0.02, 2.2)
     one.until(lambda: one.held()[0] > 3)
     plans = [told["plan"] for told in one.documents if "plan" in told]
     assert [plan["in_flight"][0] for plan in plans][:2] == [3, one.held()[0]]
     models = [told for told in one.documents if "model" in told]
-    assert models[-1]["edges"] == [0]
+    assert models[-1]["stage_links"] == [0]
     (tmp_path / "model.json").write_text(json.dumps(models[0]["model"]))
-    assert load_profile(tmp_path / "model.json").stages[0].edge_s == pytest.approx(
+    assert load_profile(tmp_path / "model.json").stages[0].stage_link_s == pytest.approx(
         8 * 32768 / 5e6, rel=0.1
     )
 
 
-def test_a_free_edge_changes_nothing(job):
+def test_a_free_stage_link_changes_nothing(job):
     one = job((3, 3), 0.02, 900)
     for _ in range(40):
         one.step()
@@ -118,7 +118,7 @@ def test_a_rank_whose_agent_will_not_start_it_again_keeps_the_job_running(job, m
 
 
 def test_tell_changes_nothing(job):
-    one = job((3, 3), 0.02, 5, adapt="tell")
+    one = job((3, 3), 0.02, 5, adapt="report")
     one.until(lambda: one.lines)
     for _ in range(20):
         one.step()

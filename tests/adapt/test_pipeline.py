@@ -17,20 +17,21 @@ OPTIONS, ENGINE = Options(), EngineTraits()
 PLAN = build_plan(site(), Sizes(2), options=OPTIONS)
 
 
-def learned(plan, edge_s=0.03, forward_s=0.02, micro_batches=8, **memory):
+def learned(plan, stage_link_s=0.03, forward_s=0.02, micro_batches=8, **memory):
     """`plan` as measured: two equal stages, backward twice the forward."""
     loads = tuple(
-        StageLoad(forward_s, 2 * forward_s, edge_s=edge, **memory) for edge in (edge_s, 0.0)
+        StageLoad(forward_s, 2 * forward_s, stage_link_s=stage_link, **memory)
+        for stage_link in (stage_link_s, 0.0)
     )
     return replace(
         plan, loads=loads, workload=Workload(micro_batches=micro_batches), basis="measured"
     )
 
 
-def took(plan, edge_s, **more):
+def took(plan, stage_link_s, **more):
     """Seconds of a step of which the measured plan is right, with 0.02 s of the host's own."""
-    known = learned(plan, edge_s, **more)
-    return known, 0.02 + pipeline_s(known, [edge_s], held(plan))
+    known = learned(plan, stage_link_s, **more)
+    return known, 0.02 + pipeline_s(known, [stage_link_s], held(plan))
 
 
 def held(plan):
@@ -41,7 +42,7 @@ def evaluator():
     return PipelineEvaluator("sockets", OPTIONS, ENGINE)
 
 
-def test_a_slow_edge_that_nobody_told_of_is_hidden_once_it_is_measured():
+def test_a_slow_stage_link_that_nobody_told_of_is_hidden_once_it_is_measured():
     own, plan = evaluator(), PLAN
     assert held(plan) == (2, 1) and plan.basis == "nominal"
     known, step_s = took(plan, 0.03)
@@ -56,11 +57,11 @@ def test_a_slow_edge_that_nobody_told_of_is_hidden_once_it_is_measured():
     assert own.trials.ended == (change, then_s, True)
 
 
-@pytest.mark.parametrize("edge_s", [1e-5, 0.0005])
-def test_a_free_edge_changes_nothing(edge_s):
+@pytest.mark.parametrize("stage_link_s", [1e-5, 0.0005])
+def test_a_free_stage_link_changes_nothing(stage_link_s):
     own = evaluator()
     for _ in range(5):
-        assert own.next(*took(PLAN, edge_s)) is None
+        assert own.next(*took(PLAN, stage_link_s)) is None
 
 
 def test_what_does_not_bring_what_was_predicted_is_taken_back_and_not_tried_again():
@@ -75,14 +76,14 @@ def test_what_does_not_bring_what_was_predicted_is_taken_back_and_not_tried_agai
     plan = back.adapted(plan, "sockets")
     for _ in range(5):
         assert own.next(*took(plan, 0.03)) is None
-    slower = own.next(*took(plan, 0.05))  # another edge: it may help now
+    slower = own.next(*took(plan, 0.05))  # another stage link: it may help now
     assert slower.in_flight[0] > 2
 
 
 def test_a_plan_follows_a_rate_that_drifts_both_ways():
     own, plan, seen = evaluator(), PLAN, []
-    for edge_s in (0.005, 0.005, 0.05, 0.05, 0.05, 0.05, 0.005, 0.005, 0.005):
-        known, step_s = took(plan, edge_s)
+    for stage_link_s in (0.005, 0.005, 0.05, 0.05, 0.05, 0.05, 0.005, 0.005, 0.005):
+        known, step_s = took(plan, stage_link_s)
         if change := own.next(known, step_s):
             own.taken(change, known)
             plan = change.adapted(plan, "sockets")
@@ -100,7 +101,7 @@ def test_memory_bounds_what_is_in_flight():
     assert free.in_flight[0] > 3 and bounded.in_flight[0] == 3
 
 
-def test_more_are_in_flight_than_hide_the_edge_where_few_micro_batches_fill_the_pipeline():
+def test_more_are_in_flight_than_hide_the_stage_link_where_few_micro_batches_fill_the_pipeline():
     def change(forward_s, **more):
         plan = learned(PLAN, 0.045, **more)
         loads = tuple(

@@ -9,7 +9,7 @@ from clusters import site
 from holmes_ext.adapt.reductions import (
     SumEvaluator,
     Summed,
-    in_two_levels,
+    is_hierarchical,
     measured_networks,
 )
 from holmes_ext.options import Options
@@ -23,8 +23,8 @@ KNOWN = "sockets", OPTIONS, ENGINE
 
 
 def plan_of(ethernet, fast="1.2Gb/s", processes=4):
-    """Four ranks of a node share its fast NIC, which makes two levels slower than one ring on such an
-    Ethernet."""
+    """Four ranks of a node share its fast NIC, which makes a hierarchical all-reduce slower than one
+    ring on such an Ethernet."""
     clusters = site(
         f"a ib {fast} a[0-1]", f"b roce {fast} b[0-1]", ethernet=ethernet, processes=processes
     )
@@ -36,7 +36,7 @@ def summed(plan, slower=1.0):
     (reduction,) = plan.traffic_of("sockets").reductions
     decided = decisions(replace(plan, workload=replace(plan.workload, gradient_bytes=SIZE)), *KNOWN)
     (sums,) = decided.prices.sums(decided.placement, 0)
-    if in_two_levels(reduction, SIZE):
+    if is_hierarchical(reduction, SIZE):
         busy = {"ethernet": slower * sums.both.across.seconds(SIZE)}
         seconds = max(*busy.values(), sums.both.inside.seconds(SIZE))
     else:
@@ -59,12 +59,12 @@ def test_a_network_is_as_fast_as_the_sums_on_it():
     assert {rate for name, rate in rates.items() if name != "ethernet"} == {1_200_000_000}
 
 
-def test_one_ring_becomes_two_levels_where_ethernet_is_slower_than_told():
+def test_one_ring_becomes_hierarchical_where_ethernet_is_slower_than_told():
     plan, own = plan_of("1Gb/s"), evaluator()
     slow = summed(plan, 20)
     change = own.next(plan, slow, 2.5 + slow[0].seconds)
-    assert in_two_levels(change.after[0], SIZE) and not in_two_levels(change.before[0], SIZE)
-    assert "in two levels" in change.text and "were in one ring" in change.text
+    assert is_hierarchical(change.after[0], SIZE) and not is_hierarchical(change.before[0], SIZE)
+    assert "hierarchically" in change.text and "were in one ring" in change.text
     own.taken(change, plan, slow)
     after = change.adapted(plan, "sockets")
     assert after.traffic_of("sockets").reductions == change.after
@@ -86,12 +86,12 @@ def test_what_was_told_rightly_changes_nothing():
             assert own.next(plan, right, 2.5 + right[0].seconds) is None
 
 
-def test_two_levels_become_one_ring_where_ethernet_is_faster_than_told():
+def test_hierarchical_become_one_ring_where_ethernet_is_faster_than_told():
     plan, own = plan_of("50Mb/s", fast="150Mb/s", processes=1), evaluator()
     assert plan.traffic_of("sockets").reductions[0].clusters
     fast = summed(plan, 1 / 50)
     change = own.next(plan, fast, fast[0].seconds + 0.1)
-    assert change is not None and not in_two_levels(change.after[0], SIZE)
+    assert change is not None and not is_hierarchical(change.after[0], SIZE)
 
 
 def test_what_brings_nothing_is_taken_back_and_not_tried_again():

@@ -73,7 +73,7 @@ def test_what_the_program_waited_for_sums(spans, reduction, exposed):
     ],
 )
 def test_a_plan_in_which_nothing_can_change_needs_no_adapting(clusters, in_flight, applies):
-    abilities = {"two-level", "in-flight"} if in_flight else {"two-level"}
+    abilities = {"hierarchical", "in-flight"} if in_flight else {"hierarchical"}
     current = SimpleNamespace(
         plan=SimpleNamespace(clusters=dict.fromkeys(clusters, ("node",))),
         engine=SimpleNamespace(can=lambda ability, off: ability in abilities),

@@ -52,34 +52,42 @@ def test_a_feature_that_is_off_is_not_counted_on(planned):
     )
     assert (
         whole["yours"]["in_flight"]
-        and not planned(*PIPELINE, off="megatron-edges")["yours"]["in_flight"]
+        and not planned(*PIPELINE, off="megatron-stage-links")["yours"]["in_flight"]
     )
-    assert step(planned(*PIPELINE, off="deepspeed-narrow")) == step(whole), "that is DeepSpeed's"
+    assert step(planned(*PIPELINE, off="deepspeed-compress-activations")) == step(whole), (
+        "that is DeepSpeed's"
+    )
 
 
 def test_the_commands_own_options_are_in_the_plan(planned):
-    whole, narrow = (
+    whole, compression = (
         planned(*PIPELINE),
-        planned(*PIPELINE, "--holmes-edges", "int8", off="deepspeed-narrow"),
+        planned(
+            *PIPELINE, "--holmes-compress-activations", "int8", off="deepspeed-compress-activations"
+        ),
     )
-    assert step(narrow) < 0.95 * step(whole)
+    assert step(compression) < 0.95 * step(whole)
     assert {
-        edge["narrow"] for traffic in narrow["plan"]["traffic"] for edge in traffic["edges"]
+        stage_link["compression"]
+        for traffic in compression["plan"]["traffic"]
+        for stage_link in traffic["stage_links"]
     } == {"int8"}
-    compressed = planned("--holmes-compress", "int8")
+    compressed = planned("--holmes-compress-gradients", "int8")
     reductions = [one for traffic in compressed["plan"]["traffic"] for one in traffic["reductions"]]
     assert {one["compress"] for one in reductions} == {"int8"}
 
 
-def test_megatron_sums_in_two_levels_where_its_flags_say_so(planned):
+def test_megatron_sums_hierarchically_where_its_flags_say_so(planned):
     zero = "--use-distributed-optimizer"
     flat, two = planned(zero), planned(zero, "--num-distributed-optimizer-instances", "2")
-    assert flat["yours"]["reductions"] == ["flat"] and two["yours"]["reductions"] == ["two-level"]
+    assert flat["yours"]["reductions"] == ["flat"] and two["yours"]["reductions"] == [
+        "hierarchical"
+    ]
     assert step(two) < 0.6 * step(flat)
 
 
 def test_the_users_layout_is_never_better_than_the_best(planned):
-    found = planned(*PIPELINE, off="megatron-edges")
+    found = planned(*PIPELINE, off="megatron-stage-links")
     assert found["candidates"][0]["step_seconds"] <= step(found)
 
 

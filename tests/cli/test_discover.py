@@ -216,9 +216,9 @@ def capture(root, work):
     return work / "unpacked" / name
 
 
-@pytest.mark.parametrize("scene", [dgx_a100, roce_lag, dual_port, container])
-def test_captured_tree_reads_the_same(tmp_path, scene):
-    root = scene(tmp_path / "n")
+@pytest.mark.parametrize("case", [dgx_a100, roce_lag, dual_port, container])
+def test_captured_tree_reads_the_same(tmp_path, case):
+    root = case(tmp_path / "n")
     assert read_nics(capture(root, tmp_path), addresses={}) == read_nics(root, addresses={})
 
 

@@ -42,10 +42,10 @@ def test_the_network_between_clusters_is_a_matrix_and_a_flat_one_is_none(capsys)
     )
 
 
-def test_straddling_exits_1(capsys):
+def test_spanning_exits_1(capsys):
     assert holmes("--pipeline", "2", sample="two_clusters_3_5") == 1
     assert (
-        "1 data group straddles (one has a0, b4): on ethernet, costs"
+        "1 data group spans clusters (one has a0, b4): on ethernet, costs"
         in capsys.readouterr().out.replace("\n", " ")
     )
 

@@ -47,11 +47,11 @@ JOBS = {
 #: What the user asks of holmes, and what is off.
 OPTIONS = {
     "as it is": ("", ""),
-    "rounded": ("--holmes-edges int8 --holmes-compress bf16", ""),
+    "rounded": ("--holmes-compress-activations int8 --holmes-compress-gradients bf16", ""),
     "in flight": ("--holmes-inflight 2 --holmes-overlap on", ""),
     "features off": (
         "--holmes-overlap off",
-        "megatron-slices,megatron-edges,deepspeed-edges,two-level,megatron-tied",
+        "megatron-slices,megatron-stage-links,deepspeed-stage-links,hierarchical,megatron-tied",
     ),
 }
 
@@ -87,10 +87,12 @@ def test_they_decide_the_same(name, options, tmp_path, monkeypatch, capsys):
         )
         given = f"pipeline={sizes.pipeline},tensor={sizes.tensor}"
         status = main(["plan", "--cluster", "c.toml", "--sizes", given, "--json", "--", *words])
-        assert status in (0, 1), "1: a group straddles"
+        assert status in (0, 1), "1: a group spans"
         planned = parse_plan(capsys.readouterr().out, "what is printed")
         assert planned.nodes == job.nodes and planned.sizes == job.sizes
         for ours, theirs in zip(planned.traffic, job.traffic, strict=True):
-            assert ours.transports == theirs.transports and ours.edges == theirs.edges, site
+            assert (
+                ours.transports == theirs.transports and ours.stage_links == theirs.stage_links
+            ), site
             assert ours.reductions == theirs.reductions and ours.tied == theirs.tied, site
             assert ours.in_flight == theirs.in_flight, site

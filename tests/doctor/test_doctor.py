@@ -45,9 +45,9 @@ def test_a_good_node_and_a_bad_one(doctor, tmp_path):
 
 
 def test_json_of_two_nodes_side_by_side(doctor, tmp_path, monkeypatch):
-    for name, scene in (("n0", dgx_a100), ("n1", ports_down)):
+    for name, case in (("n0", dgx_a100), ("n1", ports_down)):
         monkeypatch.setenv("HOLMES_NODE", name)
-        status, output = doctor("--sysfs", scene(tmp_path / name), "--json")
+        status, output = doctor("--sysfs", case(tmp_path / name), "--json")
         (tmp_path / f"{name}.json").write_text(output.out)
         assert json.loads(output.out)["node"]["name"] == name
     status, output = doctor("--nodes", tmp_path / "n0.json", tmp_path / "n1.json")
@@ -231,7 +231,7 @@ def test_patches_that_do_not_fit_are_told_once_with_what_would_switch_them_on():
     assert [one.about for one in told] == [
         f"{name} 9.9" for name in dict.fromkeys(patch.feature.requirement.name for patch in patches)
     ]
-    assert "ddp, fsdp, torch-passes, pipelining" in told[0].what and "too new" in told[0].what
+    assert "ddp, fsdp, torch-schedule, pipelining" in told[0].what and "too new" in told[0].what
     assert "torch 2.6.0 to 2.15.0 have them: pip install 'torch>=2." in told[0].mend
     # Each patch has its own reason. Two features may patch the same function.
     fits = [

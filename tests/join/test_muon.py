@@ -139,8 +139,8 @@ def test_what_replicas_share_and_what_is_given_away_have_the_bits_of_the_whole(f
 def test_cuts_go_around_matrices_for_any_model():
     source = random.Random(0)
     for _ in range(200):
-        edges = sorted(source.sample(range(1, 5000), 8))
-        whole = list(zip(edges[::2], edges[1::2]))
+        stage_links = sorted(source.sample(range(1, 5000), 8))
+        whole = list(zip(stage_links[::2], stage_links[1::2]))
         cuts = fragment_cuts(5000, source.randint(1, 6), whole)
         assert cuts == sorted(cuts) and cuts[0] == 0 and cuts[-1] == 5000
         maps = owners(
@@ -174,8 +174,8 @@ def test_shards_of_matrices_take_the_step_of_the_whole(fragments):
     settings = OuterSettings(algorithm="muon", fragments=fragments)
     pieces = fragment_cuts(one.total, fragments, whole)
     gradient = torch.randn(one.total, generator=torch.Generator().manual_seed(6))
-    edges = [0, 500, 501, 2000, one.total]  # a.weight and b.weight are cut
-    shards = {rank: [span] for rank, span in enumerate(pairwise(edges))}
+    stage_links = [0, 500, 501, 2000, one.total]  # a.weight and b.weight are cut
+    shards = {rank: [span] for rank, span in enumerate(pairwise(stage_links))}
     rows = []
     for holdings in ({0: one.holdings}, shards):
         maps, row = owners(one.total, pieces, holdings, whole), torch.empty(one.total)

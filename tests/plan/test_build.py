@@ -45,7 +45,7 @@ def test_two_clusters():
         "pipeline": ("ethernet",),
         "world": ("ethernet",),
     }
-    assert (plan.straddling, plan.stage_layers, plan.partition) == ((), (), "uniform")
+    assert (plan.spanning, plan.stage_layers, plan.partition) == ((), (), "uniform")
     assert plan.predicted["stock_step_seconds"] > 1.3 * plan.predicted["step_seconds"]
     assert plan.predicted["exposed_reduction_seconds"] <= plan.predicted["reduction_seconds"]
     assert parse_plan(plan.to_json(), plan.source) == plan
@@ -65,7 +65,7 @@ def test_two_clusters():
 def test_samples_fit(name, sizes, first):
     site = sample(name)
     plan = build_plan(site, sizes)
-    assert plan.straddling == ()
+    assert plan.spanning == ()
     assert "ethernet" not in plan.transports["data"]
     assert first is None or plan.transports["data"] == first
     assert check_plan(plan, site) == plan
@@ -82,9 +82,9 @@ def test_transports_agree_with_the_site():
         assert found[kind] == (expected[:1] if len(set(expected)) == 1 else expected)
 
 
-def test_straddling_is_in_the_plan():
+def test_spanning_is_in_the_plan():
     plan = build_plan(sample("two_clusters_3_5"), Sizes(2))
-    assert [straddle.kind for straddle in plan.straddling] == ["data"]
+    assert [spanning.kind for spanning in plan.spanning] == ["data"]
     assert "ethernet" in plan.transports["data"]
 
 
@@ -108,7 +108,7 @@ def test_workload_is_used():
     plan = build_plan(site, Sizes(2), work)
     assert (
         plan.predicted["step_seconds"]
-        == step_seconds(site, plan.nodes, plan.sizes, work, hide_edges=True).step_s
+        == step_seconds(site, plan.nodes, plan.sizes, work, hide_stage_links=True).step_s
     )
 
 
@@ -167,7 +167,9 @@ def test_a_models_times_agree_with_the_cost_model():
     number."""
     site, sizes = sample("two_clusters_8"), Sizes(2).complete(8)
     plain = replace(MODEL, vocabulary=1, positions="none", tied=False)
-    costs = costs_on_site(site, [node.name for node in site.nodes], sizes, plain, async_edges=False)
+    costs = costs_on_site(
+        site, [node.name for node in site.nodes], sizes, plain, async_stage_links=False
+    )
     by_stage = estimate(costs, (3, 3))
     whole = step_seconds(site, [node.name for node in site.nodes], sizes, plain.workload(sizes))
     assert by_stage.step_s == pytest.approx(whole.step_s, rel=1e-3)
@@ -188,7 +190,7 @@ def test_tied_embeddings_are_reduced_between_the_clusters():
     assert pairs == pytest.approx(256 * 288 * 4 * 8 / 250e6, rel=1e-2)
     assert (
         0.5 * pairs < tied.tied_s < 0.7 * pairs
-    )  # half of it in two levels, and what they take inside
+    )  # half of it hierarchically, and what they take inside
     assert estimate(tied, (3, 3)).step_s > estimate(untied, (3, 3)).step_s + 0.9 * tied.tied_s
 
 
@@ -248,7 +250,7 @@ def test_times_follow_what_was_measured_and_fabrics_what_is_stated():
     check_plan(measured, site)
 
 
-def test_what_crosses_in_two_levels_is_priced_so():
+def test_what_crosses_hierarchically_is_priced_so():
     """Without a pipeline, as the plan's reductions say."""
     site = clusters.site("a ib 2Gb/s a[0-3]", "b roce 1.6Gb/s b[0-3]", ethernet="250Mb/s")
     plan = build_plan(site, Sizes())
@@ -259,7 +261,7 @@ def test_what_crosses_in_two_levels_is_priced_so():
     )
 
 
-def test_clusters_of_three_and_two_nodes_sum_in_two_levels_over_sockets_only():
+def test_clusters_of_three_and_two_nodes_sum_hierarchically_over_sockets_only():
     """gloo's ranks of a cluster need not be as many as those of another; NCCL's collectives do."""
     site = clusters.site("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b[0-1]", ethernet="250Mb/s")
     plan = build_plan(site, Sizes())

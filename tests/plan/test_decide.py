@@ -1,4 +1,5 @@
-"""decide: the network of every group, reductions and edges, from a plan and the ports that there are."""
+"""decide: the network of every group, reductions and stage links, from a plan and the ports that there
+are."""
 
 import random
 from dataclasses import replace
@@ -15,7 +16,7 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.reductions import SHARES
-from holmes_ext.plan.decide import complete_plan, derive_traffic, spec_of_group, straddling
+from holmes_ext.plan.decide import complete_plan, derive_traffic, spanning, spec_of_group
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.plan import Plan, pair_needs_group, pairs_with_group, parse_plan
 from holmes_ext.plan.sizes import Sizes, groups, tied_sums
@@ -69,11 +70,11 @@ def test_every_group_of_a_random_job_goes_where_all_its_nodes_can(seed):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
+def test_stage_links_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
     rng = random.Random(seed)
     site = random_sites.site(rng)
     options = Options(
-        overlap=rng.choice(("auto", "on", "off")), compress=rng.choice(("off", "bf16"))
+        overlap=rng.choice(("auto", "on", "off")), compress_gradients=rng.choice(("off", "bf16"))
     )
     plan = build_plan(site, random_sites.sizes(rng, site.world_size), options=options)
     for network_api in NETWORK_APIS:
@@ -82,17 +83,17 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
             way = spec_of_group(plan, ranks, network_api, options)
             assert (
                 way is traffic.reductions[plan.sizes.stage(ranks[0])]
-                and way.compress == options.compress
+                and way.compress == options.compress_gradients
             )
             if len(plan.by_cluster(ranks)) > 1 and way.clusters:
                 assert set(plan.by_cluster(ranks)) <= set(way.clusters) and way.chunk_bytes
         pipelines = groups(plan.sizes, "pipeline") if plan.sizes else []
-        for edge in traffic.edges:
+        for stage_link in traffic.stage_links:
             for place, ranks in enumerate(pipelines):
-                pair = [ranks[stage] for stage in edge.stages]
+                pair = [ranks[stage] for stage in stage_link.stages]
                 fabric, own = (
                     names[place if len(names) > 1 else 0]
-                    for names in (edge.fabrics, edge.pair_groups)
+                    for names in (stage_link.fabrics, stage_link.pair_groups)
                 )
                 used = plan.fabric_of(pair, network_api)
                 assert fabric == (used.name if used else "local")
@@ -104,7 +105,8 @@ def test_edges_and_reductions_of_a_random_job_are_what_is_looked_up(seed):
 
 
 def test_the_plan_does_not_count_on_what_is_switched_off():
-    """HOLMES_DISABLE: tensor ranks that cut what crosses, tied weights, edges, overlap, two levels."""
+    """HOLMES_DISABLE: tensor ranks that cut what crosses, tied weights, stage links, overlap, a
+    hierarchical all-reduce."""
     nodes = tuple(
         Node(node.name, node.cluster, 2, node.ports) for node in example("two_clusters_8").nodes
     )
@@ -113,11 +115,15 @@ def test_the_plan_does_not_count_on_what_is_switched_off():
     sizes, off = (
         Sizes(2, 2, data=4),
         {
-            "slices": lambda traffic: max(edge.slices for edge in traffic.edges) > 1,
+            "slices": lambda traffic: (
+                max(stage_link.slices for stage_link in traffic.stage_links) > 1
+            ),
             "tied": lambda traffic: bool(traffic.tied),
             "in-flight": lambda traffic: bool(traffic.in_flight),
             "overlap": lambda traffic: any(way.overlap for way in traffic.reductions),
-            "narrow": lambda traffic: any(edge.narrow == "bf16" for edge in traffic.edges),
+            "compressed-activations": lambda traffic: any(
+                stage_link.compression == "bf16" for stage_link in traffic.stage_links
+            ),
         },
     )
     engine = EngineTraits(features={ability: (f"some-{ability}",) for ability in off})
@@ -127,7 +133,7 @@ def test_the_plan_does_not_count_on_what_is_switched_off():
             SOCKETS
         )
 
-    wanted = Options(overlap="on", inflight="1", edges="bf16")
+    wanted = Options(overlap="on", inflight="1", compress_activations="bf16")
     for name in off:
         without = traffic(replace(wanted, off=frozenset([f"some-{name}"])))
         for other, counted in off.items():
@@ -196,7 +202,7 @@ def test_a_plan_made_before_the_job_is_settled_for_the_ports_that_there_are():
     assert derive_traffic(job, site) == job and job.workload == planned.workload
     later = derive_traffic(job, site.without({("n3", "b"): "no link"}))
     assert later.transports["data"] == ("a", "ethernet") and later.nodes == job.nodes
-    assert [(s.kind, s.groups) for s in later.straddling] == [("data", 1)] and not job.straddling
+    assert [(s.kind, s.groups) for s in later.spanning] == [("data", 1)] and not job.spanning
 
 
 def test_a_new_plan_gets_what_it_lacks():
@@ -243,7 +249,7 @@ def test_other_sizes_are_decided_with_the_plans_own_numbers():
     assert known.workload == model.workload(Sizes(2).complete(4))
 
 
-def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
+def test_large_sums_over_unequal_clusters_go_hierarchically_over_sockets_only():
     plan = build_plan(example("two_clusters_3_5"))
     everyone = tuple(range(8))
     assert (
@@ -255,7 +261,7 @@ def test_large_sums_over_unequal_clusters_go_in_two_levels_over_sockets_only():
     assert spec_of_group(even, (0, 1, 2), SOCKETS, Options()).clusters == ()
 
 
-def test_two_levels_where_a_group_straddles_and_the_link_is_slow():
+def test_hierarchical_where_a_group_spans_and_the_link_is_slow():
     nodes = [
         (f"n{i}", cluster, (cluster, "10.1.0.1", True))
         for i, cluster in enumerate(("r", "i", "r", "i"))
@@ -300,20 +306,20 @@ def test_what_compression_leaves_is_what_the_codecs_say():
         assert share == (codec.share if codec is not None else 1.0)
 
 
-def test_straddling_groups_are_those_whose_members_have_better():
+def test_spanning_groups_are_those_whose_members_have_better():
     site = example()
     good, turn = (
         derive_traffic(Plan(site.digest, nodes, 1), site)
         for nodes in (("a0", "a1", "b0", "b1"), ("a0", "b0", "a1", "b1"))
     )
     sizes = Sizes(2).complete(4)
-    assert straddling(good, sizes) == {} and straddling(turn, sizes) == {"data": 2}
+    assert spanning(good, sizes) == {} and spanning(turn, sizes) == {"data": 2}
     assert (
-        straddling(good, Sizes(data=4)) == {"data": 1}
-        and straddling(good, Sizes(data=4), instances=2) == {}
+        spanning(good, Sizes(data=4)) == {"data": 1}
+        and spanning(good, Sizes(data=4), instances=2) == {}
     )
     ethernet = real(("n0", "a"), ("n1", "b"))
-    assert straddling(build_plan(ethernet), Sizes(data=2)) == {}
+    assert spanning(build_plan(ethernet), Sizes(data=2)) == {}
 
 
 @pytest.mark.parametrize(
@@ -324,15 +330,17 @@ def test_tensor_ranks_share_out_what_crosses(sizes, slices):
     """Where each lies in a node; inside a cluster, and where sequence parallelism cuts it, nothing is cut."""
     site = example("paper_4_roce_4_ib")
     for network_api in NETWORK_APIS:
-        edges = build_plan(site, sizes).traffic_of(network_api).edges
-        for edge in edges:
-            assert edge.slices == (slices if ETHERNET in edge.fabrics else 1), edge
-        assert any(ETHERNET in edge.fabrics for edge in edges)
+        stage_links = build_plan(site, sizes).traffic_of(network_api).stage_links
+        for stage_link in stage_links:
+            assert stage_link.slices == (slices if ETHERNET in stage_link.fabrics else 1), (
+                stage_link
+            )
+        assert any(ETHERNET in stage_link.fabrics for stage_link in stage_links)
     cut = build_plan(site, sizes, replace(Workload(), copies=1))
-    assert all(edge.slices == 1 for edge in cut.traffic_of(SOCKETS).edges)
+    assert all(stage_link.slices == 1 for stage_link in cut.traffic_of(SOCKETS).stage_links)
 
 
-def test_tied_weights_are_summed_in_two_levels_where_each_stage_has_a_cluster():
+def test_tied_weights_are_summed_hierarchically_where_each_stage_has_a_cluster():
     plan = build_plan(example("two_clusters_8"), Sizes(2))
     for network_api in NETWORK_APIS:
         assert set(plan.traffic_of(network_api).tied.clusters) == {"a", "b"}

@@ -1,4 +1,4 @@
-"""How many micro-batches a plan has under way: as hide the edges, as memory holds, as the user asks."""
+"""How many micro-batches a plan has under way: as hide the stage links, as memory holds, as the user asks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ def held(model=MODEL, options=Options(), stages=2, **more):
     return plan, plan.traffic_of("sockets").in_flight
 
 
-def test_a_slow_edge_takes_as_many_as_hide_it_and_memory_as_many_as_it_holds():
+def test_a_slow_stage_link_takes_as_many_as_hide_it_and_memory_as_many_as_it_holds():
     plan, free = held(replace(MODEL, gpu=Gpu(MODEL.gpu.flops)))
     assert free[0] >= 3 and free[-1] == 1 and plan.loads[0].most == float("inf")
     kept = plan.loads[0].kept_bytes
@@ -70,7 +70,7 @@ def test_a_command_lines_model_is_enough():
     ).in_flight == (2, 1)
 
 
-def test_edges_that_take_next_to_nothing_are_the_frameworks():
+def test_stage_links_that_take_next_to_nothing_are_the_frameworks():
     """One cluster: nothing is worth hiding, the plan's step is that of the framework's own schedule."""
     one = site("a ib 200Gb/s a[0-3]", ethernet="2Gb/s")
     plan = build_plan(one, Sizes(2), model=MODEL)

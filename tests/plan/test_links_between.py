@@ -72,8 +72,8 @@ def test_an_uplink_is_shared_by_all_that_leave():
     site = two(rate="", uplink="100Mb/s", nodes="a[0-3]")
     network, sizes = Network(site), Sizes(pipeline=2).complete(8)
     prices = Prices(network, RankModel.of_workload(Workload(), sizes))
-    (edge,) = prices.edges(network.placement(names(site), sizes))
-    assert edge.byte_s == pytest.approx(8 * 4 / 100e6)
+    (stage_link,) = prices.stage_links(network.placement(names(site), sizes))
+    assert stage_link.byte_s == pytest.approx(8 * 4 / 100e6)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +117,11 @@ def test_simulated_ring_over_the_link():
     assert step.step_s == pytest.approx(sums_on_site(site).flat.seconds(gradients), rel=0.02)
 
 
-def test_two_levels_simulated_as_priced():
+def test_hierarchical_simulated_as_priced():
     site = two(nodes="a[0-1]")
     model = replace(MODEL, micro_batches=1, gpu=replace(MODEL.gpu, flops=1e15))
-    run = Execution(engine=MEGATRON, parameter_s=0.0, two_level=True, direct=True)
-    flat = simulate(site, names(site), Sizes(pipeline=1), model, replace(run, two_level=False))
+    run = Execution(engine=MEGATRON, parameter_s=0.0, hierarchical=True, direct=True)
+    flat = simulate(site, names(site), Sizes(pipeline=1), model, replace(run, hierarchical=False))
     step = simulate(site, names(site), Sizes(pipeline=1), model, run)
     gradients = (
         sum(sum(layer.reduced(4, 1)) for layer in model.layers_of(Sizes().complete(4)))
@@ -146,7 +146,10 @@ def test_the_plan_leaves_the_slow_link_alone(tmp_path):
     assert load_plan(tmp_path / "p.json").wan == site.wan
     assert parse_plan(plan.to_json(), "p.json").traffic == plan.traffic
     compressed = build_plan(
-        site, Sizes(pipeline=1), Workload(gradient_bytes=1e7), options=Options(compress="int8")
+        site,
+        Sizes(pipeline=1),
+        Workload(gradient_bytes=1e7),
+        options=Options(compress_gradients="int8"),
     )
     assert compressed.traffic_of(SOCKETS).reductions[0].across is None
 
@@ -242,25 +245,25 @@ def test_placement_of_eight_cities_is_the_best_of_all_orders():
         Sizes(pipeline=8),
     )
     plan = build_plan(site, sizes)
-    assert not plan.straddling
+    assert not plan.spanning
     network, whole = Network(site), sizes.complete(64)
     prices = Prices(network, RankModel.of_workload(Workload(), whole))
     own = {
         city: [node.name for node in site.nodes if node.cluster == city] for city in site.clusters
     }
 
-    def edges(order):
-        return prices.edges(
+    def stage_links(order):
+        return prices.stage_links(
             network.placement([name for city in order for name in own[city]], whole)
         )
 
-    size, edge = Workload().activation_bytes, {}
+    size, stage_link = Workload().activation_bytes, {}
     for one, two_ in itertools.permutations(site.clusters, 2):
         rest = [city for city in site.clusters if city not in (one, two_)]
-        edge[one, two_] = edges([one, two_, *rest])[0].seconds(size)
+        stage_link[one, two_] = stage_links([one, two_, *rest])[0].seconds(size)
     shortest = min(
         itertools.permutations(site.clusters),
-        key=lambda order: sum(map(edge.get, itertools.pairwise(order))),
+        key=lambda order: sum(map(stage_link.get, itertools.pairwise(order))),
     )
     best = step_seconds(site, [name for city in shortest for name in own[city]], sizes).step_s
     placed = step_seconds(site, plan.nodes, sizes).step_s

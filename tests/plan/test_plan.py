@@ -9,7 +9,7 @@ import pytest
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.decide import derive_traffic
-from holmes_ext.plan.plan import Plan, Straddle, check_plan, load_plan, parse_plan
+from holmes_ext.plan.plan import Plan, SpanningGroups, check_plan, load_plan, parse_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, ReductionSpec
 
@@ -22,12 +22,12 @@ def plan(**changes):
         nodes=("a0", "a1", "b0", "b1"),
         processes=2,
         sizes=Sizes(2, 2).complete(8),
-        straddling=(Straddle("data", 1, ("a0", "b0"), "ethernet", 0.5),),
+        spanning=(SpanningGroups("data", 1, ("a0", "b0"), "ethernet", 0.5),),
         stage_layers=(3, 5),
         predicted={"step_seconds": 1.5},
     )
     values |= changes
-    return replace(derive_traffic(Plan(**values), SITE), straddling=values["straddling"])
+    return replace(derive_traffic(Plan(**values), SITE), spanning=values["spanning"])
 
 
 def edited(**changes):
@@ -37,7 +37,7 @@ def edited(**changes):
 
 def test_round_trip(tmp_path):
     path = tmp_path / "plan.json"
-    for original in (plan(), plan(sizes=None, stage_layers=(), straddling=(), predicted={})):
+    for original in (plan(), plan(sizes=None, stage_layers=(), spanning=(), predicted={})):
         original.save(path)
         assert replace(load_plan(path), source=original.source) == replace(original, traffic=())
         path.write_text(original.to_json())  # what `holmes plan --json` prints
@@ -146,7 +146,7 @@ def test_digest():
         ),
         ({"fabrics": [{"name": "a"}]}, r"'fabrics\[0\].kind' is missing"),
         ({"workload": {"micro_batches": 0}}, "'workload.micro_batches' must be 1 or more, not 0"),
-        ({"straddling": [{"kind": "data"}]}, r"'straddling\[0\].groups' is missing"),
+        ({"spanning": [{"kind": "data"}]}, r"'spanning\[0\].groups' is missing"),
         ({"colour": "red"}, "'colour' is not known"),
     ],
 )
@@ -244,12 +244,12 @@ def test_values_of_every_type_in_every_place_never_crash():
     values = [None, True, -1, 0, 10**30, 1.5, "x", "", [], ["x"], [1], {}, {"x": 1}, [[]], [{}]]
     document = json.loads(plan().to_json())
     places = [(key,) for key in document] + [("sizes", key) for key in document["sizes"]]
-    places += [("straddling", 0, key) for key in document["straddling"][0]] + [
+    places += [("spanning", 0, key) for key in document["spanning"][0]] + [
         ("fabrics", 0, key) for key in document["fabrics"][0]
     ]
     places += [
         ("traffic", 0, "reductions", 0, key) for key in document["traffic"][0]["reductions"][0]
-    ] + [("traffic", 0, "edges", 0, "stages")]
+    ] + [("traffic", 0, "stage_links", 0, "stages")]
     for place in places:
         for value in values:
             changed = json.loads(plan().to_json())

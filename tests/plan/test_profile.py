@@ -45,7 +45,7 @@ def stage(cluster, blocks, forward, **more):
         after_s=(0.3, 0.6),
         reduction_s_per_byte=0.01,
         reduction_latency_s=0.001,
-        edge_s=0.005,
+        stage_link_s=0.005,
     )
     return StageTimes(**{**values, **more})
 
@@ -148,7 +148,7 @@ def test_of_a_stages_ranks_the_slowest_counts(file):
             "micro_batches": 4,
             "steps": 3,
             "activation_bytes": 8,
-            "edge_s": 0.1,
+            "stage_link_s": 0.1,
             "reduction": [1e-9, 1e-3],
             "gradient_bytes": [[label, 4.0] for label in (*blocks, ends[0][0])],
             "totals": {"step": 9.0 * speed, "idle": 1.0},
@@ -221,7 +221,7 @@ def test_layers_of_other_kinds_keep_their_own_times(file):
 
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
-@pytest.mark.parametrize("name", ["forward_s", "edge_s", "reduction_s_per_byte"])
+@pytest.mark.parametrize("name", ["forward_s", "stage_link_s", "reduction_s_per_byte"])
 def test_bad_times_are_named(file, name, value):
     bad = (value,) * 5 if name == "forward_s" else value
     with pytest.raises(HolmesError, match=f"key '{name}' must be"):
@@ -237,8 +237,8 @@ def test_bad_files_are_one_line_and_status_2(file, tmp_path, capsys):
     document = json.loads(path.read_text())
     changes = {
         "negative": (
-            lambda d: d["stages"][0].update(edge_s=-1.0),
-            r"key 'stages\[0\].edge_s' must be 0 or more, not -1.0",
+            lambda d: d["stages"][0].update(stage_link_s=-1.0),
+            r"key 'stages\[0\].stage_link_s' must be 0 or more, not -1.0",
         ),
         "not a number": (
             lambda d: d["stages"][0]["forward_s"].__setitem__(0, math.nan),
@@ -247,7 +247,7 @@ def test_bad_files_are_one_line_and_status_2(file, tmp_path, capsys):
         "edited": (lambda d: d.update(step_s=1.0), "key 'digest' does not match"),
         "version": (lambda d: d.update(version=2), "key 'version' is 2"),
         "cut": (lambda d: d.pop("stages"), "key .stages. is missing"),
-        "text": (lambda d: d["stages"][0].update(edge_s="x"), "is not a number"),
+        "text": (lambda d: d["stages"][0].update(stage_link_s="x"), "is not a number"),
     }
     for name, (change, message) in changes.items():
         changed = json.loads(json.dumps(document))

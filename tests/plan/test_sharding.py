@@ -5,7 +5,7 @@ from clusters import TWO, site
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, spanning_rows
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 WHAT = ShardedWeights(units=4, weight_bytes=8e6, gradient_bytes=8e6)
@@ -66,5 +66,5 @@ def test_clusters_of_different_size_are_no_box():
 
 def test_the_first_row_that_crosses_is_named():
     plan = plan_of("a ib 2Gb/s a[0-2]", "b roce 1.6Gb/s b0")
-    assert straddling_rows(plan, [[0, 1], [2, 3]]) == "ranks 2, 3 lie in clusters a, b"
-    assert straddling_rows(plan_of(), [[0, 1], [2, 3]]) == ""
+    assert spanning_rows(plan, [[0, 1], [2, 3]]) == "ranks 2, 3 lie in clusters a, b"
+    assert spanning_rows(plan_of(), [[0, 1], [2, 3]]) == ""

@@ -60,11 +60,13 @@ def test_no_row_of_a_framework_is_one_that_it_cannot_start(framework):
 
 
 @pytest.mark.parametrize("framework", ["megatron-lm", "torchtitan"])
-def test_two_levels_are_of_all_stages_and_with_a_sharded_optimizer(framework):
+def test_hierarchical_are_of_all_stages_and_with_a_sharded_optimizer(framework):
     allowed = {"clusters": ("data",), "zero": (0, 1) if framework == "megatron-lm" else (1,)}
     found = searched("two_clusters_8", MODEL, 64, within(framework, allowed)).candidates
-    two = [one for one in found if "two-level" in one.reductions]
-    assert two and all(one.shape.zero == 1 and set(one.reductions) == {"two-level"} for one in two)
+    two = [one for one in found if "hierarchical" in one.reductions]
+    assert two and all(
+        one.shape.zero == 1 and set(one.reductions) == {"hierarchical"} for one in two
+    )
 
 
 @pytest.mark.parametrize("framework", sorted(ENGINES))
@@ -93,10 +95,10 @@ def test_a_plan_of_listed_passes_asks_for_them():
     """Without the flag the job decides on 1F1B."""
     one = best("deepspeed", pipeline=(2,))
     for passes, asked in ((), False), (("F0 B0", "F0 I0 W0"), True):
-        launch = launches(replace(one, passes=passes), MODEL, 16, True, "c.toml", "plan.json")[
+        launch = launches(replace(one, schedule=passes), MODEL, 16, True, "c.toml", "plan.json")[
             "deepspeed"
         ]
-        assert (("--holmes-passes", "auto") in zip(launch.flags, launch.flags[1:])) == asked
+        assert (("--holmes-schedule", "auto") in zip(launch.flags, launch.flags[1:])) == asked
 
 
 def test_what_deepspeed_lacks_is_said():

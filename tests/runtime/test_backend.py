@@ -9,8 +9,8 @@ from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_named, backend_of, backends, network_api_of
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 from holmes_ext.runtime.reduce.planned import PlannedReduction
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
 from holmes_ext.runtime.start.launcher import Process
 
 
@@ -83,5 +83,7 @@ def unnamed(rank):
     )
 
 
-def test_a_job_that_names_no_backend_gets_gloo_s_two_levels():
-    assert run_ranks(unnamed, 4) == [("undefined", "gloo", "gloo", TwoLevelAllReduce.__name__)] * 4
+def test_a_job_that_names_no_backend_gets_gloo_s_hierarchical():
+    assert (
+        run_ranks(unnamed, 4) == [("undefined", "gloo", "gloo", HierarchicalAllReduce.__name__)] * 4
+    )

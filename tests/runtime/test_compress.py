@@ -1,4 +1,4 @@
-"""What crosses in fewer bytes: the codecs alone, and in the two-level all-reduce in several processes."""
+"""What crosses in fewer bytes: the codecs alone, and in the hierarchical all-reduce in several processes."""
 
 from types import SimpleNamespace
 
@@ -16,9 +16,9 @@ from holmes_ext.options import Options
 from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.compress import BLOCK, PLAIN, Bf16, Int8, Residuals, codec, residual_of
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.reduce.planned import hierarchical_for
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 
 def randoms(numel, seed=0):
@@ -92,7 +92,7 @@ def test_codecs_by_name():
         and isinstance(codec("bf16"), Bf16)
         and isinstance(codec("int8"), Int8)
     )
-    for wrong in (lambda: codec("int4"), lambda: Options(compress="int4")):
+    for wrong in (lambda: codec("int4"), lambda: Options(compress_gradients="int4")):
         with pytest.raises(HolmesError, match="'int4' is not one of off, bf16, int8"):
             wrong()
 
@@ -137,7 +137,7 @@ def sums(rank, kind, clusters, compress, steps=3, numel=5001):
 def test_compressed_sums_are_close_and_the_same_bits_everywhere(clusters):
     count = sum(map(len, clusters))
     for compress, tolerance in (("bf16", 0.02), ("int8", 0.04)):
-        results = run_ranks(sums, count, TwoLevelAllReduce, clusters, compress, 8)
+        results = run_ranks(sums, count, HierarchicalAllReduce, clusters, compress, 8)
         for worst, same, mean, _ in results:
             assert same and 0 < worst < tolerance
             assert compress == "bf16" or mean < worst / 3, "errors of different steps cancel"
@@ -149,7 +149,9 @@ def test_the_bytes_that_cross():
     an element."""
     numel = 1024 * 8
     for compress, of_element in (("off", 4.0), ("bf16", 2.0), ("int8", 1 + 4 / BLOCK)):
-        for *_, sent in run_ranks(sums, 4, TwoLevelAllReduce, [[0, 1], [2, 3]], compress, 2, numel):
+        for *_, sent in run_ranks(
+            sums, 4, HierarchicalAllReduce, [[0, 1], [2, 3]], compress, 2, numel
+        ):
             assert sent == numel / 2 * of_element
 
 
@@ -157,14 +159,14 @@ def test_the_bytes_that_cross():
 def test_collectives_of_nccl_s_kind_compress_alike(clusters):
     for compress, tolerance in (("bf16", 0.02), ("int8", 0.03)):
         for worst, same, mean, _ in run_ranks(
-            sums, sum(map(len, clusters)), TwoLevelCollectives, clusters, compress, 8
+            sums, sum(map(len, clusters)), HierarchicalCollectives, clusters, compress, 8
         ):
             assert same and 0 < worst < tolerance
             assert compress == "bf16" or mean < worst / 3
 
 
 def chosen(rank):
-    """What a group that straddles clusters gets, as the plan says."""
+    """What a group that spans clusters gets, as the plan says."""
     plan = SimpleNamespace(by_cluster=lambda ranks: {"a": [0], "b": [1]}, wan=Wan())
     session.set_active(SimpleNamespace(plan=plan))
     ways = [ReductionSpec(False, 1, ("a", "b"), compress=kind) for kind in ("bf16", "off", "int8")]
@@ -173,7 +175,7 @@ def chosen(rank):
     return [type(reduce._codec if ON_GPUS else reduce._across.codec).__name__ for reduce in reduces]
 
 
-def test_what_the_plan_compresses_reaches_the_two_level_all_reduce():
+def test_what_the_plan_compresses_reaches_the_hierarchical_all_reduce():
     assert run_ranks(chosen, 2) == [["Bf16", "Codec", "Int8"]] * 2
 
 

@@ -47,7 +47,7 @@ def test_data_and_context_together_are_data():
         ("PIPELINE_MODEL_PARALLEL_GROUP", "pipeline"),
         ("TENSOR_MODEL_PARALLEL_GROUP", "tensor"),
         ("TENSOR_AND_DATA_PARALLEL_GROUP", "other"),
-        ("two-level across", "data"),
+        ("hierarchical across", "data"),
         ("pipeline pair", "pipeline"),
         ("pipeline gradients", "pipeline"),
         ("CONTEXT_PARALLEL_GROUP", "context"),

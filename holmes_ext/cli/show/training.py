@@ -130,8 +130,8 @@ def _options(args: argparse.Namespace) -> Options:
     off = disabled_features(os.environ, features())
     if args.inflight == "off":
         options = replace(options, inflight="off")
-    if args.passes == "auto":
-        options = replace(options, passes="auto")
+    if args.schedule == "auto":
+        options = replace(options, schedule="auto")
     return replace(options, off=off)
 
 

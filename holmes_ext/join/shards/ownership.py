@@ -67,15 +67,15 @@ def owners(
             0,
             total,
             *cuts,
-            *(edge for ranges in holdings.values() for span in ranges for edge in span),
+            *(stage_link for ranges in holdings.values() for span in ranges for stage_link in span),
         }
     )
     if borders[0] < 0 or borders[-1] > total:
         raise HolmesError(
             f"shards reach from element {borders[0]} to {borders[-1]}, but there are {total}"
         )
-    held_by: dict[int, list[int]] = {edge: [] for edge in borders}
-    place = {edge: number for number, edge in enumerate(borders)}
+    held_by: dict[int, list[int]] = {stage_link: [] for stage_link in borders}
+    place = {stage_link: number for number, stage_link in enumerate(borders)}
     for rank, ranges in sorted(holdings.items()):
         for start, stop in ranges:
             for number in range(place[start], place[stop]):
@@ -108,7 +108,7 @@ def _even_cuts(start: int, stop: int, parts: int, whole: Sequence[Range]) -> lis
 
 
 def _outside(cut: int, whole: Sequence[Range]) -> int:
-    """The nearest edge of the range that it would cut."""
+    """The nearest stage link of the range that it would cut."""
     at = bisect_right(whole, cut, key=lambda span: span[0]) - 1
     if at < 0 or cut >= whole[at][1]:
         return cut
@@ -134,10 +134,10 @@ def _merged(owned: list[RankRange]) -> list[RankRange]:
 
 def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) -> list[ShardPair]:
     """Elements [start, stop) cut wherever the owner changes in some job. maps: owners() of each job."""
-    edges = {name: [span.start for span in owned] for name, owned in maps.items()}
+    stage_links = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}
     for name, owned in maps.items():
-        first = bisect_right(edges[name], start)
+        first = bisect_right(stage_links[name], start)
         for span in owned[first:]:
             if span.start >= stop:
                 break
@@ -146,7 +146,10 @@ def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) 
         ShardPair(
             a,
             b,
-            {name: owned[bisect_right(edges[name], a) - 1].rank for name, owned in maps.items()},
+            {
+                name: owned[bisect_right(stage_links[name], a) - 1].rank
+                for name, owned in maps.items()
+            },
         )
         for a, b in pairwise(sorted(cuts))
     ]

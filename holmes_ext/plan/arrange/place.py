@@ -1,17 +1,17 @@
-"""Order the nodes so that only pipeline edges cross between fabrics.
+"""Order the nodes so that only stage links cross between fabrics.
 
     launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group on Ethernet
-    placed:   a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     each on its own fabric, one edge on Ethernet
+    placed:   a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     each on its own fabric, one stage link on Ethernet
 
 Nodes that are on the same fast fabrics are interchangeable: a class. A component (placement.py) without
-groups that straddle is a component on one fabric, so such an order exists exactly when pack() finds one: it
+groups that span is a component on one fabric, so such an order exists exactly when pack() finds one: it
 says which fabric each node serves, where some are on several.
-Among orders equally free of straddling the least predicted step wins, among equal steps the launcher's order:
+Among orders equally free of spanning the least predicted step wins, among equal steps the launcher's order:
 a site that gains nothing is left alone.
 
 How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are
-swapped while that helps: whether straddling can be avoided stays exact (with nodes on several fabrics: by
-whole components), and the step is never longer than the launcher's where that straddles no less.
+swapped while that helps: whether spanning can be avoided stays exact (with nodes on several fabrics: by
+whole components), and the step is never longer than the launcher's where that spans no less.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import TypeVar
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.engine import FLAT, TWO_LEVEL
+from holmes_ext.plan.engine import FLAT, HIERARCHICAL
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes
 
@@ -131,7 +131,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
 
 def fastest_first(network: Network) -> tuple[str, ...]:
     """For sizes that nobody knows yet: each cluster's nodes together, the fastest fabric first. Nothing
-    straddles where stages divide the clusters, and the slowest reduction comes last."""
+    spans where stages divide the clusters, and the slowest reduction comes last."""
     classes: dict[int, list[str]] = {}
     for name, number in classes_of(network).items():
         classes.setdefault(number, []).append(name)
@@ -191,15 +191,15 @@ class _Search:
         return Placement.of_parts(sizes, self.network.processes, parts)
 
     def score_of(self, parts: Sequence[Part]) -> tuple[bool, float, float]:
-        """Whether it straddles; seconds of the step, and of one with rings only (small sums)."""
+        """Whether it spans; seconds of the step, and of one with rings only (small sums)."""
         placement = self.placement(parts)
         step_s = flat_s = self.prices.step_s(placement)
-        if any(reduction.name == TWO_LEVEL for reduction in self.prices.reductions(placement)):
+        if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat.step_s(placement)
-        return self.prices.straddles(placement), step_s, flat_s
+        return self.prices.spans_networks(placement), step_s, flat_s
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
-        """Take it if it straddles less, or no more and is faster by more than the fraction `gain`."""
+        """Take it if it spans less, or no more and is faster by more than the fraction `gain`."""
         score = self.score_of(parts)
         better = score[0] < self.score[0]
         compared = zip(score[1:], self.score[1:]) if score[0] == self.score[0] else ()
@@ -290,14 +290,17 @@ class _Search:
         return max(reduction.seconds(job.block_bytes) for reduction in reductions)
 
     def _chains(self, runs: Sequence[Part]) -> Iterator[Sequence[Part]]:
-        """Chains over the best edges: by the worst edge, then by the sum of all; each in both directions."""
-        size, edges = self.prices.job.block.activation_bytes, {}
+        """Chains over the best stage links: by the worst stage link, then by the sum of all; each in
+        both directions."""
+        size, stage_links = self.prices.job.block.activation_bytes, {}
         for first, second in permutations(runs, 2):
             placement = self.placement([first, second])
             border = placement.sizes.pipeline // 2 - 1
-            edges[first, second] = self.prices.edge(placement, border, border + 1).seconds(size)
+            stage_links[first, second] = self.prices.stage_link(
+                placement, border, border + 1
+            ).seconds(size)
         for worst in (1.0, 0.0):
-            chain = best_order(runs, lambda pair: (worst * edges[pair], edges[pair]))  # noqa: B023
+            chain = best_order(runs, lambda pair: (worst * stage_links[pair], stage_links[pair]))  # noqa: B023
             yield chain
             yield chain[::-1]
 

@@ -131,7 +131,8 @@ class Links:
     """Measured links by fabric name; a fabric that is not here has its rate and latency from cluster.toml.
     pairs: of clusters, in place of their [[between]].
 
-    What gloo's other operations take of shared cores: host_message_s: CPU seconds of a message of a two-level
+    What gloo's other operations take of shared cores: host_message_s: CPU seconds of a message of a
+    hierarchical
     sum (runtime/reduce/direct.py: a call and a thread at both ends) besides its bytes; host_gather,
     host_scatter: those of a byte that is gathered or scattered, to an all-reduced one's (their tensors are
     copied in and out)."""
@@ -166,7 +167,7 @@ class Links:
         self, fabric: Fabric, senders: float, messages: float = 0.0
     ) -> tuple[tuple[str, float], ...]:
         """(CORES, bit/s of core_bps for each bit/s) of a flow that `senders` nodes send at once, if it uses
-        shared cores. messages: of a two-level sum, for each byte."""
+        shared cores. messages: of a hierarchical sum, for each byte."""
         seconds = self.of(fabric).host_s * senders + self.host_message_s * messages
         return ((CORES, seconds / 8 * self.core_bps),) if seconds else ()
 

@@ -23,7 +23,7 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import Hop, Wan
 from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.links import Curve, Link, Links
-from holmes_ext.plan.placement import Content, GroupFamily, Placement, StageEdge
+from holmes_ext.plan.placement import Content, GroupFamily, Placement, StageMessages
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import Pair, neighbours
 
@@ -74,7 +74,7 @@ class Load:
     #: Whether its messages are steps of a ring: which of a link's curves holds.
     ring: bool = False
     across: bool = False
-    #: Nodes that send at once; messages of two levels for each byte, besides.
+    #: Nodes that send at once; messages of a hierarchical all-reduce for each byte, besides.
     senders: float = 0.0
     posts: float = 0.0
 
@@ -101,7 +101,8 @@ class Network:
 
     kinds: of nodes, those that are alike: in one cluster, on the same fabrics. only: the fabric of all
     traffic, as without holmes. links: what was measured of the networks. uneven: for bounds: NCCL's sums in
-    two levels may have other numbers of ranks in each cluster. on_best_fabrics: a question "what if": every
+    a hierarchical all-reduce may have other numbers of ranks in each cluster. on_best_fabrics: a
+    question "what if": every
     group uses the slowest of its nodes' own best fabrics, even if the nodes do not share that fabric.
     """
 
@@ -250,16 +251,18 @@ class Network:
             across=self.across(family.kinds),
         )
 
-    def message(self, edge: StageEdge, inside_bps: float = 0.0, crossing: float = 0) -> Load:
+    def message(
+        self, stage_link: StageMessages, inside_bps: float = 0.0, crossing: float = 0
+    ) -> Load:
         """From a stage to another. crossing: pipelines that cross at once, if not this kind's alone."""
-        if edge.local:
+        if stage_link.local:
             return Load(inside_bps=inside_bps)
-        fabric = self.fabric(edge.kinds)
-        pair = self.cluster(edge.kinds[0]), self.cluster(edge.kinds[1])
-        flows = {pair: crossing or edge.count} if pair[0] != pair[1] else {}
+        fabric = self.fabric(stage_link.kinds)
+        pair = self.cluster(stage_link.kinds[0]), self.cluster(stage_link.kinds[1])
+        flows = {pair: crossing or stage_link.count} if pair[0] != pair[1] else {}
         nics = (
-            ((edge.sender, fabric.name, "out"), edge.leaving),
-            ((edge.receiver, fabric.name, "in"), edge.reaching),
+            ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
+            ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),
         )
         longer_s = self.longer_s(fabric, pair) if flows else 0.0
         return Load(
@@ -268,12 +271,15 @@ class Network:
             self.line(fabric),
             longer_s=longer_s,
             across=bool(flows),
-            senders=edge.count,
+            senders=stage_link.count,
         )
 
-    def pairwise(self, edge: StageEdge, inside_bps: float = 0.0) -> Load:
+    def pairwise(self, stage_link: StageMessages, inside_bps: float = 0.0) -> Load:
         """An all-reduce between two ranks on these nodes."""
-        there, back = self.message(edge, inside_bps), self.message(edge.turned, inside_bps)
+        there, back = (
+            self.message(stage_link, inside_bps),
+            self.message(stage_link.turned, inside_bps),
+        )
         if there.fabric is None:
             return there
         hops: dict[Hop, float] = {}
@@ -288,7 +294,7 @@ class Network:
             part=0.5,
             ring=True,
             longer_s=2 * there.longer_s,
-            senders=2 * edge.count,
+            senders=2 * stage_link.count,
         )
 
     def both_ways(
@@ -311,7 +317,7 @@ class Network:
         ]
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
-    def straddles(self, kinds: frozenset[int]) -> bool:
+    def spans_networks(self, kinds: frozenset[int]) -> bool:
         """Whether they have Ethernet alone in common, though one of them has a better home."""
         if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
             return False

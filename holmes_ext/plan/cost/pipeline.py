@@ -9,7 +9,7 @@
     breadth-first  F F F F B B B B, chunk by     Lamy-Poirier 2022 (arXiv 2211.05953): a chunk's gradients are
                    chunk                         final long before those of the first
 
-All in seconds, tuples by stage; transfer: of one activation over each edge, as of its gradient.
+All in seconds, tuples by stage; transfer: of one activation over each stage link, as of its gradient.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from functools import lru_cache
 from math import ceil, inf
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.passes import passes
+from holmes_ext.plan.schedule import passes
 
 Seconds = Sequence[float]
-#: Part of a stage's forward and backward that an edge may take unhidden: what holmes's own sends cost is
+#: Part of a stage's forward and backward that a stage link may take unhidden: what holmes's own sends cost is
 #: about as much.
 SMALL = 0.01
 #: A step of so many times the micro-batches in flight settles at the slowest stage's pace; more in flight
@@ -48,14 +48,17 @@ def in_flight(
     most: Sequence[float] = (),
     pace_s: float = 0.0,
 ) -> tuple[int, ...]:
-    """Micro-batches that each stage must have begun and not ended, at most, so that no edge is waited for.
+    """Micro-batches that each stage must have begun and not ended, at most, so that no stage link is
+    waited for.
 
     With k[s] of them a stage's backward of m follows its forward of m + k[s] - 1. So a micro-batch goes from
     stage s to t, there the backward of an earlier one follows, comes back, and s goes on k[s] - k[t] + 1
-    micro-batches later: that many paces must be as long as the busy seconds of s..t and the edges between,
-    there and back. The pace is that of the slowest stage, or edge: load is the part of transfer in which an
-    edge carries nothing else (not its latency). Free edges and equal stages: 1F1B's p - s, which is the least
-    of all. A fiftieth of a pass more is none.
+    micro-batches later: that many paces must be as long as the busy seconds of s..t and the stage
+    links between,
+    there and back. The pace is that of the slowest stage, or stage link: load is the part of transfer
+    in which an
+    stage link carries nothing else (not its latency). Free stage links and equal stages: 1F1B's p - s,
+    which is the least of all. A fiftieth of a pass more is none.
 
     most: of each stage, as many as its memory holds. Where they are fewer, the least pace is taken that needs
     no more than those; 1F1B's own are the framework's to fit. pace_s: of stages that may take longer, instead
@@ -110,14 +113,14 @@ def both_ways(
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """`transfer` and `load` where stages first..final of `nics` send to both sides through one NIC, and that
     takes longer than the slowest stage is busy: it carries both for each micro-batch, so nearly every message
-    meets one of the other edge and takes longer by the shorter of both. (The longer one may be limited by a
-    link, not by the NIC.)"""
+    meets one of the other stage link and takes longer by the shorter of both. (The longer one may be
+    limited by a link, not by the NIC.)"""
     seconds, loads = list(transfer), list(load)
     for first, final in nics:
         shared = min(load[first - 1], load[final])
-        for edge in (first - 1, final) if 2 * shared > busy_s else ():
-            seconds[edge] = max(seconds[edge], transfer[edge] + shared)
-            loads[edge] = max(loads[edge], 2 * shared)
+        for stage_link in (first - 1, final) if 2 * shared > busy_s else ():
+            seconds[stage_link] = max(seconds[stage_link], transfer[stage_link] + shared)
+            loads[stage_link] = max(loads[stage_link], 2 * shared)
     return tuple(seconds), tuple(loads)
 
 
@@ -129,7 +132,7 @@ def schedule(
     load: tuple[float, ...] = (),
     most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """quickest_in_flight's; () where the framework's own schedule is as fast and edges take little."""
+    """quickest_in_flight's; () where the framework's own schedule is as fast and stage links take little."""
     result = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
         return result
@@ -164,7 +167,7 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
         total, count = busy[-1], 1
         for stage in reversed(range(len(busy) - 1)):
             hop = 2 * transfer[stage]
-            # the run from the next stage on is slower than the pace, with its edge
+            # the run from the next stage on is slower than the pace, with its stage link
             onward = total + hop > best * count
             total, count = (total + hop + busy[stage], count + 1) if onward else (busy[stage], 1)
             top = max(top, total / count)
@@ -184,9 +187,10 @@ def formula_ends(
     nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
     """When each stage ends its last backward: the first micro-batch goes down and back, the others follow at
-    the pace, the last backward runs up. Exact for equal stages and free edges, (m + p - 1)(f + b); else up to
-    20 % too long. hidden: load of each edge (in_flight) where enough micro-batches are in flight to hide
-    them. virtual, load_s: as in StageCosts; nics: as in walked_ends."""
+    the pace, the last backward runs up. Exact for equal stages and free stage links, (m + p - 1)(f +
+    b); else up to
+    20 % too long. hidden: load of each stage link (in_flight) where enough micro-batches are in flight
+    to hide them. virtual, load_s: as in StageCosts; nics: as in walked_ends."""
     busy = [f + b for f, b in zip(forward, backward)]
     hops = 2 * sum(transfer)
     if hidden is not None:
@@ -196,8 +200,8 @@ def formula_ends(
         ends = [sum(busy) + hops + (micro_batches - 1) * pace(busy, transfer)]
     else:
         ends = [sum(busy) / virtual + hops + (micro_batches - 1 / virtual) * max(*busy, load_s)]
-    for stage, edge in enumerate(transfer):
-        ends.append(ends[-1] - backward[stage] / virtual - edge)
+    for stage, stage_link in enumerate(transfer):
+        ends.append(ends[-1] - backward[stage] / virtual - stage_link)
     return ends
 
 
@@ -212,8 +216,8 @@ def walked_ends(
 ) -> list[float]:
     """The same pass by pass, one chunk a stage: each after the one before it on its stage and what it needs
     of its neighbour. in_flight: micro-batches by stage, if not 1F1B's; load: part of transfer in which
-    an edge carries nothing else, () where sends block; nics: first and last stage of those that send to both
-    neighbours through one NIC."""
+    a stage link carries nothing else, () where sends block; nics: first and last stage of those that
+    send to both neighbours through one NIC."""
     last = len(forward) - 1
     ahead, load = in_flight or range(last + 1, 0, -1), load or (0.0,) * last
     orders = [
@@ -233,9 +237,11 @@ def walked_ends(
                         break
                     ready = left[kind][neighbour][micro_batch] + transfer[min(stage, neighbour)]
                 clock[stage] = max(clock[stage], ready) + seconds
-                edge = stage if kind == "F" else stage - 1
+                stage_link = stage if kind == "F" else stage - 1
                 free = (
-                    left[kind][stage][-1] + load[edge] if micro_batch and 0 <= edge < last else 0.0
+                    left[kind][stage][-1] + load[stage_link]
+                    if micro_batch and 0 <= stage_link < last
+                    else 0.0
                 )
                 left[kind][stage].append(max(clock[stage], free))
                 place[stage] += 1
@@ -260,8 +266,8 @@ def _sent_s(
 ) -> float:
     """When stage first - 1 has ended its last backward, at the earliest, where stages first..final send and
     receive everything through one NIC, from the first activation to the last gradient."""
-    before, edge = first - 1, transfer[first - 1]
-    sends = sum(forward[: final + 1]) + sum(transfer[:final]) + edge - load[before]
+    before, stage_link = first - 1, transfer[first - 1]
+    sends = sum(forward[: final + 1]) + sum(transfer[:final]) + stage_link - load[before]
     receives = (
         sum(forward[:first])
         + sum(transfer[:before])
@@ -269,7 +275,7 @@ def _sent_s(
         - load[final]
         + sum(backward[first : final + 1])
         + sum(transfer[first:final])
-        + edge
+        + stage_link
     )
     return micro_batches * (load[before] + load[final]) + max(sends, receives) + backward[before]
 
@@ -277,7 +283,8 @@ def _sent_s(
 @dataclass(frozen=True)
 class Estimate:
     """One step; tuples by stage. compute_s: all micro-batches. transfer_s: one activation to the next stage,
-    by edge. reduction_s: all of it; exposed_s: what is left after the stage's last backward, with a tied
+    by stage link. reduction_s: all of it; exposed_s: what is left after the stage's last backward,
+    with a tied
     embedding's all-reduce. end_s: when the stage has ended all. stage_layers, memory_bytes, fits, in_flight
     (of each stage): where layers were given to stages (plan/cost/stages.py)."""
 

@@ -21,18 +21,18 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
 from holmes_ext.plan.cost.reductions import (
     NONE,
+    Hierarchical,
     PricedReduction,
     Sharded,
-    TwoLevels,
     by_pairs,
-    in_two_levels,
+    hierarchical,
     inside_clusters,
+    is_hierarchical,
     owners,
     twins,
-    two_levels,
 )
 from holmes_ext.plan.cost.stages import RankModel, Row, StageCosts, estimate
-from holmes_ext.plan.engine import FLAT, TWO_LEVEL, Rules
+from holmes_ext.plan.engine import FLAT, HIERARCHICAL, Rules
 from holmes_ext.plan.placement import Content, Fold, GroupFamily, Placement
 from holmes_ext.plan.sizes import INSIDE
 
@@ -48,7 +48,7 @@ class Sums:
     family: GroupFamily
     flat: PricedReduction
     #: None: they cannot.
-    both: TwoLevels | None
+    both: Hierarchical | None
     #: Groups that share what lies between clusters.
     crossing: float
 
@@ -56,14 +56,14 @@ class Sums:
 class StageSums:
     """Of one job on one network, for any placement of the same sizes; what was worked out is kept.
     on_best_fabrics: a kind of group, such as "data", that is priced by Network.on_best_fabrics: what would a
-    step take if none of these groups straddled; "": no kind."""
+    step take if none of these groups spanned; "": no kind."""
 
     def __init__(
         self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
     ):
         self.network, self.job, self.rules = network, job, rules
         self.stock = network.only is not None
-        self.hide_edges = rules.hide_edges and not self.stock and rules.virtual == 1
+        self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
         self.known: dict[Hashable, Any] = {}
         #: By kind of group.
         self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
@@ -102,7 +102,8 @@ class StageSums:
         return self.remember(what, key, lambda: make(*folded()))
 
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
-        """Where the groups of these stages, and the edges between them, are found; their numbers there."""
+        """Where the groups of these stages, and the stage links between them, are found; their numbers
+        there."""
         return self._stages(placement, *stages)[1]()
 
     def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
@@ -117,7 +118,7 @@ class StageSums:
         """Of each stage: the slowest of its groups."""
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
         names = {(priced.name, len(content)) for priced, content in zip(result, placement.stages)}
-        if self.rules.alike and len(names) > 1 and any(name == TWO_LEVEL for name, _ in names):
+        if self.rules.alike and len(names) > 1 and any(name == HIERARCHICAL for name, _ in names):
             flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
@@ -133,13 +134,13 @@ class StageSums:
                 for group in every
                 if group.both is not None or self.network.across(group.family.kinds)
             ]
-            twice = bool(across) and all(self._in_two_levels(group, size) for group in across)
+            twice = bool(across) and all(self._is_hierarchical(group, size) for group in across)
             chosen = [self._chosen(group, twice) for group in every]
             return max(chosen, key=lambda group: group.seconds(size))
 
         return self.remember("reduction", (key, self._together(placement, stage)), slowest)
 
-    def _in_two_levels(self, sums: Sums, size: float) -> bool:
+    def _is_hierarchical(self, sums: Sums, size: float) -> bool:
         if sums.both is None:
             return False
         return FLAT not in self.rules.reductions or sums.both.seconds(size) < sums.flat.seconds(
@@ -178,10 +179,10 @@ class StageSums:
         network, rules = self.groups["data"], self.rules
         link, both = self.link_bps(family.kinds), None
         load = network.ring(family, crossing, link)
-        if not self.stock and rules.zero < 2 and TWO_LEVEL in rules.reductions:
+        if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
             how = rules.direct, crossing, rules.compress, link
             size = self.job.total_bytes / pipeline
-            both = two_levels(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
+            both = hierarchical(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
         return Sums(
             family, PricedReduction(load, FLAT if family.nodes > 1 else "local"), both, crossing
         )
@@ -221,10 +222,12 @@ class Prices(StageSums):
             key = key, id(priced), sharded
             rows.append(self.remember("layers", key, partial(self._layers, fold, priced, sharded)))
         forward, backward, reduction, weights = zip(*rows)
-        edges, size = self.edges(placement), job.block.activation_bytes
-        seconds = [edge.seconds(size) for edge in (*edges, FREE)]
+        stage_links, size = self.stage_links(placement), job.block.activation_bytes
+        seconds = [stage_link.seconds(size) for stage_link in (*stage_links, FREE)]
         ends = (0.0,) * bool(job.after)
-        transfer = tuple((edge,) * (len(job.layers) - len(ends)) + ends for edge in seconds)
+        transfer = tuple(
+            (stage_link,) * (len(job.layers) - len(ends)) + ends for stage_link in seconds
+        )
         places = [
             self.remember("place", content, partial(self._place, content)) for content in contents
         ]
@@ -245,12 +248,12 @@ class Prices(StageSums):
             repeats=job.repeats,
             working_bytes=job.working_bytes,
             virtual=rules.virtual,
-            load_s=self._load_s(placement, edges) if rules.virtual > 1 else 0.0,
+            load_s=self._load_s(placement, stage_links) if rules.virtual > 1 else 0.0,
             places=tuple(place for place, _ in places),
-            hidden=tuple(edge.byte_s * size for edge in edges)
-            if self.hide_edges and edges
+            hidden=tuple(stage_link.byte_s * size for stage_link in stage_links)
+            if self.hide_stage_links and stage_links
             else None,
-            nics=self.nics(placement) if self.hide_edges else (),
+            nics=self.nics(placement) if self.hide_stage_links else (),
             weights_s=weights,
         )
 
@@ -314,40 +317,43 @@ class Prices(StageSums):
             seconds.append(load.price.seconds(size))
         return max(seconds)
 
-    def edges(self, placement: Placement) -> list[Price]:
+    def stage_links(self, placement: Placement) -> list[Price]:
         """Of an activation, from each stage to the next."""
         return [
-            self.edge(placement, stage, stage + 1) for stage in range(placement.sizes.pipeline - 1)
+            self.stage_link(placement, stage, stage + 1)
+            for stage in range(placement.sizes.pipeline - 1)
         ]
 
-    def edge(self, placement: Placement, stage: int, other: int) -> Price:
+    def stage_link(self, placement: Placement, stage: int, other: int) -> Price:
         """Until the slowest pair of ranks has its activation across."""
-        return self._on_stages("edge", self._edge, placement, stage, other)
+        return self._on_stages("stage_link", self._stage_link, placement, stage, other)
 
-    def _edge(self, fold: Fold, stages: tuple[int, ...]) -> Price:
+    def _stage_link(self, fold: Fold, stages: tuple[int, ...]) -> Price:
         """What each kind of pipeline's message takes is worked out once for all jobs."""
         sender, receiver = stages
         slices, size = self.slices(fold.of), self.job.block.activation_bytes
-        share = 1.0 if self.stock else self.job.narrowed(self.rules.narrow)
+        share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
         def prices() -> list[Price]:
             crossing: Counter[tuple[int, int]] = Counter()
-            edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
-            for edge in edges:
-                crossing[edge.kinds] += edge.count
-            links = [self.link_bps(edge.kinds) for edge in edges]
+            stage_links = fold.stage_links(
+                sender, receiver, lambda kinds: self.network.fabric(kinds).name
+            )
+            for stage_link in stage_links:
+                crossing[stage_link.kinds] += stage_link.count
+            links = [self.link_bps(stage_link.kinds) for stage_link in stage_links]
             loads = [
-                self.network.message(edge, link, crossing[edge.kinds])
-                for edge, link in zip(edges, links)
+                self.network.message(stage_link, link, crossing[stage_link.kinds])
+                for stage_link, link in zip(stage_links, links)
             ]
             return [_cut(load, link, slices, share) for load, link in zip(loads, links)]
 
-        key = "edge", id(fold), stages, slices, share, id(self.job.gpus)
+        key = "stage_link", id(fold), stages, slices, share, id(self.job.gpus)
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
 
     def nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """StageCosts.nics: (first, last) of neighbouring stages on the same nodes, where the edges before and
-        after them are on one network."""
+        """StageCosts.nics: (first, last) of neighbouring stages on the same nodes, where the stage
+        links before and after them are on one network."""
         last, ranges, first = placement.sizes.pipeline - 1, [], 0
         fabrics = [
             self._on_stages("fabrics", self._fabrics, placement, stage, stage + 1)
@@ -362,8 +368,13 @@ class Prices(StageSums):
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
         """Fabrics that carry a stage's messages to the next one; "" inside nodes."""
         sender, receiver = stages
-        edges = fold.edges(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
-        return {"" if edge.local else self.network.fabric(edge.kinds).name for edge in edges}
+        stage_links = fold.stage_links(
+            sender, receiver, lambda kinds: self.network.fabric(kinds).name
+        )
+        return {
+            "" if stage_link.local else self.network.fabric(stage_link.kinds).name
+            for stage_link in stage_links
+        }
 
     def slices(self, placement: Placement) -> int:
         """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py); 1 where receivers
@@ -388,19 +399,21 @@ class Prices(StageSums):
         return self._on_stages("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
-        """Of each kind of pipeline: by pairs, or in two levels where that is faster."""
+        """Of each kind of pipeline: by pairs, or hierarchically where that is faster."""
         size, result = self.job.tied_bytes, []
         for kind in range(len(fold.kinds)):
-            pairs, two_level = self.tied_of(fold, kind, alone=False)
+            pairs, hierarchical = self.tied_of(fold, kind, alone=False)
             result.append(
-                two_level if two_level and two_level.seconds(size) < pairs.seconds(size) else pairs
+                hierarchical
+                if hierarchical and hierarchical.seconds(size) < pairs.seconds(size)
+                else pairs
             )
         return result
 
     def tied_of(
         self, fold: Fold, kind: int, alone: bool
-    ) -> tuple[PricedReduction, TwoLevels | None]:
-        """By pairs, and in two levels where that is possible; alone: the others being still."""
+    ) -> tuple[PricedReduction, Hierarchical | None]:
+        """By pairs, and hierarchically where that is possible; alone: the others being still."""
         kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
         pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
         if self.stock or not self.rules.tied:
@@ -410,10 +423,10 @@ class Prices(StageSums):
                 groups = 0 if alone else family.count
                 size, direct = self.job.tied_bytes, self.rules.direct
                 link = self.link_bps(family.kinds)
-                return pairs, in_two_levels(self.network, family, size, direct, groups, link)
+                return pairs, is_hierarchical(self.network, family, size, direct, groups, link)
         return pairs, None
 
-    def _load_s(self, placement: Placement, edges: Sequence[Price]) -> float:
+    def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
         """Seconds that a stage's NIC sends for a micro-batch of all chunks: v activations down, v gradients
         up, at the ends v - 1 around; inside a cluster and across it is another NIC."""
         v, size, last = (
@@ -423,25 +436,25 @@ class Prices(StageSums):
         )
         on = [{self.network.cluster(kind) for kind, _ in content} for content in placement.stages]
         loads = [{True: 0.0, False: 0.0} for _ in on]
-        for stage, edge in enumerate(edges):
+        for stage, stage_link in enumerate(stage_links):
             across = len(on[stage] | on[stage + 1]) > 1
-            loads[stage][across] += v * edge.seconds(size)
-            loads[stage + 1][across] += v * edge.seconds(size)
-        around = self.edge(placement, last, 0).seconds(size) if last else 0.0
+            loads[stage][across] += v * stage_link.seconds(size)
+            loads[stage + 1][across] += v * stage_link.seconds(size)
+        around = self.stage_link(placement, last, 0).seconds(size) if last else 0.0
         for load in (loads[0], loads[-1]):
             load[len(on[0] | on[-1]) > 1] += (v - 1) * around
         return max(max(load.values()) for load in loads)
 
-    def straddles(self, placement: Placement) -> bool:
+    def spans_networks(self, placement: Placement) -> bool:
         """Whether groups are left to Ethernet though a member has a better fabric."""
         return any(
-            self._on_stages("straddles", self._straddles, placement, stage)
+            self._on_stages("spans_networks", self._spans_networks, placement, stage)
             for stage in range(placement.sizes.pipeline)
         )
 
-    def _straddles(self, fold: Fold, stages: tuple[int, ...]) -> bool:
+    def _spans_networks(self, fold: Fold, stages: tuple[int, ...]) -> bool:
         families = (family for kind in INSIDE for family in fold.families(stages[0], kind))
-        return any(self.network.straddles(family.kinds) for family in families)
+        return any(self.network.spans_networks(family.kinds) for family in families)
 
 
 def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:

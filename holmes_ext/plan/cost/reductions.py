@@ -4,17 +4,17 @@ A reduction is made for one family of groups (plan/placement.py): its prices whe
 for the simulation.
 
     PricedReduction   one ring over all ranks of a group
-    TwoLevels         a sum inside every cluster, across them, and inside again
+    Hierarchical         a sum inside every cluster, across them, and inside again
     Sharded           gradients, weights or optimizer sharded over a data-parallel group (ZeRO, FSDP)
     by_pairs, ...     the gradient of a weight that the first and the last stage share
 
-Two levels. What crosses is a sum of a whole cluster:
+A hierarchical all-reduce. What crosses is a sum of a whole cluster:
 
     chunk 0   inside | there | back | inside          chunks follow each other, so the slower level is
     chunk 1            inside | there | back | ...    always busy
 
-The steps inside clusters are rings (NCCL, runtime/reduce/two_level_nccl.py), or `direct`: every rank sends
-each other its block (gloo, two_level.py). NCCL's need as many ranks in each cluster.
+The steps inside clusters are rings (NCCL, runtime/reduce/hierarchical_nccl.py), or `direct`: every rank sends
+each other its block (gloo, hierarchical.py). NCCL's need as many ranks in each cluster.
 
 Sharded:
 
@@ -29,7 +29,7 @@ With prefetch the next layer's weights, and the last one's gradients, travel whi
 A tied weight's gradient:
 
     pairs        every rank of the first stage all-reduces the whole gradient with its twin of the last
-    two levels   the sum over all ranks of both stages, each in a cluster of
+    a hierarchical all-reduce   the sum over all ranks of both stages, each in a cluster of
                  its own: it crosses once for a stage (runtime/reduce/tied.py)
 """
 
@@ -106,10 +106,10 @@ MOST_STREAMS, STREAM_SHARE = 8, 0.8
 
 
 @dataclass(frozen=True)
-class TwoLevels(PricedReduction):
+class Hierarchical(PricedReduction):
     """insides: of each cluster, one of the two steps there; there, back: across."""
 
-    name: str = "two-level"
+    name: str = "hierarchical"
     insides: tuple[Load, ...] = ()
     there: Load = Load()
     back: Load = Load()
@@ -173,7 +173,7 @@ class TwoLevels(PricedReduction):
         alone = Price(byte_s, self.inside.latency_s + self.across.latency_s)
         return (alone + self.gather).seconds(size)
 
-    def sized(self, size: float) -> TwoLevels:
+    def sized(self, size: float) -> Hierarchical:
         """With chunks that suit so many bytes: small ones fill the levels, large ones outlast latency."""
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self
@@ -233,7 +233,7 @@ class TwoLevels(PricedReduction):
         return 2 * slower[-1] if slower else 0
 
 
-def two_levels(
+def hierarchical(
     network: Network,
     family: GroupFamily,
     size: float,
@@ -243,18 +243,18 @@ def two_levels(
     inside_bps: float = 0.0,
     spread: bool = True,
     chunk_bytes: int = 0,
-) -> TwoLevels | None:
+) -> Hierarchical | None:
     """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
 
     direct: gloo's; groups: as of Network.ring; inside_bps: of the GPUs of a node; spread: only where some
     cluster has two nodes, else every rank sends across what it has anyhow; chunk_bytes: 0 for what suits.
     """
     known = family, direct, groups, compress, inside_bps, spread, chunk_bytes
-    key = "two levels", known, size if network.wan else 0.0
-    return network.remember(key, lambda: _two_levels(network, size, *known))
+    key = "a hierarchical all-reduce", known, size if network.wan else 0.0
+    return network.remember(key, lambda: _hierarchical(network, size, *known))
 
 
-def _two_levels(
+def _hierarchical(
     network: Network,
     size: float,
     family: GroupFamily,
@@ -264,7 +264,7 @@ def _two_levels(
     inside_bps: float,
     spread: bool,
     given_bytes: int,
-) -> TwoLevels | None:
+) -> Hierarchical | None:
     clusters: dict[str, list[GroupPart]] = {}
     for part in family.parts:
         clusters.setdefault(network.cluster(part.kind), []).append(part)
@@ -302,7 +302,7 @@ def _two_levels(
         def way_s(pair: Pair) -> float:
             return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
 
-        levels = TwoLevels(
+        levels = Hierarchical(
             insides=insides,
             there=there,
             back=back,
@@ -539,18 +539,18 @@ def by_pairs(
     network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
 ) -> PricedReduction:
     """Of one kind of pipeline."""
-    edge = fold.edge(pipeline, 0, fold.stages[-1])
-    return PricedReduction(network.pairwise(edge, inside_bps), "pairs")
+    stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])
+    return PricedReduction(network.pairwise(stage_link, inside_bps), "pairs")
 
 
-def in_two_levels(
+def is_hierarchical(
     network: Network,
     both: GroupFamily,
     size: float,
     direct: bool,
     groups: float,
     inside_bps: float = 0.0,
-) -> TwoLevels | None:
+) -> Hierarchical | None:
     """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
     clusters = [network.cluster(kind) for kind, _ in both.ring]
     first = sum(
@@ -560,4 +560,4 @@ def in_two_levels(
     apart = 2 * first == both.ranks and borders == 1
     if network.only is not None or both.ranks == 2 or not apart:
         return None
-    return two_levels(network, both, size, direct, groups, "off", inside_bps, spread=False)
+    return hierarchical(network, both, size, direct, groups, "off", inside_bps, spread=False)

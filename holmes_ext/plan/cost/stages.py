@@ -23,14 +23,14 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
 #: Of a number that is rounded (runtime/groups/wire.py); int8 has a scale for each row besides.
-NARROW_BYTES = {"bf16": 2, "int8": 1}
+COMPRESSED_BYTES = {"bf16": 2, "int8": 1}
 #: (embedding, block, output), and what recomputation works on.
 Kinds = tuple[tuple[Layer, Layer, Layer], float]
 
 
-def narrowed(narrow: str, width: int) -> float:
+def compressed_share(compression: str, width: int) -> float:
     """What of an activation's bytes is left when it is rounded so; never more. width: of a number of it."""
-    return min(1.0, NARROW_BYTES.get(narrow, inf) / width)
+    return min(1.0, COMPRESSED_BYTES.get(compression, inf) / width)
 
 
 def kinds_of(model: Model, sizes: Sizes) -> Kinds:
@@ -140,8 +140,8 @@ class RankModel:
         """Of all gradients, on all stages of a pipeline."""
         return sum(count * size for count, size in zip(self.repeats, self.reduced_bytes))
 
-    def narrowed(self, narrow: str) -> float:
-        return narrowed(narrow, self.activation_width)
+    def compressed_share(self, compression: str) -> float:
+        return compressed_share(compression, self.activation_width)
 
     def gpu_of(self, cluster: str) -> Gpu:
         return self.gpus.get(cluster, self.gpu)
@@ -191,8 +191,10 @@ class StageCosts:
     load_s: float = 0.0
     #: [stage] its clusters.
     places: tuple[str, ...] = ()
-    #: [edge] the part of transfer_s in which it carries nothing else, where as many micro-batches are in
-    #: flight as hide the edges (plan/cost/pipeline.py, in_flight); None under the framework's own schedule.
+    #: [stage link] the part of transfer_s in which it carries nothing else, where as many
+    #: micro-batches are in
+    #: flight as hide the stage links (plan/cost/pipeline.py, in_flight); None under the framework's
+    #: own schedule.
     hidden: Row | None = None
     #: First and last stage of those that send to the stages before and after them through one NIC.
     nics: tuple[tuple[int, int], ...] = ()
@@ -346,19 +348,19 @@ class StageCosts:
             return ()
         loads = self.loads(stage_layers)
         busy_s, most = max(load.busy_s for load in loads), tuple(load.most for load in loads)
-        transfer, sent = both_ways(self.edges_s(stage_layers), self.hidden, self.nics, busy_s)
+        transfer, sent = both_ways(self.stage_links_s(stage_layers), self.hidden, self.nics, busy_s)
         return schedule(*passes_s(loads), transfer, self.micro_batches, sent, most)
 
-    def edges_s(self, stage_layers: Sequence[int]) -> Row:
-        """Of an activation over each edge, with so many blocks on each stage."""
+    def stage_links_s(self, stage_layers: Sequence[int]) -> Row:
+        """Of an activation over each stage link, with so many blocks on each stage."""
         return tuple(
             row[high - 1] for row, (_, high) in zip(self.transfer, self.ranges(stage_layers)[:-1])
         )
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """Pass by pass (one chunk a stage), with as many micro-batches in flight as hide the edges and fit the
-    memory, or as asked for."""
+    """Pass by pass (one chunk a stage), with as many micro-batches in flight as hide the stage links
+    and fit the memory, or as asked for."""
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
     load, nics = (costs.hidden or (), costs.nics) if in_flight else ((), ())
     step = estimate(
@@ -397,7 +399,7 @@ def estimate(
     forward, backward, transfer = (
         total("forward_s"),
         total("backward_s"),
-        costs.edges_s(stage_layers),
+        costs.stage_links_s(stage_layers),
     )
     end = ends(forward, backward, transfer, costs.micro_batches)
     exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]

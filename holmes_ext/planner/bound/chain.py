@@ -33,7 +33,7 @@ class ChainBound(StepLowerBound):
     def _chain_of(self, step_s: float, rest_s: float, limit_s: float) -> tuple[int, ...]:
         """The same within one of _levels. From the last stage up, for each number of layers that the stages
         below hold, the least moment at which the last backward of a stage can end: after its own passes, or
-        that of the next stage and the edge between, or once that one's NIC has sent all."""
+        that of the next stage and the stage link between, or once that one's NIC has sent all."""
         if (most := self._room(step_s, rest_s, limit_s)) is None:
             return ()
         ends, choices, over = {0: 0.0}, [], sum(most)
@@ -57,10 +57,15 @@ class ChainBound(StepLowerBound):
         hold."""
         f, b, extra_b = self.forward[stage], self.backward[stage], self.extra_backward[stage]
         last = stage == self.count - 1
-        edge = 0.0 if last else self.edges[stage]
+        stage_link = 0.0 if last else self.stage_links[stage]
         slope = self.more_down[stage] if stage else 0.0
         fixed, sent = self.down[stage] + self.there[stage], self.m * self.sent[stage]
-        down = fixed + self.extra_forward[stage] + sent - (self.edges[stage - 1] if stage else 0.0)
+        down = (
+            fixed
+            + self.extra_forward[stage]
+            + sent
+            - (self.stage_links[stage - 1] if stage else 0.0)
+        )
         passes = [self._passes(stage, layers) for layers in range(most + 1)]
         after = [self._left(stage, layers, rest_s) for layers in range(most + 1)]
         result: dict[int, tuple[float, int, int]] = {}
@@ -75,10 +80,10 @@ class ChainBound(StepLowerBound):
                     + fixed
                     + more
                 )
-                before = self.flowed[stage] if last else end + edge + extra_b
+                before = self.flowed[stage] if last else end + stage_link + extra_b
                 moment = max(moment, before + b * n)
                 if moment + after[n] <= step_s:
-                    if sent:  # its NIC is done, an edge before
+                    if sent:  # its NIC is done, a stage link before
                         moment = max(moment, down + f * n + more)
                     if held + n not in result or moment < result[held + n][0]:
                         result[held + n] = moment, n, held

@@ -1,7 +1,8 @@
 """What no simulated step of an interleaved schedule beats (least.py has 1F1B): moments before which nothing
 of a stage can be over. All chunks have the same number of layers, so there is one split.
 
-f, b: a pass of a chunk; x: an edge; y: in which one message flows over it; N = v m: passes of a kind; u_s:
+f, b: a pass of a chunk; x: a stage link; y: in which one message flows over it; N = v m: passes of a
+kind; u_s:
 forward passes of a stage before its first backward (cost/pipeline.py's passes), so r_s = u_s + 1 backward
 passes come after its last forward. The first backward is that of the first micro-batch's last chunk
 
@@ -31,14 +32,14 @@ from holmes_ext.planner.bound.stages import Stages
 
 def interleaved_s(bounds: Stages) -> float:
     """Seconds that the simulated step takes at least."""
-    v, m, count, edges = bounds.run.virtual, bounds.m, bounds.count, bounds.edges
+    v, m, count, stage_links = bounds.run.virtual, bounds.m, bounds.count, bounds.stage_links
     n, total, stages = bounds.layers // count, v * m, range(count)
     forward, backward = (
         [n * seconds / v for seconds in row] for row in (bounds.forward, bounds.backward)
     )
     first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
     turns = (
-        v * sum(edges) + (v - 1) * bounds.around.all_s
+        v * sum(stage_links) + (v - 1) * bounds.around.all_s
     )  # of one micro-batch from stage to stage, one way
     begun = [
         min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total
@@ -48,14 +49,18 @@ def interleaved_s(bounds: Stages) -> float:
         min(passes + 1, total) for passes in begun
     ]  # r_s: backward passes after the last forward
     begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
-    turn_f, turn_b = (sum(row) + sum(edges) + bounds.around.all_s for row in (forward, backward))
+    turn_f, turn_b = (
+        sum(row) + sum(stage_links) + bounds.around.all_s for row in (forward, backward)
+    )
 
     def behind(turn_s: float, each_s: float, turns: int = v - 1) -> float:
         """What waiting for so many turns adds to passes, or messages, that take each_s."""
         return turns * max(0.0, turn_s - count * each_s)
 
     for stage in stages[1:]:
-        begin.append(begin[-1] + forward[stage - 1] + edges[stage - 1] + first_f * (stage == 1))
+        begin.append(
+            begin[-1] + forward[stage - 1] + stage_links[stage - 1] + first_f * (stage == 1)
+        )
     through = (
         v * sum(forward) + first_f + last_f + turns
     )  # the first micro-batch, and back to a stage
@@ -66,8 +71,8 @@ def interleaved_s(bounds: Stages) -> float:
         back[stage] = max(through, begin[stage] + max(passes_s, messages_s))
         if stage < count - 1:
             below = backward[stage + 1] + bounds.extra_backward[-1] * (stage == count - 2)
-            back[stage] = max(back[stage], back[stage + 1] + below + edges[stage])
-        through += backward[stage] + (edges[stage - 1] if stage else 0.0)
+            back[stage] = max(back[stage], back[stage + 1] + below + stage_links[stage])
+        through += backward[stage] + (stage_links[stage - 1] if stage else 0.0)
         through += bounds.extra_backward[-1] * (stage == count - 1)
     for stage in stages:
         flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
@@ -81,15 +86,15 @@ def interleaved_s(bounds: Stages) -> float:
             moments.append(back[stage] + (total - begun[stage] - 1) * pair_s)
         if stage:
             moments.append(
-                last[stage - 1] + edges[stage - 1] + forward_s + last_f * (stage == count - 1)
+                last[stage - 1] + stage_links[stage - 1] + forward_s + last_f * (stage == count - 1)
             )
         last[stage] = max(moments)
     # the last one's way back
-    through = last[-1] + (v - 1) * (sum(backward) + sum(edges) + bounds.around.all_s)
+    through = last[-1] + (v - 1) * (sum(backward) + sum(stage_links) + bounds.around.all_s)
     for stage in reversed(stages):
         backward_s = backward[stage]
         through += backward_s + bounds.extra_backward[stage]
-        through += edges[stage] if stage < count - 1 else 0.0
+        through += stage_links[stage] if stage < count - 1 else 0.0
         moments = [
             through,
             last[stage] + closing[stage] * backward_s,
@@ -99,7 +104,7 @@ def interleaved_s(bounds: Stages) -> float:
             below, flow = backward[stage + 1], bounds.flow[stage]
             moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + backward_s)
             moments += [
-                end[stage + 1] + edges[stage] + backward_s,
+                end[stage + 1] + stage_links[stage] + backward_s,
                 last[stage + 1] + below + closing[stage + 1] * flow + backward_s,
                 begin[stage + 1] + forward[stage + 1] + total * bounds.sent[stage + 1] + backward_s,
             ]

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from holmes_ext.cluster.wan import Hop
 from holmes_ext.plan.cost.network import Load
-from holmes_ext.plan.cost.reductions import TwoLevels
+from holmes_ext.plan.cost.reductions import Hierarchical
 from holmes_ext.planner.bound.stages import Stages
 
 #: Of as much as the first stage's reduction gets, what another gets at least: its chunks wait for each other.
@@ -90,7 +90,7 @@ def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
     part, byte_s = stages.part, defaultdict[Hop, float](float)
     reduction, _ = stages.reduction(stage)
     loads: tuple[Load, ...] = (reduction.load,)
-    if isinstance(reduction, TwoLevels):
+    if isinstance(reduction, Hierarchical):
         if stages.run.direct:
             return {}  # by a route that suits what the stage has
         loads, part = (reduction.there, reduction.back), part * reduction.share

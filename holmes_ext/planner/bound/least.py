@@ -1,7 +1,8 @@
 """What no simulated step of a placement beats, however its layers are split over the stages: the bound that a
 search by simulated time rests on.
 
-f, b: forward and backward of a micro-batch on one stage, w both; x: an edge there, x' as far as it holds up
+f, b: forward and backward of a micro-batch on one stage, w both; x: a stage link there, x' as far as
+it holds up
 who sends; u: micro-batches that a stage begins before its first backward, as the memory holds with its
 layers; m: all of them; D: sum below of (w + 2 x), a micro-batch's way on and back. Stage s takes at least
 
@@ -9,14 +10,15 @@ layers; m: all of them; D: sum below of (w + 2 x), a micro-batch's way on and ba
     its own passes                 m b + (m - u + 1) f + D, its first backward comes after that
     or, k rounds of u at the end   (m - k u + k) w + (k + 1) D: in each all go on and back; k = 1: the last
                                    ones
-    blocked, unless edges hide
+    blocked, unless stage links hide
     or nobody waits for sends      (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)        pairs of messages
     then one of                    up again: sum above (b + x), and what stage 0 does after it
                                    its reductions that its last backward does not hide, then (first and last
                                    stage) the tied embedding's, then the longest optimizer and gather of all
                                    stages (barrier)
 
-And whatever hides them, all activations flow over each edge, one after the other, between the first one's way
+And whatever hides them, all activations flow over each stage link, one after the other, between the
+first one's way
 there and the last one's way on and back. Then each stage does what it does after its last backward.
 
 Closer, for one split (chained): the last backward of s comes after that of the stage below, whose own passes
@@ -83,7 +85,7 @@ class StepLowerBound(Stages):
         """What the others take at least (one layer each) down to a stage, below it, above it; and a layer
         more."""
         count, m = self.count, self.m
-        self.there = [0.0, *accumulate(self.edges)]
+        self.there = [0.0, *accumulate(self.stage_links)]
         self.down = [0.0, *accumulate(map(sum, zip(self.forward, self.extra_forward)))]
         self.up = [0.0, *accumulate(map(sum, zip(self.backward, self.extra_backward)))]
         both = [0.0, *accumulate(map(sum, zip(self.each, self.extra)))]
@@ -169,7 +171,7 @@ class StepLowerBound(Stages):
     def _begun(self, stage: int, layers: int) -> int:
         """Micro-batches before the first backward, at most."""
         costs, begun = self.costs, self.ahead[stage]
-        if not self.async_edges or costs.room_bytes[stage] == inf:
+        if not self.async_stage_links or costs.room_bytes[stage] == inf:
             return begun
         ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
         kept = layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)
@@ -185,7 +187,7 @@ class StepLowerBound(Stages):
             return interleaved_s(self) if self.fits(uniform(self.layers, self.count)) else inf
         if sum(self.most) < self.layers or min(self.most) < 1:
             return inf
-        low = self._work(self.most) + 2 * sum(self.edges)
+        low = self._work(self.most) + 2 * sum(self.stage_links)
         rounds, flow = (self.m - 1) // max(self.ahead), max(self.flow, default=0.0)
         low = max((rounds + 1) * low, low + (self.m - 1) * flow)
         low = max(low + self.first_left(), self.m * max(self.sent))
@@ -200,8 +202,8 @@ class StepLowerBound(Stages):
         return low
 
     def first_left(self) -> float:
-        """Seconds after the first stage's last backward at least: where an edge's messages make a step long,
-        its reductions and the tied embedding's come on top."""
+        """Seconds after the first stage's last backward at least: where a stage link's messages make a
+        step long, its reductions and the tied embedding's come on top."""
         rest_s = self.levels[0][0] if self.levels else 0.0
         return min(self._left(0, layers, rest_s) for layers in range(1, self.most[0] + 1))
 

@@ -93,7 +93,7 @@ def _best(gpus: Sequence[Gpu]) -> Gpu:
 
 def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Site:
     """The nodes of `clusters` (node -> cluster), all on one network with the least latency of any, as fast as
-    the best fabric and Ethernet together: reductions in two levels use both at once. It is an Ethernet, over
+    the best fabric and Ethernet together: reductions hierarchically use both at once. It is an Ethernet, over
     which tensor ranks share out what a stage sends."""
     fast = [
         links.line(fabric)

@@ -67,11 +67,11 @@ class OrderBounds:
         per_cluster = bound.count // len(chain)
         borders = range(per_cluster - 1, bound.count - 1, per_cluster)
         for pair, border in zip(zip(chain, chain[1:]), borders):
-            self.message[pair] = bound.edges[border], bound.flow[border]
+            self.message[pair] = bound.stage_links[border], bound.flow[border]
         self.tied[chain[0], chain[-1]] = bound.tied[0]
         self.left[chain[0]] = min(self.left[chain[0]], bound.first_left() - bound.tied[0])
         self.m, work = bound.m, bound.layers * min(bound.each)
-        inside = sum(bound.edges) - sum(bound.edges[border] for border in borders)
+        inside = sum(bound.stage_links) - sum(bound.stage_links[border] for border in borders)
         self.fixed = min(self.fixed or inf, work + 2 * inside)
 
     def below(self, best: float) -> tuple[list[tuple[float, Placement]], float]:

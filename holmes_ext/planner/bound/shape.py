@@ -39,26 +39,26 @@ class ShapeBound:
         if not self._has_room(max(limit for _, _, limit in alone)):
             return inf
         stages = [ranks / self.size for ranks in self.ranks]
-        m, edge, edges = shape.micro_batches, self.edge_s(), shape.pipeline - 1
+        m, stage_link, stage_links = shape.micro_batches, self.stage_link_s(), shape.pipeline - 1
         reductions = [self._reduction_s(kind) for kind in range(len(self.ranks))]
         if shape.virtual > 1:
-            return self._interleaved_s(stages, forward, work, reductions, edge)
+            return self._interleaved_s(stages, forward, work, reductions, stage_link)
         room = sum(count / seconds for count, seconds in zip(stages, work))
         share = max(f / seconds for f, seconds in zip(forward, work))
         share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        async_edges = self.prices.hide_edges
+        async_stage_links = self.prices.hide_stage_links
         ahead = (
-            m if async_edges and edges else min(shape.pipeline, m)
-        )  # at most, whatever the edges are
-        load = self.edge_s(latency=False) if async_edges else edge
-        once, rounds = layers * min(work) + 2 * edges * edge, (m - 1) // ahead + 1
+            m if async_stage_links and stage_links else min(shape.pipeline, m)
+        )  # at most, whatever the stage links are
+        load = self.stage_link_s(latency=False) if async_stage_links else stage_link
+        once, rounds = layers * min(work) + 2 * stage_links * stage_link, (m - 1) // ahead + 1
         weight = max(0.0, m - 1 - (ahead - 1) * share)
         # after its last backward, which may hide as much of it, a stage reduces what it holds
         alone_s = [
             m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f
             for f, e, r in zip(forward, work, reductions)
         ]
-        reduced = layers * min(forward) + edges * edge
+        reduced = layers * min(forward) + stage_links * stage_link
         if min(alone_s) > 0:
             reduced += layers / sum(count / seconds for count, seconds in zip(stages, alone_s))
         return max(
@@ -71,23 +71,26 @@ class ShapeBound:
         forward: Sequence[float],
         work: Sequence[float],
         reductions: Sequence[float],
-        edge: float,
+        stage_link: float,
     ) -> float:
         m, v, pipeline = self.shape.micro_batches, self.shape.virtual, self.shape.pipeline
         stage_blocks, slowest = self.job.blocks / pipeline, max(work) * self.job.blocks / pipeline
         alike = max(
             0.0, sum(count for count, seconds in zip(stages, work) if seconds == max(work)) - 1
         )
-        # at most two edges at each border between clusters leave one: with many more, two neighbouring ones
+        # at most two stage links at each border between clusters leave one: with many more, two
+        # neighbouring ones
         # are on one network
-        shared_edges = 2 if (pipeline - 1) // 2 > 2 * (len(stages) - 1) else 1
+        shared_stage_links = 2 if (pipeline - 1) // 2 > 2 * (len(stages) - 1) else 1
         # the last chunk's gradients are the first to be reduced: with the last micro-batch's backward
         late = max(0.0, m - (pipeline * (v - 1) + 1) / v) * min(
             e - f for e, f in zip(work, forward)
         )
         reduced = stage_blocks * (m * min(forward) + late + min(reductions))
         return max(
-            slowest * (m + alike / v) + 2 * alike * edge, m * v * shared_edges * edge, reduced
+            slowest * (m + alike / v) + 2 * alike * stage_link,
+            m * v * shared_stage_links * stage_link,
+            reduced,
         )
 
     def _alone(self, kind: int) -> tuple[float, float, float]:
@@ -126,7 +129,7 @@ class ShapeBound:
                 return True
         return False
 
-    def edge_s(self, latency: bool = True) -> float:
+    def stage_link_s(self, latency: bool = True) -> float:
         """Of an activation to the next stage at least; 0 where neighbouring stages may share a node."""
         shape, processes = self.shape, self.network.processes
         replica = shape.pipeline * shape.tensor * shape.context
@@ -138,7 +141,7 @@ class ShapeBound:
             return 0.0
         size = self.job.block.activation_bytes
         slices = self.prices.slices(Placement(self.sizes, processes, ()))
-        share = self.job.narrowed(self.prices.rules.narrow) / slices
+        share = self.job.compressed_share(self.prices.rules.compression) / slices
         kinds = range(len(self.ranks))
 
         def least() -> float:
@@ -149,11 +152,12 @@ class ShapeBound:
                 seconds.append(8 * processes * part / line.rate_bps + latency * line.latency_s)
             return min(seconds)
 
-        return self.network.remember(("edge", size, share, latency), least)
+        return self.network.remember(("stage_link", size, share, latency), least)
 
     def _reduction_s(self, kind: int) -> float:
         """Seconds that a stage reduces a block's gradients at least where a cluster has a part in it,
-        whatever part: on the cluster's fabric among as few as two levels leave there, or on Ethernet."""
+        whatever part: on the cluster's fabric among as few as a hierarchical all-reduce leave there,
+        or on Ethernet."""
         shape, network, processes = self.shape, self.network, self.network.processes
         if shape.zero > 1 or self.size % processes or network.wan:
             return 0.0
@@ -193,9 +197,9 @@ class ShapeBound:
         tree, into, latency_s = self.network.remember(
             "best links", lambda: best_links(self.network)
         )
-        latency_s *= not self.prices.hide_edges  # under what computes
+        latency_s *= not self.prices.hide_stage_links  # under what computes
         every_bit = 8 * shape.micro_batches * self.job.block.activation_bytes / shape.tensor
-        every_bit *= self.job.narrowed(self.prices.rules.narrow)
+        every_bit *= self.job.compressed_share(self.prices.rules.compression)
         shards = shape.data * shape.context
         summed = (
             0.0 if self.job.layers[1].expert_parameters else 8 * shape.tensor * self.job.total_bytes

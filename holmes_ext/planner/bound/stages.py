@@ -16,7 +16,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions import WORTH, PricedReduction, TwoLevels, two_levels
+from holmes_ext.plan.cost.reductions import WORTH, Hierarchical, PricedReduction, hierarchical
 from holmes_ext.plan.cost.stages import Rows, StageCosts
 from holmes_ext.plan.engine import POSTED
 from holmes_ext.plan.placement import GroupFamily, Placement
@@ -72,15 +72,15 @@ class Stages:
     def look_at_networks(self) -> None:
         """Messages, reductions, what follows them."""
         run, count = self.run, self.count
-        #: Whether as many micro-batches are in flight as hide the edges.
-        self.async_edges = self.costs.hidden is not None
+        #: Whether as many micro-batches are in flight as hide the stage links.
+        self.async_stage_links = self.costs.hidden is not None
         columns = self.placement.borders[:-1]
         by_column = [[self._message(stage, low) for stage in range(count)] for low in columns]
         self.column, messages = max(
             zip(columns, by_column), key=lambda item: sum(message.all_s for message in item[1])
         )
-        self.edges = [message.all_s for message in messages[:-1]]
-        blocks = not self.async_edges and run.engine.sends != POSTED
+        self.stage_links = [message.all_s for message in messages[:-1]]
+        blocks = not self.async_stage_links and run.engine.sends != POSTED
         self.gone = [message.held_s if blocks else 0.0 for message in messages[:-1]]
         self.flow = [message.flow_s for message in messages[:-1]]
         #: Micro-batches that a stage begins before its first backward, at most.
@@ -109,18 +109,20 @@ class Stages:
             self.tied[0] = self.tied[-1] = self._tied_s()
 
     def _most_ahead(self) -> list[int]:
-        """1F1B's, and as many more as hide the edges below at the least pace (plan/cost/pipeline.py,
+        """1F1B's, and as many more as hide the stage links below at the least pace (plan/cost/pipeline.py,
         in_flight)."""
         result = [self.count - stage for stage in range(self.count)]
         if self.costs.hidden is None:
             return result
-        edges = tuple(row[1] for row in self.costs.transfer_s[: self.count - 1])
+        stage_links = tuple(row[1] for row in self.costs.transfer_s[: self.count - 1])
         mean_s = (sum(self.extra) + self._least_work()) / self.count
-        alone = edges, self.costs.hidden
+        alone = stage_links, self.costs.hidden
         shared = both_ways(*alone, self.costs.nics, mean_s)
-        paces = [(edges_s, max(mean_s, *sent)) for edges_s, sent in (alone, shared)]
+        paces = [(stage_links_s, max(mean_s, *sent)) for stage_links_s, sent in (alone, shared)]
         for stage in reversed(range(self.count - 1)):
-            more = max(2 * edges_s[stage] / pace if pace else 0.0 for edges_s, pace in paces)
+            more = max(
+                2 * stage_links_s[stage] / pace if pace else 0.0 for stage_links_s, pace in paces
+            )
             result[stage] = result[stage + 1] + 1 + ceil(more)
         return result
 
@@ -148,14 +150,16 @@ class Stages:
     def _message_of(self, stage: int, following: int, low: int) -> Message:
         prices, network = self.prices, self.prices.network
         fold, ends = prices.fold(self.placement, stage, following)
-        edge = fold.edge(fold.kind_at(low), *ends)
-        link, size = prices.link_bps(edge.kinds), prices.job.block.activation_bytes
-        load = network.message(edge, link)
+        stage_link = fold.stage_link(fold.kind_at(low), *ends)
+        link, size = prices.link_bps(stage_link.kinds), prices.job.block.activation_bytes
+        load = network.message(stage_link, link)
         if load.fabric is None:
             seconds = load.price.seconds(size)
             return Message(seconds, seconds, 0.0, 0.0, "")
         if load.fabric.name == ETHERNET:
-            size *= prices.job.narrowed(prices.rules.narrow) / prices.slices(self.placement)
+            size *= prices.job.compressed_share(prices.rules.compression) / prices.slices(
+                self.placement
+            )
         flow_s, rate = size * load.price.byte_s, load.fabric.rate_bps
         nic_s = 8 * size * max(flows for _, flows in load.nics) / rate
         held_s = flow_s + load.fabric.latency_s
@@ -181,7 +185,7 @@ class Stages:
         tied, run = self.placement.tied, self.run
         content = self.placement.parts[stage // tied], stage % tied
         ends = stage == 0, stage == self.count - 1
-        key = content, self.column, ends, run.two_level, run.reductions[stage : stage + 1]
+        key = content, self.column, ends, run.hierarchical, run.reductions[stage : stage + 1]
         return self.prices.remember("after", key, lambda: self._after_of(stage))
 
     def _after_of(self, stage: int) -> After:
@@ -193,7 +197,7 @@ class Stages:
         if run.zero == 1 and run.gather_overlap:
             gather = FREE
         reduce = reduction.once
-        if isinstance(reduction, TwoLevels):
+        if isinstance(reduction, Hierarchical):
             slower = max(reduction.inside.byte_s, reduction.across.byte_s)
             worth = (
                 WORTH if prices.network.wan else 1.0
@@ -227,9 +231,9 @@ class Stages:
         if family.ranks == 1:
             return PricedReduction(), family
         link = prices.link_bps(family.kinds)
-        if run.in_two_levels(stage):
+        if run.is_hierarchical(stage):
             size = prices.job.total_bytes / self.count
-            levels = two_levels(prices.network, family, size, run.direct, 0, run.compress, link)
+            levels = hierarchical(prices.network, family, size, run.direct, 0, run.compress, link)
             if levels is not None:
                 return levels, family
         return PricedReduction(prices.network.ring(family, 0, link)), family
@@ -243,7 +247,9 @@ class Stages:
     def _shared(reduction: PricedReduction, home: str) -> float:
         """Seconds a byte of the reduction on a NIC of this fabric."""
         twice, loads = (
-            (2, reduction.insides) if isinstance(reduction, TwoLevels) else (1, (reduction.load,))
+            (2, reduction.insides)
+            if isinstance(reduction, Hierarchical)
+            else (1, (reduction.load,))
         )
         byte_s = [
             8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
@@ -258,10 +264,10 @@ class Stages:
         if last * self.placement.stride < prices.network.processes:
             return 0.0
         fold, _ = prices.fold(self.placement, 0, last)
-        pairs, two_level = prices.tied_of(fold, fold.kind_at(self.column), alone=True)
+        pairs, hierarchical = prices.tied_of(fold, fold.kind_at(self.column), alone=True)
         seconds = [pairs.seconds(size)]
-        if two_level is not None:
-            seconds.append(two_level.seconds(size) * (WORTH if prices.network.wan else 1.0))
+        if hierarchical is not None:
+            seconds.append(hierarchical.seconds(size) * (WORTH if prices.network.wan else 1.0))
         return min(seconds)
 
 

@@ -1,7 +1,7 @@
 """The HTML page that `holmes demo`, `plan` and `report` write: tables, and pictures as SVG inside the file.
 
 Nothing comes from the network, nothing is run. Light or dark as the browser is; on a narrow screen tables and
-pictures scroll, and a shade at their edge says so.
+pictures scroll, and a shade at their stage link says so.
 """
 
 from __future__ import annotations

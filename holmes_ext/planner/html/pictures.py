@@ -120,7 +120,7 @@ def name_rows(axis: Any, names: Sequence[str]) -> None:
 
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
     """A panel for each (title, site, nodes in rank order, NIC for each group?). Nodes stand in their
-    cluster's box with their ranks; lines are data-parallel groups (thick) and pipeline edges (thin), in the
+    cluster's box with their ranks; lines are data-parallel groups (thick) and stage links (thin), in the
     colour of their network: all Ethernet without a NIC for each group."""
     plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(3.8 * len(panels), 3.6), squeeze=False)
@@ -131,7 +131,7 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
         plt.Line2D([], [], color=color, lw=3, label=kind) for kind, color in FABRIC_COLORS.items()
     ]
     handles += [plt.Line2D([], [], color=INK, lw=4, label="data-parallel group (gradients)")]
-    handles += [plt.Line2D([], [], color=INK, lw=1.2, ls="--", label="pipeline edge (activations)")]
+    handles += [plt.Line2D([], [], color=INK, lw=1.2, ls="--", label="stage link (activations)")]
     figure.legend(handles=handles, loc="lower left", ncols=5, frameon=False, fontsize=8)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     return figure
@@ -158,7 +158,7 @@ def _placement_panel(
             number * 3, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9
         )
         place.update({name: (number * 3, height - 1 - row) for row, name in enumerate(members)})
-    for pairs, width, style in _edges(nodes, sizes):
+    for pairs, width, style in _stage_links(nodes, sizes):
         kind = site.shared_fabric({name for pair in pairs for name in pair}).kind
         color = FABRIC_COLORS[kind if chooses or len(site.clusters) == 1 else ETHERNET]
         for left, right in pairs:
@@ -184,18 +184,26 @@ def _placement_panel(
 
 
 def _box(
-    x: float, y: float, width: float, height: float, color: str, alpha: float, edge: str = "none"
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    color: str,
+    alpha: float,
+    stage_link: str = "none",
 ) -> Any:
     from matplotlib.patches import FancyBboxPatch
 
-    order, style = 3 if edge != "none" else 0, "round,pad=0.02"
+    order, style = 3 if stage_link != "none" else 0, "round,pad=0.02"
     return FancyBboxPatch(
-        (x, y), width, height, boxstyle=style, fc=color, ec=edge, alpha=alpha, zorder=order
+        (x, y), width, height, boxstyle=style, fc=color, ec=stage_link, alpha=alpha, zorder=order
     )
 
 
-def _edges(nodes: Sequence[str], sizes: Sizes) -> list[tuple[list[tuple[str, str]], float, str]]:
-    """(pairs of nodes of one group or edge, line width, line style); one rank for each node."""
+def _stage_links(
+    nodes: Sequence[str], sizes: Sizes
+) -> list[tuple[list[tuple[str, str]], float, str]]:
+    """(pairs of nodes of one group or stage link, line width, line style); one rank for each node."""
     result = []
     for rank in range(len(nodes)):
         data, stages = (sizes.group(rank, axis) for axis in ("dp", "pp"))

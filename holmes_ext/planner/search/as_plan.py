@@ -16,7 +16,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.decide import derive_traffic
-from holmes_ext.plan.engine import FLAT, TWO_LEVEL
+from holmes_ext.plan.engine import FLAT, HIERARCHICAL
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
@@ -39,12 +39,12 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
         predicted=times(result, candidate),
         loads=result.costs(candidate).loads(candidate.split),
     )
-    options = replace(options, passes="auto" if candidate.passes else "1f1b")
-    if not result.rules.hide_edges:
+    options = replace(options, schedule="auto" if candidate.schedule else "1f1b")
+    if not result.rules.hide_stage_links:
         options = replace(options, inflight="off")
     engine = result.engine
-    if TWO_LEVEL in candidate.reductions:  # its flags will say so
-        engine = replace(engine, two_level_zero=None)
+    if HIERARCHICAL in candidate.reductions:  # its flags will say so
+        engine = replace(engine, hierarchical_zero=None)
     return derive_traffic(
         plan, network.site, options, network.links, model.workload(sizes), model.source, engine
     )

@@ -98,8 +98,8 @@ def _why_thin(
 
 def explain(result: SearchResult) -> list[str]:
     """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by
-    cause; then what one change of the site gives, the greatest gain first (those below the certificate's gap
-    as "unchanged")."""
+    cause; then what one change of the site gives, the greatest gain first (those below the optimality
+    gap's gap as "unchanged")."""
     best, best_causes, layout = result.best, causes(result, result.best), result.user_layout
     lines = []
     others = (
@@ -114,7 +114,7 @@ def explain(result: SearchResult) -> list[str]:
         lines.append(_against("your layout with holmes", best_causes, causes(result, layout)))
     whom = "stock" if layout is None else "your layout as stock runs it"
     lines.append(_against(whom, best_causes, causes(*stock_like(result, layout or best))))
-    gap = max(NOTHING, result.certificate.gap if result.certificate else 0.0)
+    gap = max(NOTHING, result.optimality_gap.gap if result.optimality_gap else 0.0)
     ranked = sorted(what_if(result), key=lambda change: change[1])
     gains = [(what, seconds / best.step_s - 1, seconds) for what, seconds in ranked]
     large = [change for change in gains if abs(change[1]) >= gap]

@@ -45,7 +45,8 @@ def best_use(
     progress: Progress | None = None,
     rows: int = 10,
 ) -> SearchResult:
-    """`on_all`, a first look at all nodes of `spec`, with a certificate when time.monotonic() is `end`; or
+    """`on_all`, a first look at all nodes of `spec`, with an optimality gap when time.monotonic() is
+    `end`; or
     what is found on fewer nodes where these are faster, with `on_all` set. Ctrl-C: the best so far, with
     `interrupted` set. rows: of search()."""
     begin, on_all = time.monotonic(), with_spread(on_all)

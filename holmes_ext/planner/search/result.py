@@ -1,4 +1,4 @@
-"""What a search of plans found: candidates, the certificate, and what was left out."""
+"""What a search of plans found: candidates, the optimality gap, and what was left out."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Candidate:
     in_flight: tuple[int, ...] = ()
     breadth_first: bool = False
     #: Of each stage (plan/passes); () under 1F1B.
-    passes: tuple[str, ...] = ()
-    #: Its command line asks for no two levels, where these are the framework's own.
+    schedule: tuple[str, ...] = ()
+    #: Its command line asks for no a hierarchical all-reduce, where these are the framework's own.
     flat: bool = False
 
     @property
@@ -64,7 +64,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Certificate:
+class OptimalityGap:
     """No plan of the space takes less than bound_s; step_s is the best one's."""
 
     step_s: float
@@ -109,7 +109,7 @@ class SearchResult:
     #: Of every shape that fits, seconds that no placement of it beats.
     ideals: dict[Shape, float] = field(default_factory=dict)
     #: None before a step was simulated.
-    certificate: Certificate | None = None
+    optimality_gap: OptimalityGap | None = None
     #: The layout that the user gave.
     user_layout: Candidate | None = None
     #: How many: shapes, placements left out by their bound, those that no memory holds.
@@ -160,9 +160,9 @@ class SearchResult:
         return lru_cache(maxsize=64)(self._prices_of)
 
     def _prices_of(self, shape: Shape, flat: bool) -> Prices:
-        two_level = self.limits.two_level
+        hierarchical = self.limits.hierarchical
         reductions = self.limits.of("reduction", self.rules.reductions)
-        if flat or two_level is not None and shape.zero not in two_level:
+        if flat or hierarchical is not None and shape.zero not in hierarchical:
             reductions = [FLAT]
         rules = replace(
             self.rules,
@@ -170,7 +170,7 @@ class SearchResult:
             zero=shape.zero,
             virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes,
-            alike=two_level is not None,
+            alike=hierarchical is not None,
             hybrid=shape.replicas > 1,
         )
         sizes, remember = shape.sizes(), self.network.remember
@@ -206,7 +206,7 @@ class SearchResult:
         unless `split` says otherwise, overlapped as the framework does it."""
         site, links = self.network.site, self.network.links
         network = self.network.remember("stock", lambda: Network(site, links, stock_fabric(site)))
-        rules = replace(self.rules, overlap=self.stock_overlap == "on", hide_edges=False)
+        rules = replace(self.rules, overlap=self.stock_overlap == "on", hide_stage_links=False)
         stock = replace(self, network=network, rules=rules, overlap=self.stock_overlap)
         placement = launched(network, shape.sizes(order).complete(network.world))
         layers = split or uniform(self.model.layers, shape.pipeline)
@@ -215,15 +215,15 @@ class SearchResult:
     def with_known(self, candidate: Candidate) -> SearchResult:
         """With a candidate that others told, where it is in the space and better than what was found."""
         quicker = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
-        if not quicker or candidate.shape not in self.ideals or self.certificate is None:
+        if not quicker or candidate.shape not in self.ideals or self.optimality_gap is None:
             return self
-        return self.ranked([replace(candidate), *self.candidates], self.certificate.bound_s)
+        return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
 
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:
         """With these, the fastest first; no plan takes less than bound_s."""
         best_s = candidates[0].step_s
         return replace(
-            self, candidates=candidates, certificate=Certificate(best_s, min(bound_s, best_s))
+            self, candidates=candidates, optimality_gap=OptimalityGap(best_s, min(bound_s, best_s))
         )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
@@ -235,7 +235,7 @@ class SearchResult:
             model=model,
             candidates=[],
             ideals={},
-            certificate=None,
+            optimality_gap=None,
             user_layout=None,
             on_all=None,
             shapes=0,

@@ -8,8 +8,8 @@
 First a look around by the closed form, of which the fastest are simulated. Then what has the least bound is
 looked at next, before all else the best one's sizes and micro-batch with other recomputation and ZeRO. When
 the least bound left is no better than the best step, nothing can beat it. With a time limit, a WAN, or only
-some orders of clusters the certificate says within which fraction the best lies. After ALONE_S two processes
-share the work.
+some orders of clusters the optimality gap says within which fraction the best lies. After ALONE_S two
+processes share the work.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ALONE_S, PROCESSES = 2.0, 2
 #: Part of the seconds in which the closed form looks for what is simulated first.
 FIRST = 0.1
 #: Where the network between clusters is not flat bounds know little of what crosses: after so many items
-#: without a step that is better by this part the best is taken; the certificate says what is open.
+#: without a step that is better by this part the best is taken; the optimality gap says what is open.
 PATIENCE, GAIN = 12, 0.01
 #: Placements of the best one's kin that are bounded closer, the first of every shape first, and of those
 #: simulated, the quickest walked first, before all else.
@@ -70,7 +70,7 @@ def search(
 
 
 def proven(result: SearchResult, end: float, progress: Progress | None = None) -> SearchResult:
-    """`result` of a first look, until the time `end` at most, with a certificate of simulated steps."""
+    """`result` of a first look, until the time `end` at most, with an optimality gap of simulated steps."""
     run = _Proof(result, end, progress)
     try:
         run.go()

@@ -9,7 +9,7 @@ from holmes_ext.plan.cost.model import Memory, in_flight, stage_memory
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.workload import StageLoad
-from holmes_ext.planner.passes.solve import quickest
+from holmes_ext.planner.schedule.solve import quickest
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.repeat import folded_s
@@ -31,42 +31,42 @@ def execution_of(
     listed: tuple[str, ...] = (),
 ) -> Execution:
     """How a candidate runs; reductions, in_flight, listed (passes): of its stages."""
-    two_level = "two-level" in reductions
+    hierarchical = "hierarchical" in reductions
     return Execution(
         result.engine,
         virtual=shape.virtual,
         breadth_first=breadth_first,
         stage_layers=tuple(split) if shape.virtual == 1 else (),
         in_flight=tuple(in_flight),
-        passes=listed,
+        schedule=listed,
         overlap="off" if listed else result.overlap or ("on" if result.rules.overlap else "off"),
         gather_overlap=result.gather_overlap,
-        two_level=two_level,
+        hierarchical=hierarchical,
         direct=result.rules.direct,
         reductions=tuple(reductions),
         compress=result.rules.compress,
-        # scattered inside, summed across, gathered inside: as two levels
-        zero=0 if two_level and result.engine.scatters else shape.zero,
+        # scattered inside, summed across, gathered inside: as a hierarchical all-reduce
+        zero=0 if hierarchical and result.engine.scatters else shape.zero,
         replicas="clusters" if "hybrid" in reductions else "",
         prefetch=result.rules.prefetch,
         cut=result.rules.slices,
         tied=result.rules.tied,
-        narrow=result.rules.narrow,
+        compression=result.rules.compression,
     )
 
 
 def job_of(
     result: SearchResult,
     candidate: Candidate,
-    hide_edges: bool = True,
+    hide_stage_links: bool = True,
     in_flight: Sequence[int] = (),
 ) -> JobStep:
-    """hide_edges: False for the framework's own schedule; in_flight: instead of the plan's."""
+    """hide_stage_links: False for the framework's own schedule; in_flight: instead of the plan's."""
     shape = candidate.shape
     costs, model = result.costs(candidate, sharded=False), shape.model(result.model)
     counts = tuple(in_flight)
-    listed = candidate.passes if hide_edges else ()
-    if not counts and hide_edges and not candidate.breadth_first and not listed:
+    listed = candidate.schedule if hide_stage_links else ()
+    if not counts and hide_stage_links and not candidate.breadth_first and not listed:
         counts = costs.in_flight(candidate.split)
     how = candidate.split, candidate.reductions, counts, candidate.breadth_first, listed
     run = execution_of(result, shape, *how)
@@ -103,7 +103,7 @@ def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
 def step_without(result: SearchResult, candidate: Candidate) -> float:
     """Seconds of its step with the framework's own pipeline schedule, simulated if the candidate is."""
     if candidate.simulated_s:
-        return folded_s(job_of(result, candidate, hide_edges=False))
+        return folded_s(job_of(result, candidate, hide_stage_links=False))
     return estimate(replace(result.costs(candidate), hidden=None), candidate.split).step_s
 
 
@@ -131,7 +131,7 @@ def _kept(candidate: Candidate, stage: int) -> float:
 
 
 def with_passes(result: SearchResult) -> SearchResult:
-    """Listed passes first, where these make a candidate faster than the best. (The certificate is of
+    """Listed passes first, where these make a candidate faster than the best. (The optimality gap is of
     1F1B.)"""
     piped = [
         candidate
@@ -155,14 +155,18 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     if shape.pipeline == 1 or shape.virtual > 1 or shape.zero > 1 or work > LISTED:
         return None
     costs = result.costs(candidate)
-    loads, edges = costs.loads(candidate.split), costs.edges_s(candidate.split)
+    loads, stage_links = costs.loads(candidate.split), costs.stage_links_s(candidate.split)
     pass_order = quickest(
-        loads, edges, costs.hidden or edges, shape.micro_batches, not result.rules.direct
+        loads,
+        stage_links,
+        costs.hidden or stage_links,
+        shape.micro_batches,
+        not result.rules.direct,
     )
     if pass_order is None:
         return None
     memory = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
-    listed = replace(candidate, passes=pass_order.texts, in_flight=(), memory_bytes=memory)
+    listed = replace(candidate, schedule=pass_order.texts, in_flight=(), memory_bytes=memory)
     listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
     return listed if listed.simulated_s < candidate.step_s else None
 

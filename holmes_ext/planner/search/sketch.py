@@ -26,8 +26,8 @@ from holmes_ext.units import format_bytes
 COUNT = 30
 WORK = 60_000
 #: Passes that one counts as where the network between clusters is not flat, and those that a stage's (or
-#: chunk's) reductions in two levels count as.
-UNEVEN, TWO_LEVEL = 4, 1000
+#: chunk's) reductions hierarchically count as.
+UNEVEN, HIERARCHICAL = 4, 1000
 #: Times the best simulated step from which on a closed form is not simulated, for a table neither.
 FAR = 1.5
 #: Shapes above which one of each depth is looked at first.
@@ -44,7 +44,7 @@ FIXES = {
     "activations": "a smaller micro-batch, full recomputation, or more tensor or context parallelism",
     "working": "a smaller micro-batch, or more tensor or context parallelism",
 }
-#: Told from time to time: what is done and left, the best step so far, the gap of the certificate.
+#: Told from time to time: what is done and left, the best step so far, the gap of the optimality gap.
 Progress = Callable[[int, int, float, float], None]
 
 
@@ -198,7 +198,7 @@ class Sketch:
 
 def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> SearchResult:
     """With the fastest shapes simulated and first, of `rows` also those that are not much slower, and a
-    certificate by the shapes' bounds."""
+    optimality gap by the shapes' bounds."""
     budget, best, layers = WORK, inf, result.model.layers
     candidates: list[Candidate] = []
     rest: list[Candidate] = []
@@ -209,7 +209,9 @@ def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> S
             break  # the closed form seldom says more than the simulation
         shape = candidate.shape
         work = passes(shape, layers) * (UNEVEN if result.network.wan else 1)
-        work += TWO_LEVEL * shape.pipeline * shape.virtual * ("two-level" in candidate.reductions)
+        work += (
+            HIERARCHICAL * shape.pipeline * shape.virtual * ("hierarchical" in candidate.reductions)
+        )
         if work > budget:
             rest.append(candidate)
             continue

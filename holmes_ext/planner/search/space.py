@@ -51,12 +51,13 @@ MIN_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Limits:
-    """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have). two_level: ZeRO stages
-    under which a framework reduces in two levels, all stages or none; None: as each likes."""
+    """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have). hierarchical:
+    ZeRO stages
+    under which a framework reduces hierarchically, all stages or none; None: as each likes."""
 
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     memory_bytes: float = 0.0
-    two_level: tuple[int, ...] | None = None
+    hierarchical: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         choices = {

@@ -24,9 +24,9 @@ ORDERS = 120
 
 
 def with_spread(result: SearchResult) -> SearchResult:
-    """With the fastest shapes' nodes spread over stages, simulated where they promise more. The certificate
-    speaks of whole clusters."""
-    if not result.network.wan or len(result.network.kinds) < 2 or result.certificate is None:
+    """With the fastest shapes' nodes spread over stages, simulated where they promise more. The
+    optimality gap speaks of whole clusters."""
+    if not result.network.wan or len(result.network.kinds) < 2 or result.optimality_gap is None:
         return result
     fastest: dict[tuple[int, int], Candidate] = {}
     for candidate in result.candidates:
@@ -48,7 +48,7 @@ def with_spread(result: SearchResult) -> SearchResult:
         if moved and moved.formula_s < result.best.step_s and moved.placement.stages not in known:
             improved.append(timed(result, moved))
     ranked = sorted([*improved, *result.candidates], key=lambda plan: plan.simulated_s or inf)
-    return result.ranked(ranked, result.certificate.bound_s)
+    return result.ranked(ranked, result.optimality_gap.bound_s)
 
 
 def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:

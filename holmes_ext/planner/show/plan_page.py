@@ -28,7 +28,7 @@ def document(
     """The best plan of a search, or the layout that was given; nothing needs the network."""
     best, alone = result.best, result.user_layout is result.best
     seconds, head, rows = shown.why_table(result)
-    certificate = [] if alone else [f"{best.step_s:.4g} s a step: {result.certificate}."]
+    optimality_gap = [] if alone else [f"{best.step_s:.4g} s a step: {result.optimality_gap}."]
     where = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
     drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
     whys = svg(pictures.seconds(shown.named_reasons(result)))
@@ -37,7 +37,7 @@ def document(
     return page(
         "holmes plan",
         heading(shown.title(result), 1),
-        paragraphs([*certificate, *shown.why_lines(result), *job.lines]),
+        paragraphs([*optimality_gap, *shown.why_lines(result), *job.lines]),
         heading("Start it"),
         *_launches(result, args, starts),
         heading("Placement"),
@@ -45,7 +45,7 @@ def document(
         drawn["placement"],
         drawn["clusters"],
         heading("One step"),
-        paragraphs([*shown.edge_lines(result, best), *thin_stages(result, best)]),
+        paragraphs([*shown.stage_link_lines(result, best), *thin_stages(result, best)]),
         drawn["timeline"],
         heading(seconds.capitalize()),
         picture(whys, "seconds by cause"),

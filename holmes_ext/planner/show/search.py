@@ -210,7 +210,7 @@ def asked_for(
 ) -> SearchResult:
     """A search's question: what the job's model, engine, options and command line say."""
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
-    if job.engine.two_level_zero is not None:  # its flags can ask for them
+    if job.engine.hierarchical_zero is not None:  # its flags can ask for them
         rules = replace(rules, reductions=REDUCTIONS)
     asked = SearchResult(
         network,
@@ -299,7 +299,7 @@ def _candidate(
         raise HolmesError(line)
     shape = shape_of(result.model, sizes, *job.zero_and_chunks)
     layers = plan and plan.stage_layers or said.stage_layers
-    flat = job.engine.two_level_zero is not None and said.instances <= 1
+    flat = job.engine.hierarchical_zero is not None and said.instances <= 1
     return given(result, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
 
 

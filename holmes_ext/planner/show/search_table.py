@@ -90,8 +90,8 @@ def show(
     _table(screen, result, ranked(result, args.rows))
     if result.interrupted:
         screen.line("interrupted: the best so far", "yellow")
-    if result.certificate:
-        screen.line(f"best {result.certificate.step_s:.4g} s, {result.certificate}", "bold")
+    if result.optimality_gap:
+        screen.line(f"best {result.optimality_gap.step_s:.4g} s, {result.optimality_gap}", "bold")
     counts = (
         f"{result.shapes} shapes, {len(result.candidates)} plans worked out, {result.pruned} left out "
         f"by their"
@@ -104,7 +104,7 @@ def show(
         text = (
             f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
         )
-        screen.line(f"{text}; the certificate is of 1F1B's orders", "bold")
+        screen.line(f"{text}; the optimality gap is of 1F1B's orders", "bold")
     screen.line(
         f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}"
     )
@@ -205,7 +205,7 @@ def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
 
 
 def _show_why(screen: Screen, result: SearchResult) -> None:
-    for line in (*edge_lines(result, result.best), *thin_stages(result, result.best)):
+    for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
     title, head, rows = why_table(result)
     screen.table(
@@ -288,15 +288,15 @@ def memory_terms(result: SearchResult, candidate: Candidate) -> dict[str, float]
     return memory_of(result, candidate, stage).terms
 
 
-def edge_lines(result: SearchResult, candidate: Candidate) -> list[str]:
-    """What non-blocking sends and hidden edges gain in a step, and what they cost in memory."""
-    if not candidate.passes and not candidate.in_flight:
+def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
+    """What non-blocking sends and hidden stage links gain in a step, and what they cost in memory."""
+    if not candidate.schedule and not candidate.in_flight:
         return []
     without = step_without(result, candidate)
     gain = f"{candidate.step_s:.4g} s a step instead of {without:.4g} s under the framework's own schedule"
-    if candidate.passes:
+    if candidate.schedule:
         return [
-            "pipeline passes: gradients of weights wait, in a listed order (--holmes-passes auto): "
+            "pipeline passes: gradients of weights wait, in a listed order (--holmes-schedule auto): "
             f"{gain}"
         ]
     if abs(without - candidate.step_s) < NOTHING * candidate.step_s:
@@ -311,9 +311,7 @@ def edge_lines(result: SearchResult, candidate: Candidate) -> list[str]:
         for in_flight, stock, load in zip(candidate.in_flight, stock_in_flight, loads)
     )
     memory = f", which takes {format_bytes(more)} more of the memory of one stage" if more else ""
-    return [
-        f"pipeline edges: sends that do not block, {held} micro-batches in flight{memory}: {gain}"
-    ]
+    return [f"stage links: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
 
 
 def launches_of(
@@ -339,14 +337,14 @@ def document(
     more: Mapping[str, Any],
 ) -> str:
     """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
-    simulated step where there is one, closed_form_seconds the other; the certificate is of simulated ones;
+    simulated step where there is one, closed_form_seconds the other; the optimality gap is of simulated ones;
     not_expanded: shapes that fit and have no candidate, with the seconds that none of theirs beats."""
-    expanded, proof = {candidate.shape for candidate in result.candidates}, result.certificate
+    expanded, proof = {candidate.shape for candidate in result.candidates}, result.optimality_gap
     content = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
         "global_batch": result.global_batch,
-        "certificate": proof
+        "optimality_gap": proof
         and {
             "proven": proof.proven,
             "gap": proof.gap,
@@ -389,7 +387,7 @@ def row(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
         "stage_layers": list(candidate.split),
         "reductions": list(candidate.reductions),
         "in_flight": list(candidate.in_flight),
-        "passes": list(candidate.passes),
+        "schedule": list(candidate.schedule),
         "step_seconds": candidate.step_s,
         "closed_form_seconds": candidate.formula_s,
         "simulated_seconds": candidate.simulated_s or None,

@@ -20,7 +20,7 @@ from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
-from holmes_ext.plan.cost.stages import narrowed
+from holmes_ext.plan.cost.stages import compressed_share
 from holmes_ext.plan.shape import Shape, shape_of
 from holmes_ext.planner.bound.nodes import (
     Family,
@@ -130,7 +130,11 @@ class AvailableNodes:
             return self.floor_s
         links, tensor = Links.of_spec(self.spec), max(shape.tensor for shape in self.shapes)
         pipelined = any(shape.pipeline > 1 for shape in self.shapes)
-        slices = tensor / narrowed(self.job.options.edges, WIDEST) if pipelined else 0
+        slices = (
+            tensor / compressed_share(self.job.options.compress_activations, WIDEST)
+            if pipelined
+            else 0
+        )
         site, model = of_family(self.spec, family, self.count, self.job.known_model, links, slices)
         job = replace(self.job, model=model)
         try:

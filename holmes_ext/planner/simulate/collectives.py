@@ -23,15 +23,15 @@ from holmes_ext.plan.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
 from holmes_ext.plan.cost.network import Load, Network
 from holmes_ext.plan.cost.reductions import (
+    Hierarchical,
     PricedReduction,
     Tag,
-    TwoLevels,
     by_pairs,
-    in_two_levels,
+    hierarchical,
     inside_clusters,
+    is_hierarchical,
     owners,
     twins,
-    two_levels,
 )
 from holmes_ext.plan.placement import Fold, GroupFamily
 from holmes_ext.planner.simulate.events import Transfer
@@ -154,9 +154,9 @@ class Collectives:
         gradients = self.gradients(stage)
         total = sum(gradient.size for gradient in gradients)
         ring, both = self._ring(family), None
-        if run.in_two_levels(stage):
+        if run.is_hierarchical(stage):
             how = run.direct, 0, run.compress, self._link_bps(family.kinds)
-            both = two_levels(self.network, family, total, *how)
+            both = hierarchical(self.network, family, total, *how)
         scatters = run.zero > 0 and run.engine.scatters
         every = self._buckets(family, gradients, both.chunk_bytes if both else 0.0)
         for kind in family.pipelines:
@@ -248,17 +248,19 @@ class Collectives:
         return min(self.model.gpu_of(self.network.cluster(kind)).link_bps for kind in kinds)
 
     def _add_tied(self) -> None:
-        """By pairs, or in two levels where each of the two stages is on a cluster of its own."""
+        """By pairs, or hierarchically where each of the two stages is on a cluster of its own."""
         fold, last = self.fold, self.fold.stages[-1]
-        two_level: dict[int, tuple[TwoLevels, GroupFamily] | None] = {}
+        hierarchical: dict[int, tuple[Hierarchical, GroupFamily] | None] = {}
         if self.run.tied:
             for family in twins(fold):
                 how = self.run.direct, 0, self._link_bps(family.kinds)
-                levels = in_two_levels(self.network, family, self.tied_bytes, *how)
-                two_level |= dict.fromkeys(family.pipelines, (levels, family) if levels else None)
+                levels = is_hierarchical(self.network, family, self.tied_bytes, *how)
+                hierarchical |= dict.fromkeys(
+                    family.pipelines, (levels, family) if levels else None
+                )
         for kind in range(len(fold.kinds)):
             link = self._link_bps((fold.kind_on(kind, 0), fold.kind_on(kind, last)))
-            pair, joint = by_pairs(self.network, fold, kind, link), two_level.get(kind)
+            pair, joint = by_pairs(self.network, fold, kind, link), hierarchical.get(kind)
             if joint and joint[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
                 tag, parties = ("tied", 0, joint[1].pipelines, 0), 2 * len(joint[1].pipelines)
                 reduction: PricedReduction = joint[0]
@@ -272,7 +274,7 @@ class Collectives:
 
     def _number(self, kind: int, stage: int, other: int) -> Transfer:
         """One number from a stage to another: its latency, and no bytes to speak of."""
-        load = self.network.message(self.fold.edge(kind, stage, other))
+        load = self.network.message(self.fold.stage_link(kind, stage, other))
         return replace(self.maker.message(load, 4.0), bits=0.0, uses=(), channel=None)
 
     def _norm(self, kind: int) -> Transfer:

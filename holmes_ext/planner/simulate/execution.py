@@ -24,18 +24,18 @@ class Execution:
     #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () for
     #: 1F1B as the engine has it.
     in_flight: tuple[int, ...] = ()
-    #: Of each stage, in place of in_flight (plan/passes.py).
-    passes: tuple[str, ...] = ()
+    #: Of each stage, in place of in_flight (plan/schedule.py).
+    schedule: tuple[str, ...] = ()
     #: Of reductions with the last backward: "first" for the first stage only, the others in one piece.
     overlap: str = "off"
     #: 0: by the rule of plan/buckets.py; first: of the first bucket, where that is another.
     bucket_bytes: int = 0
     first_bucket_bytes: int = 0
-    #: Groups that straddle clusters sum in two levels, of the stages whose reduction has that name; () for
+    #: Groups that span clusters sum hierarchically, of the stages whose reduction has that name; () for
     #: all.
-    two_level: bool = False
+    hierarchical: bool = False
     reductions: tuple[str, ...] = ()
-    #: The steps of two levels inside clusters are direct exchanges (gloo), not rings (NCCL).
+    #: The steps of a hierarchical all-reduce inside clusters are direct exchanges (gloo), not rings (NCCL).
     direct: bool = False
     compress: str = "off"
     #: 2 and 3 without a pipeline.
@@ -61,11 +61,11 @@ class Execution:
     sums: int = 0
     #: Sharded weights and gradients travel while other layers compute.
     prefetch: bool = False
-    #: Tensor ranks share out what crosses; tied weights are summed in two levels where that is faster.
+    #: Tensor ranks share out what crosses; tied weights are summed hierarchically where that is faster.
     cut: bool = True
     tied: bool = True
     #: What activations are rounded to on the slow network.
-    narrow: str = "off"
+    compression: str = "off"
     #: CPU cores that all ranks share for software and for bytes sent, as in a lab; 0: every rank has its own.
     cores: int = 0
 
@@ -80,7 +80,7 @@ class Execution:
             value = getattr(self, item.name)
             if isinstance(value, float) and not 0 <= value < 1e9:
                 raise HolmesError(f"{item.name} is {value}; it must be 0 or more, and finite")
-        if self.passes and (
+        if self.schedule and (
             self.virtual > 1 or self.breadth_first or self.overlap != "off" or self.zero > 1
         ):
             raise HolmesError(
@@ -94,9 +94,11 @@ class Execution:
         if self.virtual < 1 or self.cores < 0 or self.sums < 0:
             raise HolmesError("virtual must be 1 or more, cores and sums 0 or more")
 
-    def in_two_levels(self, stage: int) -> bool:
+    def is_hierarchical(self, stage: int) -> bool:
         """Whether a stage's groups may sum so."""
-        return self.two_level and (not self.reductions or self.reductions[stage] == "two-level")
+        return self.hierarchical and (
+            not self.reductions or self.reductions[stage] == "hierarchical"
+        )
 
     def buckets_on(self, stage: int) -> bool:
         """Whether a stage's gradients leave in buckets under its last backward."""

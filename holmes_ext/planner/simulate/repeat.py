@@ -31,7 +31,7 @@ def folded_s(job: JobStep) -> float:
     """Seconds of the step."""
     stages, total = job.costs.stages, job.costs.micro_batches
     unit = stages if job.run.virtual > 1 else 1
-    if job.run.passes:  # a list, of so many micro-batches
+    if job.run.schedule:  # a list, of so many micro-batches
         return job.step().step_s
     in_flight = max((*job.run.in_flight, stages))
     few = (6 if unit > 1 else 3) * in_flight + 4

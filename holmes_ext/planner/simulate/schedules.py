@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from holmes_ext.plan.engine import AWAITED, PAIRED
-from holmes_ext.plan.passes import Pass, PassOrder, passes
+from holmes_ext.plan.schedule import Pass, PassOrder, passes
 from holmes_ext.planner.simulate.events import Op
 
 Message = tuple[str, int, int]

@@ -22,9 +22,9 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.price import price
-from holmes_ext.plan.cost.stages import RankModel, StageCosts, narrowed
-from holmes_ext.plan.passes import PassOrder
+from holmes_ext.plan.cost.stages import RankModel, StageCosts, compressed_share
 from holmes_ext.plan.placement import Fold, Placement
+from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.collective_ops import CollectiveOps, Operations
 from holmes_ext.planner.simulate.events import Op, Simulation, Span, Transfer, Transfers
@@ -130,7 +130,7 @@ class JobStep:
         maker = TransferMaker(network, run.message_s)
         blocks = _blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
         self.ranges = costs.ranges(blocks)
-        self.passes = PassOrder.parse(run.passes) if run.passes else None
+        self.passes = PassOrder.parse(run.schedule) if run.schedule else None
         self.collectives = CollectiveOps(network, self.fold, run, self.ranges, layers, model, maker)
         messages = self._messages(maker, layers[0].activation_bytes)
         self.templates = {**messages, **self.collectives.transfers}
@@ -156,12 +156,14 @@ class JobStep:
         buffered, gathered_s, fold = size <= self.run.buffer_bytes, 0.0, self.fold
         clusters = [self.network.cluster(fold.kind_on(kind, at)) for at in (stage, other)]
         rates = [self.model.gpu_of(cluster).link_bps for cluster in clusters]
-        load = self.network.message(fold.edge(kind, stage, other), min(rates))
+        load = self.network.message(fold.stage_link(kind, stage, other), min(rates))
         if stage == other:
             return Transfer(2, buffered=buffered)
         if load.fabric is not None and load.fabric.name == ETHERNET:
             share = (
-                1.0 if self.network.only else narrowed(self.run.narrow, self.model.activation_width)
+                1.0
+                if self.network.only
+                else compressed_share(self.run.compression, self.model.activation_width)
             )
             slices = self._slices
             gathered_s = 8 * (slices - 1) / slices * size / rates[1] if rates[1] else 0.0

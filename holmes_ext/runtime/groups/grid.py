@@ -1,7 +1,7 @@
 """The grid of ranks that a framework makes when it starts, against the one that was planned.
 
 other sizes than the user planned for    ends the job, on all ranks, with one line
-groups that straddle clusters            told once, with the way to fewer of them if there is one
+groups that span clusters            told once, with the way to fewer of them if there is one
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
-    """For complete `sizes`; all ranks must call it. instances: see plan/decide.py, straddling()."""
+    """For complete `sizes`; all ranks must call it. instances: see plan/decide.py, spanning()."""
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
@@ -27,7 +27,7 @@ def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
     if current.rank == 0 and current.maker is not None:
         tell(
             current,
-            current.maker.advice_on_straddling(current.plan, current.site, sizes, instances),
+            current.maker.advice_on_spanning(current.plan, current.site, sizes, instances),
         )
 
 

@@ -116,9 +116,11 @@ class Mailbox:
             of_each = forms[: len(forms) // micro_batches]
             if forms != of_each * micro_batches:
                 my_stage, its_stage = self._ends[peer]
-                edge = f"pipeline edge from stage {its_stage} to stage {my_stage}: rank {peer}"
+                stage_link = f"stage link from stage {its_stage} to stage {my_stage}: rank {peer}"
                 advice = "--holmes-inflight off leaves sending to the engine"
-                raise HolmesError(f"{edge} does not send the same of each micro-batch; {advice}")
+                raise HolmesError(
+                    f"{stage_link} does not send the same of each micro-batch; {advice}"
+                )
             self.expect(of_each, peer)
         self.listening = False
 
@@ -163,12 +165,14 @@ class Mailbox:
         self._checked[peer] += 1
         if forms[place] != form_of(tensor):
             my_stage, its_stage = self._ends[peer]
-            edge = f"pipeline edge from stage {my_stage} to stage {its_stage} (to rank {peer}): micro-batch"
+            stage_link = f"stage link from stage {my_stage} to stage {its_stage} (to rank {peer})"
             said, now = (f"{shape} {dtype}" for shape, dtype in (forms[place], form_of(tensor)))
             advice = (
                 "give all micro-batches the same shape (pad them, leave out a shorter last one)"
             )
-            raise HolmesError(f"{edge} {micro_batch} is {now}, expected {said}; {advice}")
+            raise HolmesError(
+                f"{stage_link}: micro-batch {micro_batch} is {now}, expected {said}; {advice}"
+            )
 
     def send(self, tensor: Any, peer: int) -> None:
         import torch.distributed as dist
@@ -199,10 +203,14 @@ class Mailbox:
         part, finish = self.wire_to(peer).incoming(tensor)
         if form_of(buffer) != form_of(part):
             my_stage, its_stage = self._ends[peer]
-            edge = f"pipeline edge from stage {its_stage} to stage {my_stage}: a message of rank {peer}"
+            stage_link = (
+                f"stage link from stage {its_stage} to stage {my_stage}: a message of rank {peer}"
+            )
             said, now = (f"{shape} {dtype}" for shape, dtype in map(form_of, (buffer, part)))
             advice = "--holmes-inflight off leaves sending to the engine"
-            raise HolmesError(f"{edge} was {said} in every step so far, but is {now} now; {advice}")
+            raise HolmesError(
+                f"{stage_link} was {said} in every step so far, but is {now} now; {advice}"
+            )
         with self._naming(peer):
             work.wait()
         part.copy_(buffer)
@@ -231,14 +239,15 @@ class Mailbox:
 
     @contextmanager
     def _naming(self, peer: int) -> Iterator[None]:
-        """HolmesError where what `peer` sends cannot come: at which edge, and why as far as is known."""
+        """HolmesError where what `peer` sends cannot come: at which stage link, and why as far as is
+        known."""
         try:
             yield
         except RuntimeError as error:
             my_stage, its_stage = self._ends[peer]
-            edge = f"pipeline edge from stage {its_stage} (rank {peer}) to stage {my_stage}"
+            stage_link = f"stage link from stage {its_stage} (rank {peer}) to stage {my_stage}"
             raise HolmesError(
-                failure.broken(edge, str(error)).removeprefix(failure.INPUT)
+                failure.broken(stage_link, str(error)).removeprefix(failure.INPUT)
             ) from error
 
     def _post(self, peer: int, micro_batches: int) -> None:

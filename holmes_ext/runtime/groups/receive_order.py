@@ -4,8 +4,8 @@ order that no stream, hardware queue or wait of the host can bring to a stand.
 With NCCL a posted receive is a kernel that ends when its message is there; so is a send, until its receive
 has begun. Streams may share a hardware queue, one of several streams may be another's (torch has 32 to give
 away), the host may wait for the device (torch.cuda.synchronize(), cudaFree, CUDA_LAUNCH_BLOCKING=1). All of
-that is right exactly if each launch of a rank could wait for the one before it. For that both ends of an edge
-need one order of its messages:
+that is right exactly if each launch of a rank could wait for the one before it. For that both ends of
+a stage link need one order of its messages:
 
     a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...        a: activation, g: gradient
 
@@ -21,7 +21,8 @@ between
 In no order of these is there a circle: the launch of each depends on earlier ones of both ends
 (tests/runtime/groups/test_receive_order.py goes through random pipelines).
 
-The plan holds so many micro-batches in flight that k - k' - 1 paces of the pipeline are as long as the edge,
+The plan holds so many micro-batches in flight that k - k' - 1 paces of the pipeline are as long as the
+stage link,
 there and back, less the time that both stages wait anyway (plan/cost/pipeline.py, in_flight). The stage that
 computes longer waits less and needs the more of it: (lead - k') - (k - lead) is the difference of their
 times, in paces.
@@ -43,12 +44,12 @@ from math import floor
 from typing import TYPE_CHECKING
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.passes import PassOrder, before, passes
+from holmes_ext.plan.schedule import PassOrder, before, passes
 from holmes_ext.plan.traffic import SOCKETS, VERBS
 
 if TYPE_CHECKING:
-    from holmes_ext.plan.passes import OnePass
     from holmes_ext.plan.plan import Plan
+    from holmes_ext.plan.schedule import OnePass
 
 
 @dataclass(frozen=True)
@@ -156,8 +157,8 @@ def flight_of(plan: Plan, network_api: str) -> Flight | None:
     """As the plan has it for groups of `network_api`; None where the engine's own schedule runs. HolmesError:
     NCCL's messages have no order."""
     traffic = plan.traffic_of(network_api)
-    if traffic.passes:
-        return ListedOrder(listed_passes(traffic.passes, network_api))
+    if traffic.schedule:
+        return ListedOrder(listed_passes(traffic.schedule, network_api))
     held = traffic.in_flight
     busy_s = tuple(load.busy_s for load in plan.loads)
     return ReceiveOrder(held, busy_s, network_api == SOCKETS) if held else None

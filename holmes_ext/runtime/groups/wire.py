@@ -15,14 +15,15 @@ tensor ranks of a stage run one schedule, so their tensor group sees the same co
 What a gather waits for are the messages to the other tensor ranks of its stage. Those were sent after the
 same pass of the stage before, by ranks that needed each other's collectives to get through that pass: no
 rank's message is further in the schedule than another's, and the order of all passes has no circle
-(patches/deepspeed/edges.py).
+(patches/deepspeed/stage_links.py).
 
 Under NCCL (read, not run): waiting for the message lets the current stream wait for the pair's; the gather is
 enqueued behind it on the tensor group's own stream, and the current stream waits for that, as for every
 collective of a tensor group. It is done in place (a rank's part is a view of the whole), so nothing is
 allocated on one stream and used on another, but for padding.
 
-Narrower (--holmes-edges): "bf16" rounds float32 to bfloat16; "int8" to 1/127 of the largest magnitude of the
+Narrower (--holmes-compress-activations): "bf16" rounds float32 to bfloat16; "int8" to 1/127 of the
+largest magnitude of the
 row, whose float32 scale travels before the rows. A NaN or infinity makes its row NaN. What a rank receives it
 decodes before the gather, so all tensor ranks go on with the same numbers.
 
@@ -49,19 +50,19 @@ Finish = Callable[[], None]
 @dataclass(frozen=True)
 class Wire:
     """To and from one neighbour. parts: tensor ranks that share a tensor out, this one being the `place`-th
-    of `group`; narrow: "off", "bf16" or "int8"; edge: for errors."""
+    of `group`; compression: "off", "bf16" or "int8"; stage link: for errors."""
 
     parts: int = 1
     place: int = 0
     group: Any = None
-    narrow: str = "off"
-    edge: str = "the edge"
+    compression: str = "off"
+    stage_link: str = "the stage link"
 
     def outgoing(self, tensor: Any) -> Any:
         """What is to be sent of `tensor`, contiguous, and kept until then. HolmesError: it cannot be
         narrowed."""
-        narrow = self._narrow(tensor)
-        if self.parts == 1 and narrow == "off":
+        compression = self._compression_of(tensor)
+        if self.parts == 1 and compression == "off":
             return tensor.detach()
         rows = _rows(tensor.detach().contiguous())
         each = -(-len(rows) // self.parts)
@@ -70,14 +71,16 @@ class Wire:
             padded = rows.new_zeros(each, rows.shape[1])
             padded[: len(mine)] = mine
             mine = padded
-        return mine if narrow == "off" else _codec(narrow, mine).encode(mine.view(-1), None)
+        return (
+            mine if compression == "off" else _codec(compression, mine).encode(mine.view(-1), None)
+        )
 
     def incoming(self, tensor: Any) -> tuple[Any, Finish]:
         """For `tensor`, contiguous, to be filled: what to receive into, and what to do when that has come."""
         import torch.distributed as dist
 
-        narrow = self._narrow(tensor)
-        if self.parts == 1 and narrow == "off":
+        compression = self._compression_of(tensor)
+        if self.parts == 1 and compression == "off":
             return tensor.detach(), lambda: None
         rows = _rows(tensor.detach())
         each = -(-len(rows) // self.parts)
@@ -87,8 +90,8 @@ class Wire:
             else rows.new_empty(each * self.parts, rows.shape[1])
         )
         mine = whole[self.place * each : (self.place + 1) * each]
-        flat, code = mine.view(-1), _codec(narrow, mine)
-        sent = mine if narrow == "off" else code.buffer(flat)
+        flat, code = mine.view(-1), _codec(compression, mine)
+        sent = mine if compression == "off" else code.buffer(flat)
 
         def finish() -> None:
             if sent is not mine:
@@ -100,20 +103,25 @@ class Wire:
 
         return sent, finish
 
-    def _narrow(self, tensor: Any) -> str:
-        """Not where it is as narrow already, nor of a single number (DeepSpeed's first message)."""
+    def _compression_of(self, tensor: Any) -> str:
+        """Not where it is as compression already, nor of a single number (DeepSpeed's first message)."""
         import torch
 
         if tensor.dim() == 0:
             return "off"
         dtype = tensor.dtype
-        if self.narrow == "int8" and dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            sends = f"{self.edge} sends {str(dtype).removeprefix('torch.')}"
+        if self.compression == "int8" and dtype not in (
+            torch.float32,
+            torch.bfloat16,
+            torch.float16,
+        ):
+            sends = f"{self.stage_link} sends {str(dtype).removeprefix('torch.')}"
             way_out = (
-                "only float32, bf16 and fp16 can be rounded to int8, use --holmes-edges bf16 or off"
+                "only float32, bf16 and fp16 can be rounded to int8, use "
+                "--holmes-compress-activations bf16 or off"
             )
-            raise HolmesError(f"--holmes-edges int8: {sends}; {way_out}")
-        return "off" if self.narrow == "bf16" and dtype != torch.float32 else self.narrow
+            raise HolmesError(f"--holmes-compress-activations int8: {sends}; {way_out}")
+        return "off" if self.compression == "bf16" and dtype != torch.float32 else self.compression
 
 
 PLAIN = Wire()
@@ -123,6 +131,6 @@ def _rows(tensor: Any) -> Any:
     return tensor.view(-1, tensor.shape[-1])
 
 
-def _codec(narrow: str, rows: Any) -> Codec:
+def _codec(compression: str, rows: Any) -> Codec:
     """Of `rows` [rows, row's length], flat."""
-    return Int8(rows.shape[1]) if narrow == "int8" else codec(narrow)
+    return Int8(rows.shape[1]) if compression == "int8" else codec(compression)

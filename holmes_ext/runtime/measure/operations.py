@@ -25,7 +25,7 @@ KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world"
 #: Words of a group's description (lower case) and its kind; the first that fits counts.
 _WORDS = (
     ("embedding", "embedding"),
-    ("two-level", "data"),
+    ("hierarchical", "data"),
     ("pipeline pair", "pipeline"),
     ("pipeline twin", "pipeline"),
     ("pipeline activations", "pipeline"),

@@ -184,7 +184,7 @@ def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
     return per_byte, max(0.0, long - per_byte * big)
 
 
-def edge(
+def stage_link(
     stage: int, stages: int, size_bytes: int, device: Any, send: Callable, receive: Callable
 ) -> float:
     """Seconds of an activation to the next stage, one way (0 on the last). All stages call it; send(tensor,

@@ -37,13 +37,13 @@ def publish(
     send: Callable[[Any, int], Any],
     receive: Callable[[Any, int], Any],
 ) -> None:
-    """Time `group`'s reduction and the edges alone, and report; rank 0 writes the profile. report: has
+    """Time `group`'s reduction and the stage links alone, and report; rank 0 writes the profile. report: has
     "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes"; send, receive:
     take a tensor and a stage, and block. Exits with 0 where the options say so (`holmes tune`)."""
     report |= {
         "steps": profiler.steps,
         "gradient_bytes": [[label, size] for label, size in gradient_bytes.items()],
-        "edge_s": probe.edge(
+        "stage_link_s": probe.stage_link(
             report["stage"], stages, report["activation_bytes"], device, send, receive
         ),
         "reduction": probe.reduction(group, int(sum(gradient_bytes.values())), device),
@@ -142,7 +142,7 @@ def _stage(current: session.Session, ranks: list[int], reports: list[dict[str, A
         after_s=(forward.get("after", 0.0), backward.get("after", 0.0)),
         reduction_s_per_byte=max(report["reduction"][0] for report in reports),
         reduction_latency_s=max(report["reduction"][1] for report in reports),
-        edge_s=max(report["edge_s"] for report in reports),
+        stage_link_s=max(report["stage_link_s"] for report in reports),
         **{
             f"{kind}_s": max(report["totals"].get(kind, 0.0) for report in reports)
             for kind in _TOTALS

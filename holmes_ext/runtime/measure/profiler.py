@@ -12,7 +12,7 @@ and which modules are which layers. A pass is cut at the layers, so that their t
 so what stands between modules counts for its neighbour, recomputation for the layers that are recomputed. On
 a GPU the borders are CUDA events, read when the step has ended: nothing waits for them. Of all micro-batches
 the median counts, of a stage's ranks the slowest (profile_file.py). Sends and receives include waiting for
-the other; that is why edges and reductions are timed once more, alone, after the last step (probe.py).
+the other; that is why stage links and reductions are timed once more, alone, after the last step (probe.py).
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@
     {"done": {"reductions", "in_flight", "differences"}}   what of the plan (as_planned.py)
     {"outer": {"round", "exposed", "bytes", ...}}          a round with other jobs (join)
     {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}        a change (rank 0)
-    {"model": {...}, "edges": [...]}                       what was measured: a profile (plan/profile.py), the
-                                                           stages whose edge to the next one is in it
+    {"model": {...}, "stage links": [...]}                       what was measured: a profile
+                                                                 (plan/profile.py), the
+                                                           stages whose stage link to the next one is in it
     {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}
 
 groups: [kind, fabric, "inside" or "across" clusters, operations, payload bytes, bytes sent, seconds with one

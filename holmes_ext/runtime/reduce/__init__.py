@@ -1,1 +1,1 @@
-"""Gradient reduction: buckets, overlap, two levels, compression."""
+"""Gradient reduction: buckets, overlap, a hierarchical all-reduce, compression."""

@@ -140,7 +140,7 @@ class DirectExchange:
         ranks: Sequence[int],
         codec: Codec = PLAIN,
         streams: int = 1,
-        purpose: str = "two-level",
+        purpose: str = "hierarchical",
     ):
         self._rank = dist.get_rank()
         self.codec = codec

@@ -13,9 +13,9 @@ from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.backend import backend_of, network_api_of, one_hardware_queue
 from holmes_ext.runtime.reduce import flat_bucket
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.reduce.reduction import FlatReduction
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.session import tell
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class PlannedReduction:
         Args:
             size: Bytes of gradients that the group sums in a step.
             device_type: Device of the gradients, "cpu" or "cuda".
-            compress: In place of the option --holmes-compress; None: as the option says.
+            compress: In place of the option --holmes-compress-gradients; None: as the option says.
         """
         self.size = size
         self.device_type = device_type
@@ -133,7 +133,7 @@ def bucket_bytes_for(
 
 
 _ONE_QUEUE = (
-    "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a two-level reduction share one hardware queue with the "
+    "CUDA_DEVICE_MAX_CONNECTIONS=1: the steps of a hierarchical reduction share one hardware queue with the "
     "backward pass, so they run between its kernels and do not overlap them; set 8 or more where the "
     "framework allows it"
 )
@@ -154,7 +154,7 @@ def hierarchical_for(
     Returns:
         None if the group is in one cluster, or one ring is faster for sums of this size.
     """
-    is_planned = bool(spec.clusters) and size >= spec.two_level_from
+    is_planned = bool(spec.clusters) and size >= spec.hierarchical_from
     if not is_planned:
         return None
     network_api = network_api_of(backend_of(group, device_type))
@@ -162,7 +162,7 @@ def hierarchical_for(
 
 
 def hierarchical_over(
-    ranks: Sequence[int], spec: ReductionSpec, network_api: str, purpose: str = "two-level"
+    ranks: Sequence[int], spec: ReductionSpec, network_api: str, purpose: str = "hierarchical"
 ) -> Reduction | None:
     """Make a hierarchical reduction over ranks that need not have a process group.
 
@@ -184,13 +184,13 @@ def hierarchical_over(
     if network_api != SOCKETS:
         if one_hardware_queue():
             tell(session.require(), _ONE_QUEUE, once=_ONE_QUEUE)
-        return TwoLevelCollectives(
+        return HierarchicalCollectives(
             clusters, chunk_bytes=spec.chunk_bytes, compress=spec.compress, purpose=purpose
         )
     across = spec.across
     if across is not None and set(across.order) != set(ranks_by_cluster):
         across = None  # it was planned for other clusters than these
-    return TwoLevelAllReduce(
+    return HierarchicalAllReduce(
         clusters,
         chunk_bytes=spec.chunk_bytes,
         compress=spec.compress,

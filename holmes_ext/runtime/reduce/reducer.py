@@ -75,15 +75,17 @@ class GradientReducer:
         predivide: Gradients are divided by it before the sum, by ranks / predivide after it (float16
             overflow).
         communication_dtype: What travels; None: the gradients'.
-        compress: "off", "bf16" or "int8": what crosses where two levels are used; None: --holmes-compress.
+        compress: "off", "bf16" or "int8": what crosses where a hierarchical all-reduce are used; None:
+        --holmes-compress-gradients.
         deferred: Their gradients are final after the backward pass only (tied weights): finish() sends them.
         all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on
-            `group`; None: two levels where holmes is active and the plan has them for the group.
+            `group`; None: a hierarchical all-reduce where holmes is active and the plan has them for
+            the group.
         gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled;
             None: .grad.
         owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its
             average; on others that part is undefined afterwards. None: all need everything. Not used where
-            two levels are.
+            a hierarchical all-reduce are.
     """
 
     def __init__(
@@ -275,7 +277,7 @@ class GradientReducer:
                 self.ranks,
                 self._planned.spec,
                 self.times.bytes,
-                two_levels=is_hierarchical,
+                hierarchical=is_hierarchical,
                 overlap=self.armed,
                 follows=self._owners is None,
             )

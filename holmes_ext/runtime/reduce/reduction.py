@@ -1,7 +1,7 @@
 """The interface of everything that sums gradients over a process group, and its simplest implementations.
 
 FlatReduction                            torch's own all-reduce
-TwoLevelAllReduce, TwoLevelCollectives   hierarchical: inside each cluster, then between clusters
+HierarchicalAllReduce, HierarchicalCollectives   hierarchical: inside each cluster, then between clusters
 ReduceToOwners                           each rank gets the sums of its own part only (ZeRO 1)
 CallersReduction                         a function that the caller of GradientReducer gave
 """

@@ -1,9 +1,10 @@
-"""The gradient of a weight that several stages share, summed over all their ranks in two levels.
+"""The gradient of a weight that several stages share, summed over all their ranks hierarchically.
 
 Engines let every rank of the first stage sum it with its twin of the last one: d data-parallel ranks send the
 whole gradient across, d times. What is wanted in the end is the average over the d ranks of those sums:
 
-    1  inside each stage's cluster: rank k gets the stage's sum of block k     two_level.py, two_level_nccl.py
+    1  inside each stage's cluster: rank k gets the stage's sum of block k     hierarchical.py,
+    hierarchical_nccl.py
     2  across: the two owners of a block sum it; every rank sends 1 / d of the bytes
     3  inside: all ranks gather the blocks; all is divided by d beforehand
 
@@ -49,7 +50,7 @@ class TiedSum:
         self.reduction.all_reduce(gradient.view(-1).div_(divisor)).wait()
 
 
-#: group of the ranks that share a weight -> its sum in two levels; None where the engine's own stays.
+#: group of the ranks that share a weight -> its sum hierarchically; None where the engine's own stays.
 made: weakref.WeakKeyDictionary[Any, TiedSum | None] = weakref.WeakKeyDictionary()
 
 
@@ -72,4 +73,6 @@ def _tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     if set(spec.clusters) != set(plan.by_cluster(members)):
         return None
     reduction = hierarchical_over(candidates[0], spec, network_api, purpose="embedding")
-    return TiedSum(candidates[0], reduction, spec.two_level_from) if reduction is not None else None
+    return (
+        TiedSum(candidates[0], reduction, spec.hierarchical_from) if reduction is not None else None
+    )

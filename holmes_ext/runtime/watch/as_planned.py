@@ -4,8 +4,8 @@ The plan is what holmes has decided before the job started. Compared are:
 
     groups       the network of each process group (environment variables such as GLOO_SOCKET_IFNAME, or
                  options of NCCL, can choose another one)
-    reductions   whether gradients are reduced hierarchically ("in two levels") or by one ring all-reduce, and
-                 whether during the last backward pass or after it
+    reductions   whether gradients are reduced hierarchically ("hierarchically") or by one ring
+                 all-reduce, and whether during the last backward pass or after it
     in flight    the micro-batches that each pipeline stage begins before its first backward pass
 
 `holmes report` shows the differences, too.
@@ -27,7 +27,7 @@ from holmes_ext.words import some_of, tell_user
 #: DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes yet.
 COMPARED_STEP = 2
 _HOW_SUMMED = {
-    True: "in two levels",
+    True: "hierarchically",
     False: "in one ring",
 }  # by whether the reduction is hierarchical
 _WHEN_SUMMED = {
@@ -111,7 +111,7 @@ def summary(current: Session) -> dict[str, Any]:
     for ranks, reduction in current.reductions.items():
         stage = current.plan.stage_of(ranks)
         if stage is not None:  # None: the ranks are not the replicas of one stage
-            rows.append([stage, reduction.two_levels, reduction.overlap])
+            rows.append([stage, reduction.hierarchical, reduction.overlap])
     return {"reductions": sorted(rows), "in_flight": list(current.in_flight)}
 
 
@@ -151,19 +151,19 @@ def _stage(current: Session, ranks: Iterable[int]) -> str:
 def _reduction_difference(reduction: DoneReduction) -> str:
     """Return how a reduction of gradients differed from the planned one, or "" if it did not.
 
-    Two things are compared: whether it was hierarchical ("in two levels") or one ring, and whether it
+    Two things are compared: whether it was hierarchical ("hierarchically") or one ring, and whether it
     overlapped the backward pass as planned. An overlap that was not planned is no difference: the framework
     may overlap reductions by itself.
     """
     planned = reduction.planned
     spans_clusters = bool(planned.clusters)
-    # Below a certain size a single ring is faster: the plan uses two levels from this size on.
-    is_large = reduction.bytes >= planned.two_level_from
-    is_planned_in_two_levels = spans_clusters and is_large
-    if reduction.two_levels != is_planned_in_two_levels:
-        # e.g. "in one ring, planned in two levels"
+    # Below a certain size a single ring is faster: the plan uses a hierarchical all-reduce from this size on.
+    is_large = reduction.bytes >= planned.hierarchical_from
+    is_planned_hierarchical = spans_clusters and is_large
+    if reduction.hierarchical != is_planned_hierarchical:
+        # e.g. "in one ring, planned hierarchically"
         return (
-            f"{_HOW_SUMMED[reduction.two_levels]}, planned {_HOW_SUMMED[is_planned_in_two_levels]}"
+            f"{_HOW_SUMMED[reduction.hierarchical]}, planned {_HOW_SUMMED[is_planned_hierarchical]}"
         )
     if planned.overlap and not reduction.overlap:
         # "after the backward pass, planned under the last backward pass"
@@ -185,19 +185,19 @@ def _missing_reduction(current: Session) -> str:
     planned = plan.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
     # engine.features: names of holmes's patches for this framework. Without them, the framework reduces.
     is_overlap_expected = planned.overlap and bool(engine.features.get("overlap"))
-    is_two_level_expected = bool(planned.clusters) and bool(engine.features.get("two-level"))
-    if not is_overlap_expected and not is_two_level_expected:
+    is_hierarchical_expected = bool(planned.clusters) and bool(engine.features.get("hierarchical"))
+    if not is_overlap_expected and not is_hierarchical_expected:
         return ""  # the plan leaves the reduction to the framework
     if current.keeps_own_reduction:
-        return ""  # ZeRO 3: two_level.py has printed that DeepSpeed reduces by itself
+        return ""  # ZeRO 3: hierarchical.py has printed that DeepSpeed reduces by itself
     is_recorded = any(plan.stage_of(ranks) == stage for ranks in current.reductions)
     # The data- and context-parallel ranks, over which this rank's gradients are reduced.
     group = {other for axis in ("dp", "cp") for other in sizes.group(current.rank, axis)}
     has_network = current.fabric_of(group, backend) is not None  # a group inside a node has none
     if is_recorded or not has_network:
         return ""
-    if is_two_level_expected:
-        how = _HOW_SUMMED[True]  # "in two levels"
+    if is_hierarchical_expected:
+        how = _HOW_SUMMED[True]  # "hierarchically"
     else:
         how = _WHEN_SUMMED[True]  # "under the last backward pass"
     return f"gradients of stage {stage} are summed by {engine.name} itself, planned {how}"

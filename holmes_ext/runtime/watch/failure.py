@@ -13,7 +13,8 @@ the default timeout of a process group is half an hour. So holmes polls the NICs
 
     a NIC fails             A warning is printed.
     the NIC recovers        A second message is printed, and the job goes on.
-    the NIC stays failed    After --holmes-patience seconds (20 by default) the process exits with status 2,
+    the NIC stays failed    After --holmes-link-timeout seconds (20 by default) the process exits with
+                            status 2,
                             if a process group of this rank uses the NIC's network. The launcher may then
                             start the job again: torchrun --max-restarts does, without that NIC.
 
@@ -371,7 +372,7 @@ class NicWatch:
                 self._since[name] = now
                 line = fault
                 if self.patience_s:
-                    way_out = "unless it comes back (--holmes-patience)"
+                    way_out = "unless it comes back (--holmes-link-timeout)"
                     line += f"; the job ends in {self.patience_s:g} s {way_out}"
                 self._tell_once(current, line)
                 continue

@@ -75,7 +75,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
     if several:
         compare_with_plan(current)
         nics.remember_counters(current)
-        watch_nics(current.options.patience_s)
+        watch_nics(current.options.link_timeout_s)
     return lines + hooks.on_start(current)
 
 

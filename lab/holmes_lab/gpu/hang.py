@@ -1,6 +1,7 @@
 """Why a job hangs: who waits for whom, over all ranks, and the circle that never ends.
 
-    host of rank 0 -> kernel Recv (group "edge 0-1") -> rank 1 has not launched its Send -> host of rank 1
+    host of rank 0 -> kernel Recv (group "stage link 0-1") -> rank 1 has not launched its Send -> host
+    of rank 1
           ^                                                                                      |
           `---- waits for a kernel of rank 0 <---- kernel AllReduce <---- cudaDeviceSynchronize -'
 
@@ -83,7 +84,7 @@ class Hang:
         return firsts
 
     def group_of(self, communicator: str) -> str:
-        """ "group edge, communicator 0x12ab", as far as it is known."""
+        """ "group stage link, communicator 0x12ab", as far as it is known."""
         works: list[NcclLaunch | StreamWork] = []
         for state in self.states.values():
             works += [*state.recent, *state.works()]

@@ -38,7 +38,7 @@ def explain(
 
 
 def describe(hang: Hang, node: Node) -> str:
-    """ "rank 1: stream 7: kernel AllReduce of 4 (group edge 0-1)"."""
+    """ "rank 1: stream 7: kernel AllReduce of 4 (group stage link 0-1)"."""
     if isinstance(node, RankHost):
         return f"rank {node.rank}: its host"
     work = hang.work.get(node)

@@ -45,7 +45,7 @@ def _does(work: Mapping[str, Any]) -> str:
 
 
 def _label(work: Mapping[str, Any]) -> str:
-    """ "kernel AllReduce of 4 Float32 (group edge, stream 7)"."""
+    """ "kernel AllReduce of 4 Float32 (group stage link, stream 7)"."""
     group = f"group {work['group']}, " if work.get("group") else ""
     return f"{work['kind']} {work.get('what') or work['name']} ({group}stream {work['stream']})"
 

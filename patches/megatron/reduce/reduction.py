@@ -91,7 +91,7 @@ def _reduce_as_planned(current, call, instance):
         # the user has been warned already (reported).
         overlap = ddp_config.overlap_grad_reduce
         session.note_reduction(
-            ranks, planned, size=0, two_levels=False, overlap=overlap, reported=True
+            ranks, planned, size=0, hierarchical=False, overlap=overlap, reported=True
         )
         return call()
 
@@ -112,7 +112,7 @@ def _reduce_as_planned(current, call, instance):
     if gathers_weights:
         megatron_gather.prepare(instance)  # from now on, state_dict() waits for the gathers
     overlap = ddp_config.overlap_grad_reduce
-    session.note_reduction(ranks, planned, gradient_bytes, two_levels=False, overlap=overlap)
+    session.note_reduction(ranks, planned, gradient_bytes, hierarchical=False, overlap=overlap)
     return result
 
 

@@ -4,7 +4,7 @@ If a model's input and output embeddings share a weight, the first and the last 
 each, and sum their gradients. In megatron-core each of the d data-parallel ranks of a stage sends the whole
 gradient to its counterpart in the other stage. Between clusters it thus travels d times.
 
-This module sums over all ranks of both stages in two levels instead (runtime/reduce/tied.py): first inside
+This module sums over all ranks of both stages hierarchically instead (runtime/reduce/tied.py): first inside
 each cluster, then between clusters, where a rank sends 1 / d of the bytes, and then inside each cluster
 again.
 
@@ -41,7 +41,7 @@ def _all_reduce(
     """Sum the gradient of the shared word embedding over all data-parallel ranks of both pipeline stages.
 
     This wrapper runs in place of megatron-core's _allreduce_embedding_grad, which call() runs. In that
-    function every rank sends the whole gradient to its counterpart in the other stage. The two-level sum
+    function every rank sends the whole gradient to its counterpart in the other stage. The hierarchical sum
     sends the gradient between clusters only once for each stage.
 
     Before the sum each rank has the average of its stage. Therefore the sum is divided by the number of ranks

@@ -7,7 +7,7 @@ import pytest
 from damage import nic_of
 from namespaces import in_namespace
 from sysfs_builder import (
-    SCENES,
+    CASES,
     Sysfs,
     aws_ena,
     container,
@@ -338,23 +338,23 @@ def test_given_addresses_win(tmp_path):
 # ---- captured trees ----
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_a_tree_copied_with_links_followed_reads_the_same(tmp_path, scene):
-    root = SCENES[scene](tmp_path / "n")
+@pytest.mark.parametrize("case", CASES)
+def test_a_tree_copied_with_links_followed_reads_the_same(tmp_path, case):
+    root = CASES[case](tmp_path / "n")
     copy = copy_without_links(root, tmp_path / "copy")
     assert not any(p.is_symlink() for p in copy.rglob("*"))
     expected = read_nics(root)
     if (
-        scene == "dgx_a100"
+        case == "dgx_a100"
     ):  # a USB device's PCI address shows only in its path, which such a copy loses
         expected = tuple(replace(n, pci="") if "USB" in n.skipped else n for n in expected)
     assert read_nics(copy) == expected
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_a_tarred_tree_reads_the_same(tmp_path, scene):
+@pytest.mark.parametrize("case", CASES)
+def test_a_tarred_tree_reads_the_same(tmp_path, case):
     """tar keeps links, and pads every file with NULs to the 4096 bytes that sysfs claims."""
-    root = SCENES[scene](tmp_path / "n")
+    root = CASES[case](tmp_path / "n")
     expected = read_nics(root)
     copy = tmp_path / "copy"
     shutil.copytree(root, copy, symlinks=True)

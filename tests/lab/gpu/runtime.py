@@ -1,7 +1,7 @@
-"""The emulated GPU's runtime by ctypes, in a process of its own for each scene: `python runtime.py LIBRARY
+"""The emulated GPU's runtime by ctypes, in a process of its own for each case: `python runtime.py LIBRARY
 SCENE`.
 
-A scene puts work into streams and prints what happened, as JSON. Kernels are Python functions that note their
+A case puts work into streams and prints what happened, as JSON. Kernels are Python functions that note their
 names.
 """
 

@@ -399,14 +399,14 @@ def test_communicators_by_the_ranks_of_the_job(tmp_path):
             "communicator": "0xa",
             "rank": number % 2,
             "ranks": 2,
-            "group": "edge",
+            "group": "stage_link",
             "network": "Socket",
             "self": own,
             "members": ["p0", "p3"],
         }
         (tmp_path / f"rank{number}.communicators").write_text(json.dumps(line) + "\n")
     assert communicators.read(tmp_path) == [
-        communicators.Communicator("0xa", (0, 3), "Socket", "edge")
+        communicators.Communicator("0xa", (0, 3), "Socket", "stage_link")
     ]
 
 
@@ -419,9 +419,11 @@ def test_a_communicator_whose_name_is_known_later(tmp_path):
         "self": "p0",
         "members": ["p0"],
     }
-    named = [json.dumps({**line, "group": group}) for group in ("", "edge", "")]
+    named = [json.dumps({**line, "group": group}) for group in ("", "stage_link", "")]
     (tmp_path / "rank0.communicators").write_text("\n".join(named) + "\n")
-    assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0,), "IB", "edge")]
+    assert communicators.read(tmp_path) == [
+        communicators.Communicator("0xa", (0,), "IB", "stage_link")
+    ]
 
 
 def test_a_line_that_tells_only_the_name_of_a_communicator_s_group(tmp_path):
@@ -438,17 +440,22 @@ def test_a_line_that_tells_only_the_name_of_a_communicator_s_group(tmp_path):
     lines = [
         made,
         {**made, "communicator": "0xb", "group": "4"},
-        {"communicator": "0xa", "group": "edge"},
+        {"communicator": "0xa", "group": "stage_link"},
     ]
     (tmp_path / "rank0.communicators").write_text(
         "".join(json.dumps(line) + "\n" for line in lines)
     )
-    assert [communicator.group for communicator in communicators.read(tmp_path)] == ["edge", "4"]
+    assert [communicator.group for communicator in communicators.read(tmp_path)] == [
+        "stage_link",
+        "4",
+    ]
 
 
 def test_a_rank_that_knows_no_name_leaves_it_to_the_next(tmp_path):
     made = {"communicator": "0xa", "ranks": 2, "network": "IB", "members": ["p0", "p1"]}
-    for rank, name in ((0, ""), (1, "edge")):
+    for rank, name in ((0, ""), (1, "stage_link")):
         line = {**made, "rank": rank, "self": f"p{rank}", "group": name}
         (tmp_path / f"rank{rank}.communicators").write_text(json.dumps(line) + "\n")
-    assert communicators.read(tmp_path) == [communicators.Communicator("0xa", (0, 1), "IB", "edge")]
+    assert communicators.read(tmp_path) == [
+        communicators.Communicator("0xa", (0, 1), "IB", "stage_link")
+    ]

@@ -40,7 +40,7 @@ crossing = {kind: sum(len({cluster_of[rank] for rank in group}) > 1 for group in
 for kind, found in made.items()}
 json.dump({"world": site.world_size, "groups": sum(map(len, made.values())), "differ": differ, \
 "crossing": crossing,
-           "straddling": {straddle.kind: straddle.groups for straddle in plan.straddling}}, sys.stdout)
+           "spanning": {span.kind: span.groups for span in plan.spanning}}, sys.stdout)
 """
 #: (sizes, kinds of groups that no order of the nodes keeps inside a cluster of 2,048 GPUs)
 JOBS = {
@@ -64,9 +64,9 @@ def test_all_groups_of_16384_ranks(job):
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout.strip().splitlines()[-1])
     assert report["world"] == 16384 and not report["differ"], report
-    assert set(report["straddling"]) == unavoidable, report
+    assert set(report["spanning"]) == unavoidable, report
     for kind in ("data", "tensor", "context", "expert"):
-        assert report["crossing"][kind] == report["straddling"].get(kind, 0), (kind, report)
+        assert report["crossing"][kind] == report["spanning"].get(kind, 0), (kind, report)
     if not unavoidable:
         assert not any(
             report["crossing"][kind]

@@ -34,10 +34,13 @@ class Group:
 
 @pytest.fixture
 def used(monkeypatch):
-    """used(site, plan, rank, ranks, ring, edges): groups, by their ranks, over which `rank` of the pipeline
-    group `ranks` sends or receives in batches; edges: edges.py makes the groups."""
+    """used(site, plan, rank, ranks, ring, stage links): groups, by their ranks, over which `rank` of
+    the pipeline
+    group `ranks` sends or receives in batches; stage links: stage_links.py makes the groups."""
     now = SimpleNamespace()
-    monkeypatch.setattr(p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: now.edges))
+    monkeypatch.setattr(
+        p2p, "registry", lambda: SimpleNamespace(is_on=lambda name: now.stage_links)
+    )
     monkeypatch.setattr(p2p, "_interleaved", lambda: now.ring)
     monkeypatch.setattr(
         mailbox, "pair_group", lambda members, purpose, pipeline: Group(members, now.rank, purpose)
@@ -53,8 +56,8 @@ def used(monkeypatch):
         "torch.distributed.get_process_group_ranks", lambda group: list(group.ranks)
     )
 
-    def used(site, plan, rank, ranks, ring, edges=False):
-        now.rank, now.ring, now.edges = rank, ring, edges
+    def used(site, plan, rank, ranks, ring, stage_links=False):
+        now.rank, now.ring, now.stage_links = rank, ring, stage_links
         session._active = Session(
             Options(), Process(0, 1, 0, 1, "", 0, ""), site, plan, rank, maker=maker
         )
@@ -108,16 +111,16 @@ def planned(seed):
     return site, build_plan(site, random_sites.sizes(rng, site.world_size))
 
 
-@pytest.mark.parametrize("edges", [False, True], ids=["", "edges"])
+@pytest.mark.parametrize("stage_links", [False, True], ids=["", "stage_links"])
 @pytest.mark.parametrize("ring", [False, True], ids=["plain", "interleaved"])
-def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(used, ring, edges):
+def test_a_group_that_one_rank_sends_batches_over_is_used_by_all_its_ranks(used, ring, stage_links):
     seen = 0
     for seed in range(200):
         site, plan = planned(seed)
         for ranks in (
             groups(plan.sizes, "pipeline") if plan.sizes and plan.sizes.pipeline > 1 else ()
         ):
-            of_rank = {rank: used(site, plan, rank, ranks, ring, edges) for rank in ranks}
+            of_rank = {rank: used(site, plan, rank, ranks, ring, stage_links) for rank in ranks}
             for rank, over in of_rank.items():
                 for members in over:
                     idle = [other for other in members if members not in of_rank[other]]

@@ -89,7 +89,7 @@ def train(rank, options, model_options, hook=None, accumulate=1, steps=4, join=N
         wrapped
     )  # holmes's reducer of gradients; None without holmes
     if reducer is not None:
-        # Only an all-reduce in two levels (inside clusters, then between them) counts its bytes.
+        # Only an all-reduce hierarchically (inside clusters, then between them) counts its bytes.
         sent_across_mb = getattr(reducer.reduction, "bytes_across", 0) / 1e6
     weights = [parameter.detach().clone() for parameter in model.parameters()]
     hook_name = wrapped._get_ddp_logging_data().get("comm_hook", "")
@@ -148,11 +148,11 @@ CASES_OF_THIS_BACKEND = [
 def test_weights_are_stock_s(case):
     """DistributedDataParallel trains the same weights with holmes as without it, for options in CASES.
 
-    holmes's comm hook reduces all buckets of gradients in two levels: inside clusters, then between them.
+    holmes's comm hook reduces all buckets of gradients hierarchically: inside clusters, then between them.
     """
     for difference, sent_across_mb, hook in run_ranks(both, 4, *CASES[case]):
         assert difference < 1e-6
-        assert hook == "two_level_hook"  # the comm hook of holmes
+        assert hook == "hierarchical_hook"  # the comm hook of holmes
         # If the hook reduces all buckets, a rank sends more than 1.6 MB to the other cluster in all steps.
         assert ON_GPUS or sent_across_mb > 1.6, "a bucket went another way"
 
@@ -172,7 +172,7 @@ def fp16_wrapper(wrapped):
 
 
 @pytest.mark.parametrize("hook", [fp16, fp16_in_cpp, fp16_wrapper])
-def test_the_program_s_half_precision_travels_in_two_levels(hook):
+def test_the_program_s_half_precision_travels_hierarchically(hook):
     """Half the bytes; sums of four float16 in another order."""
     for difference, across, name in run_ranks(both, 4, {}, {}, {"hook": hook}):
         assert difference < 2e-4 and "fp16" in name and (ON_GPUS or 0.8 < across < 1.5)
@@ -297,7 +297,7 @@ def int8(rank, with_fp16_hook):
     without_holmes(inputs).square().mean().backward()
     exact_gradient = model.weight.grad.clone()
 
-    start(rank, compress="int8")  # switches holmes on
+    start(rank, compress_gradients="int8")  # switches holmes on
     wrapped = DistributedDataParallel(model)
     if with_fp16_hook:
         fp16(wrapped)  # registers torch's fp16 comm hook
@@ -405,7 +405,7 @@ def recorded_reducer(monkeypatch):
 def test_on_a_gpu_a_side_stream_waits_for_the_sum_and_completes_the_future(monkeypatch):
     """The comm hook divides and launches on the stream of the backward pass, which waits for nothing."""
     bucket, reducer, _ddp = recorded_reducer(monkeypatch)
-    future = ddp_patches.two_level_hook(reducer, bucket)
+    future = ddp_patches.hierarchical_hook(reducer, bucket)
     assert future is bucket  # one stand-in for both
     assert bucket.log == [
         ("divide by 4", "backward"),
@@ -432,7 +432,7 @@ def test_on_a_gpu_a_pipeline_s_buckets_wait_when_its_schedule_ends(monkeypatch):
     bucket.gradients = lambda: [flat[:6].view(2, 3), flat[6:]]
 
     reducer.postponed = []  # a list, not None: postpones waiting until finish()
-    future = ddp_patches.two_level_hook(reducer, bucket)  # the comm hook
+    future = ddp_patches.hierarchical_hook(reducer, bucket)  # the comm hook
     assert future is bucket  # one stand-in for both
     assert bucket.log == [
         ("divide by 4", "backward"),

@@ -40,7 +40,7 @@ def session_of(rank, world=2, plan_digest="same"):
             world_size=world,
             sizes=None,
             by_cluster=lambda ranks: {"a": list(ranks)},  # all ranks are in cluster a
-            straddles=lambda ranks: False,  # the fastest network reaches all ranks
+            spans_networks=lambda ranks: False,  # the fastest network reaches all ranks
         ),
         site=SimpleNamespace(nodes=(), digest="d"),
         options=SimpleNamespace(timeout_s=20.0, timeout="20"),
@@ -436,6 +436,6 @@ def test_an_unknown_backend_gets_no_network_and_a_warning(torch_2_15, capsys):
 def test_a_backend_with_one_network_for_all_groups_is_refused_if_the_plan_has_several(torch_2_15):
     torch_2_15.transport = lambda ranks, backend: Transport(f"chosen by {backend}", "", "", "")
     options_of_new_group("ucc")  # the plan has one network
-    torch_2_15.plan.straddles = lambda ranks: True
+    torch_2_15.plan.spans_networks = lambda ranks: True
     with pytest.raises(HolmesError, match="backend 'ucc' uses one network for all groups"):
         options_of_new_group("ucc")

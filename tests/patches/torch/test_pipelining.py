@@ -21,11 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 from holmes_ext.options import Options, options_from
 from holmes_ext.patches import registry
 from holmes_ext.patches.torch import ddp as ddp_patches
-from holmes_ext.patches.torch import passes as passes_patches
 from holmes_ext.patches.torch import pipelining
+from holmes_ext.patches.torch import schedule as passes_patches
 from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
-from holmes_ext.plan.passes import PassOrder
+from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.plan.sizes import parse_sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
@@ -261,11 +261,11 @@ def test_gradients_that_torch_leaves_unreduced_are_told():
     assert told.count("torch leaves them unreduced") == 1
 
 
-def test_an_order_that_straddles_is_told_with_the_way_out():
+def test_an_order_that_spans_is_told_with_the_way_out():
     assert run_ranks(planned, 4, ("pp", "dp"), "")[0] == ""
     told = run_ranks(planned, 4, ("dp", "pp"), "")[0]
     assert (
-        "2 data groups straddle clusters" in told
+        "2 data groups span clusters" in told
         and "--holmes-sizes pipeline=2,order=tp-cp-ep-pp-dp" in told
     )
 
@@ -275,9 +275,10 @@ def test_other_sizes_than_planned_are_refused():
         run_ranks(planned, 4, ("pp", "dp"), "pipeline=4")
 
 
-#: Of four stages, 4 micro-batches: what plan/passes finds for an edge of three passes in the middle, 4 in
+#: Of four stages, 4 micro-batches: what plan/passes finds for a stage link of three passes in the
+#: middle, 4 in
 #: flight.
-PASSES = (
+SCHEDULE = (
     "F0 F1 F2 F3 B0 B1 B2 B3",
     "F0 F1 F2 F3 I0 W0 I1 W1 I2 W2 I3 W3",
     "F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3",
@@ -291,11 +292,11 @@ def in_listed_passes(rank, schedule, data):
     stages, stock_data = (4, "") if not data else (2, data)
     stock, _ = train(stages, schedule, data=stock_data)
     with holmes(
-        rank, sizes=f"pipeline={stages}", features=("pipelining", "ddp", "torch-passes")
+        rank, sizes=f"pipeline={stages}", features=("pipelining", "ddp", "torch-schedule")
     ) as current:
         plan = current.plan
-        texts = PASSES[:1] + PASSES[-1:] if stages == 2 else PASSES
-        plan = replace(plan, traffic=tuple(replace(one, passes=texts) for one in plan.traffic))
+        texts = SCHEDULE[:1] + SCHEDULE[-1:] if stages == 2 else SCHEDULE
+        plan = replace(plan, traffic=tuple(replace(one, schedule=texts) for one in plan.traffic))
         session.set_active(replace(current, plan=plan))
         make, late = WeightGradients.make, []
         WeightGradients.make = lambda self, number: (
@@ -310,7 +311,9 @@ def in_listed_passes(rank, schedule, data):
     )
 
 
-needs_passes = pytest.mark.skipif(torch.__version__ < (2, 8), reason="torch-passes needs torch 2.8")
+needs_passes = pytest.mark.skipif(
+    torch.__version__ < (2, 8), reason="torch-schedule needs torch 2.8"
+)
 
 
 @needs_passes
@@ -339,7 +342,7 @@ def test_stages_that_reduce_themselves_keep_their_passes_and_it_is_told():
                 "RECV_F0 RECV_F1 F0 B0 SEND_B0 RECV_F2 F1 B1 SEND_B1 F2 B2 SEND_B2",
             ),
         ),
-        # NCCL: in the order of the edge's messages, a0 a1 g0 a2 g1 g2
+        # NCCL: in the order of the stage link's messages, a0 a1 g0 a2 g1 g2
         (
             ("F0 F1 g0 B0 F2 g1 g2 B1 B2", "F0 B0 F1 B1 F2 B2"),
             (

@@ -15,7 +15,7 @@ from holmes_ext.plan.arrange.place import distinct_orders, fastest_first, order_
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel, estimate
-from holmes_ext.plan.decide import straddles_of
+from holmes_ext.plan.decide import spanning_groups_of
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes, groups
@@ -72,7 +72,7 @@ def plain(*counts, **options):
     return make_site([(count, (f"f{index}",)) for index, count in enumerate(counts)], **options)
 
 
-def straddling(site, order, sizes):
+def spanning(site, order, sizes):
     """Whether any group of `order` falls to Ethernet though one of its nodes has better: from the definition,
     group by group."""
     sizes = sizes.complete(site.world_size)
@@ -86,7 +86,7 @@ def straddling(site, order, sizes):
 
 
 def brute_force(site, sizes, prices):
-    """(straddles, least seconds) over all distinct orders; nodes with equal fabrics are interchangeable."""
+    """(spans, least seconds) over all distinct orders; nodes with equal fabrics are interchangeable."""
     kinds = [node.fabrics for node in site.nodes]
     best = None
     for line in distinct_orders({kind: kinds.count(kind) for kind in kinds}):
@@ -94,7 +94,7 @@ def brute_force(site, sizes, prices):
             kind: iter([node.name for node in site.nodes if node.fabrics == kind]) for kind in kinds
         }
         order = [next(queues[kind]) for kind in line]
-        score = straddling(site, order, sizes), seconds(site, order, sizes, prices=prices)
+        score = spanning(site, order, sizes), seconds(site, order, sizes, prices=prices)
         best = score if best is None else min(best, score)
     return best
 
@@ -105,7 +105,7 @@ def check(site, sizes, **options):
     least = brute_force(site, sizes, prices)
     case = ([(node.name, node.fabrics) for node in site.nodes], site.processes, sizes)
     assert sorted(placed.names) == sorted(node.name for node in site.nodes), case
-    assert straddles(site, placed) == straddling(site, placed.names, sizes) == least[0], case
+    assert spans_networks(site, placed) == spanning(site, placed.names, sizes) == least[0], case
     assert seconds(site, placed.names, sizes, prices=prices) == pytest.approx(least[1], rel=1e-8), (
         case
     )
@@ -114,8 +114,8 @@ def check(site, sizes, **options):
         assert [name for name in placed.names if name in own] == own, case
 
 
-def straddles(site, placed):
-    return prices_of(site, placed.sizes, WORK).straddles(placed)
+def spans_networks(site, placed):
+    return prices_of(site, placed.sizes, WORK).spans_networks(placed)
 
 
 def cases(limit, seed, nodes=7):
@@ -191,7 +191,7 @@ def test_a_fit_group_by_group_that_no_component_has():
     site = make_site([(1, ("p", "r")), (1, ("p", "s")), (1, ("q", "r")), (1, ("q", "s"))])
     assert pack({0: 1, 1: 1, 2: 1, 3: 1}, dict(enumerate(("pr", "ps", "qr", "qs"))), 4) is None
     check(site, Sizes(1, 2))
-    assert not straddles(site, place(site, Sizes(1, 2)))
+    assert not spans_networks(site, place(site, Sizes(1, 2)))
 
 
 def test_heuristic_stays_close_to_brute_force():
@@ -205,9 +205,9 @@ def test_heuristic_stays_close_to_brute_force():
             place(site, sizes, prices=prices, budget=6),
             brute_force(site, sizes, prices),
         )
-        assert straddles(site, placed) == least[0]
+        assert spans_networks(site, placed) == least[0]
         step_s, launcher = seconds(site, placed.names, sizes), [node.name for node in site.nodes]
-        if straddling(site, launcher, sizes) == least[0]:
+        if spanning(site, launcher, sizes) == least[0]:
             assert step_s <= seconds(site, launcher, sizes) * (1 + 1e-9)
         worst = max(worst, step_s / least[1])
     assert worst <= 1.1
@@ -237,9 +237,9 @@ def test_slow_fabric_goes_last():
     assert fastest_first(Network(site)) == swapped
 
 
-def test_no_straddling_goes_before_time():
-    """Nothing to reduce and much to send: the mixed stages would be faster by the model, and still only edges
-    may cross."""
+def test_no_spanning_goes_before_time():
+    """Nothing to reduce and much to send: the mixed stages would be faster by the model, and still
+    only stage links may cross."""
     site = plain(2, 2, interleave=True)
     heavy = Workload(0.03, 0.06, 8, gradient_bytes=0, activation_bytes=1e8)
     placed = place(site, Sizes(2), heavy)
@@ -258,9 +258,9 @@ def test_equal_times_keep_the_launchers_order():
 def test_issue_examples():
     for counts, pipeline in (((2, 4), 3), ((3, 5), 8), ((1, 1, 2), 4), ((2, 2, 4), 4), ((4, 4), 2)):
         site = plain(*counts, interleave=True)
-        assert not straddles(site, place(site, Sizes(pipeline)))
+        assert not spans_networks(site, place(site, Sizes(pipeline)))
     site = plain(2, 4, processes=4, interleave=True)
-    assert not straddles(site, place(site, Sizes(3, 4)))
+    assert not spans_networks(site, place(site, Sizes(3, 4)))
 
 
 def test_stages_that_share_nodes_partly():
@@ -268,25 +268,25 @@ def test_stages_that_share_nodes_partly():
     cluster."""
     site = plain(3, 6, processes=2, interleave=True)
     assert len(Placement.of(Sizes(6).complete(18), 2, [0] * 9).components) == 3
-    assert not straddles(site, place(site, Sizes(6)))
+    assert not spans_networks(site, place(site, Sizes(6)))
     site = plain(4, 5, processes=2)
-    assert straddles(site, place(site, Sizes(6)))
+    assert spans_networks(site, place(site, Sizes(6)))
 
 
-def straddling_of(site, placed):
-    return straddles_of(prices_of(site, placed.sizes, WORK), placed)
+def spanning_of(site, placed):
+    return spanning_groups_of(prices_of(site, placed.sizes, WORK), placed)
 
 
-def test_straddling_says_which_and_what_it_costs():
+def test_spanning_says_which_and_what_it_costs():
     site = plain(3, 5)
     placed = place(site, Sizes(2))
-    (straddle,) = straddling_of(site, placed)
-    assert (straddle.kind, straddle.groups, straddle.fabric) == ("data", 1, ETHERNET)
-    assert {site.node_by_name[name].cluster for name in straddle.example} == {"a", "b"}
+    (spanning,) = spanning_of(site, placed)
+    assert (spanning.kind, spanning.groups, spanning.fabric) == ("data", 1, ETHERNET)
+    assert {site.node_by_name[name].cluster for name in spanning.example} == {"a", "b"}
     prices = Prices(
         Network(site), RankModel.of_workload(WORK, placed.sizes), Rules(reductions=("flat",))
     )
-    (flat,) = straddles_of(prices, placed)
+    (flat,) = spanning_groups_of(prices, placed)
     own = replace(
         site,
         fabrics=(
@@ -294,7 +294,7 @@ def test_straddling_says_which_and_what_it_costs():
             replace(site.fabrics[-1], rate_bps=int(RATES[1]), latency_s=2e-6),
         ),
     )
-    assert flat.seconds > 0.1 and straddle.seconds <= flat.seconds
+    assert flat.seconds > 0.1 and spanning.seconds <= flat.seconds
     saved = seconds(site, placed.names, Sizes(2), prices=prices)
     faster = Prices(Network(own), prices.job, prices.rules)
     assert flat.seconds == pytest.approx(
@@ -304,10 +304,10 @@ def test_straddling_says_which_and_what_it_costs():
 
 def test_tensor_groups_are_broken_last():
     """Stages of 4 nodes in tensor pairs: the mixed stage keeps its pairs whole, so only data-parallel groups
-    straddle."""
+    span."""
     site = plain(2, 6, interleave=True)
     placed = place(site, Sizes(2, 2))
-    assert {straddle.kind for straddle in straddling_of(site, placed)} == {"data"}
+    assert {spanning.kind for spanning in spanning_of(site, placed)} == {"data"}
 
 
 def test_unknown_sizes_make_blocks():
@@ -366,6 +366,6 @@ def test_16384_gpus(sizes):
     if sizes in (None, Sizes(16, 8), Sizes(16, 8, order="tp-cp-ep-pp-dp")):
         whole = (sizes or Sizes(16, 8)).complete(16384)
         placement = Network(site).placement(names, whole)
-        assert not straddles(site, placement)
+        assert not spans_networks(site, placement)
         stages = {whole.stage(slot * 8): name[:2] for slot, name in enumerate(names)}
         assert [stages[stage] for stage in range(0, 16, 2)] == "c0 c2 c4 c6 c1 c3 c5 c7".split()

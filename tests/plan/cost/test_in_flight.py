@@ -1,4 +1,4 @@
-"""How many micro-batches hide the edges, and that any non-increasing choice of them ends."""
+"""How many micro-batches hide the stage links, and that any non-increasing choice of them ends."""
 
 import random
 from itertools import product
@@ -15,7 +15,7 @@ from holmes_ext.plan.cost.pipeline import (
     quickest_in_flight,
     walked_ends,
 )
-from holmes_ext.plan.passes import passes
+from holmes_ext.plan.schedule import passes
 
 
 def walk(orders, forward, backward, transfer):
@@ -50,7 +50,7 @@ def orders_of(held, micro_batches):
     ]
 
 
-def test_free_edges_are_1f1b():
+def test_free_stage_links_are_1f1b():
     assert in_flight([3.0] * 4, [0.0] * 3, 8) == (4, 3, 2, 1)
     assert orders_of((4, 3, 2, 1), 8) == [passes(stage, 4, 8) for stage in range(4)]
 
@@ -61,9 +61,9 @@ def test_half_a_stage_needs_one_more():
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_any_edge_is_hidden(seed):
+def test_any_stage_link_is_hidden(seed):
     """But for the first and the last transfer: the step is within the pipeline's fill of one with free
-    edges."""
+    stage links."""
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 5), rng.choice((8, 16, 32))
     forward, backward = [1.0] * stages, [2.0] * stages
@@ -79,7 +79,7 @@ def test_any_edge_is_hidden(seed):
     )
 
 
-def test_an_edge_slower_than_the_stages_sets_the_pace():
+def test_an_stage_link_slower_than_the_stages_sets_the_pace():
     assert in_flight([1.0] * 3, [2.0, 2.0], 16, [2.0, 2.0]) == (6, 3, 1)
     assert in_flight([1.0] * 3, [2.0, 2.0], 16, [0.1, 0.1]) == (
         11,
@@ -139,8 +139,8 @@ def test_a_short_step_has_more_where_that_is_quicker(seed):
     )
     assert now <= before and (found == least or now < before * (1 - WORTH_MORE))
     ahead = [1]
-    for edge in reversed(transfer):
-        ahead.insert(0, ahead[0] + 1 + ceil(2 * edge / (sum(busy) / stages)))
+    for stage_link in reversed(transfer):
+        ahead.insert(0, ahead[0] + 1 + ceil(2 * stage_link / (sum(busy) / stages)))
     assert all(one <= most for one, most in zip(found, ahead))
 
 

@@ -44,7 +44,7 @@ def test_chunks_are_as_large_as_they_should_be_or_larger(size, chunks):
 
 def test_send():
     of = network(2, latency_s=0.5, processes=2)
-    edge = fold(of, Sizes(pipeline=2)).edge(0, 0, 1)
-    assert of.message(edge).price.seconds(2e6) == pytest.approx(
+    stage_link = fold(of, Sizes(pipeline=2)).stage_link(0, 0, 1)
+    assert of.message(stage_link).price.seconds(2e6) == pytest.approx(
         4 + 0.5
     )  # two ranks of a node send at once

@@ -21,41 +21,41 @@ def test_the_formula_for_equal_stages_are_exact():
 
 
 def test_the_walk():
-    """Unequal stages and edges; and the wait that the formula does not see filled: F0 F1 wait B0 B1."""
+    """Unequal stages and stage links; and the wait that the formula does not see filled: F0 F1 wait B0 B1."""
     rng = random.Random(0)
     for _ in range(200):
         stages, micro = rng.randint(1, 6), rng.randint(1, 12)
-        forward, backward, edges = (
+        forward, backward, stage_links = (
             [rng.random() for _ in range(count)] for count in (stages, stages, stages - 1)
         )
-        assert walked_ends(forward, backward, edges, micro) == pytest.approx(
-            simulate(forward, backward, edges, micro)
+        assert walked_ends(forward, backward, stage_links, micro) == pytest.approx(
+            simulate(forward, backward, stage_links, micro)
         )
     assert walked_ends([2.0, 1.0], [4.0, 2.0], [0.0], 2)[0] == 2 + 3 + 4 + 4
     assert formula_ends([2.0, 1.0], [4.0, 2.0], [0.0], 2)[0] == 2 + 3 + 4 + 6
 
 
-def test_the_formula_with_edges_within_a_tenth():
+def test_the_formula_with_stage_links_within_a_tenth():
     rng = random.Random(0)
     for _ in range(500):
         stages, micro = rng.randint(2, 8), rng.randint(1, 20)
-        edges = [rng.choice((0.05, 0.5)) for _ in range(stages - 1)]
-        ends = formula_ends([1.0] * stages, [2.0] * stages, edges, micro)
-        found = simulate([1.0] * stages, [2.0] * stages, edges, micro)
+        stage_links = [rng.choice((0.05, 0.5)) for _ in range(stages - 1)]
+        ends = formula_ends([1.0] * stages, [2.0] * stages, stage_links, micro)
+        found = simulate([1.0] * stages, [2.0] * stages, stage_links, micro)
         assert ends[0] == pytest.approx(found[0], rel=0.1)
         # the later stages end a little earlier than the formula says
         assert ends == pytest.approx(found, rel=0.12)
 
 
-def test_the_formula_with_slow_edges_are_never_too_early():
-    """An edge in the middle slows the run of stages around it: those that end with the last stage are not
-    enough (13 % too early)."""
+def test_the_formula_with_slow_stage_links_are_never_too_early():
+    """A stage link in the middle slows the run of stages around it: those that end with the last stage
+    are not enough (13 % too early)."""
     rng = random.Random(0)
     for _ in range(500):
         stages, micro = rng.randint(2, 8), rng.randint(1, 40)
-        edges = [rng.choice((0.05, 2.0)) for _ in range(stages - 1)]
-        found = simulate([1.0] * stages, [2.0] * stages, edges, micro)[0]
-        assert 0.99 * found <= formula_ends([1.0] * stages, [2.0] * stages, edges, micro)[0]
+        stage_links = [rng.choice((0.05, 2.0)) for _ in range(stages - 1)]
+        found = simulate([1.0] * stages, [2.0] * stages, stage_links, micro)[0]
+        assert 0.99 * found <= formula_ends([1.0] * stages, [2.0] * stages, stage_links, micro)[0]
 
 
 def test_each_stage_ends_one_backward_earlier():

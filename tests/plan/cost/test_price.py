@@ -46,10 +46,10 @@ def test_groups_of_a_node_share_its_rate():
     assert joined == pytest.approx(2 * 31 / 32 * 25e6 * 8 / 2e9, rel=1e-2)
 
 
-def test_crossing_edge_is_slower():
+def test_crossing_stage_link_is_slower():
     work = Workload(0.01, 0.02, 4, gradient_bytes=0, activation_bytes=1e6)
-    edges = step_seconds(site(), SORTED, Sizes(4), work).transfer_s
-    assert edges == pytest.approx((8e6 / 2e9, 8e6 / 250e6, 8e6 / 1.6e9), rel=1e-2)
+    stage_links = step_seconds(site(), SORTED, Sizes(4), work).transfer_s
+    assert stage_links == pytest.approx((8e6 / 2e9, 8e6 / 250e6, 8e6 / 1.6e9), rel=1e-2)
 
 
 def test_tensor_groups_that_leave_the_node_cost_time():

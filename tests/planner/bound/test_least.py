@@ -30,7 +30,7 @@ from holmes_ext.planner.simulate.repeat import folded_s
 SEEDS = some(range(200), *range(14), 35)
 
 
-def scene(pick):
+def case(pick):
     """A random search, nothing found: two or three clusters, flat or with links between, GPUs that differ."""
     names = "abc"[: pick.choice((2, 2, 3))]
     rates = [pick.choice(("20Gb/s", "100Gb/s", "400Gb/s")) for _ in names]
@@ -75,7 +75,7 @@ def scene(pick):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_simulated_step_is_below_the_bound(seed):
     pick = random.Random(seed)
-    result = scene(pick)
+    result = case(pick)
     evaluator, layers = Evaluator(result), result.model.layers
     every = list(shapes(result.network, result.model, result.global_batch, result.limits))
     pipelines = [shape for shape in every if shape.virtual == 1 and shape.pipeline > 1]
@@ -110,7 +110,7 @@ def test_no_simulated_step_is_below_the_bound(seed):
 def test_a_time_below_the_bound_is_not_possible_and_one_above_the_step_is():
     """It can fail both ways: a bound of nothing, and one above a step."""
     pick = random.Random(3)
-    result = scene(pick)
+    result = case(pick)
     evaluator = Evaluator(result)
     every = shapes(result.network, result.model, result.global_batch, result.limits)
     shape = next(one for one in every if one.pipeline == 2 and one.virtual == 1)

@@ -33,7 +33,7 @@ from holmes_ext.planner.simulate.repeat import folded_s
 SEEDS = some(range(200), *range(8))
 
 
-def scene(pick):
+def case(pick):
     """Return a random planning problem, as a search for the best plan that has not started yet.
 
     There are three or four clusters with one or two nodes each. Each pair of clusters has a link of its own;
@@ -78,7 +78,7 @@ def scene(pick):
         gpu=Gpu(20e12),
         gpus=gpus,
     )
-    rules = Rules(overlap=pick.random() < 0.7, hide_edges=pick.random() < 0.5)
+    rules = Rules(overlap=pick.random() < 0.7, hide_stage_links=pick.random() < 0.5)
     zero_stages = (0, 0, 1)[: pick.choice((1, 3))]
     # The values of some options that the search may choose.
     limits = Limits({"recompute": ("none",), "virtual": (1,), "zero": zero_stages})
@@ -98,7 +98,7 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
     (the shape), and of the placement itself.
     """
     pick = random.Random(seed)
-    result = scene(pick)  # a random planning problem
+    result = case(pick)  # a random planning problem
     evaluator = Evaluator(result)
     world = result.network.world
     every_shape = shapes(result.network, result.model, result.global_batch, result.limits)
@@ -144,7 +144,7 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
 
 def test_every_order_below_the_best_step_is_found():
     """By listing all of them."""
-    result = scene(random.Random(3))
+    result = case(random.Random(3))
     evaluator = Evaluator(result)
     every = shapes(result.network, result.model, result.global_batch, result.limits)
     shape = max(

@@ -79,14 +79,14 @@ def test_a_stage_that_memory_keeps_thin():
     )
 
 
-def test_a_slow_edge_keeps_the_stages_beside_it_thin():
+def test_a_slow_stage_link_keeps_the_stages_beside_it_thin():
     """Two stages in each cluster, Ethernet between the second and the third; without sequence parallelism the
     whole activation crosses."""
     site = clusters.site(
         "a ib 100Gb/s a[0-3]", "b roce 100Gb/s b[0-3]", ethernet="0.5Gb/s", processes=2
     )
     only = Limits({**PIPELINE.allowed, "pipeline": (4,), "tensor": (2,)})
-    outcome = found(replace(MODEL, layers=24, sequence=2048), only, site, hide_edges=False)
+    outcome = found(replace(MODEL, layers=24, sequence=2048), only, site, hide_stage_links=False)
     said = " ".join(thin_stages(outcome, outcome.best))
     assert min(outcome.best.split) == min(outcome.best.split[1:3]), outcome.best.split
     assert "activation and gradient take" in said
@@ -130,7 +130,7 @@ def test_changes_of_the_site_are_judged_by_simulation_and_sorted():
     assert len(lines) <= 10 and lines[0].startswith("against stock: ")
     shown = [float(line.split(": ")[1].split()[0]) for line in lines if line.startswith("with ")]
     assert shown == sorted(shown) and shown
-    gap = outcome.certificate.gap
+    gap = outcome.optimality_gap.gap
     assert all(abs(seconds / outcome.best.step_s - 1) >= 0.99 * gap for seconds in shown), (
         "else it may be noise"
     )

@@ -1,4 +1,4 @@
-"""planner/search/search.py: the certificate of simulated steps, against every plan of a small space
+"""planner/search/search.py: the optimality gap of simulated steps, against every plan of a small space
 simulated."""
 
 import time
@@ -65,12 +65,12 @@ def test_what_is_proven_holds_for_every_plan(alone_s, monkeypatch):
     found = prove(first, progress=lambda *said: told.append(said))
     least = min(steps(first))
     assert (
-        found.certificate.bound_s <= least * (1 + 1e-9)
+        found.optimality_gap.bound_s <= least * (1 + 1e-9)
         and found.best.simulated_s <= first.best.simulated_s
     )
-    assert found.best.simulated_s <= least * 1.01 and found.certificate.gap < 0.1
+    assert found.best.simulated_s <= least * 1.01 and found.optimality_gap.gap < 0.1
     least = min(one.simulated_s or 1e9 for one in found.candidates)
-    assert found.certificate.step_s == found.best.simulated_s == least
+    assert found.optimality_gap.step_s == found.best.simulated_s == least
     assert told and told[-1][1] == 0 and told[-1][2] == found.best.simulated_s
     assert len({one.key for one in found.candidates}) == len(found.candidates)
 
@@ -97,7 +97,7 @@ def test_what_is_akin_to_the_best_comes_first(monkeypatch):
     assert {replace(item.shape, zero=0) for item in early} == {replace(first.best.shape, zero=0)}
     assert not arranged[begun + len(early)], "then the least bound of all"
     ideal = first.ideals[first.best.shape]
-    ended = prove(replace(first, ideals={first.best.shape: ideal}), seconds=0.0).certificate
+    ended = prove(replace(first, ideals={first.best.shape: ideal}), seconds=0.0).optimality_gap
     assert ended.bound_s == ideal < ended.step_s, (
         "what still waits there counts when the time is over"
     )
@@ -110,5 +110,5 @@ def test_ctrl_c_and_the_end_of_the_time_keep_what_was_found():
     first = ranked()
     for found in (prove(first, progress=stop), prove(first, seconds=0.0)):
         assert found.best.simulated_s <= first.best.simulated_s
-        assert found.certificate.bound_s <= found.best.simulated_s
+        assert found.optimality_gap.bound_s <= found.best.simulated_s
     assert prove(first, progress=stop).interrupted and not found.interrupted

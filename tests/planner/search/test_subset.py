@@ -1,7 +1,7 @@
 """Tests the search for the best subset of a site's idle nodes for a job of given size.
 
 If the search can look at all subsets, it must find the best one. Otherwise its result comes with a lower
-bound on the step time of every subset, the certificate. No subset may be below that bound.
+bound on the step time of every subset, the optimality gap. No subset may be below that bound.
 """
 
 import itertools
@@ -110,7 +110,7 @@ def test_too_many_nodes(count):
         best_subset((4, 4), count, lambda counts: Priced(1.0, 1.0), lambda family: 0.5)
 
 
-def scene(seed, nodes):
+def case(seed, nodes):
     """A random site of so many nodes, and what is trained on how many of them."""
     rng, toml, pipeline, count = random_site(seed, nodes)
     spec, data = parse_spec(toml), count // pipeline
@@ -145,7 +145,7 @@ def idle_of(site):
 def test_the_best_of_all_subsets_of_random_sites(seed):
     """Enumerated: node by node, where two subsets with as many nodes of each cluster have one price; and no
     step is below the floor of a family that its subset is in."""
-    rng, site = scene(seed, random.Random(seed).randrange(4, 13))
+    rng, site = case(seed, random.Random(seed).randrange(4, 13))
     idle = idle_of(site)
     prices = {counts: site.price(counts).step_s for counts in every(idle, site.count)}
     found = site.best(inf)
@@ -163,7 +163,7 @@ def test_the_best_of_all_subsets_of_random_sites(seed):
 
 
 def test_equal_parts_of_three_clusters_are_above_the_floor_of_two():
-    """NCCL sums in two levels over clusters with equally many ranks, so 4 + 4 + 4 nodes and not 4 + 8: yet
+    """NCCL sums hierarchically over clusters with equally many ranks, so 4 + 4 + 4 nodes and not 4 + 8: yet
     the eight of open clusters are a floor."""
     three = (f"{name} ib 400Gb/s {name}[0-3]" for name in "abc")
     spec = clusters.spec(*three, ethernet="25Gb/s", processes=8)
@@ -182,18 +182,18 @@ def test_equal_parts_of_three_clusters_are_above_the_floor_of_two():
     shape = Shape(1, 8, 1, 1, 12, 1, 1, 8, "none", 0)
     site = AvailableNodes(spec, Training(model, None, overlap=True), 96, Limits(), (shape,), 12)
     priced = site.price((4, 4, 4))
-    assert priced.plan.best.reductions == ("two-level",)
+    assert priced.plan.best.reductions == ("hierarchical",)
     assert 0.5 * priced.step_s < site.floor((4, None, None)) <= priced.step_s
 
 
 @pytest.mark.parametrize("seed", some(range(30), 1, 5))
-def test_random_sites_of_200_nodes_are_within_the_certificate(seed):
+def test_random_sites_of_200_nodes_are_within_the_optimality_gap(seed):
     """No random subset of the idle nodes has a step time below the lower bound that the search gives.
 
     The search has 10 s to find the best nodes for a job. If it says that its result is proven to be the best,
     no random subset may be better than that result.
     """
-    rng, site = scene(
+    rng, site = case(
         1000 + seed, 200
     )  # random clusters with 200 nodes, and the number of nodes wanted
     idle = idle_of(site)  # number of idle nodes in each cluster

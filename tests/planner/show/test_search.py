@@ -66,15 +66,17 @@ def test_json_keeps_every_candidate_and_the_plan_loads(capsys, tmp_path):
     found = json.loads(said.out)
     assert status == 0 and len(found["candidates"]) == found["counts"]["plans"] > 10
     bounds = [shape["bound_seconds"] for shape in found["not_expanded"]]
-    assert bounds and min(bounds) >= found["certificate"]["bound_seconds"]
+    assert bounds and min(bounds) >= found["optimality_gap"]["bound_seconds"]
     first = found["candidates"][0]
     assert first["tokens_per_second"] == pytest.approx(16 * 16 / first["step_seconds"])
     assert (
-        first["step_seconds"] == first["simulated_seconds"] == found["certificate"]["step_seconds"]
+        first["step_seconds"]
+        == first["simulated_seconds"]
+        == found["optimality_gap"]["step_seconds"]
     )
     assert sum(found["where"]["holmes"].values()) == pytest.approx(first["step_seconds"])
     assert (
-        found["certificate"]["gap"] < 0.05
+        found["optimality_gap"]["gap"] < 0.05
         and found["plan"]["predicted"]["step_seconds"] == first["step_seconds"]
     )
     plan = load_plan(tmp_path / "plan.json")
@@ -126,7 +128,7 @@ def test_a_cluster_that_is_better_left_out(capsys, monkeypatch, tmp_path):
 def test_a_megatron_command_line(capsys):
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--limit", "tensor=1", "--", *GPT)
     assert status == 0 and "best plan" in said.out
-    assert "the command line" not in said.err and "certificate" not in said.err
+    assert "the command line" not in said.err and "optimality_gap" not in said.err
     status, said = holmes(capsys, "plan", "--cluster", CLUSTER, "--", "train.py", "--lr", "1")
     assert status == 2 and "the command line names no model" in said.err
 
@@ -456,7 +458,7 @@ def test_the_global_batch_is_asked_for(capsys):
     )
 
 
-def test_what_an_edge_gains(capsys, monkeypatch, tmp_path):
+def test_what_an_stage_link_gains(capsys, monkeypatch, tmp_path):
     """With --inflight off, or the job's own flag, the framework's own schedule is planned; plan.json says the
     same."""
     monkeypatch.setenv("COLUMNS", "200")
@@ -467,7 +469,7 @@ def test_what_an_edge_gains(capsys, monkeypatch, tmp_path):
     line = next(
         line
         for line in said.out.splitlines()
-        if line.startswith("pipeline edges: sends that do not block, ")
+        if line.startswith("stage links: sends that do not block, ")
     )
     ours, own = re.search(
         r"micro-batches in flight.*: (\S+) s a step instead of (\S+) s under", line
@@ -475,7 +477,7 @@ def test_what_an_edge_gains(capsys, monkeypatch, tmp_path):
     assert float(ours) < float(own)
     for off in (["--inflight", "off"], ["--", *GPT, "--holmes-inflight", "off"]):
         _, said = holmes(capsys, *asked, *off)
-        assert "pipeline edges:" not in said.out
+        assert "stage links:" not in said.out
         _, said = holmes(capsys, *asked, "--json", *off)
         assert json.loads(said.out)["traffic"][0]["in_flight"] == []
     _, said = holmes(capsys, *asked, "--json")
@@ -515,7 +517,7 @@ def test_breadth_first_order_is_proposed_where_the_stack_has_it_and_it_is_faster
     assert (
         first["step_seconds"]
         < second["step_seconds"]
-        == found["torch"]["certificate"]["step_seconds"]
+        == found["torch"]["optimality_gap"]["step_seconds"]
     )
     assert "LoopedBFS with 3 stages on each rank" in found["torch"]["launch"]["torch"]["script"]
     assert not any(one["breadth_first"] for one in found["megatron-lm"]["candidates"])

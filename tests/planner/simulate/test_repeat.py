@@ -25,7 +25,7 @@ CASES = [
     (Sizes(pipeline=2), Execution(DEEPSPEED, in_flight=(4, 1)), 80),
     (Sizes(), Execution(zero=2), 40),
     (Sizes(), Execution(zero=3), 41),
-    (Sizes(), Execution(two_level=True), 30),
+    (Sizes(), Execution(hierarchical=True), 30),
     (Sizes(pipeline=2), Execution(zero=1, gather_overlap=True), 64),
 ]
 

@@ -19,8 +19,8 @@ from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.network import Network, stock_fabric
 from holmes_ext.plan.cost.stages import StageCosts, estimate, predict
 from holmes_ext.plan.engine import AWAITED
-from holmes_ext.plan.passes import passes
 from holmes_ext.plan.placement import Fold
+from holmes_ext.plan.schedule import passes
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.simulate.events import Simulation, Transfer
 from holmes_ext.planner.simulate.execution import Execution
@@ -98,8 +98,8 @@ def test_without_communication_1f1b_has_its_closed_form(stages, micro_batches):
         pytest.param((3, 1), 27.0 + 3, 27.0 + 3, id="hidden but for the first and the last"),
     ],
 )
-def test_micro_batches_in_flight_hide_an_edge(held, least, most):
-    """Two stages of 1 + 2 s, 8 micro-batches, an edge of 1.5 s each way: see plan/cost/pipeline.py's
+def test_micro_batches_in_flight_hide_an_stage_link(held, least, most):
+    """Two stages of 1 + 2 s, 8 micro-batches, a stage link of 1.5 s each way: see plan/cost/pipeline.py's
     in_flight."""
     sizes, gpt = Sizes(pipeline=2), model(2, 8)
     bits = 8 * gpt.layers_of(sizes)[0].activation_bytes
@@ -109,11 +109,12 @@ def test_micro_batches_in_flight_hide_an_edge(held, least, most):
     assert 0.999 * least <= step_s <= 1.001 * most
 
 
-@pytest.mark.parametrize("notices, edges", [(False, 1), (True, 2)])
-def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, edges):
-    """megatron-core's 1F1B over gloo, two stages of 1 + 2 s, an edge of 1.5 s: a micro-batch more takes 3 s
-    and one edge, or both edges one after the other, because the word that a stage waits follows its own
-    message."""
+@pytest.mark.parametrize("notices, stage links", [(False, 1), (True, 2)])
+def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, stage_links):
+    """megatron-core's 1F1B over gloo, two stages of 1 + 2 s, a stage link of 1.5 s: a micro-batch more
+    takes 3 s
+    and one stage link, or both stage links one after the other, because the word that a stage waits
+    follows its own message."""
     sizes, seconds = Sizes(pipeline=2), {}
     for count in (8, 16):
         gpt = model(2, count)
@@ -123,7 +124,7 @@ def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, edges):
         seconds[count] = simulate(
             site, ["a0", "b0"], sizes, gpt, options, costs=flat_costs(2, 2, count)
         ).step_s
-    assert (seconds[16] - seconds[8]) / 8 == pytest.approx(3.0 + 1.5 * edges, rel=0.01)
+    assert (seconds[16] - seconds[8]) / 8 == pytest.approx(3.0 + 1.5 * stage_links, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -223,13 +224,15 @@ def test_agrees_with_the_analytic_model_of_1f1b(ethernet, fast):
         model(gpu=Gpu(2e11)),
     )
     order = [node.name for node in site.nodes]
-    for async_edges in (False, True):
+    for async_stage_links in (False, True):
         costs, layers = (
-            costs_on_site(site, order, sizes, gpt, async_edges=async_edges),
+            costs_on_site(site, order, sizes, gpt, async_stage_links=async_stage_links),
             [2, 2, 2, 2],
         )
         held = costs.in_flight(layers)
-        assert bool(held) == (async_edges and ethernet != "100Gb/s")  # whose edges are not worth it
+        assert bool(held) == (
+            async_stage_links and ethernet != "100Gb/s"
+        )  # whose stage links are not worth it
         run = Execution(engine=LOOP, parameter_s=0.0, in_flight=held)
         step = simulate(site, order, sizes, gpt, run)
         assert step.step_s == pytest.approx(estimate(costs, layers).step_s, rel=0.1)
@@ -244,7 +247,7 @@ def executions():
             ("first", 1, True),
             ("on", 1, False),
         ):
-            levels = {"two_level": overlap == "on", "direct": not zero}
+            levels = {"hierarchical": overlap == "on", "direct": not zero}
             yield Execution(
                 engine, virtual, overlap=overlap, zero=zero, gather_overlap=gather, **levels
             )
@@ -262,7 +265,7 @@ def test_properties(options):
     times = []
     for ethernet in ("250Mb/s", "1Gb/s", "4Gb/s", "16Gb/s"):
         site = two_clusters(2, 2, processes=4, ethernet=ethernet)
-        order = [site.nodes[index].name for index in (0, 2, 1, 3)]  # groups straddle the clusters
+        order = [site.nodes[index].name for index in (0, 2, 1, 3)]  # groups span the clusters
         step = simulate(site, order, sizes, gpt, options)
         times.append(step.step_s)
         for line in step.ranks:
@@ -345,7 +348,7 @@ def test_folding_changes_nothing(monkeypatch):
     assert single.step_s == pytest.approx(folded.step_s)
 
 
-def test_overlap_and_two_levels_help_where_groups_straddle_clusters():
+def test_overlap_and_hierarchical_help_where_groups_span_clusters():
     site, sizes, gpt = (
         two_clusters(4, 4, ethernet="200Mb/s", fast="4Gb/s"),
         Sizes(),
@@ -354,7 +357,7 @@ def test_overlap_and_two_levels_help_where_groups_straddle_clusters():
     order = [node.name for node in site.nodes]
     plain = simulate(site, order, sizes, gpt, Execution())
     overlapped = simulate(site, order, sizes, gpt, Execution(overlap="on"))
-    two = simulate(site, order, sizes, gpt, Execution(overlap="on", two_level=True))
+    two = simulate(site, order, sizes, gpt, Execution(overlap="on", hierarchical=True))
     assert two.step_s < overlapped.step_s < plain.step_s
     # what is waited for is the network, whichever chunk or level is under way
     for step in (plain, overlapped, two):
@@ -570,10 +573,10 @@ def test_software_shares_the_cores_that_there_are(cores, crowd, host_s):
     "sizes, options",
     [
         (Sizes(), Execution()),
-        (Sizes(), Execution(two_level=True, direct=True)),
+        (Sizes(), Execution(hierarchical=True, direct=True)),
         (Sizes(pipeline=2), Execution()),
     ],
-    ids=["ring", "two levels", "pipeline"],
+    ids=["ring", "a hierarchical all-reduce", "pipeline"],
 )
 def test_bytes_cost_the_seconds_of_shared_cores_that_hosts_need_for_them(sizes, options):
     """4 + 4 nodes that compute nothing: the 2 cores are busy all the time, with every byte that any of the
@@ -607,9 +610,9 @@ def on_two_cores(options, **costs):
     return simulate(site, order, Sizes(), gpt, options, Links(own, **costs), costs=idle)
 
 
-def test_messages_of_two_levels_take_core_time():
+def test_messages_of_hierarchical_take_core_time():
     """Of each chunk 4 x 3 in each cluster and 8 across, both twice."""
-    options = Execution(DDP, two_level=True, direct=True, parameter_s=0.0)
+    options = Execution(DDP, hierarchical=True, direct=True, parameter_s=0.0)
     small, step = on_two_cores(options), on_two_cores(options, host_message_s=1.0)
     chunks = step.step_s / (2 * (4 * 3 * 2 + 8) / 2)
     assert chunks == pytest.approx(round(chunks), rel=1e-3) and chunks >= 1 > small.step_s

@@ -22,7 +22,7 @@ MODEL = Model(
 
 def step_s(order):
     site = clusters.site("a ib 10Gb/s a[0-3]", "b roce 10Gb/s b[0-3]", ethernet="1Gb/s")
-    options = Execution(two_level=True)
+    options = Execution(hierarchical=True)
     return simulate(site, order.split(), Sizes(pipeline=2), MODEL, options).step_s
 
 

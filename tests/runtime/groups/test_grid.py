@@ -69,14 +69,14 @@ def test_deepspeeds_grid_is_compared_too(monkeypatch, planned, said):
 
 
 def advice(current, sizes, instances=1):
-    return maker.advice_on_straddling(current.plan, current.site, sizes, instances)
+    return maker.advice_on_spanning(current.plan, current.site, sizes, instances)
 
 
 def test_an_instance_is_to_be_a_cluster():
-    """Data 4 straddles in any order; its two slices need not."""
+    """Data 4 spans in any order; its two slices need not."""
     current = session(Sizes(data=4), site=TURN)
     assert advice(current, Sizes(data=4), 2).endswith(
-        "straddle clusters (on ethernet) and need not: start without --holmes-sizes"
+        "span clusters (on ethernet) and need not: start without --holmes-sizes"
     )
     assert (
         sizes_from_arguments(
@@ -89,18 +89,18 @@ def test_an_instance_is_to_be_a_cluster():
     ) == Sizes(tensor=2)
 
 
-def test_what_straddles_is_told_with_the_way_out_if_there_is_one():
+def test_what_spans_is_told_with_the_way_out_if_there_is_one():
     pipelined = Sizes(pipeline=2, data=2)
-    text = "2 data groups straddle clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
+    text = "2 data groups span clusters (on ethernet) and need not: start with --holmes-sizes pipeline=2"
     assert advice(session(**IN_TURN), pipelined) == text
     assert (
-        advice(session(**IN_TURN), Sizes(data=4)) == "1 data groups straddle clusters (on ethernet)"
+        advice(session(**IN_TURN), Sizes(data=4)) == "1 data groups span clusters (on ethernet)"
     )  # no order helps
     assert advice(session(pipelined), pipelined) == ""
     assert advice(session(pipelined, **IN_TURN), pipelined) == ""  # the start line says it
 
 
-def test_where_nobody_has_better_nothing_straddles(monkeypatch, capsys):
+def test_where_nobody_has_better_nothing_spans(monkeypatch, capsys):
     """The check of DeepSpeed's grid called every group on Ethernet crossing."""
     nodes = tuple(Node(f"n{i}", "ab"[i % 2], 1, (Port("ethernet"),)) for i in range(4))
     slow = session(site=Site(nodes, (Fabric("ethernet", "ethernet", 10**9, 3e-5),)))

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.passes import passes
+from holmes_ext.plan.schedule import passes
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 from holmes_ext.runtime.watch import failure
@@ -92,7 +92,8 @@ def other_shape(rank):
 
 def test_a_message_of_another_shape_is_one_line():
     said = (
-        "edge from stage 0 to stage 1: a message of rank 0 was (2,) torch.float32 in every step so far, "
+        "stage link from stage 0 to stage 1: a message of rank 0 was (2,) torch.float32 in every "
+        "step so far, "
         "but is"
     )
     assert f"{said} (3,) torch.float32 now" in run_ranks(other_shape, 2)[1][0]
@@ -189,12 +190,12 @@ class Lost:
         raise dist.DistBackendError("Connection closed by peer [10.0.0.1]:5")
 
 
-def test_who_waits_for_a_lost_rank_says_at_which_edge(monkeypatch):
+def test_who_waits_for_a_lost_rank_says_at_which_stage_link(monkeypatch):
     box = Mailbox({(5, "recv"): None}, {5: (2, 1)})
     box.expect([((2,), torch.float32)], 5)
     box.begin(ReceiveOrder((3, 2, 1)), 1, torch.empty(0))
     monkeypatch.setattr(dist, "irecv", lambda tensor, peer, group: Lost())
     monkeypatch.setattr(failure, "broken", lambda what, error: f"holmes: {what} failed: {error}")
-    told = r"^pipeline edge from stage 1 \(rank 5\) to stage 2 failed: Connection closed by peer"
+    told = r"^stage link from stage 1 \(rank 5\) to stage 2 failed: Connection closed by peer"
     with pytest.raises(HolmesError, match=told):
         box.recv(torch.empty(2), 5)

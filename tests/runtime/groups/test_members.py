@@ -12,14 +12,14 @@ from holmes_ext.runtime.groups.mailbox import of_pairs
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.pairs import pair_group
 from holmes_ext.runtime.reduce.direct import DirectExchange
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 MAKERS = {
     "pair": lambda: members_group([1, 2], "pair"),
     "direct": lambda: DirectExchange([1, 2]),
     "owned": lambda: ReduceToOwners(members_group([1, 2], "data")),
-    "two levels": lambda: TwoLevelCollectives([[1], [2]]),
+    "a hierarchical all-reduce": lambda: HierarchicalCollectives([[1], [2]]),
 }
 
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from hardware_queues import SYNCHRONIZE, Join, Kernel, stuck
 from launches import Launch, Wait, faults
 
-from holmes_ext.plan.passes import PassOrder, Times, before
-from holmes_ext.planner.passes.solve import Rule, listed
+from holmes_ext.plan.schedule import PassOrder, Times, before
+from holmes_ext.planner.schedule.solve import Rule, listed
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder
 
@@ -27,7 +27,7 @@ FORMS = ((2, 3), (4,))
 
 def drawn(seed):
     """(micro-batches in flight, on no stage more than on the one before, or passes with an order of each
-    edge's messages; micro-batches of a step)."""
+    stage link's messages; micro-batches of a step)."""
     rng = random.Random(seed)
     stages, micro_batches = rng.randint(2, 6), rng.randint(1, 12)
     held = sorted((rng.randint(1, 9) for _ in range(stages)), reverse=True)
@@ -93,7 +93,7 @@ def launched(monkeypatch, flight, micro_batches, steps=2):
 
 
 def one_step(box, flight, stage, micro_batches, log):
-    """As patches/deepspeed/edges.py goes through it."""
+    """As patches/deepspeed/stage_links.py goes through it."""
     last, order = stages_of(flight) - 1, flight.order(stage, micro_batches)
     returned = before(flight.order(stage - 1, micro_batches), "BI", "F") if stage else ()
     box.begin(flight, micro_batches, torch.empty(0))

@@ -48,8 +48,8 @@ def test_what_is_not_cut_is_not_touched():
     assert part.data_ptr() == tensor.data_ptr() and part.shape == (4,) and not part.requires_grad
 
 
-def one_way(tensor, narrow):
-    wire, came = Wire(narrow=narrow), torch.empty_like(tensor)
+def one_way(tensor, compression):
+    wire, came = Wire(compression=compression), torch.empty_like(tensor)
     sent = wire.outgoing(tensor)
     part, finish = wire.incoming(came)
     part.copy_(sent)
@@ -85,17 +85,17 @@ def test_zeros_stay_zeros_and_what_is_not_finite_is_not_hidden():
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float64])
 def test_what_int8_cannot_hold_is_refused_in_one_line_at_both_ends(dtype):
-    wire = Wire(narrow="int8", edge="stage 0's edge to stage 1")
+    wire = Wire(compression="int8", stage_link="stage 0's stage link to stage 1")
     for end in (wire.outgoing, wire.incoming):
         with pytest.raises(
             HolmesError,
-            match=r"--holmes-edges int8: stage 0's edge to stage 1 sends \w+; "
+            match=r"--holmes-compress-activations int8: stage 0's stage link to stage 1 sends \w+; "
             r"only",
         ):
             end(torch.zeros(2, 2, dtype=dtype))
 
 
-def narrow_slices(rank):
+def compressed_slices(rank):
     wire, whole = Wire(2, rank, dist.group.WORLD, "int8"), torch.randn(5, 8, generator=seeded(1))
     came = torch.empty(5, 8)
     part, finish = wire.incoming(came)
@@ -105,5 +105,5 @@ def narrow_slices(rank):
 
 
 def test_tensor_ranks_go_on_with_the_same_numbers():
-    (one, same), (other, _) = run_ranks(narrow_slices, 2)
+    (one, same), (other, _) = run_ranks(compressed_slices, 2)
     assert same and torch.equal(one, other)

@@ -209,7 +209,7 @@ def test_an_asynchronous_one_is_exposed_as_long_as_the_stream_stood_still(gpu):
 
 
 def test_what_runs_on_another_stream_is_not_exposed(gpu):
-    """FSDP2's reduce-scatters, two levels: synchronous calls on streams of their own."""
+    """FSDP2's reduce-scatters, a hierarchical all-reduce: synchronous calls on streams of their own."""
     job = Job(gpu)
     job.launch()
     gpu.comes_by()

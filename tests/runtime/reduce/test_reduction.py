@@ -10,11 +10,11 @@ from holmes_ext.plan import maker
 from holmes_ext.plan.build import build_plan
 from holmes_ext.runtime import hooks, session
 from holmes_ext.runtime.reduce.flat_bucket import FlatBucket, Item
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
 from holmes_ext.runtime.reduce.planned import PlannedReduction
 from holmes_ext.runtime.reduce.reduction import CallersReduction, FlatReduction
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 from holmes_ext.runtime.start.launcher import Process
 
 CLUSTERS = [[0, 1], [2, 3]]
@@ -22,8 +22,8 @@ CLUSTERS = [[0, 1], [2, 3]]
 DESCRIPTIONS = {
     "FlatReduction": "all-reduce over 4 ranks",
     "CallersReduction": "all-reduce by the caller's start_sum",
-    "TwoLevelAllReduce": "hierarchical all-reduce over 2 clusters, in chunks of 1.02 kB",
-    "TwoLevelCollectives": "hierarchical all-reduce over 2 clusters, in chunks of 1.02 kB",
+    "HierarchicalAllReduce": "hierarchical all-reduce over 2 clusters, in chunks of 1.02 kB",
+    "HierarchicalCollectives": "hierarchical all-reduce over 2 clusters, in chunks of 1.02 kB",
     "ReduceToOwners": "reduction over 4 ranks, each part to the rank that owns it",
 }
 
@@ -42,8 +42,8 @@ def summed(rank):
     reductions = [
         FlatReduction(world),
         CallersReduction(start_sum),
-        TwoLevelAllReduce(CLUSTERS, chunk_bytes=1024),
-        TwoLevelCollectives(CLUSTERS, chunk_bytes=1024),
+        HierarchicalAllReduce(CLUSTERS, chunk_bytes=1024),
+        HierarchicalCollectives(CLUSTERS, chunk_bytes=1024),
         ReduceToOwners(world, "cpu"),
     ]
     answers = []
@@ -61,7 +61,7 @@ def test_all_sum_alike_and_describe_themselves():
     for rank, answers in enumerate(run_ranks(summed, 4)):
         assert {name: text for name, text, _, _ in answers} == DESCRIPTIONS
         for name, _, multiple, sums in answers:
-            assert multiple == (2 if name == "TwoLevelCollectives" else 1)
+            assert multiple == (2 if name == "HierarchicalCollectives" else 1)
             own = slice(2 * rank, 2 * rank + 2) if name == "ReduceToOwners" else slice(None)
             assert sums[own] == whole[own], (rank, name)
 

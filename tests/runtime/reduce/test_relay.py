@@ -13,7 +13,7 @@ from holmes_ext.cluster.wan import Between, Uplink, Wan
 from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, neighbours
 from holmes_ext.runtime.reduce.direct import rounds
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 
 
 def some_across(rng, names):
@@ -92,7 +92,7 @@ def relayed(rank, clusters, ways, numels, streams=1):
     names, worst, same = list("abcdefg")[: len(clusters)], 0.0, True
     for across in ways:
         small = dict(chunk_bytes=256) if streams == 1 else {}
-        reduction = TwoLevelAllReduce(
+        reduction = HierarchicalAllReduce(
             clusters, across=across, names=names, streams=streams, **small
         )
         works = []

@@ -12,7 +12,7 @@ from integration_tests.jobs import full
 JOB = """
 import datetime, sys, time, torch, torch.distributed as dist
 from holmes_ext.runtime.reduce.owned import ReduceToOwners
-from holmes_ext.runtime.reduce.two_level import TwoLevelAllReduce
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 rank, kind, error = int(sys.argv[1]), sys.argv[3], sys.argv[4]
 limit = datetime.timedelta(seconds=60)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2, timeout=limit)
@@ -20,7 +20,7 @@ if kind == "owners":
     reduction = ReduceToOwners(dist.group.WORLD)
     start = lambda: reduction.reduce(torch.ones(10), [(5, 0), (5, 1)])
 else:
-    reduction = TwoLevelAllReduce([[0], [1]])
+    reduction = HierarchicalAllReduce([[0], [1]])
     start = lambda: reduction.all_reduce(torch.ones(10))
 if rank == 1:
     time.sleep(1)
@@ -31,7 +31,8 @@ if error:
 
 
 @pytest.mark.parametrize(
-    "kind, error", [pytest.param("owners", "", marks=full), ("two levels", "wrong data")]
+    "kind, error",
+    [pytest.param("owners", "", marks=full), ("a hierarchical all-reduce", "wrong data")],
 )
 def test_a_process_ends_with_its_own_status(kind, error, tmp_path):
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}

@@ -30,12 +30,12 @@ def data(rank, step):
 
 
 def trained(rank, changes, arms):
-    """([loss of every step], the same of stock, [(in two levels, buckets) of every step]); changes: step ->
+    """([loss of every step], the same of stock, [(hierarchically, buckets) of every step]); changes: step ->
     what of the plan's reduction is another from then on."""
     options, where = Options(), site()
     plan = build_plan(where, Sizes(), options=options)
     (reduction,) = plan.traffic_of("sockets").reductions
-    reduction = replace(reduction, two_level_from=0, chunk_bytes=4096, bucket_bytes=1024)
+    reduction = replace(reduction, hierarchical_from=0, chunk_bytes=4096, bucket_bytes=1024)
     current = session.Session(
         options, Process(rank, 4, 0, 1, "", 0, "test"), where, plan, rank, maker=maker
     )
@@ -69,7 +69,7 @@ def trained(rank, changes, arms):
             parameter.grad /= 4
         for optimizer in optimizers:
             optimizer.step()
-        reductions.append((current.reductions[0, 1, 2, 3].two_levels, len(reducer._buckets)))
+        reductions.append((current.reductions[0, 1, 2, 3].hierarchical, len(reducer._buckets)))
     reducer.close()
     session.set_active(None)
     return losses, wanted, reductions
@@ -84,9 +84,9 @@ def switched(changes, arms=True):
     return answers[0][2]
 
 
-def test_two_levels_and_one_ring_and_back():
+def test_hierarchical_and_one_ring_and_back():
     reductions = switched({3: {"clusters": ()}, 6: {}})
-    assert [two_levels for two_levels, _ in reductions] == [True] * 3 + [False] * 3 + [True] * 2
+    assert [hierarchical for hierarchical, _ in reductions] == [True] * 3 + [False] * 3 + [True] * 2
 
 
 def test_other_chunks_and_buckets():

@@ -1,4 +1,4 @@
-"""The gradient of a shared weight, summed over both stages in two levels: what engines make of it, for less
+"""The gradient of a shared weight, summed over both stages hierarchically: what engines make of it, for less
 across."""
 
 import torch

@@ -5,7 +5,7 @@ import threading
 import clusters
 import pytest
 import torch.distributed as dist
-from sysfs_builder import SCENES
+from sysfs_builder import CASES
 
 from holmes_ext.cluster import node_report as report_module
 from holmes_ext.errors import HolmesError
@@ -135,7 +135,7 @@ def test_one_process_without_a_launcher_keeps_its_environment(no_session):
 
 
 def test_a_report_travels_as_json(tmp_path):
-    SCENES["dgx_a100"](tmp_path)
+    CASES["dgx_a100"](tmp_path)
     report = report_module.report_node(
         {"HOLMES_SYSFS": str(tmp_path), "HOLMES_NODE": "x"}, "127.0.0.1"
     )
@@ -149,7 +149,7 @@ def test_a_report_travels_as_json(tmp_path):
 
 
 def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
-    SCENES["dgx_a100"](tmp_path / "sys")
+    CASES["dgx_a100"](tmp_path / "sys")
     text = clusters.toml("a ib 3200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n'
     (tmp_path / "c.toml").write_text(text)
     environ = {"HOLMES_SYSFS": str(tmp_path / "sys"), "HOLMES_NODE": "x"}
@@ -166,7 +166,7 @@ def test_nics_slower_than_the_file_says_are_told(tmp_path, no_session):
 def test_what_nccl_cannot_do_here_is_told_and_known_to_the_session(tmp_path, no_session):
     """NCCL_IB_DISABLE is the node's, so the plan, and a network that a file of NCCL's forces is every
     group's."""
-    SCENES["dgx_a100"](tmp_path / "sys")
+    CASES["dgx_a100"](tmp_path / "sys")
     (tmp_path / "c.toml").write_text(
         clusters.toml("a ib 200Gb/s x", ethernet="1Gb/s") + 'include = ["mlx5_0"]\n'
     )

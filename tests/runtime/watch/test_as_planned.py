@@ -80,27 +80,27 @@ def follow(current, **other):
         ranks for kind, ranks in current.plan.groups() if kind == "data" and current.rank in ranks
     )
     planned = current.reduction(ranks, "gloo")
-    done = {"two_levels": bool(planned.clusters), "overlap": planned.overlap, **other}
+    done = {"hierarchical": bool(planned.clusters), "overlap": planned.overlap, **other}
     session.note_reduction(ranks, planned, 1e12, **done)
     return planned
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed"])
-def test_one_ring_in_place_of_two_levels(engine, job, capsys):
+def test_one_ring_in_place_of_hierarchical(engine, job, capsys):
     current = job(engine)
     assert follow(current).clusters == ("a", "b")
     done, lines = compared(current, capsys)
     assert done["differences"] == lines == [] and done["reductions"] == [[0, True, True]]
     current = job(engine)
-    follow(current, two_levels=False)
+    follow(current, hierarchical=False)
     done, lines = compared(current, capsys)
-    text = "gradients of stage 0 are summed in one ring, planned in two levels"
+    text = "gradients of stage 0 are summed in one ring, planned hierarchically"
     assert done["differences"] == [text] and lines == [f"holmes: not as planned: {text}"]
 
 
 def test_what_holmes_takes_over_never_came(job, capsys):
     done, (line,) = compared(job("deepspeed"), capsys)
-    assert "by deepspeed itself, planned in two levels" in line and done["reductions"] == []
+    assert "by deepspeed itself, planned hierarchically" in line and done["reductions"] == []
     assert compared(job("fsdp2"), capsys)[1] == [], "FSDP2 shards: nothing of holmes's is planned"
     assert compared(job("megatron-lm", overlap="off"), capsys)[1] == []
 

@@ -222,12 +222,12 @@ def test_a_full_disk_is_named_and_every_error_is_there_for_the_others(current, m
 
 def test_where_another_rank_refused_bad_input_only_that_is_told(current, monkeypatch):
     monkeypatch.setattr(
-        failure, "_first", lambda mine: "holmes: pipeline edge from stage 0 to stage 1: give all"
+        failure, "_first", lambda mine: "holmes: stage link from stage 0 to stage 1: give all"
     )
     line = failure.explain(RuntimeError("gloo: Connection closed by peer"))
     assert (
         line
-        == "holmes: pipeline edge from stage 0 to stage 1: give all (rank 1 on node b1 ends with it)"
+        == "holmes: stage link from stage 0 to stage 1: give all (rank 1 on node b1 ends with it)"
     )
     monkeypatch.setattr(failure, "_first", lambda mine: "rank 0 on node a0: ValueError: no")
     line = failure.explain(RuntimeError("gloo: Connection closed by peer"))

@@ -1,5 +1,5 @@
-"""--holmes-edges under DeepSpeed's real pipeline engine, 2 processes on loopback: bytes, losses near stock's,
-and what int8 refuses."""
+"""--holmes-compress-activations under DeepSpeed's real pipeline engine, 2 processes on loopback:
+bytes, losses near stock's, and what int8 refuses."""
 
 import contextlib
 import io
@@ -14,7 +14,7 @@ from ranks import run_ranks
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
 from holmes_ext.patches import Registry
-from holmes_ext.patches.deepspeed import edges as deepspeed_edges
+from holmes_ext.patches.deepspeed import stage_links as deepspeed_stage_links
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -50,24 +50,26 @@ def all_ways(rank):
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
     site, found = clusters.site("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"), {}
-    for narrow, inflight in WAYS:
-        options = Options(edges=narrow, inflight=inflight)
+    for compression, inflight in WAYS:
+        options = Options(compress_activations=compression, inflight=inflight)
         plan = build_plan(site, Sizes(2), options=options)
-        registry = Registry(deepspeed_edges.PATCHES)
+        registry = Registry(deepspeed_stage_links.PATCHES)
         registry.enable(
-            ["deepspeed-edges", "deepspeed-narrow"], required=True, disabled=frozenset()
+            ["deepspeed-stage-links", "deepspeed-compress-activations"],
+            required=True,
+            disabled=frozenset(),
         )
         session.set_active(on_cpu.session_of(rank, site, plan, options))
         sent = [0]
         with contextlib.redirect_stdout(io.StringIO()), counting(sent):
             engine = overlap.engine_for({}, {})
             data = overlap.batches(0, overlap.STEPS)
-            found[narrow, inflight] = (
+            found[compression, inflight] = (
                 [engine.train_batch(data).item() for _ in range(overlap.STEPS)],
                 sent[0],
             )
         try:
-            deepspeed_edges._wire_to(1 - rank).outgoing(torch.zeros(2, 2, dtype=torch.bool))
+            deepspeed_stage_links._wire_to(1 - rank).outgoing(torch.zeros(2, 2, dtype=torch.bool))
             refused = ""
         except HolmesError as error:
             refused = str(error)
@@ -80,22 +82,22 @@ def all_ways(rank):
 def test_fewer_bytes_and_losses_that_are_near():
     for found, refused in run_ranks(all_ways, 2, timeout_s=120):
         losses, sent = found["off", "off"]
-        for (narrow, inflight), (others, bytes_) in found.items():
+        for (compression, inflight), (others, bytes_) in found.items():
             # other weights are drawn on a GPU, whose losses the rounding changes more
             limit = {
                 "off": 0,
                 "bf16": 1e-2 if ON_GPUS else 2e-3,
                 "int8": 5e-2 if ON_GPUS else 2e-2,
-            }[narrow]
+            }[compression]
             assert max(abs(a - b) for a, b in zip(losses, others)) <= limit, (
-                narrow,
+                compression,
                 losses,
                 others,
             )
-            share = {"off": 1, "bf16": 0.5, "int8": (1 + 4 / 32) / 4}[narrow]
+            share = {"off": 1, "bf16": 0.5, "int8": (1 + 4 / 32) / 4}[compression]
             assert bytes_ == pytest.approx(share * sent, abs=8), (
-                narrow,
+                compression,
                 inflight,
             )  # and a loss, of 4 bytes
-            assert narrow == "off" or others != losses
+            assert compression == "off" or others != losses
         assert "int8: stage " in refused and "sends bool" in refused and "\n" not in refused

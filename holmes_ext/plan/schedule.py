@@ -8,7 +8,7 @@
 Letters are those of torch.distributed.pipelining. A stage runs the micro-batches of each kind in ascending
 order, so weights' gradients are summed in the order of the engine's own schedule.
 
-    g    posts the receive of a gradient. Where these are listed (NCCL), each edge's messages
+    g    posts the receive of a gradient. Where these are listed (NCCL), each stage link's messages
          have one order, by which both ends launch (runtime/groups/receive_order.py)
 """
 
@@ -38,7 +38,7 @@ def before(order: Sequence[OnePass], counted: str, of_letters: str) -> tuple[int
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a micro-batch by stage; transfer: of each edge, one way. most: micro-batches whose
+    """Seconds of a micro-batch by stage; transfer: of each stage link, one way. most: micro-batches whose
     activations a stage's memory holds, from F to B or W."""
 
     forward: tuple[float, ...]
@@ -57,8 +57,8 @@ class Times:
 
 @dataclass(frozen=True)
 class PassOrder:
-    """By stage. leads: of each edge, by micro-batch, the activations that go before its gradient; () where
-    receives hold up nothing (gloo). HolmesError where an engine could not run it."""
+    """By stage. leads: of each stage link, by micro-batch, the activations that go before its
+    gradient; () where receives hold up nothing (gloo). HolmesError where an engine could not run it."""
 
     stages: tuple[tuple[OnePass, ...], ...]
     leads: tuple[tuple[int, ...], ...] = ()
@@ -121,15 +121,15 @@ class PassOrder:
                     )
         for _ in self.in_order():
             pass
-        for edge, leads in enumerate(self.leads):
-            earliest, latest = self._sent[edge + 1], self._sent[edge]
+        for stage_link, leads in enumerate(self.leads):
+            earliest, latest = self._sent[stage_link + 1], self._sent[stage_link]
             if not (
                 len(leads) == len(latest)
                 and list(leads) == sorted(leads)
                 and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))
             ):
                 raise HolmesError(
-                    f"passes of stage {edge}: a gradient's receive (g) must follow the "
+                    f"passes of stage {stage_link}: a gradient's receive (g) must follow the "
                     f"forwards that the next stage needs to send it, and precede its backward"
                 )
 
@@ -138,17 +138,19 @@ class PassOrder:
         """Of each stage, by micro-batch: forward passes before its backward."""
         return tuple(before(order, "F", "BI") for order in self.stages)
 
-    def posted(self, edge: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def posted(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """By which the two ends post their receives, each a gradient's lead (see leads): the later stage
         those of activations, the earlier one those of gradients. Without an order of the messages as early
         as the other end may send."""
         listed = self.leads or self._sent
-        return listed[edge], self.leads[edge] if self.leads else self._sent[edge + 1]
+        return listed[stage_link], self.leads[stage_link] if self.leads else self._sent[
+            stage_link + 1
+        ]
 
-    def posted_after(self, edge: int, kind: str, number: int) -> OnePass | None:
-        """What the receiver has sent over the edge when it posts the receive of an activation ("F") or a
-        gradient ("B"); None: the step begins."""
-        of_activations, of_gradients = self.posted(edge)
+    def posted_after(self, stage_link: int, kind: str, number: int) -> OnePass | None:
+        """What the receiver has sent over the stage link when it posts the receive of an activation
+        ("F") or a gradient ("B"); None: the step begins."""
+        of_activations, of_gradients = self.posted(stage_link)
         if kind == "B":
             return "F", of_gradients[number] - 1
         gradients = bisect_right(of_activations, number)
@@ -199,29 +201,33 @@ class PassOrder:
         for stage, (letter, number) in self.in_order():
             begin, peer = clock[stage], stage - 1 if letter == "F" else stage + 1
             if letter != "W" and 0 <= peer <= last:
-                edge, kind = min(stage, peer), "F" if letter == "F" else "B"
-                departs, seconds = ready[peer, _key(kind), number], times.transfer[edge]
-                if self.leads and (after := self.posted_after(edge, kind, number)):
+                stage_link, kind = min(stage, peer), "F" if letter == "F" else "B"
+                departs, seconds = ready[peer, _key(kind), number], times.transfer[stage_link]
+                if self.leads and (after := self.posted_after(stage_link, kind, number)):
                     departs = max(departs, ready[stage, _key(after[0]), after[1]] + seconds)
                 begin = max(begin, departs + seconds)
             clock[stage] = ready[stage, _key(letter), number] = begin + times.of(letter, stage)
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
-        """With one order of each edge's messages: by the moment halfway between the end of the pass that
+        """With one order of each stage link's messages: by the moment halfway between the end of the
+        pass that
         makes each and the begin of the pass that needs it, as far as both stages' passes allow."""
         ready, begins, leads = self._ready(times), Ends(), []
         for stage, order in enumerate(self.stages):
             for letter, number in order:
                 key = stage, _key(letter), number
                 begins[key] = ready[key] - times.of(letter, stage)
-        for edge, (latest, earliest) in enumerate(zip(self._sent, self._sent[1:])):
+        for stage_link, (latest, earliest) in enumerate(zip(self._sent, self._sent[1:])):
             activations, gradients = (
                 [
                     ready[sender, kind, number] + begins[receiver, kind, number]
                     for number in range(self.micro_batches)
                 ]
-                for sender, receiver, kind in ((edge, edge + 1, "F"), (edge + 1, edge, "I"))
+                for sender, receiver, kind in (
+                    (stage_link, stage_link + 1, "F"),
+                    (stage_link + 1, stage_link, "I"),
+                )
             )
             leads.append(
                 tuple(

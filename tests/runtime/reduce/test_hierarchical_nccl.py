@@ -1,5 +1,5 @@
-"""Two levels with NCCL's collectives: which launches there are, on which stream, and how long that takes
-where every communicator and every stream does one thing after the other."""
+"""A hierarchical all-reduce with NCCL's collectives: which launches there are, on which stream, and
+how long that takes where every communicator and every stream does one thing after the other."""
 
 from contextlib import contextmanager
 
@@ -11,8 +11,8 @@ from prices import sums_on_site
 from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.plan.buckets import NCCL_CHUNK_BYTES, chunk_bytes
-from holmes_ext.runtime.reduce import two_level_nccl
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.reduce import hierarchical_nccl
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 
 
 class Recorder:
@@ -67,7 +67,7 @@ def recorded(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(
-        two_level_nccl, "members_group", lambda ranks, purpose: (purpose, tuple(ranks))
+        hierarchical_nccl, "members_group", lambda ranks, purpose: (purpose, tuple(ranks))
     )
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
         monkeypatch.setattr(
@@ -121,7 +121,7 @@ COST = {
 @pytest.mark.parametrize("as_buckets", [False, True], ids=["one tensor", "a bucket a chunk"])
 def test_the_slower_level_is_always_busy(recorded, as_buckets):
     """The reducer's buckets are one chunk each; DeepSpeed's are many."""
-    count, reduction = 20, TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
+    count, reduction = 20, HierarchicalCollectives(CLUSTERS, chunk_bytes=4096)
     for tensor in [flat(1024) for _ in range(count)] if as_buckets else [flat(1024 * count)]:
         reduction.all_reduce(tensor).wait()
         if as_buckets:  # finish() waits later
@@ -140,7 +140,7 @@ def test_the_same_communicators_in_the_same_order_whatever_the_rank(recorded, mo
     for rank in range(4):
         recorded.log.clear()
         monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-        TwoLevelCollectives(CLUSTERS, chunk_bytes=4096).all_reduce(flat(5000))
+        HierarchicalCollectives(CLUSTERS, chunk_bytes=4096).all_reduce(flat(5000))
         launched[rank] = [(group, operation) for _, _, group, operation in recorded.events()]
     for group in {group for found in launched.values() for group, _ in found}:
         of_group = [[op for at, op in launched[rank] if at == group] for rank in group[1]]
@@ -148,14 +148,14 @@ def test_the_same_communicators_in_the_same_order_whatever_the_rank(recorded, mo
 
 
 def test_the_result_is_waited_for(recorded):
-    work = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096).all_reduce(flat(1000))
+    work = HierarchicalCollectives(CLUSTERS, chunk_bytes=4096).all_reduce(flat(1000))
     last = [entry for entry in recorded.log if entry[0] == "record"][-1]
     work.wait()
     assert last[1] == "stream 3" and recorded.log[-1] == ("wait", "compute", last[2])
 
 
 def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
-    reduction = TwoLevelCollectives(CLUSTERS, chunk_bytes=4096)
+    reduction = HierarchicalCollectives(CLUSTERS, chunk_bytes=4096)
     OnGpu.used_on.clear()
     reduction.all_reduce(flat(1025)).wait()
     # its memory waits for all of them
@@ -165,7 +165,7 @@ def test_what_is_left_over_is_padded_not_summed_by_everyone(recorded):
 
 
 def planned(names, nodes, inside_bps, across_bps, **rules):
-    """Two levels of one group over all nodes, as the plan prices them, without latency."""
+    """A hierarchical all-reduce of one group over all nodes, as the plan prices them, without latency."""
     fabrics = [Fabric(name, "ib", round(inside_bps), 0.0) for name in names]
     fabrics.append(Fabric("ethernet", "ethernet", round(across_bps), 0.0))
     every = [

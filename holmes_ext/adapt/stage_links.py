@@ -1,4 +1,5 @@
-"""What a pipeline's edges take, of the times at which messages were sent at one end and came at the other.
+"""What a pipeline's stage links take, of the times at which messages were sent at one end and came at
+the other.
 
     rank a   sent ----------------.                 came  <-- gradient ---.
                                    `-- activation -->  came                `-- sent     rank b
@@ -20,7 +21,7 @@ Sent = Mapping[int, float]
 Came = Mapping[int, tuple[float, float, bool]]
 
 
-def edge_of(forward: tuple[Sent, Came], backward: tuple[Sent, Came]) -> float | None:
+def stage_link_of(forward: tuple[Sent, Came], backward: tuple[Sent, Came]) -> float | None:
     """Seconds of a message, mean of both directions; None where none of one of them was waited for."""
     raw = [
         [
@@ -48,9 +49,9 @@ def _median(sent: Sent, received: Came, ahead: float) -> float:
     return statistics.median(alone or [min(every)])
 
 
-def edges_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
     """Stage -> seconds that an activation takes to the next stage: of each pair of ranks the median of the
-    reported steps, of the pairs the slowest. Edges that nobody waited for are left out."""
+    reported steps, of the pairs the slowest. Stage links that nobody waited for are left out."""
     stage = {report["rank"]: report["stage"] for report in reports}
     sent: dict[tuple[int, int], list[list[list[Any]]]] = {}
     came: dict[tuple[int, int], list[list[list[Any]]]] = {}
@@ -58,7 +59,7 @@ def edges_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         for direction, steps in report["messages"].items():
             source, _, to = direction.rpartition(" ")[2].partition(">")
             (sent if int(source) == report["rank"] else came)[int(source), int(to)] = steps
-    edge_s: dict[int, float] = {}
+    stage_link_s: dict[int, float] = {}
     for sender, receiver in sent:
         if stage.get(receiver) != stage[sender] + 1:
             continue
@@ -66,8 +67,10 @@ def edges_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
         steps = (messages.get(pair, []) for pair in pairs for messages in (sent, came))
         by_step = [_of_step(*step) for step in zip(*steps)]
         if waited := [seconds for seconds in by_step if seconds is not None]:
-            edge_s[stage[sender]] = max(edge_s.get(stage[sender], 0.0), statistics.median(waited))
-    return edge_s
+            stage_link_s[stage[sender]] = max(
+                stage_link_s.get(stage[sender], 0.0), statistics.median(waited)
+            )
+    return stage_link_s
 
 
 def _of_step(
@@ -77,4 +80,4 @@ def _of_step(
         (dict(ours), {index: (*times,) for index, *times in theirs})
         for ours, theirs in ((sent, came), (sent_back, came_back))
     ]
-    return edge_of(*directions)
+    return stage_link_of(*directions)

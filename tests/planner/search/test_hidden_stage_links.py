@@ -1,4 +1,4 @@
-"""Where micro-batches in flight hide the edges: the balanced split against all there are."""
+"""Where micro-batches in flight hide the stage links: the balanced split against all there are."""
 
 import itertools
 import random
@@ -10,7 +10,7 @@ from holmes_ext.plan.partition import balanced
 
 
 def costs_of(rng):
-    """A random job; some edges have a latency, which holds up nothing behind it."""
+    """A random job; some stage links have a latency, which holds up nothing behind it."""
     stages, layers = rng.choice((2, 3, 4)), rng.randint(4, 9)
     each = (
         [rng.uniform(0.2, 1) for _ in range(stages)]
@@ -19,16 +19,16 @@ def costs_of(rng):
     )
     forward = tuple((rng.choice((0, 0.3)), seconds, rng.choice((0, 0.5))) for seconds in each)
     backward = tuple(tuple(2 * seconds for seconds in row) for row in forward)
-    edges = [rng.choice((0.0, 0.2, 1.0, 3.0)) for _ in range(stages - 1)]
+    stage_links = [rng.choice((0.0, 0.2, 1.0, 3.0)) for _ in range(stages - 1)]
     return StageCosts(
         forward,
         backward,
         ((0.0, rng.choice((0.0, 0.4)), 0.0),) * stages,
-        tuple((edge, edge, 0.0) for edge in (*edges, 0.0)),
+        tuple((stage_link, stage_link, 0.0) for stage_link in (*stage_links, 0.0)),
         rng.choice((1, 2, 4, 8, 16)),
         repeats=(1, layers, 1),
         overlap=rng.random() < 0.5,
-        hidden=tuple(rng.choice((0.0, 0.5, 1.0)) * edge for edge in edges),
+        hidden=tuple(rng.choice((0.0, 0.5, 1.0)) * stage_link for stage_link in stage_links),
     )
 
 

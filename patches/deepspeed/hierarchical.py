@@ -1,13 +1,14 @@
-"""Sums DeepSpeed's gradients in two levels if a data-parallel group has ranks in several clusters.
+"""Sums DeepSpeed's gradients hierarchically if a data-parallel group has ranks in several clusters.
 
-A two-level all-reduce first sums the gradients inside each cluster, over the fast network there. Then it sums
+A hierarchical all-reduce first sums the gradients inside each cluster, over the fast network there.
+Then it sums
 the results between clusters, so that each gradient goes over the slow network once for each cluster.
 
 DeepSpeed collects gradients in buckets and sums each bucket with an all-reduce over the whole group. A patch
-of deepspeed.comm.all_reduce makes this sum in two levels. It does not change which gradients are in a bucket,
-their dtype and their divisor.
+of deepspeed.comm.all_reduce makes this sum hierarchically. It does not change which gradients are in a
+bucket, their dtype and their divisor.
 
-    optimizer               summed in                                  in two levels
+    optimizer               summed in                                  hierarchically
     ZeRO 0, BF16_Optimizer  DeepSpeedEngine.allreduce_bucket           yes
     ZeRO 1 and 2            DeepSpeedZeroOptimizer                     yes
     ZeRO 3                  reduce_scatter_coalesced                   no
@@ -16,7 +17,7 @@ ZeRO 3 also gathers all weights in each forward and backward pass. A message say
 clusters, as predicted from the networks of the job.
 
 Tied layers (TiedLayerSpec) are on two pipeline stages. In DeepSpeed each data-parallel rank sums the whole
-gradient with one rank of the other stage. Another patch sums it in two levels over all ranks of both stages
+gradient with one rank of the other stage. Another patch sums it hierarchically over all ranks of both stages
 (runtime/reduce/tied.py). If these are in two clusters, each stage sends the gradient to the other cluster
 once, and not once for each of its ranks.
 """
@@ -28,11 +29,11 @@ from dataclasses import replace
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.deepspeed.features import TIED, TWO_LEVEL
+from holmes_ext.patches.deepspeed.features import HIERARCHICAL, TIED
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name, with_session
-from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, straddling_rows
+from holmes_ext.plan.sharding import ShardedWeights, sharded_seconds, spanning_rows
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
@@ -54,17 +55,17 @@ _hierarchical_reductions: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyD
 
 @by_name
 def _all_reduce(call, instance, tensor, op, group, async_op):
-    """Sum a bucket of gradients in two levels: inside each cluster, and then between clusters.
+    """Sum a bucket of gradients hierarchically: inside each cluster, and then between clusters.
 
     The patched function is deepspeed.comm.all_reduce, which DeepSpeed calls for gradients and for other
     tensors. call() runs DeepSpeed's own function:
 
     - for other tensors than gradients
     - if the call is asynchronous, or no sum
-    - if the plan of the job has no two-level sum for this group and size
+    - if the plan of the job has no hierarchical sum for this group and size
 
     Raises:
-        HolmesError: The two-level sum failed. The message has the bucket, the ranks and their network.
+        HolmesError: The hierarchical sum failed. The message has the bucket, the ranks and their network.
     """
     is_gradient = bool(
         _averaging.instances
@@ -95,7 +96,7 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
 
 
 def _hierarchical_reduction_of(group: Any, size: int) -> Any:
-    """Return the Reduction that sums a tensor over a group in two levels, inside and between clusters.
+    """Return the Reduction that sums a tensor over a group hierarchically, inside and between clusters.
 
     Return None if the group is in one cluster, or the tensor is so small that torch's all-reduce is faster.
     All ranks of the group get the same answer. The first call makes process groups, so all ranks must make
@@ -105,7 +106,8 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         size: Bytes of the tensor.
 
     Raises:
-        HolmesError: The option --holmes-compress int8 is set. It does not work with DeepSpeed's buckets.
+        HolmesError: The option --holmes-compress-gradients int8 is set. It does not work with
+        DeepSpeed's buckets.
     """
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.planned import hierarchical_for
@@ -115,23 +117,24 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         spec = session.require().reduction(group_ranks(group), backend_of(group))
         _planned_specs[group] = spec
     is_over_clusters = bool(spec.clusters)  # the clusters of the ranks; empty if they are in one
-    is_large_enough = size >= spec.two_level_from  # bytes
-    two_levels = is_over_clusters and is_large_enough
+    is_large_enough = size >= spec.hierarchical_from  # bytes
+    hierarchical = is_over_clusters and is_large_enough
     # Record how the gradients were reduced. A later check compares this with the plan.
     session.note_reduction(
         group_ranks(group),
         _spec_that_engine_can_run(spec),
         size,
-        two_levels=two_levels,
+        hierarchical=hierarchical,
         overlap=False,
         reported=True,  # the user knows already why the reduction does not overlap: reduce.py prints it
     )
-    if not two_levels:
+    if not hierarchical:
         return None
     if group not in _hierarchical_reductions:
         if spec.compress == "int8":
             raise HolmesError(
-                "--holmes-compress int8 carries rounding errors on to the next step, which DeepSpeed's "
+                "--holmes-compress-gradients int8 carries rounding errors on to the next step, "
+                "which DeepSpeed's "
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on"
             )
@@ -206,7 +209,7 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     )
     if hpz_size > 1:
         hpz_groups = [range(rank, rank + hpz_size) for rank in range(0, plan.world_size, hpz_size)]
-        crossing = straddling_rows(plan, hpz_groups)  # names a group with ranks in several clusters
+        crossing = spanning_rows(plan, hpz_groups)  # names a group with ranks in several clusters
         if crossing:
             return f"{text}; zero_hpz_partition_size {hpz_size} crosses in the backward pass too: {crossing}"
         return text
@@ -229,7 +232,7 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     In DeepSpeed each rank sums the whole gradient with one rank of the other stage, maybe in another cluster.
     DeepSpeed then averages the sums over the data-parallel ranks of each stage.
 
-    This function computes the same average at once, in two levels: inside each cluster, and then between
+    This function computes the same average at once, hierarchically: inside each cluster, and then between
     clusters. That sends less between clusters. The average that follows in DeepSpeed no longer changes it.
     """
     engines_with_tied_reduction = _reducing_tied.instances  # those in _exec_reduce_tied_grads now
@@ -245,12 +248,13 @@ def _all_reduce_tied(current, call, instance, tensor, group):
     sizes = grid_sizes(current, engine.grid)
     tied_sum = tied_sum_of(
         group, sizes, tensor.device.type
-    )  # None if the plan has no two-level sum for it
+    )  # None if the plan has no hierarchical sum for it
     if tied_sum is None or not tied_sum.takes(
         tensor
     ):  # takes() refuses small and non-contiguous tensors
         return call()
-    # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The two-level
+    # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The
+    # hierarchical
     # sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it is the same.
     data_parallel_size = tied_sum.twins  # ranks of one stage
     tied_sum(tensor, data_parallel_size)  # in place: sums and divides
@@ -261,13 +265,13 @@ _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine"
 
 PATCHES = (
     Patch(
-        TWO_LEVEL,
+        HIERARCHICAL,
         "deepspeed.comm.comm:all_reduce",
-        "the sum of a bucket of gradients, for a group that straddles clusters",
+        "the sum of a bucket of gradients, for a group that spans clusters",
         _all_reduce,
     ),
     *(
-        Patch(TWO_LEVEL, target, "tells the all-reduces of gradients from others", _averaging)
+        Patch(HIERARCHICAL, target, "tells the all-reduces of gradients from others", _averaging)
         for target in (
             f"{_ENGINE}.allreduce_bucket",
             f"{_ZERO}.allreduce_bucket",
@@ -275,7 +279,7 @@ PATCHES = (
         )
     ),
     Patch(
-        TWO_LEVEL,
+        HIERARCHICAL,
         f"{_ENGINE}._configure_zero_optimizer",
         "says that ZeRO 3 over several clusters is not helped",
         _report_zero_3,

@@ -18,11 +18,11 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, Model
 from holmes_ext.plan.cost.pipeline import quickest_in_flight, walked_ends
 from holmes_ext.plan.cost.stages import StageCosts
-from holmes_ext.plan.passes import PassOrder, Times, before
 from holmes_ext.plan.plan import parse_plan
+from holmes_ext.plan.schedule import PassOrder, Times, before
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.passes.least import least_s
-from holmes_ext.planner.passes.solve import Rule, listed, solved
+from holmes_ext.planner.schedule.least import least_s
+from holmes_ext.planner.schedule.solve import Rule, listed, solved
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.step import simulate
 
@@ -96,14 +96,15 @@ def test_no_schedule_beats_the_bound_or_the_memory(seeds):
 #: 4 stages over 2 clusters with 40 ms between, 16 micro-batches; a pass of 10, 20 or 40 ms.
 @pytest.mark.parametrize("pass_s", [0.01, 0.02, 0.04])
 def test_what_is_found_at_40_ms(pass_s):
-    """At the memory of each stage under 1F1B with as many in flight as hide the edges: the least of all (the
+    """At the memory of each stage under 1F1B with as many in flight as hide the stage links: the least
+    of all (the
     bound), and that is less than a tenth. Where every stage has the memory of the fullest: 1.10 times as
     fast."""
-    one, edges = (pass_s,) * 4, (0.02 * pass_s, 0.04, 0.02 * pass_s)
-    held = quickest_in_flight(one, (2 * pass_s,) * 4, edges, 16, (0.0,) * 3, ())
-    now = max(walked_ends(one, (2 * pass_s,) * 4, edges, 16, held))
+    one, stage_links = (pass_s,) * 4, (0.02 * pass_s, 0.04, 0.02 * pass_s)
+    held = quickest_in_flight(one, (2 * pass_s,) * 4, stage_links, 16, (0.0,) * 3, ())
+    now = max(walked_ends(one, (2 * pass_s,) * 4, stage_links, 16, held))
     for most, least, proven in ((held, 1.05, True), ((max(held),) * 4, 1.10, False)):
-        times = Times(one, one, one, edges, 16, tuple(map(float, most)))
+        times = Times(one, one, one, stage_links, 16, tuple(map(float, most)))
         found = solved(times, held)
         gain = now / max(found.ends(times))
         assert gain >= least and all(map(int.__le__, found.in_flight, most))
@@ -121,8 +122,8 @@ def costs_of(times):
 
 
 def test_the_simulation_prices_it_as_it_is_walked():
-    """On one node, where edges are free; and weights' gradients do not hold up what the stage before waits
-    for."""
+    """On one node, where stage links are free; and weights' gradients do not hold up what the stage
+    before waits for."""
     for seed in range(20):
         times, rng = drawn(seed)
         times = replace(times, transfer=(0.0,) * (len(times.forward) - 1))
@@ -133,14 +134,14 @@ def test_the_simulation_prices_it_as_it_is_walked():
         gpt = Model(
             stages, 256, 4, 128, 256, micro_batches=times.micro_batches, tied=False, gpu=Gpu(1e12)
         )
-        run = Execution(LOOP, passes=texts, parameter_s=0.0)
+        run = Execution(LOOP, schedule=texts, parameter_s=0.0)
         step = simulate(site, ["a0"], Sizes(pipeline=stages), gpt, run, costs=costs_of(times))
         assert step.step_s == pytest.approx(max(one.ends(times))), seed
 
 
 def test_the_simulation_prices_receives_where_the_list_posts_them():
-    """Of two stages with half a second between, each edge's messages in one order: a message leaves when the
-    sender has the word that its receive is posted."""
+    """Of two stages with half a second between, each stage link's messages in one order: a message
+    leaves when the sender has the word that its receive is posted."""
     site, waited = (
         site_from_spec(parse_spec(SLOW.replace("40ms", "500ms").replace("[0-1]", "0"))),
         0,
@@ -152,7 +153,7 @@ def test_the_simulation_prices_receives_where_the_list_posts_them():
         orders, early_s = listed(times, [Rule(rng.randint(1, 6), 2, 0.0) for _ in range(2)])
         one = PassOrder(tuple(map(tuple, orders))).in_one_order(times)
         gpt = Model(2, 256, 4, 128, 256, micro_batches=6, tied=False, gpu=Gpu(1e12))
-        run = Execution(LOOP, passes=one.texts, parameter_s=0.0)
+        run = Execution(LOOP, schedule=one.texts, parameter_s=0.0)
         step = simulate(site, ["a0", "b0"], Sizes(pipeline=2), gpt, run, costs=costs_of(times))
         assert step.step_s == pytest.approx(max(one.ends(times)), rel=0.01), seed
         waited += step.step_s > early_s + 0.1
@@ -170,20 +171,20 @@ GPT = Model(
 @pytest.mark.parametrize(
     "engine, options, lists",
     [
-        (DEEPSPEED, Options(passes="auto"), True),
-        (LOOP, Options(passes="auto"), True),
+        (DEEPSPEED, Options(schedule="auto"), True),
+        (LOOP, Options(schedule="auto"), True),
         (DEEPSPEED, Options(), False),
-        (MEGATRON, Options(passes="auto"), False),
-        (DEEPSPEED, Options(passes="auto", off=frozenset({"deepspeed-edges"})), False),
+        (MEGATRON, Options(schedule="auto"), False),
+        (DEEPSPEED, Options(schedule="auto", off=frozenset({"deepspeed-stage-links"})), False),
     ],
 )
 def test_the_plan_lists_passes_where_it_may(engine, options, lists):
     site = site_from_spec(parse_spec(SLOW))
     plan = build_plan(site, Sizes(4), model=GPT, options=options, engine=engine)
     for traffic in plan.traffic:
-        assert bool(traffic.passes) == lists
+        assert bool(traffic.schedule) == lists
         if lists:
-            one = PassOrder.parse(traffic.passes)
+            one = PassOrder.parse(traffic.schedule)
             assert (
                 one.splits
                 and not traffic.in_flight
@@ -197,5 +198,5 @@ def test_what_is_computed_again_does_not_wait():
     """With recomputation a pass for weights' gradients would need the activations that it does without."""
     site = site_from_spec(parse_spec(SLOW))
     gpt = replace(GPT, recompute="full")
-    plan = build_plan(site, Sizes(4), model=gpt, options=Options(passes="auto"), engine=DEEPSPEED)
-    assert not plan.traffic[0].passes and plan.traffic[0].in_flight
+    plan = build_plan(site, Sizes(4), model=gpt, options=Options(schedule="auto"), engine=DEEPSPEED)
+    assert not plan.traffic[0].schedule and plan.traffic[0].in_flight

@@ -1,21 +1,23 @@
-"""Pipeline edges that cross: a step with a slow edge against the same with a free one, with and without
-holmes's edges.
+"""Pipeline stage links that cross: a step with a slow stage link against the same with a free one,
+with and without holmes's stage links.
 
-    python benchmarks/edges.py --json FILE [--scenes "deepspeed 8,..."] [--repetitions 3] [--predict]
+    python benchmarks/stage_links.py --json FILE [--cases "deepspeed 8,..."] [--repetitions 3] [--predict]
 
 DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a
 micro-batch (layers sleep as long as an accelerator of 2.4 GFLOP/s would compute). Ethernet between the stages
 takes half of that for one activation of 32 KiB (7.4 Mb/s), or next to nothing (1 Gb/s); "latency": 60 ms a
-micro-batch and 20 ms each way, or none; "one cluster": an edge that nothing has to hide, as it is; "unequal":
+micro-batch and 20 ms each way, or none; "one cluster": a stage link that nothing has to hide, as it
+is; "unequal":
 four stages of 2, 2, 1 and 1 layers, a third as fast, six micro-batches and 20 ms: a step so short that as
 many in flight as the mean stage's pace needs are quicker than the slowest's, here 1F1B's own numbers ("own":
 --holmes-inflight 0). "engine": --holmes-inflight off, the engine's own schedule with sends that block;
-"holmes": as many micro-batches in flight as hide the edge. Alternating; medians of the repetitions' medians.
+"holmes": as many micro-batches in flight as hide the stage link. Alternating; medians of the
+repetitions' medians.
 Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess of the same
-with a free edge (where the pipeline fills, everybody waits).
+with a free stage link (where the pipeline fills, everybody waits).
 
 Predicted: planner/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the
-calibration of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other scenes
+calibration of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other cases
 that FILE has already are kept, so that it can be made in parts; --predict measures nothing and predicts anew
 what FILE has.
 """
@@ -89,13 +91,13 @@ ENGINES = {
 
 
 @dataclass(frozen=True)
-class Scene:
-    """edges: name -> cluster.toml, the free one first. target: of a step with the slow edge over one with the
-    free."""
+class Case:
+    """stage links: name -> cluster.toml, the free one first. target: of a step with the slow stage
+    link over one with the free."""
 
     engine: str
     micro_batches: int
-    edges: dict[str, str]
+    stage_links: dict[str, str]
     target: str = ""
     flops: float = FLOPS
     steps: int = 10
@@ -107,32 +109,30 @@ def two(ethernet: str) -> str:
     return toml("a ib 1Gb/s a[0-1]", "b roce 1Gb/s b[0-1]", ethernet=ethernet)
 
 
-def _scenes() -> dict[str, Scene]:
+def _cases() -> dict[str, Case]:
     half = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
     far = {
         name: two("250Mb/s") + LINK.format(latency=latency)
         for name, latency in (("free", "0.1ms"), ("slow", "20ms"))
     }
-    scenes = {}
+    cases = {}
     for engine in ENGINES:
         layout = ("--layout", "Ett|tt|t|tL") if engine == "megatron" else ()
-        scenes[f"{engine} unequal"] = Scene(
-            engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout
-        )
-        scenes |= {
-            f"{engine} 8": Scene(engine, 8, half, "<= 1.15"),
-            f"{engine} 16": Scene(engine, 16, half, "<= 1.08"),
+        cases[f"{engine} unequal"] = Case(engine, 6, far, flops=FLOPS / 3, stages=4, layout=layout)
+        cases |= {
+            f"{engine} 8": Case(engine, 8, half, "<= 1.15"),
+            f"{engine} 16": Case(engine, 16, half, "<= 1.08"),
         }
-        scenes[f"{engine} one cluster"] = Scene(engine, 8, {"as it is": ONE}, steps=24)
-    return scenes | {"deepspeed latency": Scene("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
+        cases[f"{engine} one cluster"] = Case(engine, 8, {"as it is": ONE}, steps=24)
+    return cases | {"deepspeed latency": Case("deepspeed", 16, far, "<= 1.15", FLOPS * 64 / 60)}
 
 
-SCENES = _scenes()
+CASES = _cases()
 
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a scene. how: a key of INFLIGHT; file: its cluster.toml; telemetry: a folder."""
+    """One way to run a case. how: a key of INFLIGHT; file: its cluster.toml; telemetry: a folder."""
 
     variant: Variant
     how: str
@@ -140,25 +140,25 @@ class Run:
     telemetry: Path
 
 
-def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
+def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
     """The model's file, written into the folder, and the runs with theirs."""
     model, runs = folder / "model.toml", []
-    model.write_text(MODEL_TOML.format(micro_batches=scene.micro_batches, flops=scene.flops))
-    for edge, text in scene.edges.items():
-        file = folder / f"{edge}.toml"
+    model.write_text(MODEL_TOML.format(micro_batches=case.micro_batches, flops=case.flops))
+    for stage_link, text in case.stage_links.items():
+        file = folder / f"{stage_link}.toml"
         file.write_text(text)
         spec = load_spec(file)
         names = {"holmes": "holmes", "engine": "engine"}
-        names |= {} if len(scene.edges) > 1 else {"again": "engine"}
-        names |= {"own": "own"} if scene.stages > 2 else {}
+        names |= {} if len(case.stage_links) > 1 else {"again": "engine"}
+        names |= {"own": "own"} if case.stages > 2 else {}
         for label, how in names.items():
-            name, telemetry = f"{label}, {edge}", folder / f"telemetry {label} {edge}"
+            name, telemetry = f"{label}, {stage_link}", folder / f"telemetry {label} {stage_link}"
             flags = (
                 "--holmes",
                 "--holmes-cluster",
                 str(file),
                 "--holmes-sizes",
-                f"pipeline={scene.stages}",
+                f"pipeline={case.stages}",
                 "--holmes-model",
                 str(model),
                 "--holmes-telemetry",
@@ -170,34 +170,34 @@ def _prepared(scene: Scene, folder: Path) -> tuple[Path, list[Run]]:
 
 
 def measured_anew(repetitions: int, name: str) -> list[Row]:
-    scene = SCENES[name]
+    case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
-        model, runs = _prepared(scene, Path(directory))
-        example, stages, paced = ENGINES[scene.engine]
+        model, runs = _prepared(case, Path(directory))
+        example, stages, paced = ENGINES[case.engine]
         train = examples() / example / "train.py"
         script = [
             str(train),
             *MODEL,
             stages,
-            str(scene.stages),
+            str(case.stages),
             "--micro-batches",
-            str(scene.micro_batches),
-            *scene.layout,
+            str(case.micro_batches),
+            *case.layout,
         ]
         started, total = iter(range(1, repetitions * len(runs) + 1)), repetitions * len(runs)
         series = compare(
             [run.variant for run in runs],
             script,
             repetitions=repetitions,
-            steps=scene.steps,
+            steps=case.steps,
             skip=4,
-            accelerator={"flops": scene.flops, **paced},
+            accelerator={"flops": case.flops, **paced},
             on_run=lambda variant, _: tell(f"{name}: run {next(started)} of {total}: {variant}"),
         )
         exposed = {run.variant.name: _pipeline_s(run.telemetry) for run in runs}
-        predicted = predictions(scene, runs, model)
+        predicted = predictions(case, runs, model)
     return [
-        *_ratios(name, scene, series, exposed),
+        *_ratios(name, case, series, exposed),
         *prediction_rows(name, medians(series), predicted),
         *step_rows(name, series),
     ]
@@ -213,9 +213,9 @@ def _pipeline_s(telemetry: Path) -> float:
 
 
 def _ratios(
-    name: str, scene: Scene, series: dict[str, Series], exposed: dict[str, float]
+    name: str, case: Case, series: dict[str, Series], exposed: dict[str, float]
 ) -> list[Row]:
-    if len(scene.edges) == 1:
+    if len(case.stage_links) == 1:
         engine, again = series["engine, as it is"], series["again, as it is"]
         ours = series["holmes, as it is"]
         both = statistics.median([*engine.medians, *again.medians])
@@ -224,7 +224,7 @@ def _ratios(
         ]
         cost = Row.of(
             name,
-            "what holmes's edges add to a step",
+            "what holmes's stage links add to a step",
             ours.median / both - 1,
             "of a step",
             (min(pairs), max(pairs)),
@@ -242,33 +242,37 @@ def _ratios(
     rows = [
         ratio_row(
             name,
-            f"{how}: slow edge : free edge",
+            f"{how}: slow stage link : free stage link",
             series[f"{how}, slow"],
             series[f"{how}, free"],
-            scene.target if how == "holmes" else "",
+            case.target if how == "holmes" else "",
         )
         for how in ("holmes", "engine")
     ]
     others = [how for how in ("engine", "own") if f"{how}, slow" in series]
     rows += [
         ratio_row(
-            name, f"slow edge, {how} : holmes", series[f"{how}, slow"], series["holmes, slow"], ""
+            name,
+            f"slow stage link, {how} : holmes",
+            series[f"{how}, slow"],
+            series["holmes, slow"],
+            "",
         )
         for how in others
     ]
     extra = {how: exposed[f"{how}, slow"] - exposed[f"{how}, free"] for how in ("holmes", "engine")}
     rows += [
-        Row.median(name, f"exposed by the slow edge, {how}", [extra[how]], "s", True)
+        Row.median(name, f"exposed by the slow stage link, {how}", [extra[how]], "s", True)
         for how in extra
     ]
     rows.append(
         Row.median(
             name,
-            "exposed by the slow edge, holmes : engine",
+            "exposed by the slow stage link, holmes : engine",
             [extra["holmes"] / extra["engine"]],
             "x",
             True,
-            "<= 0.25" if scene.target else "",
+            "<= 0.25" if case.target else "",
         )
     )
     difference = max(
@@ -288,23 +292,23 @@ def _overheads(engine: str) -> tuple[float, float, float]:
     return calibrate(engine, Measured.load(STORE))
 
 
-def predictions(scene: Scene, runs: Sequence[Run], model: Path) -> dict[str, float]:
+def predictions(case: Case, runs: Sequence[Run], model: Path) -> dict[str, float]:
     return {
-        run.variant.name: predict(scene, run, model)
+        run.variant.name: predict(case, run, model)
         for run in runs
         if "again" not in run.variant.name
     }
 
 
 def predicted_anew(name: str, file: Path) -> list[Row]:
-    """The scene's rows in the file, with other predictions."""
-    scene = SCENES[name]
+    """The case's rows in the file, with other predictions."""
+    case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
-        model, runs = _prepared(scene, Path(directory))
-        predicted = predictions(scene, runs, model)
-    rows = [row for row in kept(file) if row.scene == name and "predict" not in row.metric]
+        model, runs = _prepared(case, Path(directory))
+        predicted = predictions(case, runs, model)
+    rows = [row for row in kept(file) if row.case == name and "predict" not in row.metric]
     if not rows:
-        tell(f"edges.py: {file} has no scene {name!r} to predict anew; measure it first")
+        tell(f"stage_links.py: {file} has no case {name!r} to predict anew; measure it first")
         raise SystemExit(2)
     measured = {
         row.metric.removeprefix("step "): row.value
@@ -315,15 +319,15 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
     return [*rows[:place], *prediction_rows(name, measured, predicted), *rows[place:]]
 
 
-def predict(scene: Scene, run: Run, model_file: Path) -> float:
+def predict(case: Case, run: Run, model_file: Path) -> float:
     """Seconds of a step."""
     options, model = Options(inflight=INFLIGHT[run.how]), load_model(str(model_file))
     return predicted_step(
-        scene.engine,
+        case.engine,
         run.variant.spec,
         model,
-        Sizes(pipeline=scene.stages),
-        forward_s(HIDDEN, SEQUENCE, scene.flops),
+        Sizes(pipeline=case.stages),
+        forward_s(HIDDEN, SEQUENCE, case.flops),
         options,
     )
 
@@ -398,7 +402,7 @@ def main() -> int:
         "--predict", action="store_true", help="measure nothing: predict anew what FILE has"
     )
     args = arguments.parse_args()
-    names = chosen(args.scenes, SCENES)
+    names = chosen(args.cases, CASES)
     measure = (
         partial(predicted_anew, file=args.json)
         if args.predict
@@ -406,7 +410,9 @@ def main() -> int:
     )
     rows = [row for name in names for row in measure(name)]
     return finish(
-        [*kept(args.json, names), *rows], args.json, "Edges between clusters (emulated accelerator)"
+        [*kept(args.json, names), *rows],
+        args.json,
+        "Stage links between clusters (emulated accelerator)",
     )
 
 

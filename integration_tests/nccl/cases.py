@@ -1,8 +1,8 @@
-"""Script of one rank of a small NCCL job ("scene") for test_gpus.py.
+"""Script of one rank of a small NCCL job ("case") for test_gpus.py.
 
-    python scenes.py SCENE [--holmes ...]
+    python cases.py SCENE [--holmes ...]
 
-Prints a JSON line with the rank, the result of the scene, and "groups": for each process group, in the order
+Prints a JSON line with the rank, the result of the case, and "groups": for each process group, in the order
 of first use, its ranks and the network that holmes gave it.
 
 Several ranks may share one GPU. Each has an NCCL_HOSTID of its own, so NCCL takes the ranks for different
@@ -25,12 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holmes_ext
 from holmes_ext.patches.megatron import p2p
-from holmes_ext.plan.passes import passes
+from holmes_ext.plan.schedule import passes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.groups.mailbox import of_pairs
 from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 
 DEVICE = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
 LIMIT = timedelta(seconds=120)
@@ -90,7 +90,7 @@ def bound_device() -> dict:
     rank, world = init(device_id=DEVICE)
     found = {"world": use()}
     if rank < 2:
-        found["pair"] = use(members_group([0, 1], "scene pair"))
+        found["pair"] = use(members_group([0, 1], "case pair"))
     later = dist.new_group(
         list(range(world))
     )  # which torch splits off the default group, over all its ranks
@@ -215,7 +215,7 @@ def beside_receives() -> dict:
     return found
 
 
-def two_levels() -> dict:
+def hierarchical() -> dict:
     """Greatest relative difference to a sum in float64, by what is summed: odd sizes, types, compression."""
     rank, world = init()
     found = {}
@@ -224,7 +224,7 @@ def two_levels() -> dict:
         ("bfloat16", torch.bfloat16, "off"),
         ("int8", torch.float32, "int8"),
     ):
-        reduction = TwoLevelCollectives(
+        reduction = HierarchicalCollectives(
             [[0, 1], [2, 3]], chunk_bytes=1 << 14, compress=compress, purpose=name
         )
         for size in (1, 7, 4099, 1 << 16):
@@ -390,16 +390,16 @@ def memory() -> dict:
     return {"kept": torch.cuda.memory_allocated() - before - share.nbytes}
 
 
-SCENES = {
-    scene.__name__: scene
-    for scene in (
+CASES = {
+    case.__name__: case
+    for case in (
         networks,
         absent_network,
         bound_device,
         pipeline,
         mailbox,
         beside_receives,
-        two_levels,
+        hierarchical,
         compiled,
         sharded,
         nic_down,
@@ -411,5 +411,5 @@ SCENES = {
 }
 
 if __name__ == "__main__":
-    report(SCENES[sys.argv[1]]())
+    report(CASES[sys.argv[1]]())
     dist.destroy_process_group()

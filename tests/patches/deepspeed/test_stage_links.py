@@ -1,4 +1,4 @@
-"""Tests the pipeline schedule that replaces DeepSpeed's 1F1B schedule (patches/deepspeed/edges.py).
+"""Tests the pipeline schedule that replaces DeepSpeed's 1F1B schedule (patches/deepspeed/stage_links.py).
 
 It has more micro-batches in flight than 1F1B: micro-batches whose forward pass has begun, and whose backward
 pass has not ended. The tests check
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from holmes_ext.patches import Registry
-from holmes_ext.patches.deepspeed import edges
+from holmes_ext.patches.deepspeed import stage_links
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
@@ -70,7 +70,7 @@ def run_schedule(in_flight, micro_batches, stage):
     mailbox = RecordingMailbox()
     engine = SimpleNamespace(loss=None, grad_layer=None)
     deepspeeds_schedule = stock_schedule(len(in_flight), micro_batches, stage)
-    planned_schedule_class = edges._schedule_class()
+    planned_schedule_class = stage_links._schedule_class()
     planned = planned_schedule_class(deepspeeds_schedule, ReceiveOrder(in_flight), engine, mailbox)
     steps = list(planned.steps())  # makes the schedule call the mailbox, too
     return PlannedRun(planned, steps, mailbox)
@@ -212,7 +212,7 @@ def test_released_tensors_have_arrived():
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Yield a DeepSpeed PipelineEngine with the patches of edges.py, after its first training step.
+    """Yield a DeepSpeed PipelineEngine with the patches of stage_links.py, after its first training step.
 
     In that step, the mailbox, which transfers messages in the background, has recorded their sizes. The
     engine has only the attributes that set_train_batch_size and reset_activation_shape need.
@@ -223,9 +223,9 @@ def engine(monkeypatch):
     stages_by_peer = {1: (0, 1)}  # this rank is in stage 0, rank 1 in stage 1
     mailbox = Mailbox(groups, stages_by_peer)
     mailbox.expect([], 1)  # the record: rank 1 sends no tensors
-    monkeypatch.setattr(edges, "_mailbox", mailbox)  # the patches use this one
-    registry = Registry(edges.PATCHES)
-    registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
+    monkeypatch.setattr(stage_links, "_mailbox", mailbox)  # the patches use this one
+    registry = Registry(stage_links.PATCHES)
+    registry.enable(["deepspeed-stage-links"], required=True, disabled=frozenset())
     engine = PipelineEngine.__new__(
         PipelineEngine
     )  # without __init__, which needs a model and ranks
@@ -246,10 +246,10 @@ def test_set_train_batch_size_keeps_the_record(engine):
     for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):  # a micro-batch has 2 samples
         engine.set_train_batch_size(batch_size)
         assert engine.micro_batches == micro_batches
-        assert edges._mailbox.knows  # the record exists
+        assert stage_links._mailbox.knows  # the record exists
 
 
 def test_reset_activation_shape_deletes_the_record(engine):
     """DeepSpeed's reset_activation_shape deletes the recorded sizes of messages between stages."""
     engine.reset_activation_shape()
-    assert not edges._mailbox.knows  # the record is empty
+    assert not stage_links._mailbox.knows  # the record is empty

@@ -1,4 +1,4 @@
-"""All-reduce for a group that straddles clusters: only sums of whole clusters cross the slow network.
+"""All-reduce for a group that spans clusters: only sums of whole clusters cross the slow network.
 
     chunk 1   [1 scatter in][2 scatter across][3 gather across][4 gather in]
     chunk 2                 [1 scatter in    ][2 scatter across][3 ...           chunks follow each other like
@@ -62,7 +62,7 @@ class Shard:
 def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
     """A chunk of `numel` elements, cut wherever the owner changes in some cluster."""
     cuts_of = [_cuts(numel, len(members)) for members in clusters]
-    edges = sorted({cut for cuts in cuts_of for cut in cuts})
+    stage_links = sorted({cut for cuts in cuts_of for cut in cuts})
     return [
         Shard(
             start,
@@ -71,7 +71,7 @@ def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
                 members[bisect_right(cuts, start) - 1] for members, cuts in zip(clusters, cuts_of)
             ),
         )
-        for start, stop in pairwise(edges)
+        for start, stop in pairwise(stage_links)
     ]
 
 
@@ -84,7 +84,7 @@ def _split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
     return [tensor[start:stop] for start, stop in zip(cuts, cuts[1:])]
 
 
-class TwoLevelAllReduce:
+class HierarchicalAllReduce:
     """Hierarchical all-reduce over all ranks of `clusters` by sends over gloo: a Reduction.
 
     clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None
@@ -107,7 +107,7 @@ class TwoLevelAllReduce:
         across: CrossClusterAlgorithm | None = None,
         names: Sequence[str] = (),
         streams: int = 1,
-        purpose: str = "two-level",
+        purpose: str = "hierarchical",
     ):
         self.clusters = [list(members) for members in clusters]
         everyone = sorted(rank for members in self.clusters for rank in members)
@@ -118,7 +118,8 @@ class TwoLevelAllReduce:
             or self.rank not in everyone
         ):
             raise HolmesError(
-                f"TwoLevelAllReduce: clusters {self.clusters} must be two or more lists of different ranks,"
+                f"HierarchicalAllReduce: clusters {self.clusters} must be two or more lists of "
+                f"different ranks,"
                 f" rank {self.rank} in one of them"
             )
         self.members = next(members for members in self.clusters if self.rank in members)
@@ -135,7 +136,7 @@ class TwoLevelAllReduce:
                 self._across, across, names, names[self.clusters.index(self.members)]
             )
             middle = [partial(self._relay_on, turn) for turn in range(len(self._relay.rounds))]
-        self._steps = Steps("two-level", self._scatter_inside, *middle, self._gather_inside)
+        self._steps = Steps("hierarchical", self._scatter_inside, *middle, self._gather_inside)
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Work:
         """Start the sum of a tensor, as Reduction.all_reduce. Rounding errors are kept for each `bucket`."""

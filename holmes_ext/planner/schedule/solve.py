@@ -18,13 +18,13 @@ from math import inf
 from random import Random
 
 from holmes_ext.plan.cost.pipeline import WORTH_MORE, quickest_in_flight, walked_ends
-from holmes_ext.plan.passes import OnePass, PassOrder, Times
+from holmes_ext.plan.schedule import OnePass, PassOrder, Times
 from holmes_ext.plan.workload import StageLoad, passes_s
-from holmes_ext.planner.passes.least import least_s
+from holmes_ext.planner.schedule.least import least_s
 
 #: Passes that a search walks through at most: about a second.
 WORK = 200_000
-#: Passes in which each edge's messages get an order: so many times the work.
+#: Passes in which each stage link's messages get an order: so many times the work.
 ONE_ORDER = 4
 #: Times that a search leaves the best rules found, by three changes of them at random.
 KICKS = 40
@@ -49,8 +49,9 @@ def quickest(
     micro_batches: int,
     one_order: bool,
 ) -> PassOrder | None:
-    """None where 1F1B with hidden edges is as fast, or what of a backward could wait is not known. transfer:
-    seconds of an activation over each edge; sent: those in which it carries nothing else; one_order: as
+    """None where 1F1B with hidden stage links is as fast, or what of a backward could wait is not
+    known. transfer:
+    seconds of an activation over each stage link; sent: those in which it carries nothing else; one_order: as
     solved's. Memory of unknown size holds as many micro-batches as 1F1B's fullest stage."""
     forward, backward = passes_s(loads)
     weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
@@ -69,8 +70,8 @@ def quickest(
 
 
 def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassOrder:
-    """ahead: micro-batches in flight on each stage under 1F1B, where the search begins; one_order: an edge's
-    messages need one order (NCCL), which is found and priced, too."""
+    """ahead: micro-batches in flight on each stage under 1F1B, where the search begins; one_order: a
+    stage link's messages need one order (NCCL), which is found and priced, too."""
     passes = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
     budget = max(1, WORK // passes)
     room, count = [int(min(most, times.micro_batches)) for most in times.most], len(ahead)

@@ -4,8 +4,8 @@ Terms:
 
     pass    The forward pass of one micro-batch on one stage (F), its full backward pass (B), or one half of
             the backward pass: for the gradients of inputs (I) or of weights (W).
-    plan    What holmes computes before the job starts. With --holmes-passes auto it lists the passes of each
-            stage.
+    plan    What holmes computes before the job starts. With --holmes-schedule auto it lists the passes
+            of each stage.
 
 If the schedule has one stage a rank (1F1B, GPipe), each training step runs in _PipelineScheduleRuntime, which
 is torch's executor for lists of passes. It adds the sends and receives. holmes changes two things:
@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.patches.torch.features import PASSES
+from holmes_ext.patches.torch.features import SCHEDULE
 from holmes_ext.patches.torch.pipelining import sizes_of
-from holmes_ext.plan.passes import PassOrder
+from holmes_ext.plan.schedule import PassOrder
 from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups.receive_order import listed_passes
 from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
@@ -96,7 +96,7 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
     passes_of_stages = (
-        current.plan_for(sizes).traffic_of(network_api).passes
+        current.plan_for(sizes).traffic_of(network_api).schedule
     )  # a text for each stage
     if not passes_of_stages:
         return None
@@ -293,25 +293,25 @@ _STAGE = "torch.distributed.pipelining.stage:_PipelineStageBase"
 
 PATCHES = (
     Patch(
-        PASSES,
+        SCHEDULE,
         "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step",
         "a schedule of one stage a rank has no other passes than its own",
         _step,
     ),
     Patch(
-        PASSES,
+        SCHEDULE,
         f"{_STAGE}.forward_one_chunk",
         "linear layers keep what their weights' gradients need",
         _run_forward,
     ),
     Patch(
-        PASSES,
+        SCHEDULE,
         f"{_STAGE}.backward_one_chunk",
         "torch's own keeps the whole graph for the weights' gradients",
         _run_backward,
     ),
     Patch(
-        PASSES,
+        SCHEDULE,
         f"{_STAGE}.backward_weight_one_chunk",
         "the weights' gradients of what linear layers kept",
         _compute_weight_gradients,

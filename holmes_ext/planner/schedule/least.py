@@ -1,6 +1,6 @@
 """What no schedule of passes beats on a pipeline, whatever its order: with the backward whole or in two.
 
-f, i, w: forward, gradients of input and weights on a stage; x: an edge; m: micro-batches; K: those whose
+f, i, w: forward, gradients of input and weights on a stage; x: a stage link; m: micro-batches; K: those whose
 activations the stage's memory holds, from the forward to the weights' gradient. On stage s
 
     down       sum above (f + x)                       its first forward begins after that
@@ -18,7 +18,7 @@ A step takes the longest of: down + idle + all work; down + idle + last I + up; 
 
 from __future__ import annotations
 
-from holmes_ext.plan.passes import Times
+from holmes_ext.plan.schedule import Times
 
 
 def least_s(times: Times) -> float:

@@ -1,4 +1,4 @@
-"""The two-level all-reduce of two_level.py with NCCL's own collectives, for clusters of equal size.
+"""The hierarchical all-reduce of hierarchical.py with NCCL's own collectives, for clusters of equal size.
 
     stream in       [scatter 1][scatter 2][scatter 3]              reduce-scatter inside, on the fabric
     stream across              [across 1  ][across 2  ][across 3]  all-reduce of the shard, on Ethernet
@@ -15,7 +15,7 @@ one stream and used on another. What is left of the last chunk is padded.
                     across
 
 (Run on emulated GPUs, over NCCL's own host code, and on an H100; order and overlap also with recorded
-launches and a queue for each communicator and stream, tests/runtime/reduce/test_two_level_nccl.py.
+launches and a queue for each communicator and stream, tests/runtime/reduce/test_hierarchical_nccl.py.
 Under one hardware queue, CUDA_DEVICE_MAX_CONNECTIONS=1, the events hold up the backward pass's kernels:
 nothing overlaps, all sums are right.)
 """
@@ -60,11 +60,11 @@ class Done:
         return future
 
 
-class TwoLevelCollectives:
+class HierarchicalCollectives:
     """Hierarchical all-reduce over all ranks of `clusters` by NCCL's collectives: a Reduction.
 
     clusters: as many global ranks in each, the same lists on every rank. chunk_bytes, compress: as of
-    TwoLevelAllReduce (compressed, each cluster's shard goes to all others whole: more bytes for three
+    HierarchicalAllReduce (compressed, each cluster's shard goes to all others whole: more bytes for three
     clusters or more). Construction is collective: two groups for each cluster and one for each set of ranks
     in the same place. Tensors whose elements are a multiple of `multiple` need no padding.
     """
@@ -75,12 +75,12 @@ class TwoLevelCollectives:
         *,
         chunk_bytes: int | None = None,
         compress: str = "off",
-        purpose: str = "two-level",
+        purpose: str = "hierarchical",
     ):
         sizes = {len(members) for members in clusters}
         if len(sizes) != 1 or len(clusters) < 2:
             raise HolmesError(
-                f"TwoLevelCollectives: clusters {clusters} must be two or more lists of the same length"
+                f"HierarchicalCollectives: clusters {clusters} must be two or more lists of the same length"
             )
         rank = dist.get_rank()
         inside = sorted(next(members for members in clusters if rank in members))
@@ -124,7 +124,7 @@ class TwoLevelCollectives:
         return Done(event, cut if rest else None)
 
     def close(self) -> None:
-        """Do nothing: no thread runs here, unlike in TwoLevelAllReduce."""
+        """Do nothing: no thread runs here, unlike in HierarchicalAllReduce."""
 
     def describe(self) -> str:
         chunk = format_bytes(self.chunk_bytes)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches.megatron import edges
+from holmes_ext.patches.megatron import stage_links
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
@@ -27,15 +27,17 @@ class RecordingMailbox(Mailbox):
 def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch):
     """A tensor of another shape or type than megatron-core's get_tensor_shapes returned is an error."""
     # The messages of a training step, sent by stage 0 of a pipeline with two stages.
-    step = edges._Step(RecordingMailbox(), ReceiveOrder(in_flight=(2, 1)), 0, torch.float32, "cpu")
-    monkeypatch.setattr(edges, "_step", step)  # _announce() reads it
+    step = stage_links._Step(
+        RecordingMailbox(), ReceiveOrder(in_flight=(2, 1)), 0, torch.float32, "cpu"
+    )
+    monkeypatch.setattr(stage_links, "_step", step)  # _announce() reads it
 
     def get_tensor_shapes(seq_length):
         return [SHAPE]
 
     # _announce() wraps megatron-core's get_tensor_shapes, and notes the shapes that it returns. It is called
     # as a wrapper: the wrapped function, no instance, and the program's arguments.
-    assert edges._announce(get_tensor_shapes, None, (), {"seq_length": 16}) == [SHAPE]
+    assert stage_links._announce(get_tensor_shapes, None, (), {"seq_length": 16}) == [SHAPE]
     for _ in range(2):  # micro-batches
         step.send("F", torch.ones(SHAPE), NEXT_RANK)  # "F": activation of a forward pass
     message = (

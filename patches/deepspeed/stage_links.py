@@ -16,9 +16,10 @@ Terms:
     in flight   a micro-batch whose forward pass has begun, and whose backward pass has not ended
     flight      the planned order of passes, usually made from the number of micro-batches in flight of each
                 stage (runtime/groups/receive_order.py)
-    edge        the connection between two neighbouring stages
+    stage link        the connection between two neighbouring stages
     mailbox     sends and receives messages in the background (runtime/groups/mailbox.py)
-    wire        the format in which tensors travel over an edge: unchanged, bf16 or int8 (--holmes-edges)
+    wire        the format in which tensors travel over a stage link: unchanged, bf16 or int8
+                (--holmes-compress-activations)
 
 A stage runs the backward passes in DeepSpeed's order, so gradients are summed in the same order.
 
@@ -41,12 +42,12 @@ from functools import cache
 from itertools import accumulate
 from typing import Any
 
-from holmes_ext.patches.deepspeed.features import EDGES, NARROW
+from holmes_ext.patches.deepspeed.features import COMPRESS_ACTIVATIONS, STAGE_LINKS
 from holmes_ext.patches.deepspeed.p2p import grid_sizes, groups_by_peer, p2p_patches
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.plan.passes import before
+from holmes_ext.plan.schedule import before
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of, of_pairs
@@ -90,10 +91,10 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
         return "shapes change from batch to batch"
     if not isinstance(flight, ListedOrder):
         return None
-    # A ListedOrder lists every pass (--holmes-passes auto), and may split a backward pass into two.
+    # A ListedOrder lists every pass (--holmes-schedule auto), and may split a backward pass into two.
     uses_zero_optimizer = engine.zero_optimization() and not engine.using_bf16_optimizer
     if uses_zero_optimizer:
-        return "ZeRO's optimizer takes each gradient once, --holmes-passes auto makes them in two passes"
+        return "ZeRO's optimizer takes each gradient once, --holmes-schedule auto makes them in two passes"
     planned_count = flight.schedule.micro_batches
     if engine.micro_batches != planned_count:
         return f"the plan's passes are of {planned_count} micro-batches, a step has {engine.micro_batches}"
@@ -169,22 +170,29 @@ def _wire_to(stage: int) -> Wire:
 
     grid: Any = p2p._grid
     own_stage = grid.get_stage_id()
-    # The plan lists the edges, the connections between neighbouring stages. Entry i is the edge between
-    # stages i and i + 1. With more than two stages, the last entry is the edge from the last stage to the
+    # The plan lists the stage links, the connections between neighbouring stages. Entry i is the stage
+    # link between
+    # stages i and i + 1. With more than two stages, the last entry is the stage link from the last
+    # stage to the
     # first. With two stages there is one entry.
-    planned_edges = current.plan_for(grid_sizes(current, grid)).traffic_of(network_api).edges
+    planned_stage_links = (
+        current.plan_for(grid_sizes(current, grid)).traffic_of(network_api).stage_links
+    )
     is_adjacent = abs(own_stage - stage) == 1
     if is_adjacent:
         index = min(own_stage, stage)
     else:  # the first and the last stage
-        index = len(planned_edges) - 1
-    planned = planned_edges[index]
-    # planned.narrow is "off", "bf16" or "int8".
-    return Wire(narrow=planned.narrow, edge=f"stage {own_stage}'s edge to stage {stage}")
+        index = len(planned_stage_links) - 1
+    planned = planned_stage_links[index]
+    # planned.compression is "off", "bf16" or "int8".
+    return Wire(
+        compression=planned.compression,
+        stage_link=f"stage {own_stage}'s stage link to stage {stage}",
+    )
 
 
 def _transfer_compressed(direction, call, tensor, stage, async_op):
-    """Send a tensor as bf16 or int8 (--holmes-edges), or receive and decode such a message.
+    """Send a tensor as bf16 or int8 (--holmes-compress-activations), or receive and decode such a message.
 
     `call` makes the transfer. During a training step it uses the mailbox, which sends and receives in the
     background and does the encoding itself. At other times the transfer blocks, and this function encodes
@@ -497,43 +505,43 @@ _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
     Patch(
-        EDGES,
+        STAGE_LINKS,
         "deepspeed.runtime.pipe.p2p:init_process_groups",
         "groups are made where the engine sets up its p2p, on all ranks at once",
         _make_mailbox,
     ),
     *p2p_patches(
-        EDGES,
+        STAGE_LINKS,
         _through_mailbox,
         "p2p.send waits until the other end has the message",
         "p2p.recv is posted when the message is needed, too late for it to travel before",
     ),
     *p2p_patches(
-        NARROW,
+        COMPRESS_ACTIVATIONS,
         _transfer_compressed,
         "activations and gradients cross as wide as they are computed",
         "what was narrowed is widened",
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{_ENGINE}._exec_schedule",
-        "the schedule keeps as few micro-batches in flight as free edges need",
+        "the schedule keeps as few micro-batches in flight as free stage links need",
         _exec_schedule,
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{_ENGINE}._send_tensor_meta",
         "what is announced is what has to come, or nobody says what is wrong",
         _announce_shapes,
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{_ENGINE}._recv_tensor_meta",
         "what comes before the first activation comes once",
         _exclude_shape_messages,
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{_ENGINE}.reset_activation_shape",
         "shapes of messages change (curriculum learning)",
         _forget_messages,

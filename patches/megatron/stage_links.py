@@ -9,14 +9,16 @@ Terms:
     in flight     micro-batches of which a stage has run the forward pass, but not yet the backward pass
     slice         the part of an activation that one of t tensor-parallel ranks sends, 1 / t of its bytes
 
-Hiding (feature megatron-edges). The mailbox transfers messages while the stages compute. To cover a slow
+Hiding (feature megatron-stage-links). The mailbox transfers messages while the stages compute. To
+cover a slow
 stage link, a stage also runs more forward passes before its first backward pass: more micro-batches are then
 in flight. megatron-core computes the number of these warm-up passes from the size of a process group.
 _PlannedWarmUpGroup reports the size that yields the planned number.
 
 Shrinking (feature megatron-slices). Without sequence parallelism, all tensor-parallel ranks of a stage have
 the same activation, and megatron-core sends it from each of them. Between clusters each rank sends only its
-slice, and the ranks of the receiving stage gather the slices inside their node. --holmes-edges bf16 or int8
+slice, and the ranks of the receiving stage gather the slices inside their node.
+--holmes-compress-activations bf16 or int8
 also compresses the slices. A Wire (runtime/groups/wire.py) encodes and decodes the messages of one
 neighbour."""
 
@@ -30,7 +32,7 @@ from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import Running, by_name
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.features import EDGES, P2P_MODULE, SCHEDULES, SLICES
+from holmes_ext.patches.megatron.features import P2P_MODULE, SCHEDULES, SLICES, STAGE_LINKS
 from holmes_ext.patches.megatron.p2p import PARAMETERS, mailbox_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -284,7 +286,7 @@ def _planned_receive_order(
     receive_order = flight_of(current.plan_for(sizes), network_api_of(backend_of(pipeline_group)))
     if isinstance(receive_order, ListedOrder):
         raise HolmesError(
-            "the plan lists passes (--holmes-passes auto), which megatron-core cannot run; make it --for "
+            "the plan lists passes (--holmes-schedule auto), which megatron-core cannot run; make it --for "
             "deepspeed or torch, or without that option"
         )
     return receive_order
@@ -415,7 +417,7 @@ def wires_of(config: Any) -> dict[int, Wire]:
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return {}
     stage_links = (
-        current.plan_for(sizes).traffic_of(network_api).edges
+        current.plan_for(sizes).traffic_of(network_api).stage_links
     )  # link i is from stage i to the next
     ranks = group_ranks(pipeline_group)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
@@ -432,15 +434,15 @@ def wires_of(config: Any) -> dict[int, Wire]:
         ]  # index -1 is the last link, to the first stage
         # With sequence parallelism the tensor-parallel ranks have different slices already.
         parts = 1 if config.sequence_parallel else link.slices  # into which an activation is cut
-        compression = link.narrow  # "off", "bf16" or "int8"
+        compression = link.compression  # "off", "bf16" or "int8"
         if parts == 1 and compression == "off":
             continue
         wires[ranks[neighbour]] = Wire(
             parts=parts,
             place=tensor_group.rank(),  # the slice that this rank sends
             group=tensor_group,  # over which received slices are gathered
-            narrow=compression,
-            edge=f"stage {stage}'s edge to stage {neighbour}",  # for error messages
+            compression=compression,
+            stage_link=f"stage {stage}'s stage link to stage {neighbour}",  # for error messages
         )
     return wires
 
@@ -535,27 +537,27 @@ PATCHES = (
         for function in ("_p2p_ops", "_batched_p2p_ops")
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{SCHEDULES}:get_tensor_shapes",
         "what is announced is what has to come, or nobody says what is wrong",
         _announce,
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
         "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as "
-        "free edges need",
+        "free stage links need",
         _schedule,
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{P2P_MODULE}:P2PCommunicator.__init__",
         "the schedule takes the number of its warm-up passes from this group",
         _plan_warm_up,
         parameters=("pp_group", "config"),
     ),
     Patch(
-        EDGES,
+        STAGE_LINKS,
         f"{P2P_MODULE}:P2PCommunicator._communicate",
         "all that the schedule sends and receives passes here, and is waited for",
         _communicate,

@@ -1,4 +1,4 @@
-"""Two-level all-reduce against a flat one, for clusters of equal and unequal sizes."""
+"""Hierarchical all-reduce against a flat one, for clusters of equal and unequal sizes."""
 
 import os
 
@@ -12,12 +12,12 @@ from prices import sums_on_site
 from ranks import run_ranks, seeded
 
 from holmes_ext.errors import HolmesError
+from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce, Shard, shards
+from holmes_ext.runtime.reduce.hierarchical_nccl import HierarchicalCollectives
 from holmes_ext.runtime.reduce.reducer import GradientReducer
-from holmes_ext.runtime.reduce.two_level import Shard, TwoLevelAllReduce, shards
-from holmes_ext.runtime.reduce.two_level_nccl import TwoLevelCollectives
 
 #: What clusters of equal size get.
-KIND = TwoLevelCollectives if ON_GPUS else TwoLevelAllReduce
+KIND = HierarchicalCollectives if ON_GPUS else HierarchicalAllReduce
 
 
 def test_pieces_of_equal_clusters_pair_the_ranks():
@@ -46,7 +46,7 @@ def test_pieces_cover_a_chunk_once_and_name_one_owner_of_each_cluster(clusters, 
         assert all(owner in members for owner, members in zip(shard.owners, clusters))
 
 
-def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_large():
+def test_prediction_prefers_hierarchical_where_the_link_is_slow_and_clusters_are_large():
     four = sums_on_site(site("a ib 2Gb/s a[0-3]", "b ib 2Gb/s b[0-3]", ethernet="250Mb/s"))
     assert four.flat.seconds(1e7) / four.both.seconds(1e7) > 2.5
     one = sums_on_site(site("a ib 2Gb/s a0", "b ib 2Gb/s b0", ethernet="250Mb/s"))
@@ -60,7 +60,7 @@ def test_prediction_prefers_two_levels_where_the_link_is_slow_and_clusters_are_l
 
 
 def against_flat(rank, clusters, numels, chunk_bytes, dtype):
-    reduction = TwoLevelAllReduce(clusters, chunk_bytes=chunk_bytes)
+    reduction = HierarchicalAllReduce(clusters, chunk_bytes=chunk_bytes)
     worst, same = 0.0, True
     works = []
     for number, numel in enumerate(numels):  # all under way at once
@@ -103,7 +103,7 @@ def test_integers_in_float64_are_exact():
 
 
 def collectives(rank, clusters, numels):
-    reduction = TwoLevelCollectives(clusters, chunk_bytes=512)
+    reduction = HierarchicalCollectives(clusters, chunk_bytes=512)
     worst = 0.0
     for number, numel in enumerate(numels):
         x = torch.randn(numel, generator=seeded(100 * rank + number))
@@ -130,7 +130,7 @@ def exact(rank):
 
 
 def lengths(rank):
-    reduction, found = TwoLevelAllReduce([[0], [1]], chunk_bytes=400), []
+    reduction, found = HierarchicalAllReduce([[0], [1]], chunk_bytes=400), []
     steps = reduction._steps
     reduction._steps = lambda parts: found.append([len(part) for part, _ in parts]) or steps(parts)
     for numel in (0, 90, 199, 250):
@@ -172,7 +172,7 @@ def test_a_reducer_can_use_it():
 
 
 def dies(rank):
-    reduction = TwoLevelAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
+    reduction = HierarchicalAllReduce([[0, 1], [2, 3]], chunk_bytes=1024)
     model = torch.nn.Linear(32, 32)
     reducer = GradientReducer(
         model.named_parameters(), all_reduce=reduction.all_reduce, bucket_bytes=1024
@@ -200,11 +200,11 @@ def wrong_clusters(rank):
     messages = []
     for clusters in ([[0, 1]], [[0], [0, 1]], [[4], [5]]):
         try:
-            TwoLevelAllReduce(clusters)
+            HierarchicalAllReduce(clusters)
         except HolmesError as error:
             messages.append(str(error))
     try:
-        TwoLevelCollectives([[0], [1, 2]])
+        HierarchicalCollectives([[0], [1, 2]])
     except HolmesError as error:
         messages.append(str(error))
     return messages

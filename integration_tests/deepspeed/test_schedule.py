@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 from carriers import ON_GPUS
-from ranks import run_scenes
+from ranks import run_cases
 
 from holmes_ext.patches import Registry
-from holmes_ext.patches.deepspeed import edges as deepspeed_edges
+from holmes_ext.patches.deepspeed import stage_links as deepspeed_stage_links
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
@@ -23,35 +23,35 @@ on_cpu = pytest.importorskip("integration_tests.deepspeed.on_cpu")
 overlap = pytest.importorskip("integration_tests.deepspeed.test_overlap")
 #: Of three micro-batches: the last stage begins one before the gradient of the one before, and puts weights
 #: off. NCCL is told when gradients' receives are posted, too.
-PASSES = (
+SCHEDULE = (
     "F0 F1 g0 F2 g1 g2 B0 I1 I2 W1 W2" if ON_GPUS else "F0 F1 F2 B0 I1 I2 W1 W2",
     "F0 F1 I0 F2 I1 W0 I2 W1 W2",
 )
 #: name -> (passes, DeepSpeed's configuration, the model's options)
-SCENES = {
+CASES = {
     "stock": ((), {}, {}),
-    "split": (PASSES, {}, {}),
+    "split": (SCHEDULE, {}, {}),
     "stock tied, clipping": ((), {"gradient_clipping": 0.1}, {"tied": True}),
-    "split tied, clipping": (PASSES, {"gradient_clipping": 0.1}, {"tied": True}),
+    "split tied, clipping": (SCHEDULE, {"gradient_clipping": 0.1}, {"tied": True}),
     "stock bf16": ((), {"bf16": {"enabled": True}}, {}),
-    "split bf16": (PASSES, {"bf16": {"enabled": True}}, {}),
+    "split bf16": (SCHEDULE, {"bf16": {"enabled": True}}, {}),
     "stock ZeRO 1": ((), {"zero_optimization": overlap.ZERO}, {}),
-    "refused": (PASSES, {"zero_optimization": overlap.ZERO}, {}),
+    "refused": (SCHEDULE, {"zero_optimization": overlap.ZERO}, {}),
 }
 
 
-def all_scenes(rank, names):
-    """Losses, of each scene; the weights' gradients that were put off; what was told."""
+def all_cases(rank, names):
+    """Losses, of each case; the weights' gradients that were put off; what was told."""
     sys.path.insert(0, str(examples() / "deepspeed_pipeline"))
     on_cpu.prepare()
     found, make = {}, WeightGradients.make
     for name in names:
-        passes, config, model = SCENES[name]
+        passes, config, model = CASES[name]
         plan, late = build_plan(overlap.SITE, Sizes(2)), []
-        plan = replace(plan, traffic=tuple(replace(one, passes=passes) for one in plan.traffic))
-        registry = Registry(deepspeed_edges.PATCHES)
+        plan = replace(plan, traffic=tuple(replace(one, schedule=passes) for one in plan.traffic))
+        registry = Registry(deepspeed_stage_links.PATCHES)
         if passes:
-            registry.enable(["deepspeed-edges"], required=True, disabled=frozenset())
+            registry.enable(["deepspeed-stage-links"], required=True, disabled=frozenset())
         session.set_active(on_cpu.session_of(rank, overlap.SITE, plan))
         WeightGradients.make = lambda self, one, late=late: (
             late.append(len(self._kept[one])) or make(self, one)
@@ -74,7 +74,7 @@ def all_scenes(rank, names):
 
 @pytest.fixture(scope="module")
 def results():
-    return run_scenes(all_scenes, 4, list(SCENES), timeout_s=240)
+    return run_cases(all_cases, 4, list(CASES), timeout_s=240)
 
 
 @pytest.mark.parametrize("name", ["split", "split tied, clipping", "split bf16"])

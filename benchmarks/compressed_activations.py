@@ -1,8 +1,9 @@
-"""Training with narrower pipeline edges between two clusters: loss curves, and the bytes that cross.
+"""Training with narrower stage links between two clusters: loss curves, and the bytes that cross.
 
-    python benchmarks/narrow_edges.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
+    python benchmarks/compressed_activations.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
 
-examples/deepspeed_pipeline, two stages on 1 + 1 emulated nodes, each way of --holmes-edges from the same
+examples/deepspeed_pipeline, two stages on 1 + 1 emulated nodes, each way of
+--holmes-compress-activations from the same
 weights on the same text, float32. Nothing is emulated but the clusters: the losses are those of real
 training. "nudged" is the control: "off" with a learning rate that is 0.2 % larger (2^-9, what rounding to
 bf16 changes a number by at most). It shows how far training that differs by that little drifts apart. Needs
@@ -39,14 +40,20 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
         rate = LEARNING_RATE * (1 + 2**-9 * (kind == "nudged"))
         length = ["--lr", str(rate), "--seed", str(seed), "--steps", str(steps)]
         command = [sys.executable, script, *MODEL, *length, "--log", str(log)]
-        edges = "off" if kind == "nudged" else kind
-        flags = ["--holmes", "--holmes-cluster", str(file), "--holmes-edges", edges]
+        stage_links = "off" if kind == "nudged" else kind
+        flags = [
+            "--holmes",
+            "--holmes-cluster",
+            str(file),
+            "--holmes-compress-activations",
+            stage_links,
+        ]
         before = lab.counters()
         env = {"DS_ACCELERATOR": "cpu"}
         result = lab.run([*command, *flags], env=env, preload=("torch", "deepspeed"), timeout=600)
         if result.returncode:
             output = result.outputs[result.first_failed or 0]
-            raise SystemExit(f"narrow_edges.py: status {result.returncode}:\n{output}")
+            raise SystemExit(f"compressed_activations.py: status {result.returncode}:\n{output}")
         after = lab.counters()
         sent = sum(after[node]["eth0"][1] - before[node]["eth0"][1] for node in after)
         return [json.loads(line)["loss"] for line in log.read_text().splitlines()], sent / steps
@@ -67,16 +74,16 @@ def main() -> int:
         file.write_text(toml("a ib 1Gb/s a0", "b roce 1Gb/s b0", ethernet="1Gb/s"))
         with Lab(load_spec(file)) as lab:
             losses, sent = curves(
-                "narrow edges",
+                "compressed activations",
                 KINDS,
                 args.seeds,
                 lambda kind, seed: train(lab, file, kind, args.steps, seed),
                 args.json,
             )
     if args.picture:
-        draw(losses, args.picture, "Edges narrowed between the clusters")
-    title = f"Narrower edges between two clusters, {args.steps} steps, {args.seeds} seeds"
-    return finish(rows("narrow edges", losses, sent), args.json, title)
+        draw(losses, args.picture, "Stage links narrowed between the clusters")
+    title = f"Narrower stage links between two clusters, {args.steps} steps, {args.seeds} seeds"
+    return finish(rows("compressed activations", losses, sent), args.json, title)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The scenes of scenes.toml: clusters, a model and a batch, and what the layers of the model take on each
+"""The cases of cases.toml: clusters, a model and a batch, and what the layers of the model take on each
 GPU."""
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from holmes_ext.document import load_toml
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Gpu, Model, on_clusters
 
-FILE = Path(__file__).with_name("scenes.toml")
+FILE = Path(__file__).with_name("cases.toml")
 RUNS = LAB, SIMULATION = "lab", "simulation"
 
 
 @dataclass(frozen=True, eq=False)
-class Scene:
+class Case:
     """text: its cluster.toml; run: of RUNS, what judges it beside the simulation."""
 
     name: str
@@ -31,7 +31,7 @@ class Scene:
     def __post_init__(self) -> None:
         if self.run not in RUNS:
             raise HolmesError(
-                f"scene {self.name}: run is {self.run!r}, which is none of {', '.join(RUNS)}"
+                f"case {self.name}: run is {self.run!r}, which is none of {', '.join(RUNS)}"
             )
 
     @cached_property
@@ -40,7 +40,7 @@ class Scene:
 
     @property
     def framework(self) -> str:
-        """Whose pipeline engine runs all plans of the scene; its features are on for all of them."""
+        """Whose pipeline engine runs all plans of the case; its features are on for all of them."""
         return "deepspeed" if self.run == LAB else "megatron-lm"
 
     def gpu(self, cluster: str) -> Gpu:
@@ -53,22 +53,22 @@ class Scene:
         return tuple(sorted(kinds, key=lambda gpu: -gpu.flops))
 
 
-def load_scenes() -> dict[str, Scene]:
+def load_cases() -> dict[str, Case]:
     """By name, in the file's order; HolmesError names the file and the key."""
     top, loaded = (
-        load_toml(FILE, "name a file of scenes such as benchmarks/referee/scenes.toml"),
+        load_toml(FILE, "name a file of cases such as benchmarks/referee/cases.toml"),
         {},
     )
-    sites, scenes = top.table("site"), top.table("scene")
+    sites, cases = top.table("site"), top.table("case")
     models = top.table("model")
-    for name in list(scenes.values):
-        table = scenes.table(name)
+    for name in list(cases.values):
+        table = cases.table(name)
         model_name, batch = table.take("model", str), table.take("batch", int)
         site = table.take("site", str)
         text = sites.take(site, str)
         spec = parse_spec(text, f"{FILE.name}, site {site}")
         model = _model(models.table(model_name).values, model_name, batch)
-        loaded[name] = Scene(
+        loaded[name] = Case(
             name, text, spec, on_clusters(model, spec), batch, table.take("run", str)
         )
         table.done()

@@ -1,11 +1,11 @@
-"""Edges and passes out of what ranks told, against the simulation that the trace is of."""
+"""Stage links and passes out of what ranks told, against the simulation that the trace is of."""
 
 from statistics import median
 
 import pytest
 from simulated_steps import step_of
 
-from holmes_ext.adapt.edges import edge_of, edges_of
+from holmes_ext.adapt.stage_links import stage_link_of, stage_links_of
 from holmes_ext.plan.cost.pipeline import walked_ends
 
 
@@ -16,15 +16,15 @@ def test_clocks_that_differ_do_not_matter():
     )  # the other node's clock is 1000 s ahead
     came = {0: (1009.0, 1010.5, True), 1: (1010.5, 1011.5, True)}
     returned = {0: (11.5, 12.5, True), 1: (12.5, 13.5, True)}
-    assert edge_of((sent, came), (back, returned)) == pytest.approx(0.5)
+    assert stage_link_of((sent, came), (back, returned)) == pytest.approx(0.5)
 
 
 def test_a_message_that_waited_for_another_or_came_long_ago_tells_nothing():
     sent = {0: 0.0, 1: 0.1, 2: 0.2, 3: 5.0}
     came = {0: (0.0, 1.0, True), 1: (1.0, 2.0, True), 2: (2.0, 3.0, True), 3: (4.0, 9.0, False)}
     back, returned = {0: 10.0}, {0: (9.0, 11.0, True)}
-    assert edge_of((sent, came), (back, returned)) == pytest.approx(1.0)
-    assert edge_of((sent, {3: came[3]}), (back, returned)) is None
+    assert stage_link_of((sent, came), (back, returned)) == pytest.approx(1.0)
+    assert stage_link_of((sent, {3: came[3]}), (back, returned)) is None
 
 
 def reports_of(found):
@@ -53,7 +53,7 @@ def reports_of(found):
     return told
 
 
-SCENES = [
+CASES = [
     (layers, each, rate)
     for layers in ((3, 3), (2, 4))
     for each in (0.008, 0.02)
@@ -61,11 +61,11 @@ SCENES = [
 ]
 
 
-@pytest.mark.parametrize("scene", SCENES)
-def test_what_a_step_told_predicts_steps_that_nobody_saw(scene):
-    seen = step_of(scene, (2, 1), 8)
-    edges = edges_of(reports_of(seen))
-    assert set(edges) == {0}
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_step_told_predicts_steps_that_nobody_saw(case):
+    seen = step_of(case, (2, 1), 8)
+    stage_links = stage_links_of(reports_of(seen))
+    assert set(stage_links) == {0}
     busy = [
         [
             median(
@@ -78,10 +78,10 @@ def test_what_a_step_told_predicts_steps_that_nobody_saw(scene):
         for kind in "fb"
     ]
     for held, micro_batches in (((3, 1), 8), ((4, 1), 8), ((2, 1), 16), ((4, 1), 12)):
-        unseen = step_of(scene, held, micro_batches)
+        unseen = step_of(case, held, micro_batches)
         end = max(span.end for passes in unseen.values() for span, _ in passes.values())
-        predicted = max(walked_ends(*busy, [edges[0]], micro_batches, held))
-        if edges[0] < 0.8 * max(
+        predicted = max(walked_ends(*busy, [stage_links[0]], micro_batches, held))
+        if stage_links[0] < 0.8 * max(
             map(sum, zip(*busy))
         ):  # else messages queue, of which the walk knows nothing
             assert predicted == pytest.approx(end, rel=0.02), (held, micro_batches)
