@@ -31,8 +31,7 @@ class InstallPth(install_data):
 
 
 class DistributionWithData(Distribution):
-    """An editable install runs install_data only when has_data() says so, which setuptools forgot to
-    define."""
+    """Distribution whose editable install runs install_data, for which setuptools lacks `has_data`."""
 
     def has_data(self):
         return self.has_data_files()
