@@ -33,7 +33,7 @@ WHY = "; E: Unable to locate package"
 BROWSER = f".ci/run: apt brought no chromium-headless-shell: the browser tests are skipped{WHY}"
 SLURM = f".ci/run: apt brought no slurm-wlm munge: the tests of real launchers are skipped{WHY}"
 INSTALL = ("make .venv", "make check", "make docs")
-END = ("make unit", "make summary")
+END = ("make test", "make unit", "make gpu", "make summary")
 FAILS = "echo 'E: Unable to locate package' >&2; exit 100"
 NO_TORCH = (
     ".ci/run: NO EMULATED GPU WAS TESTED (but its runtime, by make unit), as pip brought no CUDA build of"
@@ -107,7 +107,7 @@ def run(tmp_path):
 )
 def test_what_apt_cannot_bring_is_told(run, tmp_path, apt, there, said, asked):
     bring_torch(tmp_path)
-    assert run(apt, there) == [*INSTALL, *said, "make test", "make gpu", *END]
+    assert run(apt, there) == [*INSTALL, *said, *END]
     assert (tmp_path / "asked").read_text().split() == ["update", "install"] * asked
 
 
@@ -115,14 +115,14 @@ def test_a_torch_that_pip_cannot_bring_is_told(run):
     lines = run(
         make='[ "$1" != .venv-gpu ] || { echo "ERROR: no matching distribution" >&2; exit 2; }'
     )
-    assert lines == [*INSTALL, "make test", NO_TORCH, *END]
+    assert lines == [*INSTALL, "make test", "make unit", NO_TORCH, "make summary"]
 
 
 def test_a_checkout_that_git_cannot_bring_is_told(run, tmp_path):
     bring_torch(tmp_path)
     line = "Megatron-LM: MISSING (Could not resolve host): put a checkout into /cache"
     lines = run(make=f'[ "$1" != checkouts ] || {{ echo "{line}"; echo "NCCL: found"; exit 2; }}')
-    assert lines == [*INSTALL, line, "make test", "make gpu", *END]
+    assert lines == [*INSTALL, line, *END]
 
 
 def test_emulated_gpus_are_built_from_the_nccl_that_was_cloned(run, tmp_path):
@@ -137,4 +137,4 @@ def test_a_room_that_fails_fails_all_and_ends_no_other(run, tmp_path, room):
     bring_torch(tmp_path)
     lines = run(make=f'[ "$1" != {room} ] || exit 2', status=2)
     assert lines.count("make docs") == (2 if room == "docs" else 1)
-    assert lines[-4:] == ["make test", "make gpu", *END]
+    assert lines[-4:] == [*END]
