@@ -30,7 +30,7 @@ RENAMED_VALUES = {
 #: Features, as `holmes patches` lists them.
 RENAMED_FEATURES = {
     "deepspeed-edges": "deepspeed-stage-links",
-    "deepspeed-narrow": "deepspeed-compress-activations",
+    "deepspeed-narrow": "deepspeed-compression",
     "megatron-edges": "megatron-stage-links",
     "torch-passes": "torch-schedule",
     "two-level": "hierarchical",

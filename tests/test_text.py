@@ -219,7 +219,7 @@ def test_what_is_kept_is_there():
         "    make demos\n",
         "    step 3: loss 2.1\n",
         "    torchrun train.py --holmes-clutser c.toml\n",
-        "    python benchmarks/stage_links.py --cases x\n",
+        "    python benchmarks/stage_links.py --case x\n",
         "    holmes: the moon is in the way of node b1 and will be for long\n",
     ],
 )

@@ -55,7 +55,7 @@ def all_ways(rank):
         plan = build_plan(site, Sizes(2), options=options)
         registry = Registry(deepspeed_stage_links.PATCHES)
         registry.enable(
-            ["deepspeed-stage-links", "deepspeed-compress-activations"],
+            ["deepspeed-stage-links", "deepspeed-compression"],
             required=True,
             disabled=frozenset(),
         )

@@ -32,7 +32,7 @@ OVERLAP = _of(
 )
 HIERARCHICAL = _of("hierarchical", what="gradients of groups over several clusters hierarchically")
 COMPRESS_ACTIVATIONS = _of(
-    "deepspeed-compress-activations",
+    "deepspeed-compression",
     option="compress_activations",
     idle=("off",),
     what="bf16/int8 activations across clusters",

@@ -54,7 +54,7 @@ def test_a_feature_that_is_off_is_not_counted_on(planned):
         whole["yours"]["in_flight"]
         and not planned(*PIPELINE, off="megatron-stage-links")["yours"]["in_flight"]
     )
-    assert step(planned(*PIPELINE, off="deepspeed-compress-activations")) == step(whole), (
+    assert step(planned(*PIPELINE, off="deepspeed-compression")) == step(whole), (
         "that is DeepSpeed's"
     )
 
@@ -62,9 +62,7 @@ def test_a_feature_that_is_off_is_not_counted_on(planned):
 def test_the_commands_own_options_are_in_the_plan(planned):
     whole, compression = (
         planned(*PIPELINE),
-        planned(
-            *PIPELINE, "--holmes-compress-activations", "int8", off="deepspeed-compress-activations"
-        ),
+        planned(*PIPELINE, "--holmes-compress-activations", "int8", off="deepspeed-compression"),
     )
     assert step(compression) < 0.95 * step(whole)
     assert {
