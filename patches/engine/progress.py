@@ -1,51 +1,59 @@
-"""Holds how far the patches of a feature are applied in this process."""
+"""Records which patches of a feature are applied in this process, or why the feature is off."""
 
 from __future__ import annotations
 
 from holmes_ext.patches.engine.location import Location
 from holmes_ext.patches.engine.patch import Feature, Patch
 
-#: Why a feature is off that nobody has asked for. The user is not told about it.
+#: Progress.off_reason of a feature that was never enabled. No message reports it.
 UNWANTED = "not enabled"
 
 
 class Progress:
-    """State of a feature: a group of patches of a framework, which are all applied or not at all."""
+    """State of one feature in this process.
+
+    A feature is a group of patches of one framework, which are all applied or not at all.
+    """
 
     def __init__(self, feature: Feature):
         self.feature = feature
-        self.patches: list[Patch] = []
+        self.patches: list[Patch] = []  # all patches of the feature, applied or not
         # Whether an error is raised if a patch does not fit the framework; else the feature is switched off.
-        self.required = False
-        self.begun = False  # whether the first patches are applied; others may wait for an import
-        self.anyway = False  # used under a version that was not tried, if all of its patches fit
-        self.off: str | None = UNWANTED  # why it is off; None while it is on
-        self.applied: dict[Patch, Location] = {}
-        self.version: str | None = None  # of the framework, as installed
+        self.is_required = False
+        # Whether the first patches are applied; others may wait for the import of their module.
+        self.has_begun = False
+        # Whether the feature is used under an unsupported version if all of its patches fit (--holmes-try).
+        self.is_forced = False
+        self.off_reason: str | None = UNWANTED  # None while the feature is on
+        self.applied: dict[Patch, Location] = {}  # applied patch -> the attribute that it changes
+        self.version: str | None = None  # version of the framework; None if it is not known yet
 
     @property
     def modules(self) -> list[str]:
-        """Return the names of the framework's modules that the patches change."""
+        """Names of the framework's modules that the patches change, sorted."""
         return sorted({patch.module for patch in self.patches})
 
     def state(self, patch: Patch) -> str:
         """Return the state of one patch of the feature, as in PatchStatus.state."""
-        if self.off:
+        if self.off_reason:
             return "off"
         if not patch.is_for_version(self.version):
             return "other version"
         return "applied" if patch in self.applied else "waiting"
 
     def misfit(self) -> str | None:
-        """Return why the installed version is not supported.
+        """Return why the feature cannot be used under the framework's version; None if it can.
 
-        None if it is supported, or if the user wants to try it (--holmes-try).
+        With --holmes-try, every version can be used.
         """
-        reason = self.feature.version_misfit(self.version)
-        return None if self.anyway and self.version is not None else reason
+        if self.is_forced and self.version is not None:
+            return None
+        return self.feature.version_misfit(self.version)
 
     @property
-    def untried(self) -> bool:
+    def is_untried(self) -> bool:
         """Whether the feature is on under a version that it does not support (--holmes-try)."""
-        is_tried = self.off is None and self.anyway and self.version is not None
-        return is_tried and self.feature.version_misfit(self.version) is not None
+        is_on = self.off_reason is None
+        if not is_on or not self.is_forced or self.version is None:
+            return False
+        return self.feature.version_misfit(self.version) is not None

@@ -63,7 +63,7 @@ PIPELINING = _of(
 )
 LATE_START = _of(
     "late-start",
-    only_by="holmes_ext.initialize_model_parallel",
+    enabling_function="holmes_ext.initialize_model_parallel",
     what="init_process_group leaves NCCL's first communicator to the first operation",
 )
 
