@@ -13,9 +13,9 @@ Copies outside the framework, e.g. in a user's module, are not found. They keep 
 is removed, the wrapper only calls the original function.
 
 `source_misfit` checks a patch of a module that is not imported yet: it parses the module's source, and
-executes nothing. The registry calls it before it applies the first patch of a feature. It rejects a patch only
-if the source leaves no doubt. Aliases, inherited methods and names made at run time can be checked only when
-the module is imported.
+executes nothing. The registry calls it before it applies the first patch of a feature. It rejects a patch
+only if the source leaves no doubt. Aliases, inherited methods and names made at run time can be checked
+only when the module is imported.
 """
 
 import ast
@@ -44,7 +44,8 @@ class Misfit(Exception):
 class Location:
     """Attribute of an imported module or class, with the patches that are applied to it.
 
-    A patch is a change of holmes, usually a wrapper around a function of a framework. The methods are not thread-safe.
+    A patch is a change of holmes, usually a wrapper around a function of a framework. The methods are not
+    thread-safe.
     """
 
     def __init__(self, patch: Patch):

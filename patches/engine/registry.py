@@ -34,10 +34,10 @@ import wrapt
 from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.patches.engine.feature_state import UNWANTED, FeatureState
 from holmes_ext.patches.engine.imports import ImportObserver, is_imported
 from holmes_ext.patches.engine.location import Location, Misfit, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch, PatchModule, PatchStatus
-from holmes_ext.patches.engine.progress import UNWANTED, Progress
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
@@ -120,16 +120,18 @@ class Registry:
         """
         self._elsewhere = frozenset(elsewhere)
         self._lock = threading.RLock()
-        self._features: dict[str, Progress] = {}  # name of a feature -> its state
+        self._states: dict[str, FeatureState] = {}  # name of a feature -> its state
         self._locations: dict[
             str, Location
         ] = {}  # "module:qualname" -> attribute with applied patches
         self._watched_modules: set[str] = set()  # modules whose end of import wrapt will report
-        self._unloaded = list(modules)  # modules of holmes whose patches are not in _features yet
-        self._import_observer = ImportObserver(self._load_for_import)
-        for module in self._unloaded:
+        self._unloaded_modules = list(
+            modules
+        )  # modules of holmes whose patches are not in _features yet
+        self._import_observer = ImportObserver(self._import_patches_before)
+        for module in self._unloaded_modules:
             for feature in module.features:
-                self._features.setdefault(feature.name, Progress(feature))
+                self._states.setdefault(feature.name, FeatureState(feature))
         self.add(patches)
 
     def add(self, patches: Iterable[Patch]) -> None:
@@ -142,15 +144,15 @@ class Registry:
         """
         for patch in patches:
             name = patch.feature.name
-            progress = self._features.setdefault(name, Progress(patch.feature))
-            if any(patch is other for other in progress.patches):
+            state = self._states.setdefault(name, FeatureState(patch.feature))
+            if any(patch is other for other in state.patches):
                 continue  # added before
-            has_same_target = any(patch.target == other.target for other in progress.patches)
-            if has_same_target or patch.feature != progress.feature:
+            has_same_target = any(patch.target == other.target for other in state.patches)
+            if has_same_target or patch.feature != state.feature:
                 raise ValueError(
                     f"{name}: {patch.target} is given twice, or in two features of one name"
                 )
-            progress.patches.append(patch)
+            state.patches.append(patch)
 
     def enable(
         self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
@@ -172,7 +174,7 @@ class Registry:
         if disabled is None:
             disabled = self.switched_off()
         for name in names:
-            if name in self._features:
+            if name in self._states:
                 continue
             if name in self._elsewhere:
                 raise HolmesError(
@@ -180,60 +182,60 @@ class Registry:
                 )
             raise HolmesError(_message_of_unknown_feature(name, self._known_names()))
         for name in names:
-            self._enable_one(self._features[name], required, is_disabled=name in disabled)
+            self._enable_feature(self._states[name], required, is_disabled=name in disabled)
 
-    def _enable_one(self, progress: Progress, required: bool, is_disabled: bool) -> None:
+    def _enable_feature(self, state: FeatureState, required: bool, is_disabled: bool) -> None:
         """Apply the patches of one feature, now or when their modules are imported (see enable).
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             required: Whether HolmesError is raised if a patch does not fit the framework.
             is_disabled: Whether HOLMES_DISABLE switches the feature off.
         """
         with self._lock:
             if is_disabled:
-                self._remove(progress)  # an earlier call may have applied its patches
-                progress.off_reason = "switched off by HOLMES_DISABLE"
+                self._remove(state)  # an earlier call may have applied its patches
+                state.off_reason = "switched off by HOLMES_DISABLE"
                 return
-            progress.is_required |= required
-            if progress.off_reason is None:
+            state.is_required |= required
+            if state.off_reason is None:
                 return  # an earlier call has enabled it
-            progress.off_reason = None
-            progress.has_begun = False
+            state.off_reason = None
+            state.has_begun = False
             # With version_of, the version is known only after the import (_apply_ready_patches).
-            if not progress.feature.version_of:
-                progress.version = progress.feature.installed()
-                reason = progress.misfit()  # None if the version is supported
+            if not state.feature.version_of:
+                state.version = state.feature.installed()
+                reason = state.misfit()  # None if the version is supported
                 if reason:
                     # No warning is needed: the line that holmes prints at the start has the reason.
-                    self._switch_off(progress, reason, level=logging.INFO)
+                    self._switch_off(state, reason, level=logging.INFO)
                     return
 
-        self._load_imported(progress.feature)
-        for module in progress.modules:
+        self._import_needed_patches(state.feature)
+        for module in state.modules:
             if module in sys.modules and not is_imported(module):
-                # The import is in progress: the module may lack functions, so patches cannot be checked.
-                reason = f"{module} is just being imported: enable holmes before"
+                # The import has not ended: the module may lack functions, so patches cannot be checked.
+                reason = f"{module} is being imported; enable holmes before its import"
                 with self._lock:
-                    self._switch_off(progress, reason, level=logging.INFO)
+                    self._switch_off(state, reason, level=logging.INFO)
                 return
-        self._watch_all(progress)
+        self._apply_patches_when_imported(state)
 
-    def _load_imported(self, feature: Feature) -> None:
+    def _import_needed_patches(self, feature: Feature) -> None:
         """Import the modules of holmes with patches of a feature, if they are needed already.
 
         A module is needed as soon as the program has imported the package that it patches. If others may be
         needed later, the program's imports are observed from now on.
         """
         with self._lock:
-            modules = [module for module in self._unloaded if feature in module.features]
+            modules = [module for module in self._unloaded_modules if feature in module.features]
         needed_now = [module for module in modules if module.package in sys.modules]
-        self._load(needed_now)
+        self._import_patches(needed_now)
         has_more = len(needed_now) < len(modules)
         if has_more and self._import_observer not in sys.meta_path:
             sys.meta_path.insert(0, self._import_observer)
 
-    def _load_for_import(self, name: str) -> None:
+    def _import_patches_before(self, name: str) -> None:
         """Import the modules of holmes that patch a package which the program begins to import.
 
         ImportObserver calls this method at the beginning of each import.
@@ -246,49 +248,49 @@ class Registry:
         """
         modules = []
         with self._lock:
-            for module in self._unloaded:
+            for module in self._unloaded_modules:
                 # True for "torch.distributed" if the patched package is "torch".
                 is_inside = f"{name}.".startswith(f"{module.package}.")
-                if is_inside and self._is_used(module):
+                if is_inside and self._has_feature_on(module):
                     modules.append(module)
         try:
-            self._load(modules)
+            self._import_patches(modules)
         except Exception as error:  # a fault of holmes must not end the program's import
             _log.debug("holmes: patches for %s", name, exc_info=True)
             with self._lock:
-                for progress in self._on_features_of(modules):
-                    self._switch_off(progress, f"{type(error).__name__}: {error}", error)
-        for progress in self._on_features_of(modules):
-            self._watch_all(progress)
+                for state in self._enabled_features_of(modules):
+                    self._switch_off(state, f"{type(error).__name__}: {error}", error)
+        for state in self._enabled_features_of(modules):
+            self._apply_patches_when_imported(state)
 
-    def _is_used(self, module: PatchModule) -> bool:
+    def _has_feature_on(self, module: PatchModule) -> bool:
         """Return whether a feature of a module with patches is on."""
         return any(self.is_on(feature.name) for feature in module.features)
 
-    def _on_features_of(self, modules: Iterable[PatchModule]) -> list[Progress]:
+    def _enabled_features_of(self, modules: Iterable[PatchModule]) -> list[FeatureState]:
         """Return the features that are on and have patches in some modules."""
         names: dict[str, None] = {}  # a set that keeps its order
         for module in modules:
             for feature in module.features:
                 names[feature.name] = None
-        return [self._features[name] for name in names if self.is_on(name)]
+        return [self._states[name] for name in names if self.is_on(name)]
 
-    def _load(self, modules: Iterable[PatchModule]) -> None:
+    def _import_patches(self, modules: Iterable[PatchModule]) -> None:
         """Import modules of holmes, and add their patches.
 
         The caller must not hold the lock: another thread that imports such a module may wait for the lock.
         """
         for module in modules:
-            patches = extensions.load(module.name).PATCHES
+            patches = extensions.load(module.name).PATCHES  # imports the module
             with self._lock:
                 self.add(patches)
-                if module in self._unloaded:
-                    self._unloaded.remove(module)
+                if module in self._unloaded_modules:
+                    self._unloaded_modules.remove(module)
 
-    def _watch_all(self, progress: Progress) -> None:
+    def _apply_patches_when_imported(self, state: FeatureState) -> None:
         """Apply the patches of a feature, now or when the framework's modules are imported."""
-        for module in progress.modules:
-            self._watch(module)
+        for module in state.modules:
+            self._apply_patches_after_import_of(module)
 
     def enable_for_options(self, options: Options) -> None:
         """Enable the features that a job with these options uses, if their framework is installed.
@@ -301,56 +303,57 @@ class Registry:
                 is switched off by another option.
         """
         for name in _features_named("--holmes-try", options.try_, self._known_names()):
-            if name in self._features:
-                self._features[name].is_forced = True
+            if name in self._states:
+                self._states[name].is_forced = True
         required = set(options.required_features)
         self.enable(required, required=True)
         for name in sorted(required):
-            feature = self._features[name].feature
+            feature = self._states[name].feature
             if not feature.is_enabled_by(options):
                 raise HolmesError(
-                    f"--holmes-require {name}: it is used with {feature.switch}; give that too"
+                    f"--holmes-require {name} has no effect without {feature.switch}; pass that too"
                 )
 
         optional = []
-        for name, progress in self._features.items():
-            feature = progress.feature
+        for name, state in self._states.items():
+            feature = state.feature
             if name in required or not feature.is_enabled_by(options):
                 continue
             # A framework with version_of may have no package, so installed() does not find it.
             if feature.version_of or feature.installed():
                 optional.append(name)
         self.enable(optional)
-        for progress in self._features.values():
+        for state in self._states.values():
             # The job ends if the framework of a binding feature is imported later and a patch does not fit.
-            if progress.feature.binding and progress.off_reason is None:
-                progress.is_required = True
+            if state.feature.binding and state.off_reason is None:
+                state.is_required = True
 
     def undo(self) -> None:
         """Remove every patch, and switch all features off.
 
-        Each changed attribute, and each copy of it, gets its original value again. An attribute that its class had inherited is deleted from the class.
+        Each changed attribute, and each copy of it, gets its original value again. An attribute that its
+        class had inherited is deleted from the class.
         """
         if self._import_observer in sys.meta_path:
             sys.meta_path.remove(self._import_observer)
         with self._lock:
-            for progress in self._features.values():
-                self._remove(progress)
-                if progress.off_reason is None:
-                    progress.off_reason = "undone"
-                progress.is_required = False
-                progress.is_forced = False
+            for state in self._states.values():
+                self._remove(state)
+                if state.off_reason is None:
+                    state.off_reason = "undone"
+                state.is_required = False
+                state.is_forced = False
 
     def switched_off(self) -> frozenset[str]:
         """Return the names of the features that HOLMES_DISABLE switches off."""
         return disabled_features(os.environ, self._known_names())
 
     def _known_names(self) -> list[str]:
-        return list(dict.fromkeys([*self._features, *self._elsewhere]))
+        return list(dict.fromkeys([*self._states, *self._elsewhere]))
 
     def is_on(self, name: str) -> bool:
         """Return whether a feature is on: its patches are applied, or wait for an import."""
-        return self._features[name].off_reason is None
+        return self._states[name].off_reason is None
 
     def statuses(self) -> list[PatchStatus]:
         """Return the state of every patch, in the order of registration within each feature.
@@ -358,20 +361,20 @@ class Registry:
         All modules of holmes with patches are imported, and no module of a framework.
         """
         with self._lock:
-            modules = list(self._unloaded)
-        self._load(modules)
-        for progress in self._on_features_of(modules):
-            self._watch_all(progress)
+            modules = list(self._unloaded_modules)
+        self._import_patches(modules)
+        for state in self._enabled_features_of(modules):
+            self._apply_patches_when_imported(state)
         statuses = []
         with self._lock:
-            for name, progress in self._features.items():
-                for patch in progress.patches:
+            for name, state in self._states.items():
+                for patch in state.patches:
                     status = PatchStatus(
                         feature=name,
                         target=patch.target,
-                        state=progress.state(patch),
-                        reason=progress.off_reason or patch.reason,
-                        version=progress.version,
+                        state=state.state_of(patch),
+                        reason=state.off_reason or patch.reason,
+                        version=state.version,
                     )
                     statuses.append(status)
         return statuses
@@ -384,12 +387,12 @@ class Registry:
         """
         summary = FeatureSummary(on=[], off={})
         with self._lock:
-            for name, progress in self._features.items():
-                if progress.off_reason is None:
-                    if progress.applied or not progress.feature.version_of:
+            for name, state in self._states.items():
+                if state.off_reason is None:
+                    if state.applied or not state.feature.version_of:
                         summary.on.append(name)
-                elif progress.off_reason != UNWANTED:
-                    summary.off[name] = progress.off_reason
+                elif state.off_reason != UNWANTED:
+                    summary.off[name] = state.off_reason
         return summary
 
     def untried(self) -> dict[str, list[str]]:
@@ -400,9 +403,9 @@ class Registry:
         """
         by_version: dict[str, list[str]] = {}
         with self._lock:
-            for name, progress in self._features.items():
-                if progress.is_untried:
-                    version = f"{progress.feature.requirement.name} {progress.version}"
+            for name, state in self._states.items():
+                if state.is_untried:
+                    version = f"{state.feature.requirement.name} {state.version}"
                     by_version.setdefault(version, []).append(name)
         return by_version
 
@@ -413,9 +416,9 @@ class Registry:
         """
         warnings = set()  # several features of a framework may have the same warning
         with self._lock:
-            for progress in self._features.values():
-                if progress.off_reason is None and not progress.is_untried:
-                    warnings.add(progress.feature.beyond_tried(progress.version))
+            for state in self._states.values():
+                if state.off_reason is None and not state.is_untried:
+                    warnings.add(state.feature.beyond_tried(state.version))
         return sorted(warnings - {""})
 
     def states(self) -> dict[str, str]:
@@ -427,14 +430,14 @@ class Registry:
         """
         states = {}
         with self._lock:
-            for name, progress in self._features.items():
-                if progress.off_reason:
+            for name, state in self._states.items():
+                if state.off_reason:
                     states[name] = "off"
-                elif progress.version or not progress.feature.version_of:
-                    states[name] = f"on {progress.version}"
+                elif state.version or not state.feature.version_of:
+                    states[name] = f"on {state.version}"
         return states
 
-    def _watch(self, name: str) -> None:
+    def _apply_patches_after_import_of(self, name: str) -> None:
         """Apply the patches of a module, at once if it is imported, or else after its import.
 
         The caller must not hold the lock, since wrapt may call the post-import hook at once.
@@ -462,60 +465,60 @@ class Registry:
         """
         with self._lock:
             self._watched_modules.discard(name)  # wrapt calls a hook once
-            for progress in self._features.values():
-                is_on = progress.off_reason is None
-                if is_on and name in progress.modules:
-                    self._advance(progress, name)
+            for state in self._states.values():
+                is_on = state.off_reason is None
+                if is_on and name in state.modules:
+                    self._apply_or_switch_off(state, name)
 
-    def _advance(self, progress: Progress, imported: str) -> None:
+    def _apply_or_switch_off(self, state: FeatureState, imported: str) -> None:
         """Apply the patches of a feature whose modules are imported, or switch the feature off.
 
         The feature is switched off if a patch does not fit the framework.
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             imported: Name of a module whose import has just ended.
         """
         try:
-            self._apply_ready_patches(progress, imported)
+            self._apply_ready_patches(state, imported)
         except _OtherFrameworkError as error:
             # A binding feature is required only together with its own framework.
-            if progress.feature.binding:
-                progress.is_required = False
-            self._switch_off(progress, str(error), level=logging.DEBUG)
+            if state.feature.binding:
+                state.is_required = False
+            self._switch_off(state, str(error), level=logging.DEBUG)
         except Misfit as misfit:
-            self._switch_off(progress, str(misfit))
+            self._switch_off(state, str(misfit))
         except Exception as error:
             # A function of holmes (replace, version_of) failed, or the framework's source cannot be parsed.
-            _log.debug("holmes: feature %s", progress.feature.name, exc_info=True)
-            self._switch_off(progress, f"{type(error).__name__}: {error}", error)
+            _log.debug("holmes: feature %s", state.feature.name, exc_info=True)
+            self._switch_off(state, f"{type(error).__name__}: {error}", error)
 
-    def _apply_ready_patches(self, progress: Progress, imported: str) -> None:
+    def _apply_ready_patches(self, state: FeatureState, imported: str) -> None:
         """Check all patches of a feature, and apply those whose modules are imported.
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             imported: Name of a module whose import has just ended.
 
         Raises:
             _OtherFrameworkError: the imported module belongs to another framework.
             Misfit: the version is not supported, or a patch does not fit.
         """
-        if progress.feature.version_of:  # the version can be read only after the import
-            progress.version = progress.feature.version_of()
-            if progress.version is None:
+        if state.feature.version_of:  # the version can be read only after the import
+            state.version = state.feature.version_of()
+            if state.version is None:
                 raise _OtherFrameworkError(
-                    f"what is loaded is not {progress.feature.requirement.name}"
+                    f"the imported module is not of {state.feature.requirement.name}"
                 )
-            reason = progress.misfit()  # why the version is not supported
+            reason = state.misfit()  # why the version is not supported
             if reason:
                 raise Misfit(reason)
 
         # Patches that are not applied yet: `ready` are those whose module is imported, the others wait.
         pending = [
             patch
-            for patch in progress.patches
-            if patch not in progress.applied and patch.is_for_version(progress.version)
+            for patch in state.patches
+            if patch not in state.applied and patch.is_for_version(state.version)
         ]
         ready = [
             patch for patch in pending if patch.module == imported or is_imported(patch.module)
@@ -526,22 +529,22 @@ class Registry:
             location_of[patch] = self._locations.get(patch.target) or Location(patch)
         for patch, location in location_of.items():
             location.check(patch)  # raises Misfit if the patch does not fit
-        if not progress.has_begun:
+        if not state.has_begun:
             # Before the first patch is applied, those that wait are checked, too: in the source code.
             waiting = [patch for patch in pending if patch not in ready]
             for patch in waiting:
                 reason = source_misfit(patch)
                 if reason:
                     raise Misfit(reason)
-        progress.has_begun = True  # the check of the source code is made once
+        state.has_begun = True  # the check of the source code is made once
         for patch, location in location_of.items():
             location.add(patch)
             self._locations[patch.target] = location
-            progress.applied[patch] = location
+            state.applied[patch] = location
 
     def _switch_off(
         self,
-        progress: Progress,
+        state: FeatureState,
         reason: str,
         cause: Exception | None = None,
         level: int = logging.WARNING,
@@ -549,7 +552,7 @@ class Registry:
         """Switch a feature off: remove its patches, and log the reason.
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             reason: Why it cannot be used.
             cause: The exception that shows why, or None.
             level: Level of the log message.
@@ -557,17 +560,17 @@ class Registry:
         Raises:
             HolmesError: the feature is required.
         """
-        self._remove(progress)
-        progress.off_reason = reason
-        name = progress.feature.name
-        if progress.is_required:
+        self._remove(state)
+        state.off_reason = reason
+        name = state.feature.name
+        if state.is_required:
             raise HolmesError(f"feature {name} cannot be used: {reason}") from cause
         _log.log(level, "holmes: feature %s is off: %s", name, reason)
 
-    def _remove(self, progress: Progress) -> None:
+    def _remove(self, state: FeatureState) -> None:
         """Remove all patches of a feature that are applied, the last one first."""
-        for patch, location in reversed(list(progress.applied.items())):
+        for patch, location in reversed(list(state.applied.items())):
             location.remove(patch)
             if not location.patches:  # patches of other features may remain
                 del self._locations[location.target]
-        progress.applied.clear()
+        state.applied.clear()

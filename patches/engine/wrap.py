@@ -364,8 +364,8 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
 def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a wrapper so that it receives the session of holmes as its first argument.
 
-    The session holds the plan and the state of this process's job. A wrapper runs instead of a framework's function. If no session is active, the wrapper does not run: only
-    the framework's function is called.
+    The session holds the plan and the state of this process's job. A wrapper runs instead of a framework's
+    function. If no session is active, the wrapper does not run: only the framework's function is called.
     """
 
     @wraps(wrapper)

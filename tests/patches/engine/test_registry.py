@@ -233,9 +233,11 @@ def test_a_module_of_another_framework_switches_the_feature_off_without_a_warnin
         registry.enable(["f"])
         load(fw, "comm")
     assert states(registry) == ["off", "off"] and not caplog.text
-    assert registry.statuses()[0].reason == f"what is loaded is not {fw}"
+    assert registry.statuses()[0].reason == f"the imported module is not of {fw}"
     required = Registry([patch_of(fw, version_of=lambda: None)])
-    with pytest.raises(HolmesError, match=f"feature f cannot be used: what is loaded is not {fw}"):
+    with pytest.raises(
+        HolmesError, match=f"feature f cannot be used: the imported module is not of {fw}"
+    ):
         required.enable(["f"], required=True)
 
 
@@ -411,7 +413,8 @@ def test_a_module_in_the_middle_of_its_import_is_not_patched(fw, tmp_path):
     finally:
         del builtins.enable_now
     assert (
-        registry.statuses()[0].reason == f"{fw}.self is just being imported: enable holmes before"
+        registry.statuses()[0].reason
+        == f"{fw}.self is being imported; enable holmes before its import"
     )
 
 
@@ -477,7 +480,7 @@ def test_an_option_asks_for_a_feature(fw):
     assert comm.send("x", 1) == ("f", sent("x"))
     registry.undo()
     with pytest.raises(
-        HolmesError, match="--holmes-require f: it is used with --holmes-overlap on"
+        HolmesError, match="--holmes-require f has no effect without --holmes-overlap on"
     ):
         registry.enable_for_options(Options(require="f"))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from holmes_ext.patches.engine.location import Location
 from holmes_ext.patches.engine.patch import Feature, Patch
 
-#: Progress.off_reason of a feature that was never enabled. No message reports it.
+#: FeatureState.off_reason of a feature that was never enabled. No message reports it.
 UNWANTED = "not enabled"
 
 
-class Progress:
+class FeatureState:
     """State of one feature in this process.
 
     A feature is a group of patches of one framework, which are all applied or not at all.
@@ -33,7 +33,7 @@ class Progress:
         """Names of the framework's modules that the patches change, sorted."""
         return sorted({patch.module for patch in self.patches})
 
-    def state(self, patch: Patch) -> str:
+    def state_of(self, patch: Patch) -> str:
         """Return the state of one patch of the feature, as in PatchStatus.state."""
         if self.off_reason:
             return "off"
