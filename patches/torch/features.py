@@ -1,4 +1,8 @@
-"""What holmes patches in torch, and the versions that it was run with."""
+"""Lists the features of holmes for torch: groups of patches that are applied together.
+
+Each feature names the versions of torch that it is for and was run with. The module also describes, for the
+planner, the ways of training that torch itself offers (DistributedDataParallel, FSDP2, a hand-written loop).
+"""
 
 from functools import partial
 from typing import Any
@@ -20,7 +24,8 @@ _TRIED = (
     "2.15.0",
 )
 _of = partial(Feature, versions="torch>=2.6", tried=_TRIED)
-#: Of what is older the Python sources were compared: torch/distributed, _C/_distributed_c10d.pyi.
+#: A feature that also supports releases before 2.6. Of these, only the Python sources were compared
+#: (torch/distributed, _C/_distributed_c10d.pyi).
 _older = partial(_of, versions="torch>=2.4", read=("2.4.1", "2.5.1"))
 
 RANKS = _older("ranks", what="ranks follow the plan; rank 0 may live on another node")
@@ -67,25 +72,33 @@ LATE_START = _of(
     what="init_process_group leaves NCCL's first communicator to the first operation",
 )
 
-#: What torch's own ways to train do, for the plan.
-_SIZES = "tensor", "context", "expert", "pipeline", "virtual"
+# Traits of torch's ways of training, which the planner reads.
+
+_NON_DATA_SIZES = ("tensor", "context", "expert", "pipeline", "virtual")
+#: Limits of an engine that supports only data parallelism: every other parallel size is 1.
 _DATA_ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_SIZES, (1,)),
+    **dict.fromkeys(_NON_DATA_SIZES, (1,)),
     "recompute": ("none", "full"),
 }
 _engine = partial(EngineTraits, norm=False, reports_loss=False)
 
-#: A loop or torch.distributed.pipelining, with GradientReducer's buckets. Schedule1F1B exchanges what a pass
-#: made with what the next one needs, and waits for both.
+#: A hand-written training loop, or torch.distributed.pipelining, with the buckets of GradientReducer. After
+#: each pass, Schedule1F1B sends its output and receives the input of the next pass, and waits for both.
 LOOP = _engine(
     "torch",
     PAIRED,
     buckets_exceed=False,
     breadth_first=True,
     features={"overlap": (), "hierarchical": (), "schedule": (SCHEDULE.name,)},
-    limits={**dict.fromkeys(_SIZES[:3], (1,)), "zero": (0,), "recompute": ("none", "full")},
+    limits={
+        "tensor": (1,),
+        "context": (1,),
+        "expert": (1,),
+        "zero": (0,),
+        "recompute": ("none", "full"),
+    },
 )
-#: DistributedDataParallel: Hugging Face's Trainer, Lightning.
+#: DistributedDataParallel, which Hugging Face's Trainer and Lightning use, too.
 DDP = _engine(
     "ddp",
     POSTED,
@@ -104,7 +117,7 @@ TORCHTITAN = _engine(
     breadth_first=True,
 )
 
-#: Module of this package -> features of its patches.
+#: Module of this package -> the features to which its patches belong.
 MODULES = {
     "groups": (RANKS, NICS),
     "messages": (NICS,),
@@ -118,7 +131,8 @@ MODULES = {
     "telemetry": (TELEMETRY,),
     "failures": (FAILURES,),
 }
-#: Module of this package -> the package of torch that it patches, if many programs do not import that.
+#: Module of this package -> the subpackage of torch that it patches. Other modules patch what every program
+#: imports; these are needed only by a program that imports the subpackage.
 PACKAGES = {
     "fsdp": "torch.distributed.fsdp",
     "schedule": "torch.distributed.pipelining",
