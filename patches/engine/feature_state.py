@@ -42,9 +42,9 @@ class FeatureState:
         return "applied" if patch in self.applied else "waiting"
 
     def misfit(self) -> str | None:
-        """Return why the feature cannot be used under the framework's version; None if it can.
+        """Return why the feature does not support the framework's version; None if it does.
 
-        With --holmes-try, every version can be used.
+        With --holmes-try, every version counts as supported.
         """
         if self.is_forced and self.version is not None:
             return None

@@ -49,7 +49,7 @@ class Location:
     """
 
     def __init__(self, patch: Patch):
-        """Find the attribute that a patch is to change. The patch is not applied yet.
+        """Find the attribute that a patch changes; the patch is not applied yet.
 
         Raises:
             Misfit: the module has no such attribute.
@@ -57,9 +57,8 @@ class Location:
         self.target = patch.target  # "module:qualname"
         self.package = patch.module.partition(".")[0]  # "torch" of "torch.distributed"
         self.parent, self.name = _locate(patch.module, patch.qualname)
-        self.is_inherited = self.name not in vars(
-            self.parent
-        )  # a base class of the parent defines it
+        # Whether a base class of the parent defines the attribute.
+        self.is_inherited = self.name not in vars(self.parent)
         self.original = _stored_value(self.parent, self.name)
         self.value = self.original  # the attribute's value now
         self.patches: list[Patch] = []  # in the order in which they were applied
@@ -136,9 +135,7 @@ class Location:
                 args = args[1:]
                 # Python's way to bind a function to an instance, as the access `instance.method` does.
                 target = function.__get__(instance, type(instance))
-            if (
-                patch not in self.patches
-            ):  # the patch was removed, but a copy of `call` is still in use
+            if patch not in self.patches:  # it was removed, but a copy of `call` is still in use
                 return target(*args, **kwargs)
             return wrap(target, instance, args, kwargs)  # the wrapper may call `target`
 
@@ -184,10 +181,10 @@ class Location:
 
 
 class _Attribute(NamedTuple):
-    """Attribute of a module or class."""
+    """Attribute, e.g. a function or method, with the module or class that has it."""
 
     parent: Any  # the module or class
-    name: str
+    name: str  # name of the attribute in `parent`
 
 
 def _locate(module: str, qualname: str) -> _Attribute:

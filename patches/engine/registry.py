@@ -110,24 +110,24 @@ class Registry:
         elsewhere: Iterable[str] = (),
         modules: Iterable[PatchModule] = (),
     ):
-        """Collect patches, without applying any.
+        """Collect patches (changes of holmes to frameworks), without applying any.
 
         Args:
-            patches: The patches.
+            patches: Patches that are imported already.
             elsewhere: Names of features whose patches may be added later. Until then they can be switched
                 off, but not required.
             modules: Modules with more patches, which are imported when the patches are needed.
         """
         self._elsewhere = frozenset(elsewhere)
         self._lock = threading.RLock()
-        self._states: dict[str, FeatureState] = {}  # name of a feature -> its state
-        self._locations: dict[
-            str, Location
-        ] = {}  # "module:qualname" -> attribute with applied patches
-        self._watched_modules: set[str] = set()  # modules whose end of import wrapt will report
-        self._unloaded_modules = list(
-            modules
-        )  # modules of holmes whose patches are not in _features yet
+        #: Name of a feature -> its state.
+        self._states: dict[str, FeatureState] = {}
+        #: "module:qualname" -> the attribute of this name, with the patches that are applied to it.
+        self._locations: dict[str, Location] = {}
+        #: Modules of frameworks for which wrapt will call a post-import hook.
+        self._watched_modules: set[str] = set()
+        #: Modules of holmes with patches that are not imported yet.
+        self._unloaded_modules = list(modules)
         self._import_observer = ImportObserver(self._import_patches_before)
         for module in self._unloaded_modules:
             for feature in module.features:
@@ -135,9 +135,9 @@ class Registry:
         self.add(patches)
 
     def add(self, patches: Iterable[Patch]) -> None:
-        """Add patches, without applying them.
+        """Add patches (changes of holmes to frameworks), without applying them.
 
-        Patches that were added before are left out.
+        A patch that was added before is left out.
 
         Raises:
             ValueError: two patches of a feature have the same target, or two features have the same name.
@@ -157,12 +157,13 @@ class Registry:
     def enable(
         self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
     ) -> None:
-        """Apply the patches of some features.
+        """Apply the patches of some features (groups of patches), now or later.
 
-        A patch is applied now if its module is imported, or else when the module is imported later.
+        A patch is applied now if the framework's module that it changes is imported, or else when this module
+        is imported later.
 
         Args:
-            names: The features.
+            names: Names of the features.
             required: Whether HolmesError is raised if a patch does not fit the framework, here or by the
                 import. Otherwise the feature is switched off.
             disabled: Features that stay off; by default those in HOLMES_DISABLE.
@@ -264,11 +265,11 @@ class Registry:
             self._apply_patches_when_imported(state)
 
     def _has_feature_on(self, module: PatchModule) -> bool:
-        """Return whether a feature of a module with patches is on."""
+        """Return whether at least one feature is on that has patches in a module of holmes."""
         return any(self.is_on(feature.name) for feature in module.features)
 
     def _enabled_features_of(self, modules: Iterable[PatchModule]) -> list[FeatureState]:
-        """Return the features that are on and have patches in some modules."""
+        """Return the states of the features that are on and have patches in some modules."""
         names: dict[str, None] = {}  # a set that keeps its order
         for module in modules:
             for feature in module.features:
@@ -276,7 +277,7 @@ class Registry:
         return [self._states[name] for name in names if self.is_on(name)]
 
     def _import_patches(self, modules: Iterable[PatchModule]) -> None:
-        """Import modules of holmes, and add their patches.
+        """Import modules of holmes that define patches, and add these patches to the registry.
 
         The caller must not hold the lock: another thread that imports such a module may wait for the lock.
         """
@@ -288,12 +289,14 @@ class Registry:
                     self._unloaded_modules.remove(module)
 
     def _apply_patches_when_imported(self, state: FeatureState) -> None:
-        """Apply the patches of a feature, now or when the framework's modules are imported."""
+        """Apply each patch of a feature, now or when the module that it changes is imported."""
         for module in state.modules:
             self._apply_patches_after_import_of(module)
 
     def enable_for_options(self, options: Options) -> None:
-        """Enable the features that a job with these options uses, if their framework is installed.
+        """Enable the features (groups of patches) that a job with these options uses.
+
+        A feature is left out if its framework is not installed.
 
         Features in options.required_features must fit: otherwise, or if their framework is not installed, an
         error is raised. Features in options.try_ are used under any version of their framework.
@@ -329,7 +332,7 @@ class Registry:
                 state.is_required = True
 
     def undo(self) -> None:
-        """Remove every patch, and switch all features off.
+        """Remove every patch (change to a framework), and switch all features off.
 
         Each changed attribute, and each copy of it, gets its original value again. An attribute that its
         class had inherited is deleted from the class.
@@ -345,7 +348,7 @@ class Registry:
                 state.is_forced = False
 
     def switched_off(self) -> frozenset[str]:
-        """Return the names of the features that HOLMES_DISABLE switches off."""
+        """Return the features that the environment variable HOLMES_DISABLE switches off."""
         return disabled_features(os.environ, self._known_names())
 
     def _known_names(self) -> list[str]:
@@ -382,8 +385,9 @@ class Registry:
     def summary(self) -> FeatureSummary:
         """Return the features that are on, and those that were enabled but are off.
 
-        A feature with version_of counts as on only after its first patches are applied: before the import it
-        is not known whether its framework is there.
+        A feature is a group of patches. Some features can read the version of their framework only after its
+        import (Feature.version_of). Such a feature counts as on after its first patches are applied: before,
+        it is not certain that the framework is there.
         """
         summary = FeatureSummary(on=[], off={})
         with self._lock:
@@ -412,7 +416,7 @@ class Registry:
     def beyond_tried(self) -> list[str]:
         """Return a warning for each framework that is newer than all versions holmes was run with.
 
-        Only features that are on count. Those that untried() returns are left out.
+        Only frameworks with a feature that is on are checked. Features that untried() returns are left out.
         """
         warnings = set()  # several features of a framework may have the same warning
         with self._lock:
@@ -422,11 +426,12 @@ class Registry:
         return sorted(warnings - {""})
 
     def states(self) -> dict[str, str]:
-        """Return the state of each feature, "off" or "on VERSION", to compare ranks.
+        """Return the state of each feature (group of patches), "off" or "on VERSION".
 
-        Ranks that have the same patches return the same states. So a feature whose patches wait for an import
-        counts as on: a rank may import a module later than another. A feature with version_of is left out
-        until its framework is imported, because its state is not certain before.
+        Ranks compare these states before the job starts, so ranks with the same patches must return the same.
+        A feature whose patches wait for an import counts as on, because a rank may import a module later than
+        another. A feature that reads its framework's version after the import (Feature.version_of) is left
+        out until the import, because its state is not certain before.
         """
         states = {}
         with self._lock:
@@ -473,7 +478,7 @@ class Registry:
     def _apply_or_switch_off(self, state: FeatureState, imported: str) -> None:
         """Apply the patches of a feature whose modules are imported, or switch the feature off.
 
-        The feature is switched off if a patch does not fit the framework.
+        The feature is switched off if one of its patches does not fit the framework.
 
         Args:
             state: State of the feature.

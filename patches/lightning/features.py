@@ -1,4 +1,4 @@
-"""Lists the features of holmes for Lightning, with the versions of Lightning that each was run with."""
+"""Lists the features (groups of patches) of holmes for Lightning, with the versions they support."""
 
 from holmes_ext.patches.engine.patch import Feature
 

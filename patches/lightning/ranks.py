@@ -23,7 +23,7 @@ from holmes_ext.runtime.session import Session
 def _planned_node(current: Session, call: Call, instance: Any) -> int:
     """Return the number of this process's node in holmes's plan, in place of Lightning's number.
 
-    Wrapper of LightningEnvironment.node_rank, which `call()` runs.
+    Runs instead of LightningEnvironment.node_rank; `call()` runs the original.
 
     Without a launcher, the plan's world size is 1, because Lightning starts the other processes later. Then
     Lightning's own number is returned.

@@ -70,9 +70,10 @@ class BucketReducer:
         """Prepare the comm hook of a DistributedDataParallel.
 
         Args:
-            reduction: The Reduction that sums the buckets over the group.
-            planned: The PlannedReduction whose `reduction` that is. On the CPU, the plan may choose another
-                one while the job runs (_follow_plan). None if the plan does not choose.
+            ddp: The DistributedDataParallel.
+            reduction: The Reduction that sums the buckets over the process group.
+            planned: The PlannedReduction that has chosen `reduction` by the plan, or None. On the CPU, the
+                plan may choose another reduction while the job runs (_follow_plan).
         """
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
@@ -254,7 +255,7 @@ class BucketReducer:
 
     @contextmanager
     def _errors_naming(self, index: int) -> Iterator[None]:
-        """Convert a network error to a HolmesError that names the bucket, its ranks and the network.
+        """Convert a network error to a HolmesError that names the bucket, ranks and network.
 
         Args:
             index: Index of the bucket that is reduced within the context.

@@ -117,7 +117,7 @@ def hierarchical_hook(state, bucket):
 def _construct(current: Session, call: Call, instance: Any) -> None:
     """Construct a DistributedDataParallel (DDP), and register holmes's comm hook if it is needed.
 
-    Wrapper of DistributedDataParallel.__init__, which `call()` runs.
+    Runs instead of DistributedDataParallel.__init__; `call()` runs the original.
 
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
@@ -216,7 +216,11 @@ def _planned_reduction(arguments: dict[str, Any]) -> Any:
 
 
 def _trained_parameters(arguments: dict[str, Any]) -> list[Any]:
-    """Return the parameters that need a gradient, given the arguments of DDP's constructor by name."""
+    """Return the parameters that need a gradient.
+
+    Args:
+        arguments: Arguments of DistributedDataParallel's constructor, by name.
+    """
     module = arguments["module"]
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
@@ -239,7 +243,7 @@ def _group(arguments: dict[str, Any]) -> Any:
 
 
 def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
-    """Return the name of an option that excludes a comm hook written in Python; "" if there is none.
+    """Return an option that excludes a comm hook written in Python; "" if there is none.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
@@ -265,7 +269,7 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
 def _register(call: Call, instance: Any, state: Any, hook: Any) -> None:
     """Accept the program's comm hook, although DDP already has holmes's and accepts only one.
 
-    Wrapper of DistributedDataParallel.register_comm_hook, which `call()` runs.
+    Runs instead of DistributedDataParallel.register_comm_hook; `call()` runs the original.
 
     holmes's hook stays registered. If the program's hook is one of torch's that only average, holmes's hook
     sends gradients in the same dtype. Any other hook of the program is called by holmes's hook for each
@@ -317,7 +321,7 @@ def _register(call: Call, instance: Any, state: Any, hook: Any) -> None:
 def _register_builtin(call: Call, instance: Any, comm_hook_type: Any) -> None:
     """Register the Python counterpart of a built-in comm hook of torch, written in C++.
 
-    Wrapper of DistributedDataParallel._register_builtin_comm_hook, which `call()` runs.
+    Runs instead of DistributedDataParallel._register_builtin_comm_hook; `call()` runs the original.
 
     holmes can combine only Python hooks with its own hook. The two built-in hooks, ALLREDUCE and
     FP16_COMPRESS, have counterparts in Python: allreduce_hook and fp16_compress_hook.
@@ -363,7 +367,7 @@ def _effect_of(hook: Any) -> HookEffect:
 def _keep_join_count(call: Call, instance: Any, joinable: Any) -> Any:
     """Keep the Work with which torch's join() counts the ranks that still have inputs.
 
-    Wrapper of Join.notify_join_context, which `call()` runs.
+    Runs instead of Join.notify_join_context; `call()` runs the original.
 
     notify_join_context counts these ranks by an all-reduce, and returns its Work. Outside join() it returns
     None. Under join(divide_by_initial_world_size=False), gradients are divided by the number.

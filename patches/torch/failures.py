@@ -31,7 +31,7 @@ _C10D = "torch.distributed.distributed_c10d"
 def _register_with_abort_hook(current: Session, call: Call, instance: Any, pg: Any) -> Any:
     """Register a new process group in torch, and register holmes's abort hook with the group.
 
-    Wrapper of torch's _register_pg_in_world, which `call()` runs.
+    Runs instead of torch's _register_pg_in_world; `call()` runs the original.
     """
     registered = call()
     nccl_errors.register_abort_hook(pg)

@@ -28,7 +28,7 @@ _of = partial(Feature, versions="torch>=2.6", tried=_TRIED)
 #: (torch/distributed, _C/_distributed_c10d.pyi).
 _older = partial(_of, versions="torch>=2.4", read=("2.4.1", "2.5.1"))
 
-RANKS = _older("ranks", what="ranks follow the plan; rank 0 may live on another node")
+RANKS = _older("ranks", what="ranks are numbered by the plan; rank 0 may run on another node")
 NICS = _older("nics", what="every process group gets the fastest network of its members")
 JOINED = _older(
     "joined-torch",
@@ -54,22 +54,23 @@ CHANGED_GROUPS = Feature(
     what="groups that lose or change their ranks keep a planned network",
 )
 DDP_HOOK = _of("ddp", what="DistributedDataParallel sums hierarchically across clusters")
-FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
+FSDP = _of("fsdp", what="FSDP: predicts the cost of sharding; hybrid sharding")
 SCHEDULE = _of(
     "torch-schedule",
     option="schedule",
     idle=("1f1b",),
     versions="torch>=2.8",
     tried=_TRIED[2:],
-    what="torch's pipelining: passes as the plan lists them",
+    what="torch's pipelining: runs passes in the order of the plan",
 )
 PIPELINING = _of(
-    "pipelining", what="torch's pipelining: stages on their fabric, reductions do not hold them up"
+    "pipelining",
+    what="torch's pipelining: stages use their fastest fabric, and do not wait for reductions",
 )
 LATE_START = _of(
     "late-start",
     enabling_function="holmes_ext.initialize_model_parallel",
-    what="init_process_group leaves NCCL's first communicator to the first operation",
+    what="init_process_group postpones NCCL's first communicator to the first operation",
 )
 
 # Traits of torch's ways of training, which the planner reads.

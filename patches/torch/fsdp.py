@@ -54,7 +54,7 @@ def _fully_shard(
 ) -> Any:
     """Shard a module by fully_shard (FSDP2), over the hybrid mesh if --holmes-fsdp hybrid is given.
 
-    Wrapper of torch's fully_shard, which `call()` runs.
+    Runs instead of torch's fully_shard; `call()` runs the original.
 
     The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second one
     only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
@@ -81,7 +81,7 @@ def _construct_fsdp1(
 ) -> Any:
     """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if the user wants it.
 
-    Wrapper of FullyShardedDataParallel.__init__, which `call()` runs.
+    Runs instead of FullyShardedDataParallel.__init__; `call()` runs the original.
 
     With --holmes-fsdp hybrid, the sharding becomes hybrid, as torch calls it: it keeps the shards inside
     each cluster of nodes, and replicates them across clusters. A call with hybrid arguments of the program
@@ -97,18 +97,19 @@ def _construct_fsdp1(
     # None if the program's strategy is hybrid already, or does not shard.
     hybrid_strategy = hybrid_strategies.get(program_strategy)
     has_hybrid_groups = isinstance(process_group, tuple)
-    has_shaped_mesh = device_mesh is not None and device_mesh.ndim != 1
-    if hybrid_strategy is None or has_hybrid_groups or has_shaped_mesh:
+    has_hybrid_mesh = device_mesh is not None and device_mesh.ndim != 1
+    if hybrid_strategy is None or has_hybrid_groups or has_hybrid_mesh:
         return call()
 
-    device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    parameters = list(module.parameters())
+    device_type = parameters[0].device.type if parameters else "cpu"
     hybrid_mesh = _hybrid_mesh_for(current, device_mesh, process_group, device_type)
     if hybrid_mesh is None:
         return call()  # without the option, or all ranks are in one cluster
     if device_mesh is not None:
         return call(sharding_strategy=hybrid_strategy, device_mesh=hybrid_mesh)
-    replicate_group = hybrid_mesh.get_group(0)
-    shard_group = hybrid_mesh.get_group(1)
+    replicate_group = hybrid_mesh.get_group(0)  # ranks of different clusters
+    shard_group = hybrid_mesh.get_group(1)  # ranks of the same cluster
     # FSDP1 expects the two groups in this order.
     return call(sharding_strategy=hybrid_strategy, process_group=(shard_group, replicate_group))
 
@@ -183,7 +184,7 @@ def _device_type_of_torch() -> str:
 def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
     """Run FSDP2's _lazy_init of a sharded module, and print once what sharding costs in each step.
 
-    Wrapper of FSDPState._lazy_init of torch, which `call()` runs.
+    Runs instead of FSDPState._lazy_init of torch; `call()` runs the original.
 
     FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
     root. All sharded modules are known then, so rank 0 prints the predicted time.
@@ -223,14 +224,14 @@ def _parameter_groups(root: Any) -> list[Any]:
 
 
 class BytesOfWeights(NamedTuple):
-    """Bytes that FSDP sends in a training step, and stores."""
+    """Bytes that FSDP sends in a training step, and bytes of the weights that it stores."""
 
     sent: ShardedWeights  # bytes that a step gathers and reduces
     stored_bytes: float  # all weights, in the dtype in which they are stored
 
 
 def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
-    """Return the bytes that a training step with FSDP2 gathers and reduces, and that it stores.
+    """Return the bytes of weights that a model in FSDP2 sends in a training step, and stores.
 
     Args:
         groups: FSDPParamGroup objects of all sharded modules.
@@ -271,7 +272,7 @@ def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
 def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any) -> Any:
     """Run FSDP1's _lazy_init of a module, and print once what sharding costs in each step.
 
-    Wrapper of _lazy_init of FSDP1, which `call()` runs.
+    Runs instead of _lazy_init of FSDP1; `call()` runs the original.
 
     Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
     printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.

@@ -1,4 +1,4 @@
-"""Gives every process group of torch.distributed the NIC that the plan assigns to the group's ranks.
+"""Gives every process group of torch.distributed the NIC that the plan assigns to its ranks.
 
 The plan, which holmes computes before the job starts, says which network each group uses. holmes replaces
 four functions of torch by wrappers, which call them:
@@ -49,7 +49,7 @@ _C10D = "torch.distributed.distributed_c10d"
 def _host_store_where_launched(current: Session, call: Call, instance: Any, rank: int) -> Any:
     """Create the rendezvous store, hosted by the process that the launcher started as rank 0.
 
-    Wrapper of torch's _create_c10d_store, which `call()` runs.
+    Runs instead of torch's _create_c10d_store; `call()` runs the original.
 
     MASTER_ADDR is the address of this process. holmes may have renumbered the ranks, so that the job's rank 0
     runs on another node.
@@ -88,7 +88,7 @@ def _give_group_its_nic(
 ) -> Any:
     """Make a process group that uses the NIC which holmes's plan assigns to its ranks.
 
-    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+    Runs instead of torch's _new_process_group_helper; `call()` runs the original.
 
     gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME, which is set while the group is made.
     NCCL receives its network as net_name in the group's options.
@@ -99,9 +99,8 @@ def _give_group_its_nic(
     is_default_group = not global_ranks_in_group
     if is_default_group:
         ranks = tuple(range(current.plan.world_size))
-        is_fake = (
-            str(backend) == "fake"
-        )  # one process stands for all ranks: there is none to wait for
+        # With torch's backend "fake", one process stands for all ranks: there is none to wait for.
+        is_fake = str(backend) == "fake"
         agree_on_patches(store, current, waits=not is_fake)
     else:
         ranks = tuple(global_ranks_in_group)
@@ -159,23 +158,32 @@ def _give_split_group_its_nic(
 ) -> Any:
     """Split a process group into smaller groups, and give this rank's group its planned NIC.
 
-    Wrapper of torch.distributed.split_group, which `call()` runs.
+    Runs instead of torch.distributed.split_group; `call()` runs the original.
 
     The part with this rank uses the NIC that holmes's plan for the job assigns to the ranks of the part. A
     call without options takes the NCCL options of the parent group, except for the network.
+
+    Args:
+        parent_pg: The group to split; None for the default group.
+        split_ranks: A list of parts. Each part lists ranks within the parent group.
     """
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
     my_rank = dist.get_rank(parent)
-    parts = split_ranks or ()  # each part lists ranks within the parent group
-    my_part = next((part for part in parts if my_rank in part), None)
+    my_part = None
+    for part in split_ranks or ():
+        if my_rank in part:
+            my_part = part
+            break
     if my_part is None:
         return call()  # this rank is in no part
 
     ranks = tuple(dist.get_global_rank(parent, rank) for rank in my_part)
-    # Since torch 2.15, `backend` can select some of the parent's backends.
-    backend_name = backend_named(str(backend)) if backend else backend_of(parent)
+    if backend:  # since torch 2.15, `backend` can select some of the parent's backends
+        backend_name = backend_named(str(backend))
+    else:
+        backend_name = backend_of(parent)
     if traits_of(backend_name).is_nccl:
         name = communicator_name(current, ranks, group_desc or "")
         pg_options = planned_nccl_options(
@@ -198,7 +206,7 @@ def _give_split_group_its_nic(
 def _destroy_after_gloo_threads(current: Session, call: Call, instance: Any) -> Any:
     """Destroy process groups, after gloo's threads had time to release the last tensors.
 
-    Wrapper of torch.distributed.destroy_process_group, which `call()` runs.
+    Runs instead of torch.distributed.destroy_process_group; `call()` runs the original.
 
     Without the wait a deadlock is possible. The thread of gloo that releases tensors holds a lock of its
     group and waits for the GIL. The destructor of DistributedDataParallel holds the GIL and waits for the
@@ -214,7 +222,7 @@ _default_group_numbers = itertools.count()
 
 
 def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
-    """Check, before the default process group is made, that all ranks have the same plan and patches.
+    """Check that all ranks have the same plan and patches, before the default group is made.
 
     The plan is holmes's plan for the job, and patches are its changes to functions of torch. Ranks that
     differ would wait for each other without end. So every rank compares its plan and patches with those of

@@ -1,4 +1,4 @@
-"""Postpones NCCL's first communicator, so that a program can enable holmes after init_process_group.
+"""Lets a program enable holmes after init_process_group, by postponing NCCL's first communicator.
 
 holmes must choose the network cards before a process makes its first NCCL communicator, because NCCL reads
 the choice only once. Since torch 2.15, init_process_group makes a communicator at once. A program may enable
@@ -32,7 +32,7 @@ def _postpone_communicator(
 ) -> Any:
     """Make a process group; for the default group, postpone the communicator while holmes is off.
 
-    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+    Runs instead of torch's _new_process_group_helper; `call()` runs the original.
     """
     is_default_group = not global_ranks_in_group  # torch passes [] for the default group
     nccl_backend = nccl_backend_in(str(backend))  # "" if the group does not use NCCL

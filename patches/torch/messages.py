@@ -35,9 +35,9 @@ def _send_over_pair_group(
     group: Any = None,
     group_dst: int | None = None,
 ) -> Any:
-    """Send a tensor over a group of sender and receiver, if they share a faster network than `group`.
+    """Send a tensor over a group of two ranks, if these share a faster network than `group`.
 
-    Wrapper of send and isend of torch.distributed, which `call()` runs.
+    Runs instead of send and isend of torch.distributed; `call()` runs the original.
     """
     peer = _global_rank(group, dst, group_dst)
     pair = _group_of_pair(current, group, peer)
@@ -56,9 +56,9 @@ def _receive_over_pair_group(
     group: Any = None,
     group_src: int | None = None,
 ) -> Any:
-    """Receive a tensor over a group of sender and receiver, if they share a faster network than `group`.
+    """Receive a tensor over a group of two ranks, if these share a faster network than `group`.
 
-    Wrapper of recv and irecv of torch.distributed, which `call()` runs.
+    Runs instead of recv and irecv of torch.distributed; `call()` runs the original.
     """
     peer = _global_rank(group, src, group_src)
     pair = _group_of_pair(current, group, peer)

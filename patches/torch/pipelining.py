@@ -58,7 +58,7 @@ def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> Non
 
     group = stages[0].group or dist.group.WORLD
     if group in _pair_groups:
-        return  # this was not the first step
+        return  # an earlier step has made the groups
     sizes = sizes_of(current, group_ranks(group))
     if sizes is not None:
         check_grid(current, sizes)  # compares the sizes and the order of ranks with the plan's
@@ -172,7 +172,7 @@ class _WorkList(list[Any]):
 def _send_over_pair_groups(call: Call, instance: Any, p2p_ops: list[Any]) -> Any:
     """Start sends and receives of a pipeline stage, each over the group of its pair of ranks.
 
-    Wrapper of torch's _batch_p2p, which `call()` runs.
+    Runs instead of torch's _batch_p2p; `call()` runs the original.
 
     All messages in one call of _batch_p2p must have the same group. So _batch_p2p is called once for each
     pair.
@@ -211,7 +211,7 @@ def _send_over_pair_groups(call: Call, instance: Any, p2p_ops: list[Any]) -> Any
 def _step(current: Session, call: Call, instance: Any) -> Any:
     """Run a training step of a pipeline schedule, and wait for gradient reductions only at its end.
 
-    Wrapper of `step` of torch's schedules, which `call()` runs.
+    Runs instead of `step` of torch's schedules; `call()` runs the original.
 
     Without holmes, DistributedDataParallel waits for a stage's reduction in the last backward pass of the
     stage. This delays the gradient that the preceding stage needs.
@@ -257,7 +257,7 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
 def _postpone_scaling(call: Call, instance: Any) -> None:
     """Postpone the division of a stage's gradients by the number of micro-batches.
 
-    Wrapper of scale_grads of torch's stages, which `call()` runs.
+    Runs instead of scale_grads of torch's stages; `call()` runs the original.
 
     Gradients must be reduced before they are divided. torch divides them when the backward passes of a stage
     have ended. But _step() waits for the reductions only at the end of the training step, so it calls the

@@ -53,7 +53,7 @@ _weight_gradients: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.Wea
 def _step(current: Session, call: Call, instance: Any) -> Any:
     """Run a training step of a pipeline schedule in the order of passes that holmes's plan lists.
 
-    Wrapper of PipelineScheduleSingle.step, which `call()` runs.
+    Runs instead of PipelineScheduleSingle.step; `call()` runs the original.
 
     A pass is the forward or backward pass of a micro-batch. torch's _PipelineScheduleRuntime runs the listed
     passes. If the plan lists none, or they do not fit the schedule, the schedule runs its own passes.
@@ -111,19 +111,21 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
 
 
 def _planned_passes(current: Session, stage: Any) -> PassOrder | None:
-    """Return the passes that holmes's plan lists for each stage of a pipeline; None if it lists none.
+    """Return the passes that holmes's plan lists for each stage of a pipeline.
 
     Args:
         current: The session, which has the plan.
         stage: This rank's stage of the pipeline.
+
+    Returns:
+        None if the plan lists no passes for this pipeline.
     """
     import torch.distributed as dist
 
     group = stage.group or dist.group.WORLD
     network_api = network_api_of(backend_of(group))  # the plan differs between sockets and NCCL
-    sizes = sizes_of(
-        current, group_ranks(group)
-    )  # parallel sizes of the job: stages, replicas, ...
+    # Parallel sizes of the job: numbers of stages, replicas, ...
+    sizes = sizes_of(current, group_ranks(group))
     if sizes is None or not network_api:
         return None  # the plan cannot be applied to this pipeline or to its backend
     traffic = current.plan_for(sizes).traffic_of(network_api)
@@ -163,13 +165,13 @@ def _misfit_of_passes(schedule: Any, order: PassOrder) -> str:
     planned_stages = len(order.stages)
     if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
         return (
-            "its stages reduce under their last backward (DistributedDataParallel, fully_shard); give "
-            "plain modules"
+            "its stages reduce gradients during their last backward pass (DistributedDataParallel, "
+            "fully_shard); pass plain modules"
         )
     if micro_batches != order.micro_batches:
-        return f"a step has {micro_batches} micro-batches, the plan's passes are of {order.micro_batches}"
+        return f"a step has {micro_batches} micro-batches, but the plan lists passes of {order.micro_batches}"
     if stage.num_stages != planned_stages:
-        return f"it has {stage.num_stages} stages, the plan {planned_stages}"
+        return f"it has {stage.num_stages} stages, but the plan has {planned_stages}"
     return ""
 
 
@@ -244,7 +246,7 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
 def _run_forward(call: Call, instance: Any, fwd_chunk_id: int) -> Any:
     """Run the forward pass of a micro-batch on a pipeline stage.
 
-    Wrapper of forward_one_chunk of torch's stages, which `call()` runs.
+    Runs instead of forward_one_chunk of torch's stages; `call()` runs the original.
 
     If the stage runs passes that holmes's plan lists, linear layers prepare to compute their weight gradients
     separately from the backward pass.
@@ -267,7 +269,7 @@ def _run_backward(
 ) -> Any:
     """Run the backward pass of a micro-batch on a pipeline stage, full or for input gradients only.
 
-    Wrapper of backward_one_chunk of torch's stages, which `call()` runs.
+    Runs instead of backward_one_chunk of torch's stages; `call()` runs the original.
 
     If the stage runs passes that holmes's plan lists, autograd computes all gradients except the weight
     gradients of linear layers. The weight gradients of linear layers are computed
@@ -296,7 +298,7 @@ def _compute_weight_gradients(
 ) -> Any:
     """Compute the weight gradients of a micro-batch that _run_backward() left out.
 
-    Wrapper of backward_weight_one_chunk of torch's stages, which `call()` runs.
+    Runs instead of backward_weight_one_chunk of torch's stages; `call()` runs the original.
 
     Args:
         instance: The stage.

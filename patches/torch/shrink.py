@@ -64,7 +64,7 @@ def _shrink_group_with_planned_network(
 ) -> Any:
     """Shrink a process group, and give the new group the network that the plan assigns to it.
 
-    Wrapper of torch.distributed.shrink_group, which `call()` runs.
+    Runs instead of torch.distributed.shrink_group; `call()` runs the original.
     """
     import torch.distributed as dist
 
@@ -119,7 +119,7 @@ def _reconfigure_and_record_group(
 ) -> Any:
     """Reconfigure a process group, and add it to Session.groups if its members have changed.
 
-    Wrapper of torch.distributed._reconfigure, which `call()` runs.
+    Runs instead of torch.distributed._reconfigure; `call()` runs the original.
     """
     import torch.distributed as dist
 
@@ -185,9 +185,10 @@ def _new_planned_ranks(
 
 
 def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, ...]) -> None:
-    """Record whether torch's ranks now differ from the planned ranks.
+    """Record whether torch's ranks differ from the planned ranks.
 
-    _raise_if_renumbered() reads the record.
+    Called after the default group has changed. Planned ranks are those of the job's start. While the
+    numberings differ, _raise_if_renumbered() refuses to make new groups.
 
     Args:
         default_group_ranks: Planned ranks of the default group's new members, ordered by torch's new rank.
@@ -206,7 +207,7 @@ def _make_group_unless_renumbered(
 ) -> Any:
     """Make a process group, or raise an error if torch's ranks differ from the planned ranks.
 
-    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+    Runs instead of torch's _new_process_group_helper; `call()` runs the original.
     """
     is_default_group = not global_ranks_in_group
     if not is_default_group:  # a new default group is always allowed: it has all planned ranks
@@ -219,7 +220,7 @@ def _make_group_unless_renumbered(
 def _split_group_unless_renumbered(current: Session, call: Call, instance: Any) -> Any:
     """Split a process group, or raise an error if torch's ranks differ from the planned ranks.
 
-    Wrapper of torch.distributed.split_group, which `call()` runs.
+    Runs instead of torch.distributed.split_group; `call()` runs the original.
     """
     _raise_if_renumbered(current)
     return call()

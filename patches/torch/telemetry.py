@@ -26,7 +26,7 @@ _GROUP = f"{_C10D}:ProcessGroup"
 
 
 class Operation(NamedTuple):
-    """Operation that a method of ProcessGroup starts, and the positions of the arguments to record."""
+    """Operation that a method of ProcessGroup starts, and positions of its arguments to record."""
 
     name: str  # as in reports, e.g. "all_reduce"
     #: Position of the argument with the tensors that are sent or received, without `self`; None if there is
@@ -165,7 +165,7 @@ def _recording_wait(original: Any) -> Any:
 def _start_coalescing(call: Call, instance: Any) -> Any:
     """Begin a block of coalesced operations on a process group.
 
-    Wrapper of ProcessGroup._start_coalescing, which `call()` runs.
+    Runs instead of ProcessGroup._start_coalescing; `call()` runs the original.
 
     From now on, telemetry lists the operations of the block. They have no Work of their own that could be
     timed (see _end_coalescing).
@@ -180,7 +180,7 @@ def _start_coalescing(call: Call, instance: Any) -> Any:
 def _end_coalescing(call: Call, instance: Any) -> Any:
     """End a block of coalesced operations on a process group.
 
-    Wrapper of ProcessGroup._end_coalescing, which `call()` runs.
+    Runs instead of ProcessGroup._end_coalescing; `call()` runs the original.
 
     torch returns a single Work for the block. Telemetry times all operations of the block by this Work.
     """

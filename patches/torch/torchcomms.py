@@ -29,8 +29,8 @@ _ENABLING_VARIABLE = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 def _refuse_torchcomms(current: Session, call: Call, instance: Any) -> bool:
     """Return False if torch uses its own backends; end the job if it would use torchcomms.
 
-    Wrapper of torch's _use_torchcomms_enabled, which `call()` runs. torch calls it before it makes a process
-    group. It returns whether torchcomms is both switched on and installed.
+    Runs instead of torch's _use_torchcomms_enabled; `call()` runs the original, which returns whether
+    torchcomms is both switched on and installed. torch calls it before it makes a process group.
 
     Raises:
         HolmesError: torch would use torchcomms.
