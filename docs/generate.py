@@ -111,7 +111,7 @@ def features() -> str:
             f"`{name}`",
             one.what,
             f"`{one.versions}`",
-            f"`{one.asked_by}`" if one.asked_by else "every job",
+            f"`{one.switch}`" if one.switch else "every job",
         )
         for name, one in found.items()
     )

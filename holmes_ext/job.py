@@ -190,7 +190,7 @@ def _start(
             if options.experts:
                 agreed["content of the --holmes-experts file"] = load_order(options.experts).digest
             registry.add(patches.extension_patches(options))
-            registry.enable_asked_for(options)
+            registry.enable_for_options(options)
             request.options = replace(options, off=registry.switched_off())
             if options.metrics:
                 open_metrics = extensions.load("holmes_ext.runtime.watch.metrics:open_metrics")

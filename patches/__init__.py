@@ -1,11 +1,14 @@
-"""Patches of the frameworks: the only code that knows their insides.
+"""Patches: changes that holmes makes to torch, DeepSpeed, Megatron and Lightning while a job runs.
 
-    engine/                         patches as values, the registry, where a patch lands
-    torch/ deepspeed/ megatron/ ... each framework's: features.py says what there is, for which versions and
-                                    options; PATCHES of the modules do it. They import it only inside
+No other package of holmes depends on the internals of a framework.
 
-A job knows all features from features.py. It imports the modules with PATCHES when the program imports what
-they change.
+    engine/                     describes patches, applies them and removes them
+    FRAMEWORK/features.py       lists the features of one framework: groups of patches that are applied
+                                together, with the versions and options they are for
+    FRAMEWORK/*.py              each module has a tuple PATCHES with the patches of some features
+
+When a job starts, it reads only the lists in features.py. It imports a module with PATCHES when the program
+imports the framework that the patches change. Such a module imports the framework inside functions only.
 """
 
 import functools
@@ -41,7 +44,7 @@ _FRAMEWORKS: Mapping[str, Mapping[str, tuple[Feature, ...]]] = {
     "lightning": lightning.MODULES,
     "megatron": megatron.MODULES,
 }
-#: The modules with the patches of the core. A job lists their features in this order when it starts.
+#: Modules with patches, except for those of extensions. A job prints their features in this order.
 MODULES = tuple(
     PatchModule(
         name=f"{__name__}.{framework}.{module}",
@@ -54,27 +57,43 @@ MODULES = tuple(
 
 
 def core_features() -> tuple[Feature, ...]:
-    """Return the features that every job may use. No module with patches is imported."""
-    by_name = {feature.name: feature for module in MODULES for feature in module.features}
-    return tuple(by_name.values())
+    """Return the features of holmes itself, without those of extensions.
+
+    No module with patches is imported.
+    """
+    feature_by_name: dict[str, Feature] = {}  # several modules may have patches of one feature
+    for module in MODULES:
+        for feature in module.features:
+            feature_by_name[feature.name] = feature
+    return tuple(feature_by_name.values())
 
 
 def core_patches() -> tuple[Patch, ...]:
-    """Import and return the patches that every job may use. No framework is imported."""
+    """Import and return the patches of holmes itself, without those of extensions.
+
+    No framework is imported.
+    """
     return _patches_of(module.name for module in MODULES)
 
 
 def extension_patches(options: Options | None = None) -> tuple[Patch, ...]:
-    """Return the patches of the extensions that a job with these options uses; without options, of all."""
+    """Import and return the patches of extensions.
+
+    Args:
+        options: The job's options: only the extensions that they switch on are read. None for all extensions.
+    """
     return _patches_of(extensions.patch_modules(options))
 
 
-def _patches_of(modules: Iterable[str]) -> tuple[Patch, ...]:
-    return tuple(patch for module in modules for patch in extensions.load(module).PATCHES)
+def _patches_of(module_names: Iterable[str]) -> tuple[Patch, ...]:
+    patches: list[Patch] = []
+    for name in module_names:
+        patches += extensions.load(name).PATCHES
+    return tuple(patches)
 
 
 def all_patches() -> tuple[Patch, ...]:
-    """Return every patch of holmes and its extensions. No framework is imported."""
+    """Import and return every patch of holmes and its extensions. No framework is imported."""
     return (*core_patches(), *extension_patches())
 
 
@@ -85,14 +104,22 @@ def features() -> tuple[str, ...]:
 
 @functools.cache
 def registry() -> Registry:
-    """Return the registry of this process, with every feature of the core in it.
+    """Return the registry of this process, which applies patches and removes them.
 
-    job.py adds the patches of the extensions that the job uses.
+    It has the patches of holmes itself. job.py adds those of the extensions that the job uses.
     """
     return Registry(modules=MODULES, elsewhere=extensions.features())
 
 
 def installed_versions(features: Iterable[Feature]) -> dict[str, str]:
-    """Return the version of each framework of some features that is installed, by name in order."""
-    versions = {feature.requirement.name: feature.installed() for feature in features}
-    return {name: version for name, version in sorted(versions.items()) if version}
+    """Return the installed versions of the frameworks that some features patch.
+
+    Returns:
+        A dict: name of a framework -> its version, sorted by name, without frameworks that are not installed.
+    """
+    version_by_name: dict[str, str] = {}
+    for feature in features:
+        version = feature.installed()
+        if version:
+            version_by_name[feature.requirement.name] = version
+    return dict(sorted(version_by_name.items()))

@@ -1,82 +1,124 @@
-"""Versions of two packages that do not work together, with or without holmes: what they say themselves, and
-what was found. And a Python that holmes refuses."""
+"""Finds installed versions of two packages that do not work together, with or without holmes.
+
+Two sources are read: a list of combinations that failed when they were run, and the requirements that the
+packages' own metadata states. The module also detects a Python without the global interpreter lock (GIL),
+on which holmes refuses to run a job.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from packaging.requirements import InvalidRequirement, Requirement
 
 from holmes_ext.patches.engine.patch import installed_version
 
-#: (one package, the other, what happens, what mends it), found by trying them.
-_FOUND = (
-    (
-        "deepspeed<0.14.4",
-        "torch>=2.4",
-        "`import deepspeed` ends with ImportError: it needs what torch 2.4 took out of "
+
+class Conflict(NamedTuple):
+    """Two installed packages whose versions do not work together."""
+
+    packages: str  # e.g. "deepspeed 0.14.3 with torch 2.4.0"
+    effect: str  # what fails
+    remedy: str  # a pip command that installs versions which work together
+
+
+class FailingCombination(NamedTuple):
+    """Two ranges of versions that were run together and failed."""
+
+    first: Requirement
+    second: Requirement
+    effect: str  # what fails
+    remedy: str  # a pip command that installs versions which work together
+
+
+FAILING_COMBINATIONS = (
+    FailingCombination(
+        first=Requirement("deepspeed<0.14.4"),
+        second=Requirement("torch>=2.4"),
+        effect="`import deepspeed` ends with ImportError: it needs what torch 2.4 took out of "
         "torch.distributed.elastic",
-        "pip install 'deepspeed>=0.14.4'",
+        remedy="pip install 'deepspeed>=0.14.4'",
     ),
-    (
-        "deepspeed>=0.18.9,<0.19",
-        "torch>=2.13",
-        "ZeRO 1 and 2 end in their first step with RuntimeError (Output 0 of Split is a view and is being "
-        "modified inplace), found on CPUs; without ZeRO it trains",
-        "pip install 'deepspeed<0.18.9' or 'deepspeed>=0.19'",
+    FailingCombination(
+        first=Requirement("deepspeed>=0.18.9,<0.19"),
+        second=Requirement("torch>=2.13"),
+        effect="ZeRO 1 and 2 end in their first step with RuntimeError (Output 0 of Split is a view and is "
+        "being modified inplace), found on CPUs; without ZeRO it trains",
+        remedy="pip install 'deepspeed<0.18.9' or 'deepspeed>=0.19'",
     ),
 )
-#: Whose own requirements are looked at: those that holmes patches.
-_STATED_BY = ("deepspeed", "megatron-core")
-WITH_GIL = "set PYTHON_GIL=1, or take a Python that has the lock"
+#: Packages that holmes patches, whose stated requirements are compared with the installed versions.
+PACKAGES_WITH_REQUIREMENTS = ("deepspeed", "megatron-core")
+#: Advice for a user whose Python runs without the global interpreter lock.
+WITH_GIL = "set PYTHON_GIL=1, or use a Python that has this lock"
 
 
 def without_gil() -> str:
-    """What this process's Python lacks, where it is a free-threaded one; "" where it has the lock."""
-    enabled = getattr(sys, "_is_gil_enabled", None)  # Python 3.13 and newer
-    return (
-        ""
-        if enabled is None or enabled()
-        else "this Python runs without the global interpreter lock"
-    )
+    """Return a message if this Python runs without the global interpreter lock; else ""."""
+    is_gil_enabled = getattr(sys, "_is_gil_enabled", None)  # only Python 3.13 and newer have it
+    if is_gil_enabled is None or is_gil_enabled():
+        return ""
+    return "this Python runs without the global interpreter lock"
 
 
 def conflicts(
     version_of: Callable[[str], str | None] = installed_version,
-) -> Iterator[tuple[str, str, str]]:
-    """(which two, what happens, what mends it) of the installed versions, or those that version_of gives."""
-    for first, second, what, mend in _FOUND:
-        names = [Requirement(text) for text in (first, second)]
-        if all(_fits(name, version_of(name.name)) for name in names):
-            yield (
-                " with ".join(f"{name.name} {version_of(name.name)}" for name in names),
-                what,
-                mend,
+) -> Iterator[Conflict]:
+    """Yield each pair of installed packages whose versions do not work together.
+
+    Args:
+        version_of: Returns the installed version of a package, None if it is not installed.
+    """
+    for combination in FAILING_COMBINATIONS:
+        first_version = version_of(combination.first.name)
+        second_version = version_of(combination.second.name)
+        has_first = _is_satisfied(combination.first, first_version)
+        has_second = _is_satisfied(combination.second, second_version)
+        if has_first and has_second:
+            yield Conflict(
+                packages=f"{combination.first.name} {first_version} with "
+                f"{combination.second.name} {second_version}",
+                effect=combination.effect,
+                remedy=combination.remedy,
             )
-    for name in filter(version_of, _STATED_BY):
-        for needed in _stated(name):
-            version = version_of(needed.name)
-            if version is not None and needed.specifier and not _fits(needed, version):
-                which = f"{name} {version_of(name)} with {needed.name} {version}"
-                yield (
-                    which,
-                    f"{name} asks for {needed}",
-                    f"pip install '{needed}', or another {name}",
-                )
+
+    for package in PACKAGES_WITH_REQUIREMENTS:
+        package_version = version_of(package)
+        if not package_version:
+            continue
+        for requirement in _stated_requirements(package):
+            version = version_of(requirement.name)
+            has_range = bool(requirement.specifier)
+            if version is None or not has_range or _is_satisfied(requirement, version):
+                continue
+            yield Conflict(
+                packages=f"{package} {package_version} with {requirement.name} {version}",
+                effect=f"{package} requires {requirement}",
+                remedy=f"pip install '{requirement}', or another {package}",
+            )
 
 
-def _fits(needed: Requirement, version: str | None) -> bool:
-    return version is not None and needed.specifier.contains(version, prereleases=True)
+def _is_satisfied(requirement: Requirement, version: str | None) -> bool:
+    """Return whether a version lies in the range that a requirement states."""
+    if version is None:  # the package is not installed
+        return False
+    return requirement.specifier.contains(version, prereleases=True)
 
 
-def _stated(name: str) -> Iterator[Requirement]:
-    """Of its metadata, those that hold here, without extras."""
-    for text in importlib.metadata.requires(name) or []:
+def _stated_requirements(package: str) -> Iterator[Requirement]:
+    """Yield the requirements of an installed package that apply to this Python and platform.
+
+    They are read from the package's metadata. Requirements of optional extras, and entries that cannot be
+    parsed, are left out.
+    """
+    for text in importlib.metadata.requires(package) or []:
         try:
-            needed = Requirement(text)
+            requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-            yield needed
+        marker = requirement.marker  # a condition such as python_version < "3.11"
+        if marker is None or marker.evaluate({"extra": ""}):
+            yield requirement

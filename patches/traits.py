@@ -1,4 +1,7 @@
-"""The engine of each framework, as a plan knows it."""
+"""Maps each framework of `holmes plan --for` to the traits of its training engine.
+
+The planner reads from the traits what the engine can do, e.g. whether it overlaps gradient reductions.
+"""
 
 from collections.abc import Sequence
 
@@ -8,7 +11,7 @@ from holmes_ext.patches.megatron.features import MEGATRON
 from holmes_ext.patches.torch.features import DDP, FSDP2, LOOP, TORCHTITAN
 from holmes_ext.plan.engine import ABILITIES, EngineTraits
 
-#: By the names of `holmes plan --for`.
+#: Framework, as `holmes plan --for` takes it -> traits of its training engine.
 ENGINES: dict[str, EngineTraits] = {
     "megatron-lm": MEGATRON,
     "deepspeed": DEEPSPEED,
@@ -21,16 +24,31 @@ ENGINES: dict[str, EngineTraits] = {
 
 
 def any_engine() -> EngineTraits:
-    """Where nobody knows which it is: what any of them can, while no feature of any of them for it is off."""
-    features: dict[str, tuple[str, ...]] = {}
+    """Return the traits that the planner assumes for an unknown framework.
+
+    The engine has every ability that holmes can give to any framework, e.g. "overlap". An ability depends on
+    the features of all frameworks: if the user switches one of these features off, the ability is lost.
+    """
+    features_of_ability: dict[str, tuple[str, ...]] = {}
     for ability in ABILITIES:
-        needed = (name for engine in ENGINES.values() for name in engine.features.get(ability, ()))
-        features[ability] = tuple(dict.fromkeys(needed))
-    return EngineTraits(features=features)
+        names: dict[str, None] = {}  # a set that keeps its order
+        for engine in ENGINES.values():
+            for feature in engine.features.get(ability, ()):
+                names[feature] = None
+        features_of_ability[ability] = tuple(names)
+    return EngineTraits(features=features_of_ability)
 
 
 def engine_of(framework: str, argv: Sequence[str] = ()) -> EngineTraits:
-    """framework: "" where it cannot be told; then a ds_config among the script's arguments tells."""
-    if not framework and ds_config.from_arguments(list(argv)) is not None:
-        framework = "deepspeed"
-    return ENGINES[framework] if framework else any_engine()
+    """Return the traits of a framework's training engine, for the planner.
+
+    Args:
+        framework: A key of ENGINES. "" if it is unknown: then the engine is DeepSpeed's if the training
+            script's arguments name a DeepSpeed configuration, else any_engine().
+        argv: The training script's arguments.
+    """
+    if framework:
+        return ENGINES[framework]
+    if ds_config.from_arguments(list(argv)) is not None:
+        return ENGINES["deepspeed"]
+    return any_engine()

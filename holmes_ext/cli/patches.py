@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
             [
                 (
                     fit.patch.feature.name,
-                    fit.patch.feature.asked_by or "every job",
+                    fit.patch.feature.switch or "every job",
                     fit.patch.target,
                     fit.patch.feature.versions,
                     fit.installed or "-",
@@ -131,7 +131,7 @@ def _feature(fits: list[Fit]) -> tuple[str, ...]:
         state,
         package,
         str(len(fits)),
-        feature.asked_by or "every job",
+        feature.switch or "every job",
         feature.versions,
         what,
     )
@@ -141,7 +141,7 @@ def _document(fit: Fit) -> dict[str, Any]:
     patch, feature = fit.patch, fit.patch.feature
     return {
         "feature": feature.name,
-        "asked_by": feature.asked_by,
+        "asked_by": feature.switch,
         "target": patch.target,
         "versions": feature.versions,
         "tried": list(feature.tried),

@@ -1,1 +1,1 @@
-"""Patches as values, the registry that applies and undoes them, and where they land."""
+"""Describes patches (changes of holmes to frameworks), applies them and removes them."""

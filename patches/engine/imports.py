@@ -1,4 +1,4 @@
-"""Notices which modules the program imports."""
+"""Reports which modules the program imports."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ImportObserver(importlib.abc.MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Report that the import of a module begins, and let the other finders find it.
 
-        importlib.util.find_spec(), by which a program asks whether a package is installed, begins no import.
+        A search without an import, e.g. by importlib.util.find_spec(), is not reported.
         """
-        # The frames above are _find_spec of Python's import system, and who calls that.
+        # Frame 1 is _find_spec of Python's import system, frame 2 is its caller.
         caller = sys._getframe(2).f_globals.get("__name__")
         if caller not in _SEARCHING_MODULES:
             self._import_begins(name)
@@ -31,6 +31,7 @@ class ImportObserver(importlib.abc.MetaPathFinder):
 
 
 def is_imported(name: str) -> bool:
-    """Return whether the import of a module has ended. Python sets `_initializing` during the import."""
+    """Return whether the import of a module has ended."""
     module = sys.modules.get(name)
+    # Python sets `_initializing` in the module's spec during the import.
     return module is not None and not getattr(module.__spec__, "_initializing", False)

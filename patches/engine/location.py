@@ -1,6 +1,6 @@
-"""Applies patches (changes of holmes) to one attribute of a framework, e.g. a function, and removes them.
+"""Applies patches (changes of holmes) to one attribute of a framework, and removes them.
 
-A `Location` stands for one attribute of a module or class:
+A `Location` stands for one attribute of a module or class, e.g. a function or method:
 
     applying a patch   The attribute gets a new value, usually a wrapper that runs instead of the function.
     removing a patch   The remaining patches are applied again to the original value. So patches of the same
@@ -12,9 +12,10 @@ A `Location` stands for one attribute of a module or class:
 Copies outside the framework, e.g. in a user's module, are not found. They keep the wrapper. After its patch
 is removed, the wrapper only calls the original function.
 
-Whether a patch fits a module that is not imported yet is read from the module's source: nothing is executed.
-The registry asks before it applies a feature's first patch. The answer is "no" only when the source leaves no
-doubt; aliases, inherited methods and names made at run time are judged when the module is imported.
+`source_misfit` checks a patch of a module that is not imported yet: it parses the module's source, and
+executes nothing. The registry calls it before it applies the first patch of a feature. It rejects a patch
+only if the source leaves no doubt. Aliases, inherited methods and names made at run time can be checked
+only when the module is imported.
 """
 
 import ast
@@ -22,8 +23,10 @@ import functools
 import inspect
 import logging
 import sys
+from collections.abc import Callable, Collection, Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any, NamedTuple
 
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import signature_of
@@ -32,54 +35,56 @@ _log = logging.getLogger(__name__)
 
 
 class Misfit(Exception):
-    """A patch cannot be applied, because the installed framework differs from what the patch expects.
+    """The installed framework differs from what a patch (change of holmes) expects.
 
-    The message is the reason, e.g. a missing function or parameter.
+    The patch cannot be applied. The message is the reason, e.g. a missing function or parameter.
     """
 
 
 class Location:
-    """Attribute of an imported module or class, with the patches (changes of holmes) that apply to it.
+    """Attribute of an imported module or class, with the patches that are applied to it.
 
-    The methods are not thread-safe.
+    A patch is a change of holmes, usually a wrapper around a function of a framework. The methods are not
+    thread-safe.
     """
 
     def __init__(self, patch: Patch):
-        """Find the attribute that a patch is to change. The patch is not applied yet.
+        """Find the attribute that a patch changes; the patch is not applied yet.
 
         Raises:
             Misfit: the module has no such attribute.
         """
         self.target = patch.target  # "module:qualname"
         self.package = patch.module.partition(".")[0]  # "torch" of "torch.distributed"
-        self.parent, self.name = _locate(patch.module, patch.qualname)  # parent: a module or class
-        self.is_inherited = self.name not in vars(
-            self.parent
-        )  # a base class of the parent defines it
+        self.parent, self.name = _locate(patch.module, patch.qualname)
+        # Whether a base class of the parent defines the attribute.
+        self.is_inherited = self.name not in vars(self.parent)
         self.original = _stored_value(self.parent, self.name)
         self.value = self.original  # the attribute's value now
         self.patches: list[Patch] = []  # in the order in which they were applied
 
     def check(self, patch: Patch) -> None:
-        """Check that the function which the patch changes has all parameters that the patch relies on.
+        """Check that the patched function has all parameters that a patch relies on.
 
         Raises:
             Misfit: a parameter is missing, or the function has no signature.
         """
         if not patch.parameters:
             return
+        function = getattr(self.parent, self.name)
         try:
-            names = signature_of(
-                getattr(self.parent, self.name)
-            ).parameters  # name -> inspect.Parameter
+            signature = signature_of(function)
         except (TypeError, ValueError):
             raise Misfit(f"{patch.target} has no signature to check") from None
-        reason = missing_parameters(patch, names)  # in words; None if none is missing
+        reason = missing_parameters(patch, signature.parameters.keys())
         if reason:
             raise Misfit(reason)
 
     def add(self, patch: Patch) -> None:
-        """Apply a patch to the attribute. If the patch raises an error, the attribute has not changed."""
+        """Apply a patch to the attribute.
+
+        If the patch raises an error, the attribute has not changed.
+        """
         value = self._patched_value(patch, self.value)
         self.patches.append(patch)
         self._set_everywhere(value)
@@ -96,8 +101,8 @@ class Location:
             value = self._patched_value(remaining_patch, value)
         self._set_everywhere(value)
 
-    def _patched_value(self, patch, value):
-        """Return the new value of the attribute if a patch (a change of holmes) is applied to `value`.
+    def _patched_value(self, patch: Patch, value: Any) -> Any:
+        """Return the attribute's new value: the result of applying a patch to `value`.
 
         If the patch has a wrapper (Patch.wrap), the value is a plain function that calls the wrapper. Python
         binds a plain function to instances, and pickles it like the original. A callable object would not do.
@@ -107,37 +112,45 @@ class Location:
         """
         if patch.replace:  # the patch makes the new value itself
             return patch.replace(value)
+        wrap = patch.wrap
+        assert wrap is not None, "a Patch has either `replace` or `wrap`"
 
-        # staticmethod or classmethod if the class stores such an object, else None.
-        decorator = type(value) if isinstance(value, (staticmethod, classmethod)) else None
-        function = value.__func__ if decorator else value
+        # A class stores a static or class method as an object that holds the function.
+        decorator: Callable[..., Any] | None = None
+        function = value
+        if isinstance(value, (staticmethod, classmethod)):
+            decorator = type(value)
+            function = value.__func__
         is_in_class = not isinstance(self.parent, ModuleType)
-        has_self = (
-            is_in_class and decorator is not staticmethod
-        )  # of a classmethod, the class is `self`
+        # The first argument of a method is the instance; that of a class method is the class.
+        has_self = is_in_class and decorator is not staticmethod
 
         @functools.wraps(function)
-        def call(*args, **kwargs):
+        def call(*args: Any, **kwargs: Any) -> Any:
             """Call the patch's wrapper. Programs call this new function in place of `function`."""
             instance = None
             target = function
             if has_self:
-                instance, args = args[0], args[1:]
+                instance = args[0]
+                args = args[1:]
                 # Python's way to bind a function to an instance, as the access `instance.method` does.
                 target = function.__get__(instance, type(instance))
-            if patch not in self.patches:
-                return target(
-                    *args, **kwargs
-                )  # the patch was removed, but somebody still holds `call`
-            return patch.wrap(target, instance, args, kwargs)  # the wrapper may call `target`
+            if patch not in self.patches:  # it was removed, but a copy of `call` is still in use
+                return target(*args, **kwargs)
+            return wrap(target, instance, args, kwargs)  # the wrapper may call `target`
 
-        return decorator(call) if decorator else call
+        if decorator is not None:
+            return decorator(call)
+        return call
 
-    def _set_everywhere(self, value):
-        """Give the attribute a new value, and replace all copies of the former value in the framework."""
+    def _set_everywhere(self, value: Any) -> None:
+        """Give the attribute a new value, also in all copies of it that the framework has made.
+
+        Copies are found by identity: they are the same object as the former value.
+        """
         former = self.value
         is_patched = former is not self.original
-        # Somebody else may have replaced the wrapper that holmes set.
+        # Another library may have replaced the wrapper that holmes set.
         is_changed_by_others = is_patched and vars(self.parent).get(self.name) is not former
         if is_changed_by_others:
             _log.warning(
@@ -151,11 +164,11 @@ class Location:
         if not callable(self.original):
             return  # copies of a constant cannot be found by identity: every None is the same object
         for namespace in self._namespaces():
-            for key, held in list(namespace.items()):  # a copied list: the loop changes the dict
-                if held is former:  # a copy of the attribute
+            for key, stored in list(namespace.items()):  # a copied list: the loop changes the dict
+                if stored is former:  # a copy of the attribute
                     namespace[key] = value
 
-    def _namespaces(self):
+    def _namespaces(self) -> list[dict[str, Any]]:
         """Return the dicts that may hold copies of the attribute.
 
         For a function, these are the namespaces of all modules of the framework (`from x import f`). For a
@@ -167,11 +180,17 @@ class Location:
         return [attribute for attribute in attributes if isinstance(attribute, dict)]
 
 
-def _locate(module, qualname):
-    """Find an attribute of an imported module, e.g. "Engine.step" in "deepspeed.runtime.engine".
+class _Attribute(NamedTuple):
+    """Attribute, e.g. a function or method, with the module or class that has it."""
 
-    Returns:
-        The module or class that has the attribute (the class Engine), and the attribute's name ("step").
+    parent: Any  # the module or class
+    name: str  # name of the attribute in `parent`
+
+
+def _locate(module: str, qualname: str) -> _Attribute:
+    """Find an attribute of an imported module.
+
+    For "Engine.step" in "deepspeed.runtime.engine", the parent is the class Engine, and the name is "step".
 
     Raises:
         Misfit: there is no such attribute.
@@ -182,18 +201,21 @@ def _locate(module, qualname):
         parent = getattr(parent, part, None)
     if parent is None or not hasattr(parent, name):
         raise Misfit(f"{module} has no {qualname}")
-    return parent, name
+    return _Attribute(parent, name)
 
 
-def _stored_value(parent, name):
-    """Return an attribute as its module or class stores it, e.g. a staticmethod object, not its function."""
+def _stored_value(parent: Any, name: str) -> Any:
+    """Return an attribute as its module or class stores it.
+
+    A static method is returned as a staticmethod object, not as the function that getattr() returns.
+    """
     if isinstance(parent, ModuleType) and name not in vars(parent):
         return getattr(parent, name)  # the module computes it by __getattr__
     return inspect.getattr_static(parent, name)
 
 
-def _imported_modules(package):
-    """Return all modules of a top-level package that are imported, e.g. of "torch"."""
+def _imported_modules(package: str) -> list[ModuleType]:
+    """Return all imported modules of a top-level package, e.g. of "torch"."""
     # Only names are copied: list(sys.modules.items()) makes tuples, which may start the garbage collector.
     # Its finalizers may import modules, and so change sys.modules while the list is made.
     names = [
@@ -207,106 +229,109 @@ _DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def find_module(name: str) -> ModuleSpec | None:
-    """Return where a module would be imported from; None if it is not found.
+    """Return the spec of a module, which names its source file; None if it is not found.
 
-    importlib.util.find_spec() would import the packages above the module. This function imports nothing.
+    Nothing is imported. importlib.util.find_spec() would import the packages above the module.
     """
-    path, parent = (
-        None,
-        name.rpartition(".")[0],
-    )  # path: folders to search; None for a top-level module
+    folders = None  # to search in; None for a top-level module, which is searched on sys.path
+    parent = name.rpartition(".")[0]
     if parent:
         package = find_module(parent)
-        path = package.submodule_search_locations if package else None
-        if path is None:
+        if package is None or package.submodule_search_locations is None:
             return None
-    # wrapt's import hooks are left out: they would import the packages above the module.
-    finders = [
-        finder for finder in sys.meta_path if not type(finder).__module__.startswith("wrapt")
-    ]
-    found = (finder.find_spec(name, path) for finder in finders)
-    return next(
-        filter(None, found), None
-    )  # the first finder that knows the module, as in an import
+        folders = package.submodule_search_locations
+    for finder in sys.meta_path:  # an import, too, uses the first finder that returns a spec
+        if type(finder).__module__.startswith("wrapt"):
+            continue  # wrapt's import hooks would import the packages above the module
+        spec = finder.find_spec(name, folders)
+        if spec:
+            return spec
+    return None
 
 
 def source_misfit(patch: Patch) -> str | None:
-    """Return why a patch certainly does not fit the source code of its module; None if it fits or may fit.
+    """Return the reason if a patch certainly does not fit the source code of its module; else None.
 
-    A patch changes one attribute of the module, e.g. a function or a method. The code is read, not executed.
+    A patch changes one attribute of the module, e.g. a function or method. The code is parsed, not executed,
+    so None does not prove that the patch fits.
     """
     spec = find_module(patch.module)
     if spec is None:
         return f"there is no module {patch.module}"
     get_source = getattr(spec.loader, "get_source", None)
-    source = get_source(patch.module) if get_source is not None else None
-    if source is None:
+    if get_source is None:
         return None  # an extension module, which is compiled
+    source = get_source(patch.module)
+    if source is None:
+        return None
     # `node` is the module first, then the class, and at the end the function that the patch changes.
-    node = _parsed(source)
+    node: Any = _parsed(source)
     for part in patch.qualname.split("."):  # "Engine" and "step" of "Engine.step"
         statements = list(_statements(node.body))
         bindings = [statement for statement in statements if _binds(statement, part)]
         if not bindings:
-            # The name may be inherited or made at run time. Otherwise it certainly does not exist.
-            return (
-                None
-                if _may_have_more(node, statements)
-                else f"{patch.module} has no {patch.qualname}"
-            )
+            if _may_have_other_names(node, statements):
+                return None  # the name may be inherited or made at run time
+            return f"{patch.module} has no {patch.qualname}"
         node = bindings[-1]  # the last definition of a name is in effect
         if not isinstance(node, _DEFINITIONS):
             return None  # an assignment or an import made the name: the source does not show its parameters
     if isinstance(node, ast.ClassDef):
         return None  # a class: its parameters are not checked here
-    arguments = node.args
-    names = {
-        argument.arg
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
-    }
-    return missing_parameters(patch, names)
+    arguments: ast.arguments = node.args
+    parameters = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+    return missing_parameters(patch, {parameter.arg for parameter in parameters})
 
 
-_parsed = functools.lru_cache(maxsize=32)(ast.parse)  # several patches look at one module
+_parsed = functools.lru_cache(maxsize=32)(ast.parse)  # several patches change the same module
 
 
-def missing_parameters(patch: Patch, names) -> str | None:
-    """Return a message if a patch relies on parameters that are not among `names`; else None."""
+def missing_parameters(patch: Patch, names: Collection[str]) -> str | None:
+    """Return a message if a patched function lacks parameters that the patch relies on; else None.
+
+    Args:
+        names: Parameters of the patched function.
+    """
     missing = [name for name in patch.parameters if name not in names]
-    return f"{patch.target} has no parameter {', '.join(missing)}" if missing else None
+    if not missing:
+        return None
+    return f"{patch.target} has no parameter {', '.join(missing)}"
 
 
-def _statements(body):
+def _statements(body: Iterable[ast.AST]) -> Iterator[Any]:
     """Yield all statements of a body, also those inside if, try, with and loops.
 
     Bodies of functions and classes are left out: their names are not names of this body.
     """
     for statement in body:
         yield statement
-        if not isinstance(statement, _DEFINITIONS):
-            for field in ("body", "orelse", "finalbody", "handlers"):
-                yield from _statements(getattr(statement, field, []))
+        if isinstance(statement, _DEFINITIONS):
+            continue
+        for field in ("body", "orelse", "finalbody", "handlers"):
+            yield from _statements(getattr(statement, field, []))
 
 
-def _binds(statement, name):
+def _binds(statement: Any, name: str) -> bool:
     """Return whether a statement defines, imports or assigns a name."""
     if isinstance(statement, _DEFINITIONS):
         return statement.name == name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return any(
-            (alias.asname or alias.name.partition(".")[0]) == name for alias in statement.names
-        )
-    # An assignment `a = b = 1` has several targets. `a: int = 1`, `a += 1` and `for a in ...` have one.
-    targets = (
-        statement.targets
-        if isinstance(statement, ast.Assign)
-        else [getattr(statement, "target", None)]
-    )
-    nodes = [node for target in targets if target for node in ast.walk(target)]
-    return any(isinstance(node, ast.Name) and node.id == name for node in nodes)
+        # `import a.b` binds the name a, `import a.b as c` the name c.
+        imported = [alias.asname or alias.name.partition(".")[0] for alias in statement.names]
+        return name in imported
+    if isinstance(statement, ast.Assign):
+        targets = statement.targets  # several in `a = b = 1`
+    else:
+        target = getattr(statement, "target", None)  # of `a: int = 1`, `a += 1` and `for a in ...`
+        targets = [target] if target else []
+    for target in targets:
+        for node in ast.walk(target):  # `a, b = 1, 2` has the tuple (a, b) as its target
+            if isinstance(node, ast.Name) and node.id == name:
+                return True
+    return False
 
 
-def _may_have_more(node, statements):
+def _may_have_other_names(node: Any, statements: list[Any]) -> bool:
     """Return whether a module or class may have names that none of its statements binds.
 
     Base classes, metaclasses and decorators may add names to a class. A star import, __getattr__, globals(),
@@ -318,11 +343,9 @@ def _may_have_more(node, statements):
     """
     if isinstance(node, ast.ClassDef):
         return bool(node.bases or node.keywords or node.decorator_list)  # a metaclass is a keyword
-    if any(
-        isinstance(child, ast.ImportFrom) and child.names[0].name == "*" for child in statements
-    ):
-        return True
+    for statement in statements:
+        is_star_import = isinstance(statement, ast.ImportFrom) and statement.names[0].name == "*"
+        if is_star_import or _binds(statement, "__getattr__"):
+            return True
     used_names = {child.id for child in ast.walk(node) if isinstance(child, ast.Name)}
-    return bool(used_names & {"globals", "vars", "setattr"}) or any(
-        _binds(statement, "__getattr__") for statement in statements
-    )
+    return bool(used_names & {"globals", "vars", "setattr"})

@@ -37,20 +37,24 @@ def installed_version(distribution: str) -> str | None:
 
 #: Stands for a version that does not name a release: it counts as newer than all known releases.
 UNKNOWN = Version("9999")
+#: A git checkout without tags has a version up to this one, which names no release.
+_HIGHEST_UNTAGGED = Version("0.1")
 
 
 @functools.cache
 def release_of(version: str) -> Version:
-    """Return the release to which a version of a package belongs, e.g. 2.7.0 for 2.7.0a0+79aa17489c.nv25.4.
+    """Return the release to which a version of a package belongs.
 
-    Some versions name no release, e.g. 0+unknown or 0.1.dev1+g1234567 of a git checkout: UNKNOWN is returned.
+    For example 2.7.0 for 2.7.0a0+79aa17489c.nv25.4. Some versions name no release, e.g. 0+unknown or
+    0.1.dev1+g1234567 of a git checkout: UNKNOWN is returned.
     """
     try:
         release = Version(Version(version).base_version)
     except InvalidVersion:
         return UNKNOWN
-    # A git checkout without tags has a version like 0 or 0.1, which names no release.
-    return release if release > Version("0.1") else UNKNOWN
+    if release <= _HIGHEST_UNTAGGED:
+        return UNKNOWN
+    return release
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,8 @@ class Feature:
 
     name: str  # as HOLMES_DISABLE and --holmes-require take it
     versions: str  # package and PEP 440 range, as in "deepspeed>=0.19,<0.20"
-    tried: tuple[
-        str, ...
-    ] = ()  # versions that the feature was run with, at least the oldest and the newest
+    #: Versions that the feature was run with, at least the oldest and the newest of the range.
+    tried: tuple[str, ...] = ()
     option: str = ""  # name of the option that switches the feature on; "" if every job uses it
     idle: tuple[str, ...] = ()  # values of `option` that leave the feature off
 
@@ -71,35 +74,44 @@ class Feature:
     version_of: Callable[[], str | None] | None = None
 
     read: tuple[str, ...] = ()  # versions whose source was compared only, without a run
-    binding: bool = (
-        False  # whether the job ends if the framework is imported and a patch does not fit it
-    )
+    #: Whether the job ends if the framework is imported and a patch does not fit it.
+    binding: bool = False
     what: str = ""  # what the feature does for the user, in a few words
-    #: The function of holmes_ext that switches the feature on when a program uses it, instead of an option.
-    only_by: str = ""
+    #: Function of holmes_ext that switches the feature on when a program imports it, instead of an option.
+    enabling_function: str = ""
 
     def __post_init__(self):
-        Requirement(
-            self.versions
-        )  # raises InvalidRequirement, a ValueError, if the range is malformed
+        # Raises InvalidRequirement, a ValueError, if the range is malformed.
+        Requirement(self.versions)
 
     @cached_property
     def requirement(self) -> Requirement:
+        """Package and range of the field `versions`, parsed."""
         return Requirement(self.versions)
 
     def installed(self) -> str | None:
+        """Return the version of the framework's package; None if it is not installed."""
         return installed_version(self.requirement.name)
 
-    def asked_for(self, options: Options) -> bool:
-        if self.only_by:
+    def is_enabled_by(self, options: Options) -> bool:
+        """Return whether a job with these options uses the feature.
+
+        False if a function of holmes_ext switches the feature on, instead of an option.
+        """
+        if self.enabling_function:
             return False
-        return not self.option or options.value(self.option) not in self.idle
+        if not self.option:
+            return True  # every job uses the feature
+        return options.value(self.option) not in self.idle
 
     @property
-    def asked_by(self) -> str:
-        """What switches the feature on, e.g. "--holmes-overlap auto or on"; "" if every job uses it."""
-        if self.only_by:
-            return self.only_by
+    def switch(self) -> str:
+        """Flag, with its values, or function that switches the feature on; "" if every job uses it.
+
+        For example "--holmes-overlap auto or on".
+        """
+        if self.enabling_function:
+            return self.enabling_function
         if not self.option:
             return ""
         values = [value for value in choices_of(self.option) if value not in self.idle]
@@ -121,26 +133,35 @@ class Feature:
         return f"{name} {version} is not supported (needs {supported})"
 
     def beyond_tried(self, version: str | None) -> str:
-        """Return a message if a version of the framework is newer than all that were tried; "" if it is not.
+        """Return a warning if a framework is newer than all versions the feature was run with.
 
         Only major and minor release numbers are compared. A version that names no release counts as newer.
+
+        Args:
+            version: Version of the framework; None if it is not installed.
+
+        Returns:
+            The warning; "" if none is needed.
         """
-        newest = max(map(Version, self.tried), default=UNKNOWN)
-        # release[:2] is (major, minor), e.g. (2, 7) of 2.7.1
-        if version is None or release_of(version).release[:2] <= newest.release[:2]:
+        newest_tried = max(map(Version, self.tried), default=UNKNOWN)
+        if version is None:
             return ""
-        names_no_release = release_of(version) is UNKNOWN
-        status = (
-            "says nothing"
-            if names_no_release
-            else f"is newer than {newest}, the newest that was tried"
-        )
+        release = release_of(version)
+        # release[:2] is (major, minor), e.g. (2, 7) of 2.7.1
+        if release.release[:2] <= newest_tried.release[:2]:
+            return ""
+        if release is UNKNOWN:
+            status = "names no release"
+        else:
+            status = f"is newer than {newest_tried}, the newest that was tried"
         return f"{self.requirement.name} {version} {status}: patches that fit are on"
 
 
 @dataclass(frozen=True)
 class Patch:
-    """Change that holmes makes to one attribute of a framework (the target), e.g. to a function or method.
+    """Change that holmes makes to one attribute of a framework, its target.
+
+    The target is e.g. a function or method.
 
     Either the field `wrap` is set, a function that runs instead of the target, or `replace`, a function that
     returns the attribute's new value.
@@ -166,9 +187,8 @@ class Patch:
     #: by_name (wrap.py) found are added.
     parameters: tuple[str, ...] = ()
 
-    only: str = (
-        ""  # PEP 440 range of the feature's versions that have this target; "" for all of them
-    )
+    #: PEP 440 range of the feature's versions that have this target; "" for all of them.
+    only: str = ""
 
     def __post_init__(self):
         read_by_wrap = getattr(self.wrap, "parameters", ())
@@ -183,10 +203,12 @@ class Patch:
 
     @property
     def module(self) -> str:
+        """Name of the framework's module, e.g. "deepspeed.runtime.pipe.p2p"."""
         return self.target.partition(":")[0]
 
     @property
     def qualname(self) -> str:
+        """Name of the attribute inside its module, e.g. "send" or "PipelineEngine.train_batch"."""
         return self.target.partition(":")[2]
 
     def is_for_version(self, version: str | None) -> bool:
@@ -195,26 +217,27 @@ class Patch:
         The field `only` limits a patch to the versions that have the patched function. An unknown version
         (None) is accepted.
         """
-        return (
-            not self.only
-            or version is None
-            or SpecifierSet(self.only).contains(release_of(version))
-        )
+        if not self.only or version is None:
+            return True
+        return SpecifierSet(self.only).contains(release_of(version))
 
 
 class PatchModule(NamedTuple):
-    """Module of holmes with a tuple PATCHES, which is imported only in a job that needs these patches."""
+    """Module of holmes with patches, which is imported only in a job that needs these patches."""
 
     name: str  # e.g. "holmes_ext.patches.deepspeed.stage_links"
-    features: tuple[Feature, ...]  # those of its patches
-    package: str  # the program imports this package before it can use what the patches change
+    features: tuple[Feature, ...]  # features to which the patches in the module belong
+    package: str  # package of the framework whose import makes the patches necessary
 
 
 class PatchStatus(NamedTuple):
-    """State of one patch (a change to a framework's attribute) in this process, for `holmes patches`."""
+    """State of one patch in this process, for the command `holmes patches`.
 
-    feature: str
-    target: str
+    A patch is a change of holmes to an attribute of a framework.
+    """
+
+    feature: str  # name of the group of patches to which the patch belongs
+    target: str  # the patched attribute, as "module:qualname"
     state: str  # "waiting" (for an import), "applied", "off" or "other version" (made for another version)
     reason: str  # why the patch is off; in the other states, why it exists
     version: str | None  # of the framework, as installed

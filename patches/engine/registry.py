@@ -1,21 +1,24 @@
-"""The registry: applies the patches of wanted features, undoes them exactly, and says what it did.
+"""Applies patches (changes of holmes to a framework's functions) when their modules are imported.
 
-Features are all or nothing, but the modules they patch are imported one by one, and importing them early
-would change the program. So a feature is judged three times, each time as far as can be known:
+The patches of a feature are all applied, or none. But the program imports the framework's modules at
+different times, and holmes must not import them early. So the registry checks a feature up to three times:
 
-    enable()                        the installed distribution's version
-    its first module is imported    every patch: version, target, parameters; of other modules by location.py
-    each further module             the same once more, now on what was really imported
+    1. enable() is called                               the version of the installed package
+    2. the first module that it patches is imported     every patch: its version, function and parameters.
+                                                        Modules that are not imported are checked by their
+                                                        source (location.py). Then the first patches are
+                                                        applied.
+    3. each other module that it patches is imported    the patches of this module, before they are applied
 
-A misfit switches the whole feature off: what it had applied is undone, the reason is kept for statuses(), and
-training goes on. If the user asked for the feature by name (required), HolmesError is raised instead, from
-enable() or from the import. Nothing else escapes into an import.
+If a check fails, the feature is switched off: the patches that were applied are removed, statuses() returns
+the reason, and training goes on. If the feature is required (--holmes-require), enable() or the program's
+import statement raises HolmesError instead. No other exception is raised in an import of the program.
 
-Modules are only watched (wrapt's post-import hooks, which stay and find nothing to do after undo()).
+wrapt's post-import hooks report the end of an import. They stay registered after undo(), and then do nothing.
 
-Patches are in modules of holmes (PatchModule), which import much of holmes. The registry imports such a
+The patches are in modules of holmes (PatchModule), which import much of holmes. The registry imports such a
 module only if one of its features is on and the program imports the package that it patches. A finder at
-the front of sys.meta_path notices that before the package's code runs.
+the front of sys.meta_path (ImportObserver) reports that import before the package's code runs.
 """
 
 import functools
@@ -24,64 +27,81 @@ import os
 import sys
 import threading
 from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import wrapt
 
 from holmes_ext import extensions, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.patches.engine.feature_state import UNWANTED, FeatureState
 from holmes_ext.patches.engine.imports import ImportObserver, is_imported
 from holmes_ext.patches.engine.location import Location, Misfit, source_misfit
 from holmes_ext.patches.engine.patch import Feature, Patch, PatchModule, PatchStatus
-from holmes_ext.patches.engine.progress import UNWANTED, Progress
 from holmes_ext.words import did_you_mean
 
 _log = logging.getLogger(__name__)
 
 
 def disabled_features(environ: Mapping[str, str], known: Iterable[str]) -> frozenset[str]:
-    """Return the features that HOLMES_DISABLE=feature,... switches off; "all" stands for every known feature.
+    """Return the features that the variable HOLMES_DISABLE, e.g. "ddp,fsdp", switches off.
+
+    Args:
+        environ: Environment variables.
+        known: Names of all features, for which "all" stands.
 
     Raises:
-        HolmesError: a feature is not known (raised by _features_named). The message has the nearest known.
+        HolmesError: HOLMES_DISABLE names a feature that does not exist. The message names a similar one.
     """
     return _features_named("HOLMES_DISABLE", environ.get("HOLMES_DISABLE", ""), known)
 
 
 def _features_named(source: str, text: str, known: Iterable[str]) -> frozenset[str]:
-    """Return the features that a list separated by commas names; "all" stands for every known feature.
+    """Return the features that a comma-separated list names.
 
     Args:
         source: The option or variable that has the list, for the error message.
         text: The list, e.g. "ddp,fsdp".
+        known: Names of all features, for which "all" stands.
 
     Raises:
-        HolmesError: a feature is not known. The message has the nearest known name.
+        HolmesError: the list names a feature that does not exist. The message names a similar one.
     """
-    known = list(known)
+    known_names = set(known)
     names = {name.strip() for name in text.split(",")} - {""}
-    if unknown := sorted(names - {*known, "all"}):
-        raise HolmesError(f"{source}: {_unknown(unknown[0], [*known, 'all'])}")
-    return frozenset(known if "all" in names else names)
+    unknown_names = sorted(names - known_names - {"all"})
+    if unknown_names:
+        message = _message_of_unknown_feature(unknown_names[0], {*known_names, "all"})
+        raise HolmesError(f"{source}: {message}")
+    if "all" in names:
+        return frozenset(known_names)
+    return frozenset(names)
 
 
-def _unknown(name: str, known: Iterable[str]) -> str:
+def _message_of_unknown_feature(name: str, known: Iterable[str]) -> str:
     if name in words.RENAMED_FEATURES:
         return f"the feature {name!r} is called {words.RENAMED_FEATURES[name]!r} now"
     return f"there is no feature {name!r}; {did_you_mean(name, sorted(known))}"
 
 
-class _NotLoaded(Exception):
+class _OtherFrameworkError(Exception):
     """The imported module belongs to another framework, which has a module of the same name.
 
-    The feature is then switched off, and the user is not told.
+    The feature is then switched off without a warning.
     """
 
 
-class Registry:
-    """All patches (changes to frameworks), and the state of each in this process.
+class FeatureSummary(NamedTuple):
+    """Features that a job uses, and features that were enabled but are off."""
 
-    Every public method may be called from any thread.
+    on: list[str]
+    off: dict[str, str]  # name -> why the feature is off
+
+
+class Registry:
+    """All patches of holmes, grouped by feature, and their state in this process.
+
+    A patch is a change to a function of a framework. Every public method may be called from any thread.
     """
 
     def __init__(
@@ -90,268 +110,294 @@ class Registry:
         elsewhere: Iterable[str] = (),
         modules: Iterable[PatchModule] = (),
     ):
-        """Collect patches, without applying any.
+        """Collect patches (changes of holmes to frameworks), without applying any.
 
         Args:
-            patches: The patches.
+            patches: Patches that are imported already.
             elsewhere: Names of features whose patches may be added later. Until then they can be switched
                 off, but not required.
             modules: Modules with more patches, which are imported when the patches are needed.
         """
         self._elsewhere = frozenset(elsewhere)
         self._lock = threading.RLock()
-        self._features: dict[str, Progress] = {}
-        self._locations: dict[str, Location] = {}  # by target, of the patches that are applied
-        self._watched: set[str] = set()
-        self._unloaded = list(modules)  # their patches are not in _features yet
-        self._finder = ImportObserver(self._load_for_import)
-        for module in self._unloaded:
+        #: Name of a feature -> its state.
+        self._states: dict[str, FeatureState] = {}
+        #: "module:qualname" -> the attribute of this name, with the patches that are applied to it.
+        self._locations: dict[str, Location] = {}
+        #: Modules of frameworks for which wrapt will call a post-import hook.
+        self._watched_modules: set[str] = set()
+        #: Modules of holmes with patches that are not imported yet.
+        self._unloaded_modules = list(modules)
+        self._import_observer = ImportObserver(self._import_patches_before)
+        for module in self._unloaded_modules:
             for feature in module.features:
-                self._features.setdefault(feature.name, Progress(feature))
+                self._states.setdefault(feature.name, FeatureState(feature))
         self.add(patches)
 
     def add(self, patches: Iterable[Patch]) -> None:
-        """Add patches, without applying them.
+        """Add patches (changes of holmes to frameworks), without applying them.
 
-        Patches that were added before are left out.
+        A patch that was added before is left out.
 
         Raises:
             ValueError: two patches of a feature have the same target, or two features have the same name.
         """
         for patch in patches:
-            name, target = patch.feature.name, patch.target
-            progress = self._features.setdefault(name, Progress(patch.feature))
-            if any(patch is other for other in progress.patches):
-                continue
-            if patch.feature != progress.feature or target in [
-                other.target for other in progress.patches
-            ]:
-                raise ValueError(f"{name}: {target} is given twice, or in two features of one name")
-            progress.patches.append(patch)
+            name = patch.feature.name
+            state = self._states.setdefault(name, FeatureState(patch.feature))
+            if any(patch is other for other in state.patches):
+                continue  # added before
+            has_same_target = any(patch.target == other.target for other in state.patches)
+            if has_same_target or patch.feature != state.feature:
+                raise ValueError(
+                    f"{name}: {patch.target} is given twice, or in two features of one name"
+                )
+            state.patches.append(patch)
 
     def enable(
         self, names: Iterable[str], required: bool = False, disabled: frozenset[str] | None = None
     ) -> None:
-        """Apply the patches of some features.
+        """Apply the patches of some features (groups of patches), now or later.
 
-        A patch is applied now if its module is imported, or else when the module is imported later.
+        A patch is applied now if the framework's module that it changes is imported, or else when this module
+        is imported later.
 
         Args:
-            names: The features.
+            names: Names of the features.
             required: Whether HolmesError is raised if a patch does not fit the framework, here or by the
                 import. Otherwise the feature is switched off.
             disabled: Features that stay off; by default those in HOLMES_DISABLE.
 
         Raises:
-            HolmesError: a feature is not known, or a required one does not fit (raised by _switch_off).
+            HolmesError: a feature does not exist, or a required one does not fit.
         """
         names = list(names)
-        disabled = self.switched_off() if disabled is None else disabled
+        if disabled is None:
+            disabled = self.switched_off()
         for name in names:
-            if name in self._elsewhere and name not in self._features:
+            if name in self._states:
+                continue
+            if name in self._elsewhere:
                 raise HolmesError(
                     f"feature {name} belongs to an extension that this job does not use"
                 )
-            if name not in self._features:
-                raise HolmesError(_unknown(name, self._known_names()))
+            raise HolmesError(_message_of_unknown_feature(name, self._known_names()))
         for name in names:
-            progress = self._features[name]
-            with self._lock:
-                if name in disabled:
-                    self._remove(progress)  # an earlier call may have applied its patches
-                    progress.off = "switched off by HOLMES_DISABLE"
-                    continue
-                progress.required |= required
-                if progress.off is None:
-                    continue  # an earlier call has enabled it
-                progress.off, progress.begun = (
-                    None,
-                    False,
-                )  # it is on from now on, without applied patches
-                # With version_of, the version is known only after the import (_apply_ready_patches).
-                if not progress.feature.version_of:
-                    progress.version = progress.feature.installed()
-                    if reason := progress.misfit():  # why the version is not supported
-                        # No warning is needed: the line that holmes prints at the start has the reason.
-                        self._switch_off(progress, reason, level=logging.INFO)
-                        continue
-            self._load_imported(progress.feature)
-            # A module whose import has begun may lack functions, so patches cannot be judged.
-            half_imported = [
-                module
-                for module in progress.modules
-                if module in sys.modules and not is_imported(module)
-            ]
-            if half_imported:
-                reason = f"{half_imported[0]} is just being imported: enable holmes before"
-                with self._lock:
-                    self._switch_off(progress, reason, level=logging.INFO)
-                continue
-            self._watch_all(progress)
+            self._enable_feature(self._states[name], required, is_disabled=name in disabled)
 
-    def _load_imported(self, feature: Feature) -> None:
-        """Import the modules with patches of a feature if the program has imported what they patch.
-
-        The other modules follow when the program imports it.
-        """
-        with self._lock:
-            modules = [module for module in self._unloaded if feature in module.features]
-        imported = [module for module in modules if module.package in sys.modules]
-        self._load(imported)
-        if len(imported) < len(modules) and self._finder not in sys.meta_path:
-            sys.meta_path.insert(0, self._finder)
-
-    def _load_for_import(self, name: str) -> None:
-        """Import the modules with patches that the program needs from now on.
-
-        ImportObserver calls this.
+    def _enable_feature(self, state: FeatureState, required: bool, is_disabled: bool) -> None:
+        """Apply the patches of one feature, now or when their modules are imported (see enable).
 
         Args:
-            name: Name of a module, e.g. "deepspeed", whose import begins.
-
-        Raises:
-            HolmesError: a module of holmes cannot be imported, and a feature of it is required.
+            state: State of the feature.
+            required: Whether HolmesError is raised if a patch does not fit the framework.
+            is_disabled: Whether HOLMES_DISABLE switches the feature off.
         """
         with self._lock:
-            modules = [
-                module
-                for module in self._unloaded
-                if f"{name}.".startswith(f"{module.package}.") and self._is_used(module)
-            ]
+            if is_disabled:
+                self._remove(state)  # an earlier call may have applied its patches
+                state.off_reason = "switched off by HOLMES_DISABLE"
+                return
+            state.is_required |= required
+            if state.off_reason is None:
+                return  # an earlier call has enabled it
+            state.off_reason = None
+            state.has_begun = False
+            # With version_of, the version is known only after the import (_apply_ready_patches).
+            if not state.feature.version_of:
+                state.version = state.feature.installed()
+                reason = state.misfit()  # None if the version is supported
+                if reason:
+                    # No warning is needed: the line that holmes prints at the start has the reason.
+                    self._switch_off(state, reason, level=logging.INFO)
+                    return
+
+        self._import_needed_patches(state.feature)
+        for module in state.modules:
+            if module in sys.modules and not is_imported(module):
+                # The import has not ended: the module may lack functions, so patches cannot be checked.
+                reason = f"{module} is being imported; enable holmes before its import"
+                with self._lock:
+                    self._switch_off(state, reason, level=logging.INFO)
+                return
+        self._apply_patches_when_imported(state)
+
+    def _import_needed_patches(self, feature: Feature) -> None:
+        """Import the modules of holmes with patches of a feature, if they are needed already.
+
+        A module is needed as soon as the program has imported the package that it patches. If others may be
+        needed later, the program's imports are observed from now on.
+        """
+        with self._lock:
+            modules = [module for module in self._unloaded_modules if feature in module.features]
+        needed_now = [module for module in modules if module.package in sys.modules]
+        self._import_patches(needed_now)
+        has_more = len(needed_now) < len(modules)
+        if has_more and self._import_observer not in sys.meta_path:
+            sys.meta_path.insert(0, self._import_observer)
+
+    def _import_patches_before(self, name: str) -> None:
+        """Import the modules of holmes that patch a package which the program begins to import.
+
+        ImportObserver calls this method at the beginning of each import.
+
+        Args:
+            name: Name of the module that the program imports, e.g. "deepspeed".
+
+        Raises:
+            HolmesError: a module of holmes cannot be imported, and one of its features is required.
+        """
+        modules = []
+        with self._lock:
+            for module in self._unloaded_modules:
+                # True for "torch.distributed" if the patched package is "torch".
+                is_inside = f"{name}.".startswith(f"{module.package}.")
+                if is_inside and self._has_feature_on(module):
+                    modules.append(module)
         try:
-            self._load(modules)
+            self._import_patches(modules)
         except Exception as error:  # a fault of holmes must not end the program's import
             _log.debug("holmes: patches for %s", name, exc_info=True)
             with self._lock:
-                for progress in self._on_features_of(modules):
-                    self._switch_off(progress, f"{type(error).__name__}: {error}", error)
-        for progress in self._on_features_of(modules):
-            self._watch_all(progress)
+                for state in self._enabled_features_of(modules):
+                    self._switch_off(state, f"{type(error).__name__}: {error}", error)
+        for state in self._enabled_features_of(modules):
+            self._apply_patches_when_imported(state)
 
-    def _is_used(self, module: PatchModule) -> bool:
-        """Return whether a feature of a module with patches is on."""
+    def _has_feature_on(self, module: PatchModule) -> bool:
+        """Return whether at least one feature is on that has patches in a module of holmes."""
         return any(self.is_on(feature.name) for feature in module.features)
 
-    def _on_features_of(self, modules: Iterable[PatchModule]) -> list[Progress]:
-        """Return the features that are on and have patches in some modules."""
-        names = dict.fromkeys(feature.name for module in modules for feature in module.features)
-        return [self._features[name] for name in names if self.is_on(name)]
+    def _enabled_features_of(self, modules: Iterable[PatchModule]) -> list[FeatureState]:
+        """Return the states of the features that are on and have patches in some modules."""
+        names: dict[str, None] = {}  # a set that keeps its order
+        for module in modules:
+            for feature in module.features:
+                names[feature.name] = None
+        return [self._states[name] for name in names if self.is_on(name)]
 
-    def _load(self, modules: Iterable[PatchModule]) -> None:
-        """Import modules of holmes, and add their patches.
+    def _import_patches(self, modules: Iterable[PatchModule]) -> None:
+        """Import modules of holmes that define patches, and add these patches to the registry.
 
         The caller must not hold the lock: another thread that imports such a module may wait for the lock.
         """
         for module in modules:
-            patches = extensions.load(module.name).PATCHES
+            patches = extensions.load(module.name).PATCHES  # imports the module
             with self._lock:
                 self.add(patches)
-                if module in self._unloaded:
-                    self._unloaded.remove(module)
+                if module in self._unloaded_modules:
+                    self._unloaded_modules.remove(module)
 
-    def _watch_all(self, progress: Progress) -> None:
-        """Apply the patches of a feature, now or when their modules are imported."""
-        for module in progress.modules:
-            self._watch(module)
+    def _apply_patches_when_imported(self, state: FeatureState) -> None:
+        """Apply each patch of a feature, now or when the module that it changes is imported."""
+        for module in state.modules:
+            self._apply_patches_after_import_of(module)
 
-    def enable_asked_for(self, options: Options) -> None:
-        """Enable the features that the options ask for, if their framework is installed.
+    def enable_for_options(self, options: Options) -> None:
+        """Enable the features (groups of patches) that a job with these options uses.
+
+        A feature is left out if its framework is not installed.
 
         Features in options.required_features must fit: otherwise, or if their framework is not installed, an
         error is raised. Features in options.try_ are used under any version of their framework.
 
         Raises:
-            HolmesError: an option names an unknown feature (raised by _features_named or enable), or a
-                required feature does not fit or is not in use.
+            HolmesError: an option names a feature that does not exist, or a required feature does not fit or
+                is switched off by another option.
         """
         for name in _features_named("--holmes-try", options.try_, self._known_names()):
-            if name in self._features:
-                self._features[name].anyway = True
+            if name in self._states:
+                self._states[name].is_forced = True
         required = set(options.required_features)
         self.enable(required, required=True)
         for name in sorted(required):
-            # A required feature must also be in use: another option switches it on (asked_by).
-            if not (feature := self._features[name].feature).asked_for(options):
+            feature = self._states[name].feature
+            if not feature.is_enabled_by(options):
                 raise HolmesError(
-                    f"--holmes-require {name}: it is used with {feature.asked_by}; give that too"
+                    f"--holmes-require {name} has no effect without {feature.switch}; pass that too"
                 )
-        wanted = [
-            progress.feature for name, progress in self._features.items() if name not in required
-        ]
-        # A framework with version_of may have no package, so installed() does not find it.
-        self.enable(
-            feature.name
-            for feature in wanted
-            if feature.asked_for(options) and (feature.version_of or feature.installed())
-        )
-        for progress in self._features.values():
+
+        optional = []
+        for name, state in self._states.items():
+            feature = state.feature
+            if name in required or not feature.is_enabled_by(options):
+                continue
+            # A framework with version_of may have no package, so installed() does not find it.
+            if feature.version_of or feature.installed():
+                optional.append(name)
+        self.enable(optional)
+        for state in self._states.values():
             # The job ends if the framework of a binding feature is imported later and a patch does not fit.
-            progress.required |= progress.feature.binding and progress.off is None
+            if state.feature.binding and state.off_reason is None:
+                state.is_required = True
 
     def undo(self) -> None:
-        """Remove every patch. Each changed attribute, and each copy of it, gets its original value again.
+        """Remove every patch (change to a framework), and switch all features off.
 
-        An attribute that its class had inherited is deleted from the class.
+        Each changed attribute, and each copy of it, gets its original value again. An attribute that its
+        class had inherited is deleted from the class.
         """
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
+        if self._import_observer in sys.meta_path:
+            sys.meta_path.remove(self._import_observer)
         with self._lock:
-            for progress in self._features.values():
-                self._remove(progress)
-                progress.off = "undone" if progress.off is None else progress.off
-                progress.required = progress.anyway = False
+            for state in self._states.values():
+                self._remove(state)
+                if state.off_reason is None:
+                    state.off_reason = "undone"
+                state.is_required = False
+                state.is_forced = False
 
     def switched_off(self) -> frozenset[str]:
-        """Return the features that HOLMES_DISABLE switches off."""
+        """Return the features that the environment variable HOLMES_DISABLE switches off."""
         return disabled_features(os.environ, self._known_names())
 
     def _known_names(self) -> list[str]:
-        return list(dict.fromkeys([*self._features, *self._elsewhere]))
+        return list(dict.fromkeys([*self._states, *self._elsewhere]))
 
     def is_on(self, name: str) -> bool:
-        """Return whether the patches of a feature are applied, or will be when their modules are imported."""
-        return self._features[name].off is None
+        """Return whether a feature is on: its patches are applied, or wait for an import."""
+        return self._states[name].off_reason is None
 
     def statuses(self) -> list[PatchStatus]:
         """Return the state of every patch, in the order of registration within each feature.
 
-        All modules with patches are imported.
+        All modules of holmes with patches are imported, and no module of a framework.
         """
         with self._lock:
-            modules = list(self._unloaded)
-        self._load(modules)
-        for progress in self._on_features_of(modules):
-            self._watch_all(progress)
+            modules = list(self._unloaded_modules)
+        self._import_patches(modules)
+        for state in self._enabled_features_of(modules):
+            self._apply_patches_when_imported(state)
+        statuses = []
         with self._lock:
-            return [
-                PatchStatus(
-                    name,
-                    patch.target,
-                    progress.state(patch),
-                    progress.off or patch.reason,
-                    progress.version,
-                )
-                for name, progress in self._features.items()
-                for patch in progress.patches
-            ]
+            for name, state in self._states.items():
+                for patch in state.patches:
+                    status = PatchStatus(
+                        feature=name,
+                        target=patch.target,
+                        state=state.state_of(patch),
+                        reason=state.off_reason or patch.reason,
+                        version=state.version,
+                    )
+                    statuses.append(status)
+        return statuses
 
-    def summary(self) -> tuple[list[str], dict[str, str]]:
-        """Return the features that are on, and those that were wanted but are off, with the reason.
+    def summary(self) -> FeatureSummary:
+        """Return the features that are on, and those that were enabled but are off.
 
-        A feature with version_of counts as on only after its first patches are applied: before the import it
-        is not known whether its framework is there.
+        A feature is a group of patches. Some features can read the version of their framework only after its
+        import (Feature.version_of). Such a feature counts as on after its first patches are applied: before,
+        it is not certain that the framework is there.
         """
+        summary = FeatureSummary(on=[], off={})
         with self._lock:
-            on = [
-                name
-                for name, progress in self._features.items()
-                if progress.off is None and (progress.applied or not progress.feature.version_of)
-            ]
-            return on, {
-                name: progress.off
-                for name, progress in self._features.items()
-                if progress.off and progress.off != UNWANTED
-            }
+            for name, state in self._states.items():
+                if state.off_reason is None:
+                    if state.applied or not state.feature.version_of:
+                        summary.on.append(name)
+                elif state.off_reason != UNWANTED:
+                    summary.off[name] = state.off_reason
+        return summary
 
     def untried(self) -> dict[str, list[str]]:
         """Return the features that are on under a version that they do not support (--holmes-try).
@@ -361,136 +407,157 @@ class Registry:
         """
         by_version: dict[str, list[str]] = {}
         with self._lock:
-            for name, progress in self._features.items():
-                if progress.untried:
-                    version = f"{progress.feature.requirement.name} {progress.version}"
+            for name, state in self._states.items():
+                if state.is_untried:
+                    version = f"{state.feature.requirement.name} {state.version}"
                     by_version.setdefault(version, []).append(name)
         return by_version
 
     def beyond_tried(self) -> list[str]:
-        """Return a message for each installed version that is newer than all that features were tried with.
+        """Return a warning for each framework that is newer than all versions holmes was run with.
 
-        Only features that are on count. Those that untried() returns are left out.
+        Only frameworks with a feature that is on are checked. Features that untried() returns are left out.
         """
+        warnings = set()  # several features of a framework may have the same warning
         with self._lock:
-            texts = {
-                progress.feature.beyond_tried(progress.version)
-                for progress in self._features.values()
-                if progress.off is None and not progress.untried
-            }
-            return sorted(texts - {""})
+            for state in self._states.values():
+                if state.off_reason is None and not state.is_untried:
+                    warnings.add(state.feature.beyond_tried(state.version))
+        return sorted(warnings - {""})
 
     def states(self) -> dict[str, str]:
-        """Return the state of each feature, "off" or "on VERSION". It is equal on ranks patched alike.
+        """Return the state of each feature (group of patches), "off" or "on VERSION".
 
-        A feature whose patches wait for an import counts as on, since a rank may import a module later than
-        another. A feature with version_of is left out until its framework is imported: before, its state is
-        not certain.
+        Ranks compare these states before the job starts, so ranks with the same patches must return the same.
+        A feature whose patches wait for an import counts as on, because a rank may import a module later than
+        another. A feature that reads its framework's version after the import (Feature.version_of) is left
+        out until the import, because its state is not certain before.
         """
+        states = {}
         with self._lock:
-            return {
-                name: "off" if progress.off else f"on {progress.version}"
-                for name, progress in self._features.items()
-                if progress.off or progress.version or not progress.feature.version_of
-            }
+            for name, state in self._states.items():
+                if state.off_reason:
+                    states[name] = "off"
+                elif state.version or not state.feature.version_of:
+                    states[name] = f"on {state.version}"
+        return states
 
-    def _watch(self, name):
-        """Let _imported() run for a module: at once if the module is imported, or else after its import.
+    def _apply_patches_after_import_of(self, name: str) -> None:
+        """Apply the patches of a module, at once if it is imported, or else after its import.
 
-        The caller must not hold the lock, since wrapt may call _imported() at once.
-        """
-        with self._lock:
-            was_watched = name in self._watched
-            self._watched.add(name)
-        if not was_watched:
-            wrapt.register_post_import_hook(functools.partial(self._imported, name), name)
-        elif is_imported(name):
-            self._imported(name)
-
-    def _imported(self, name, module=None):
-        """Apply the patches of a module that has been imported. wrapt calls this as a post-import hook.
+        The caller must not hold the lock, since wrapt may call the post-import hook at once.
 
         Args:
-            name: Name of the module.
+            name: Name of the framework's module.
+        """
+        with self._lock:
+            was_watched = name in self._watched_modules
+            self._watched_modules.add(name)
+        if not was_watched:
+            hook = functools.partial(self._apply_patches_of, name)
+            wrapt.register_post_import_hook(hook, name)
+        elif is_imported(name):
+            self._apply_patches_of(name)
+
+    def _apply_patches_of(self, name: str, module: Any = None) -> None:
+        """Apply the patches of a module that has been imported.
+
+        wrapt calls this method as a post-import hook.
+
+        Args:
+            name: Name of the framework's module.
             module: The module, which wrapt passes. It is not read.
         """
         with self._lock:
-            self._watched.discard(name)  # wrapt calls a hook once
-            for progress in self._features.values():
-                if progress.off is None and any(patch.module == name for patch in progress.patches):
-                    self._advance(progress, name)
+            self._watched_modules.discard(name)  # wrapt calls a hook once
+            for state in self._states.values():
+                is_on = state.off_reason is None
+                if is_on and name in state.modules:
+                    self._apply_or_switch_off(state, name)
 
-    def _advance(self, progress, imported):
-        """Apply the patches of a feature whose modules are imported. If one does not fit, switch all off.
+    def _apply_or_switch_off(self, state: FeatureState, imported: str) -> None:
+        """Apply the patches of a feature whose modules are imported, or switch the feature off.
+
+        The feature is switched off if one of its patches does not fit the framework.
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             imported: Name of a module whose import has just ended.
         """
         try:
-            self._apply_ready_patches(progress, imported)
-        except _NotLoaded as other:
-            # The module belongs to another framework. A binding feature is required only with its own.
-            if progress.feature.binding:
-                progress.required = False
-            self._switch_off(progress, str(other), level=logging.DEBUG)
+            self._apply_ready_patches(state, imported)
+        except _OtherFrameworkError as error:
+            # A binding feature is required only together with its own framework.
+            if state.feature.binding:
+                state.is_required = False
+            self._switch_off(state, str(error), level=logging.DEBUG)
         except Misfit as misfit:
-            self._switch_off(progress, str(misfit))
+            self._switch_off(state, str(misfit))
         except Exception as error:
             # A function of holmes (replace, version_of) failed, or the framework's source cannot be parsed.
-            _log.debug("holmes: feature %s", progress.feature.name, exc_info=True)
-            self._switch_off(progress, f"{type(error).__name__}: {error}", error)
+            _log.debug("holmes: feature %s", state.feature.name, exc_info=True)
+            self._switch_off(state, f"{type(error).__name__}: {error}", error)
 
-    def _apply_ready_patches(self, progress, imported):
-        """Apply the patches of a feature whose modules are imported, after checking all of its patches.
+    def _apply_ready_patches(self, state: FeatureState, imported: str) -> None:
+        """Check all patches of a feature, and apply those whose modules are imported.
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             imported: Name of a module whose import has just ended.
 
         Raises:
-            _NotLoaded: the imported module belongs to another framework with the same module name.
-            Misfit: the version is not supported, or a patch does not fit (raised by Location, too).
+            _OtherFrameworkError: the imported module belongs to another framework.
+            Misfit: the version is not supported, or a patch does not fit.
         """
-        if progress.feature.version_of:  # the version can be read only after the import
-            progress.version = progress.feature.version_of()
-            if progress.version is None:
-                raise _NotLoaded(f"what is loaded is not {progress.feature.requirement.name}")
-            reason = progress.misfit()  # why the version is not supported
+        if state.feature.version_of:  # the version can be read only after the import
+            state.version = state.feature.version_of()
+            if state.version is None:
+                raise _OtherFrameworkError(
+                    f"the imported module is not of {state.feature.requirement.name}"
+                )
+            reason = state.misfit()  # why the version is not supported
             if reason:
                 raise Misfit(reason)
 
         # Patches that are not applied yet: `ready` are those whose module is imported, the others wait.
         pending = [
             patch
-            for patch in progress.patches
-            if patch not in progress.applied and patch.is_for_version(progress.version)
+            for patch in state.patches
+            if patch not in state.applied and patch.is_for_version(state.version)
         ]
         ready = [
             patch for patch in pending if patch.module == imported or is_imported(patch.module)
         ]
-        # The attributes to change: a Location is shared by all patches of one attribute.
-        locations = {patch: self._locations.get(patch.target) or Location(patch) for patch in ready}
-        for patch, location in locations.items():
+        location_of: dict[Patch, Location] = {}  # patch -> the attribute that it changes
+        for patch in ready:
+            # All patches of one attribute share its Location.
+            location_of[patch] = self._locations.get(patch.target) or Location(patch)
+        for patch, location in location_of.items():
             location.check(patch)  # raises Misfit if the patch does not fit
-        if not progress.begun:
+        if not state.has_begun:
             # Before the first patch is applied, those that wait are checked, too: in the source code.
             waiting = [patch for patch in pending if patch not in ready]
             for patch in waiting:
                 reason = source_misfit(patch)
                 if reason:
                     raise Misfit(reason)
-        progress.begun = True  # the check of the source code is made once
-        for patch, location in locations.items():
+        state.has_begun = True  # the check of the source code is made once
+        for patch, location in location_of.items():
             location.add(patch)
             self._locations[patch.target] = location
-            progress.applied[patch] = location
+            state.applied[patch] = location
 
-    def _switch_off(self, progress, reason, cause=None, level=logging.WARNING):
+    def _switch_off(
+        self,
+        state: FeatureState,
+        reason: str,
+        cause: Exception | None = None,
+        level: int = logging.WARNING,
+    ) -> None:
         """Switch a feature off: remove its patches, and log the reason.
 
         Args:
-            progress: State of the feature.
+            state: State of the feature.
             reason: Why it cannot be used.
             cause: The exception that shows why, or None.
             level: Level of the log message.
@@ -498,16 +565,17 @@ class Registry:
         Raises:
             HolmesError: the feature is required.
         """
-        self._remove(progress)
-        progress.off, name = reason, progress.feature.name
-        if progress.required:
+        self._remove(state)
+        state.off_reason = reason
+        name = state.feature.name
+        if state.is_required:
             raise HolmesError(f"feature {name} cannot be used: {reason}") from cause
         _log.log(level, "holmes: feature %s is off: %s", name, reason)
 
-    def _remove(self, progress):
+    def _remove(self, state: FeatureState) -> None:
         """Remove all patches of a feature that are applied, the last one first."""
-        for patch, location in reversed(list(progress.applied.items())):
+        for patch, location in reversed(list(state.applied.items())):
             location.remove(patch)
             if not location.patches:  # patches of other features may remain
                 del self._locations[location.target]
-        progress.applied.clear()
+        state.applied.clear()

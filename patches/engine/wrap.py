@@ -47,12 +47,11 @@ _NO_DEFAULT = object()  # differs from every argument
 class Parameters:
     """Parameters of one function, without `self`, `*args` and `**kwargs`."""
 
-    positions: dict[
-        str, int
-    ]  # name -> position, of parameters that may be passed by position; sorted
+    #: Name -> position of each parameter that may be passed by position, in the order of the positions.
+    positions: dict[str, int]
     defaults: dict[str, Any]  # name -> default, of parameters that have one
-    names: frozenset[str]
-    positional_only: frozenset[str]
+    names: frozenset[str]  # names of all parameters
+    positional_only: frozenset[str]  # names of the parameters that cannot be passed by keyword
     required: frozenset[str]  # names of the parameters without a default
     signature: inspect.Signature
 
@@ -94,11 +93,10 @@ def parameters_of(target: Callable[..., Any]) -> Parameters:
     return _read_parameters(function, is_method=True)
 
 
-@lru_cache(
-    maxsize=1024
-)  # reading a signature takes some 20 us, and p2p.send is called for every micro-batch
+# Cached: reading a signature takes some 20 us, and p2p.send is called for every micro-batch.
+@lru_cache(maxsize=1024)
 def _read_parameters(function: Callable[..., Any], is_method: bool) -> Parameters:
-    """Return the parameters of a function. Of a method, the first parameter (`self`) is left out."""
+    """Return the parameters of a function, or of a method without its first one, `self`."""
     signature = signature_of(function)
     if is_method:
         without_self = list(signature.parameters.values())[1:]
@@ -196,15 +194,14 @@ class Call:
         values = []
         for name in names:
             position = parameters.positions.get(name)  # None: it cannot be passed by position
+            is_lacking = name not in parameters.names  # in the installed version of the target
             if position is not None and position < given_count:  # the program passed it by position
                 values.append(self.args[position])
             elif name in self.kwargs:
                 values.append(self.kwargs[name])
             elif name in parameters.defaults:
                 values.append(parameters.defaults[name])
-            elif (
-                name in fallbacks and name not in parameters.names
-            ):  # the installed target lacks it
+            elif is_lacking and name in fallbacks:
                 values.append(fallbacks[name])
             else:
                 # The program left out a required argument: bind() raises Python's own TypeError.
@@ -221,7 +218,7 @@ class Call:
         return arguments_of(self.target, self.args, self.kwargs)
 
     def given(self) -> dict[str, Any]:
-        """Return the arguments that the program passed, by parameter name. Defaults are not included.
+        """Return the arguments that the program passed, by parameter name, without defaults.
 
         Raises:
             TypeError: the program left out a required argument.
@@ -229,7 +226,7 @@ class Call:
         return _given(self.target, self.args, self.kwargs)
 
     def accepts(self, name: str) -> bool:
-        """Return whether the installed version of the framework function has a parameter of this name."""
+        """Return whether the installed framework function has a parameter of this name."""
         return name in parameters_of(self.target).names
 
     def unread_arguments(self) -> list[str]:
@@ -313,9 +310,10 @@ def _name_of(target: Callable[..., Any]) -> str:
 
 
 def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Convert a wrapper with named parameters to a function (target, instance, args, kwargs) for Patch.wrap.
+    """Convert a wrapper that names the parameters it reads to the form that Patch.wrap needs.
 
-    A wrapper runs instead of a framework's function, its target.
+    A wrapper runs instead of a framework's function, its target. Patch.wrap is called as
+    (target, instance, args, kwargs).
 
     Args:
         wrapper: A function (call, instance, ...), or (current, call, instance, ...) if with_session decorates
@@ -332,17 +330,17 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """
     parameters = list(inspect.signature(wrapper).parameters.values())
     takes_session = parameters[0].name == "current"
-    read = (
-        parameters[3:] if takes_session else parameters[2:]
-    )  # without `current`, `call` and `instance`
-    if any(parameter.kind is not parameter.POSITIONAL_OR_KEYWORD for parameter in read):
-        raise TypeError(
-            f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others"
-        )
-    names = tuple(parameter.name for parameter in read)
+    own_parameters = ["current", "call", "instance"] if takes_session else ["call", "instance"]
+    target_parameters = parameters[len(own_parameters) :]
+    for parameter in target_parameters:
+        if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            raise TypeError(
+                f"{wrapper.__qualname__}: name the arguments that it reads; call() passes the others"
+            )
+    names = tuple(parameter.name for parameter in target_parameters)
     fallbacks = {
         parameter.name: parameter.default
-        for parameter in read
+        for parameter in target_parameters
         if parameter.default is not parameter.empty
     }
 
@@ -353,23 +351,26 @@ def by_name(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         # argument: session_if_taken is then [session], and otherwise [].
         *session_if_taken, target, instance, args, kwargs = arguments
         call = Call(target, args, kwargs, names)  # the wrapper calls the target through it
-        values = call.values(names, fallbacks) if names else ()
+        if not names:
+            return wrapper(*session_if_taken, call, instance)
+        values = call.values(names, fallbacks)
         return wrapper(*session_if_taken, call, instance, *values)
 
-    # The registry of patches reads this. It switches a feature off if its target lacks one of these.
+    # The registry of patches switches a feature off if the target of its patch lacks one of these parameters.
     wrap.parameters = tuple(name for name in names if name not in fallbacks)  # type: ignore[attr-defined]
     return wrap
 
 
 def with_session(wrapper: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a wrapper so that it receives the session of holmes (this process's job) as first argument.
+    """Decorate a wrapper so that it receives the session of holmes as its first argument.
 
-    If no session is active, the wrapper does not run: only the framework's own function is called.
+    The session holds the plan and the state of this process's job. A wrapper runs instead of a framework's
+    function. If no session is active, the wrapper does not run: only the framework's function is called.
     """
 
     @wraps(wrapper)
-    def wrap(target, instance, args, kwargs):
-        """Call the wrapper with the session, or only the framework's function (`target`) without one."""
+    def wrap(target: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Call the wrapper, or only the framework's function (`target`) if no session is active."""
         current = session.active()
         if current is None:
             return target(*args, **kwargs)
@@ -385,7 +386,7 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
     """
 
     @by_name
-    def wrapper(call, instance):
+    def wrapper(call: Call, instance: Any) -> Any:
         """Call the framework's function within a new context."""
         with context():
             return call()
@@ -394,7 +395,7 @@ def inside(context: Callable[[], AbstractContextManager]) -> Callable[..., Any]:
 
 
 class Running:
-    """Wrapper of a framework's method that lists the objects on which the method is running now.
+    """Wrapper of a framework's method that lists the objects on which the method is running.
 
     Another wrapper reads the list to find out whether it was called from within this method.
     """
@@ -403,12 +404,13 @@ class Running:
         self.instances: list[Any] = []  # the innermost running call is the last
 
     def __call__(self, wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        """Call the framework's method (`wrapped`), and list its object until it returns."""
         with self.on(instance):
             return wrapped(*args, **kwargs)
 
     @contextmanager
     def on(self, instance: Any) -> Iterator[None]:
-        """Add an object to the list `instances` until the context ends."""
+        """Keep an object in the list `instances` until the context ends."""
         self.instances.append(instance)
         try:
             yield

@@ -1,4 +1,4 @@
-"""What holmes patches in Lightning, and the version that it was run with."""
+"""Lists the features (groups of patches) of holmes for Lightning, with the versions they support."""
 
 from holmes_ext.patches.engine.patch import Feature
 
@@ -10,5 +10,5 @@ RANKS = Feature(
     what="Lightning takes the renumbered ranks",
 )
 
-#: Module of this package -> features of its patches.
+#: Module of this package -> the features to which its patches belong.
 MODULES = {"ranks": (RANKS,)}

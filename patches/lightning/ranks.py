@@ -10,33 +10,37 @@ in one of two ways, depending on the launcher:
 
 from __future__ import annotations
 
+from typing import Any
+
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.lightning.features import RANKS
+from holmes_ext.runtime.session import Session
 
 
 @with_session
 @by_name
-def _planned_node(current, call, instance):
-    """Return the number of this process's node in holmes's plan: runs instead of Lightning's node_rank().
+def _planned_node(current: Session, call: Call, instance: Any) -> int:
+    """Return the number of this process's node in holmes's plan, in place of Lightning's number.
 
-    Wrapper of LightningEnvironment.node_rank, which `call()` runs.
+    Runs instead of LightningEnvironment.node_rank; `call()` runs the original.
 
     Without a launcher, the plan's world size is 1, because Lightning starts the other processes later. Then
     Lightning's own number is returned.
     """
     if current.plan.world_size == 1:
         return call()
+    # Raises an error if a later Lightning passes an argument: this wrapper reads none.
     call.refuse_unread_arguments()
-    return current.rank // current.plan.processes
+    processes_per_node = current.plan.processes
+    return current.rank // processes_per_node
 
 
 PATCHES = (
     Patch(
         RANKS,
         "lightning.fabric.plugins.environments.lightning:LightningEnvironment.node_rank",
-        "NODE_RANK is the machine's, and stays; the rank that Lightning makes of it must be the renumbered "
-        "one",
+        "Lightning computes the rank from the number of the node, which holmes may have changed",
         _planned_node,
     ),
 )

@@ -1,11 +1,18 @@
-"""Averages the buckets of a DistributedDataParallel (DDP) as the plan of the job says.
+"""Averages the gradient buckets of a DistributedDataParallel (DDP) as the plan of the job says.
 
 DDP copies gradients into buckets (flat tensors), and calls its comm hook for each bucket that is full. The
-comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`. Terms:
+comm hook of holmes (ddp.py) calls the method `reduce` of a `BucketReducer`, which starts the sum over the
+ranks, by hierarchical all-reduce if the plan says so, and returns a future of the averaged bucket:
 
-    a hierarchical all-reduce     hierarchical all-reduce: sums inside each cluster first, then between
-                                  clusters
-    wire dtype     the dtype in which a bucket is sent, e.g. float16 if the program uses fp16_compress_hook
+    on the CPU                     A callback completes the future when the sum has ended.
+    on a GPU                       A side stream waits for the sum and completes the future, so neither the
+                                   backward pass nor the host waits.
+    in a pipeline's training step  The future is complete at once. `finish` waits for the sums of all buckets
+                                   at the end of the step.
+
+The wire dtype is the dtype in which a bucket is sent, e.g. float16 if the program uses fp16_compress_hook.
+
+All ranks start the same buckets in the same order, so no rank waits for a sum that another rank never starts.
 """
 
 from __future__ import annotations
@@ -26,64 +33,74 @@ from holmes_ext.runtime.watch.failure import describe_failure
 class AwaitedGradient(NamedTuple):
     """Gradient in a bucket whose sum over the ranks has not ended."""
 
-    parameter: Any  # its `.grad` is `view` until the sum has ended
+    parameter: Any  # the parameter; its `.grad` is `view` until the sum has ended
     gradient: Any  # the tensor that was the parameter's `.grad` before; None if there was none
     view: Any  # the gradient's part of the bucket, in the shape of the parameter
 
 
 class StartedBucket(NamedTuple):
-    """Bucket of gradients whose sum over the ranks has started. `BucketReducer.finish` waits for it."""
+    """Bucket of gradients whose sum over the ranks has started.
+
+    `BucketReducer.finish` waits for the sum.
+    """
 
     number: int  # index of the bucket in its DistributedDataParallel
-    work: Any  # the operation that sums `sent`
+    work: Any  # the operation that sums `sent`; its wait() returns when the sum has ended
     sent: Any  # the tensor that is summed: `flat`, or a copy of it in the wire dtype
     flat: Any  # DDP's tensor with the gradients of the bucket
     awaited: list[AwaitedGradient]  # empty with gradient_as_bucket_view=True
 
 
+class ProgramHook(NamedTuple):
+    """Comm hook that the training program has registered with its DistributedDataParallel."""
+
+    state: Any  # the hook's first argument
+    hook: Any  # function (state, bucket) that returns a future of the reduced bucket
+
+
 class BucketReducer:
-    """State of holmes's comm hook: averages the gradient buckets of one DistributedDataParallel (DDP).
+    """State of holmes's comm hook, which averages the buckets of one DistributedDataParallel (DDP).
 
     On a GPU, DDP calls the comm hook on the stream of the backward pass. The sums run on other streams. One
-    more stream waits for the sums and completes the hook's future. So neither the backward pass nor the host
-    waits. (This was read in torch's source, not run on GPUs.)
-
-    All ranks start the same buckets in the same order.
+    more stream waits for the sums and completes the hook's future. (This was read in torch's source, not run
+    on GPUs.)
     """
 
     def __init__(self, ddp: Any, reduction: Any, planned: Any = None):
         """Prepare the comm hook of a DistributedDataParallel.
 
         Args:
-            reduction: The Reduction that sums the buckets over the group.
-            planned: The PlannedReduction whose `reduction` that is. On the CPU, the plan may choose another
-                one while the job runs (_follow_plan). None if the plan does not choose.
+            ddp: The DistributedDataParallel.
+            reduction: The Reduction that sums the buckets over the process group.
+            planned: The PlannedReduction that has chosen `reduction` by the plan, or None. On the CPU, the
+                plan may choose another reduction while the job runs (_follow_plan).
         """
         self._ddp = weakref.ref(ddp)
         self._group = ddp.process_group
         self.reduction = reduction
         self._planned = planned
-        # ddp.py sets these three when the program registers a comm hook or uses join().
-        self.program_hook: tuple[Any, Any] | None = (
-            None  # (state, hook) that reduces instead of this object
-        )
-        self.has_registered_hook = (
-            False  # whether the program has registered its hook: DDP allows one
-        )
-        self.wire_dtype: Any = (
-            None  # the dtype in which buckets are sent; None: the gradients' dtype
-        )
-        self.ranks_with_inputs: Any = (
-            None  # under join(): Work whose result is the number of these ranks
-        )
+
+        # ddp.py sets these attributes when the program registers a comm hook or uses join().
+        # Comm hook of the program that reduces instead of this object.
+        self.program_hook: ProgramHook | None = None
+        # Whether the program has registered a comm hook: DDP allows one.
+        self.has_registered_hook = False
+        # The dtype in which buckets are sent; None: the gradients' dtype.
+        self.wire_dtype: Any = None
+        # Under join(), torch's Work that counts the ranks which still have inputs.
+        self.ranks_with_inputs: Any = None
+
         # Buckets that finish() waits for at the end of a pipeline's training step, which sets an empty list
         # first. None: DDP waits for each bucket.
         self.postponed: list[StartedBucket] | None = None
         self._wire_tensors: dict[int, Any] = {}  # index of a bucket -> its copy in the wire dtype
-        self._side_stream: Any = None  # waits for sums on a GPU
+        self._side_stream: Any = None  # CUDA stream that waits for sums
 
     def reduce(self, bucket: Any) -> Any:
-        """Start the average of a bucket over the ranks, as the comm hook of DistributedDataParallel (DDP).
+        """Start to average a bucket over the ranks; called by DDP's comm hook for each full bucket.
+
+        Args:
+            bucket: A torch.distributed.GradBucket.
 
         Returns:
             A future of the bucket's tensor. In a pipeline's training step (self.postponed is a list) the
@@ -106,15 +123,11 @@ class BucketReducer:
             self._follow_plan()  # may replace self.reduction
         sent = self._tensor_to_send(index, flat)  # `flat`, or a copy of it in another dtype
         sent.div_(self._divisor(ddp))  # so the sum over the ranks is the average
+        span: AbstractContextManager[Any] = nullcontext()
         if follows_plan and bucket.is_last():
-            # The span tells telemetry when the last reduction of the backward pass was started.
-            span: AbstractContextManager[Any] = telemetry.span(telemetry.LAST_BUCKET)
-        else:
-            span = nullcontext()
-        with (
-            self._errors_naming(index),
-            span,
-        ):  # the message of a network error then names this bucket
+            # Telemetry records by this span when the last reduction of the backward pass was started.
+            span = telemetry.span(telemetry.LAST_BUCKET)
+        with self._errors_naming(index), span:
             work = self.reduction.all_reduce(sent)
 
         if self.postponed is not None:  # a pipeline's training step: finish() waits for the bucket
@@ -125,9 +138,20 @@ class BucketReducer:
             return future
         if flat.is_cuda:
             return self._complete_on_side_stream(work, sent, flat)
+        return self._complete_in_callback(index, work, sent, flat)
+
+    def _complete_in_callback(self, index: int, work: Any, sent: Any, flat: Any) -> Any:
+        """Return a future of a bucket on the CPU, which a callback completes after the sum.
+
+        Args:
+            index: Index of the bucket.
+            work: The operation that sums `sent`.
+            sent: The tensor that is summed: `flat`, or a copy of it in another dtype.
+            flat: The tensor of the bucket.
+        """
 
         def finish_bucket(summed: Any) -> Any:
-            """Return the averaged bucket. It is called when the sum has ended."""
+            """Return the averaged bucket; called when the sum has ended."""
             with self._errors_naming(index):
                 summed.value()  # raises the error of a failed sum
             if sent is not flat:  # it was sent in another dtype
@@ -138,7 +162,7 @@ class BucketReducer:
         return work.get_future().then(before_exit(finish_bucket))
 
     def _complete_on_side_stream(self, work: Any, sent: Any, flat: Any) -> Any:
-        """Return a future of a bucket on a GPU, which a side stream completes after the bucket's sum.
+        """Return a future of a bucket on a GPU, which a side stream completes after the sum.
 
         Args:
             work: The operation that sums `sent`.
@@ -159,7 +183,7 @@ class BucketReducer:
         return future
 
     def _tensor_to_send(self, index: int, flat: Any) -> Any:
-        """Return the tensor of a bucket, or a copy of it in the dtype in which it is sent (wire_dtype).
+        """Return the tensor to sum: the bucket's own, or a copy of it in the wire dtype.
 
         Every step uses the same tensor for the copy. The compression to int8 requires this: it keeps the
         rounding error of each tensor, and adds it in the next step.
@@ -173,9 +197,8 @@ class BucketReducer:
         if self.wire_dtype is None:
             return flat
         sent = self._wire_tensors.get(index)
-        if (
-            sent is None or sent.numel() != flat.numel()
-        ):  # DDP makes new buckets after the first step
+        # DDP makes new buckets, of other sizes, after the first step.
+        if sent is None or sent.numel() != flat.numel():
             sent = torch.empty_like(flat, dtype=self.wire_dtype)
             self._wire_tensors[index] = sent
         sent.copy_(flat)
@@ -187,10 +210,10 @@ class BucketReducer:
         holmes may change the plan while the job runs. This method is called at the first bucket of a step, so
         that all ranks switch together.
         """
-        has_changed = self._planned.follow_plan()  # adopts a changed plan
+        has_changed = self._planned.follow_plan()
         if has_changed:
             self.reduction = self._planned.reduction
-        # For the job's report: the sum overlaps the backward pass, and follows changes of the plan.
+        # The job's report compares this note with the plan.
         session.note_reduction(
             self._planned.ranks,
             self._planned.spec,
@@ -201,10 +224,10 @@ class BucketReducer:
         )
 
     def finish(self) -> None:
-        """Wait until the buckets of a pipeline's training step are averaged, and store the averages.
+        """Wait for the sums of a pipeline's training step, and store the averages as gradients.
 
-        The averages are stored in the gradients that reduce() has replaced by views of the buckets. These
-        gradients become the `.grad` of the parameters again.
+        During the backward pass, reduce() has replaced the `.grad` of each parameter by a view of its bucket.
+        Here the former tensor receives the average, and becomes the parameter's `.grad` again.
         """
         for bucket in self.postponed or ():
             with self._errors_naming(bucket.number):
@@ -218,10 +241,11 @@ class BucketReducer:
                     parameter.grad = gradient.copy_(view)
 
     def _divisor(self, ddp: Any) -> int:
-        """Return the number by which a sum of gradients is divided: the number of ranks that are averaged.
+        """Return the number by which a sum of gradients is divided to get their average.
 
-        Under DistributedDataParallel.join(divide_by_initial_world_size=False) only the ranks that still have
-        inputs are counted.
+        This is the number of ranks in the group. Under
+        DistributedDataParallel.join(divide_by_initial_world_size=False) it is the number of ranks that still
+        have inputs.
         """
         counts_all_ranks = self.ranks_with_inputs is None or ddp._divide_by_initial_world_size
         if not counts_all_ranks:
@@ -231,10 +255,13 @@ class BucketReducer:
 
     @contextmanager
     def _errors_naming(self, index: int) -> Iterator[None]:
-        """Replace an error of the network by a HolmesError that names the bucket, its ranks and the network.
+        """Convert a network error to a HolmesError that names the bucket, ranks and network.
 
         Args:
             index: Index of the bucket that is reduced within the context.
+
+        Raises:
+            HolmesError: torch raised a RuntimeError within the context.
         """
         try:
             yield
@@ -247,7 +274,7 @@ class BucketReducer:
 
 
 def _replace_gradients_by_views(bucket: Any) -> list[AwaitedGradient]:
-    """Let the `.grad` of each parameter be its part of the bucket, until the sum of the bucket has ended.
+    """Set the `.grad` of each parameter to its part of the bucket, until the bucket is summed.
 
     DistributedDataParallel (DDP) copies the bucket to every `.grad` as soon as the comm hook's future is
     complete, which here is before the sum has ended. On a GPU this copy would read memory that the sum

@@ -1,16 +1,14 @@
-"""Makes DistributedDataParallel (DDP) average gradients by hierarchical all-reduce if ranks span clusters.
+"""Makes DistributedDataParallel (DDP) average gradients across clusters by hierarchical all-reduce.
 
 Terms:
 
-    hierarchical all-reduce   sums inside each cluster first, then between clusters; also called "a
-                              hierarchical all-reduce"
+    hierarchical all-reduce   sums inside each cluster first, then between clusters
     comm hook                 a function that DDP calls for each full bucket of gradients, instead of its own
                               all-reduce; torch has a public method to register it, and accepts only one
 
 holmes registers a comm hook when a DDP is constructed, if the plan of the job prefers a hierarchical
-all-reduce. DDP still
-decides which gradients form a bucket and when a bucket is reduced. So no_sync(), unused parameters,
-static_graph and gradient_as_bucket_view work as in torch without holmes.
+all-reduce. DDP still decides which gradients form a bucket and when a bucket is reduced. So no_sync(), unused
+parameters, static_graph and gradient_as_bucket_view work as in torch without holmes.
 
 If the program registers a hook too, holmes's hook stays registered and acts as follows:
 
@@ -30,30 +28,31 @@ import weakref
 from typing import Any, NamedTuple
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.patches.torch.buckets import BucketReducer
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
+from holmes_ext.patches.torch.buckets import BucketReducer, ProgramHook
 from holmes_ext.patches.torch.features import DDP_HOOK
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks
-from holmes_ext.runtime.session import tell
+from holmes_ext.runtime.session import Session, tell
 
 _DDP = "torch.nn.parallel.distributed:DistributedDataParallel"
+#: Unit of DistributedDataParallel's argument bucket_cap_mb.
+BYTES_PER_MB = 2**20
 #: DistributedDataParallel object -> state of the comm hook that holmes registered with it.
 _reducers: weakref.WeakKeyDictionary[Any, BucketReducer] = weakref.WeakKeyDictionary()
 
 
 class HookEffect(NamedTuple):
-    """What a comm hook of the program does with a bucket of gradients."""
+    """Effect of a comm hook of the training program on a bucket of gradients."""
 
-    #: Whether it only averages, so that a hierarchical all-reduce can take its place.
+    #: Whether the hook only averages, so that a hierarchical all-reduce can take its place.
     is_average: bool
-    wire_dtype: Any = (
-        None  # the dtype in which it sends the gradients; None: the gradients' own dtype
-    )
+    #: The dtype in which the hook sends the gradients; None: the gradients' dtype.
+    wire_dtype: Any = None
 
 
 def postpone_reductions(module: Any) -> BucketReducer | None:
-    """Let the backward passes of a pipeline stage start gradient reductions without waiting for them.
+    """Make the backward passes of a pipeline stage start gradient reductions without a wait.
 
     Args:
         module: The stage's module.
@@ -71,7 +70,8 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
 
     if not isinstance(module, DistributedDataParallel):
         return None
-    has_hook = module in _reducers or module._comm_hooks  # holmes's hook or the program's
+    # _comm_hooks: torch's list of the module's hooks.
+    has_hook = module in _reducers or module._comm_hooks
     if not has_hook and module.process_group.size() > 1:
         # The plan did not need a hook when the module was constructed. Reductions that start without a wait
         # need one, so it is registered now. The attributes have the values of the constructor's arguments.
@@ -93,29 +93,31 @@ def postpone_reductions(module: Any) -> BucketReducer | None:
 
 
 def hierarchical_hook(state, bucket):
-    """Average a bucket of gradients, as the comm hook that holmes registers with DistributedDataParallel.
+    """Average a bucket of gradients: the comm hook that holmes registers with DDP.
 
     If the program has registered a comm hook that does more than average, this function calls the program's
     hook instead.
 
     Args:
-        state: The BucketReducer of the DistributedDataParallel.
+        state: The BucketReducer of the DistributedDataParallel (DDP).
         bucket: A torch.distributed.GradBucket.
+
+    Returns:
+        A future of the bucket's averaged tensor.
     """
     # No annotations: DDP compares the annotations of a hook with types. Here they would be strings, because
     # of `from __future__ import annotations`.
     if state.program_hook is not None:
-        program_state, hook = state.program_hook
-        return hook(program_state, bucket)
+        return state.program_hook.hook(state.program_hook.state, bucket)
     return state.reduce(bucket)
 
 
 @with_session
 @by_name
-def _construct(current, call, instance):
+def _construct(current: Session, call: Call, instance: Any) -> None:
     """Construct a DistributedDataParallel (DDP), and register holmes's comm hook if it is needed.
 
-    Wrapper of DistributedDataParallel.__init__, which `call()` runs.
+    Runs instead of DistributedDataParallel.__init__; `call()` runs the original.
 
     A comm hook is called for each bucket of gradients, instead of DDP's all-reduce. holmes needs it:
 
@@ -127,30 +129,29 @@ def _construct(current, call, instance):
     """
     arguments = call.given()  # of DDP's constructor, by name
     planned = _planned_reduction(arguments)
-    obstacle = _obstacle_to_hook(
-        arguments
-    )  # an option that excludes a comm hook, in words; else ""
-    # planned.hierarchical sums hierarchically. It is None if the plan does not.
+    obstacle = _obstacle_to_hook(arguments)  # an option that excludes a comm hook; else ""
+    # planned.hierarchical sums by hierarchical all-reduce. It is None if the plan chooses another reduction.
     is_hierarchical = planned is not None and planned.hierarchical is not None
     needs_hook = is_hierarchical and not obstacle
     has_bucket_size = "bucket_cap_mb" in arguments or "bucket_cap_mb_list" in arguments
 
     if needs_hook and not has_bucket_size:
-        call(bucket_cap_mb=planned.spec.chunk_bytes / 2**20)  # the plan's bucket size
+        bucket_mb = planned.spec.chunk_bytes / BYTES_PER_MB
+        call(bucket_cap_mb=bucket_mb)
     else:
         call()
 
     if needs_hook:
         _register_holmes_hook(instance, planned)
-        # close() ends the threads of the a hierarchical all-reduce when the DDP is deleted. At the
-        # interpreter's exit it is
-        # not needed: the threads are daemons.
+        # close() ends the threads of the hierarchical all-reduce when the DDP is deleted. At the
+        # interpreter's exit this is not needed: the threads are daemons.
         end_threads = weakref.finalize(instance, planned.close)
         end_threads.atexit = False
     elif is_hierarchical:
         tell(  # prints on rank 0
             current,
-            f"DistributedDataParallel reduces as torch does, on one level, because of {obstacle}",
+            "DistributedDataParallel reduces as torch does, without a hierarchical all-reduce, because of "
+            f"{obstacle}",
             once=True,
         )
     elif current.options.telemetry and not obstacle:
@@ -167,13 +168,14 @@ def _construct(current, call, instance):
             reported=bool(obstacle),  # whether rank 0 has printed why the job differs from the plan
         )
         if not needs_hook:
-            planned.close()  # nothing will be summed by it
+            planned.close()  # the reduction will not be used
 
 
 def _register_holmes_hook(ddp: Any, planned: Any = None) -> None:
-    """Register holmes's comm hook, which averages each bucket of gradients, with a DistributedDataParallel.
+    """Register holmes's comm hook, which averages each bucket of gradients.
 
     Args:
+        ddp: The DistributedDataParallel.
         planned: The reduction that the plan chooses (a PlannedReduction). With None the hook calls torch's
             all-reduce, so that telemetry sees the operation or a pipeline can wait for it later.
     """
@@ -189,7 +191,7 @@ def _register_holmes_hook(ddp: Any, planned: Any = None) -> None:
 
 
 def _planned_reduction(arguments: dict[str, Any]) -> Any:
-    """Return the reduction that the plan, which holmes computes before the start, chooses for a module.
+    """Return the gradient reduction that holmes's plan chooses for a module.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
@@ -202,9 +204,7 @@ def _planned_reduction(arguments: dict[str, Any]) -> Any:
 
     from holmes_ext.runtime.reduce.planned import PlannedReduction
 
-    trained = [
-        parameter for parameter in arguments["module"].parameters() if parameter.requires_grad
-    ]
+    trained = _trained_parameters(arguments)
     has_uninitialized = any(isinstance(parameter, UninitializedParameter) for parameter in trained)
     if not trained or has_uninitialized:
         return None
@@ -213,6 +213,16 @@ def _planned_reduction(arguments: dict[str, Any]) -> Any:
         size=sum(parameter.nbytes for parameter in trained),
         device_type=trained[0].device.type,
     )
+
+
+def _trained_parameters(arguments: dict[str, Any]) -> list[Any]:
+    """Return the parameters that need a gradient.
+
+    Args:
+        arguments: Arguments of DistributedDataParallel's constructor, by name.
+    """
+    module = arguments["module"]
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _group(arguments: dict[str, Any]) -> Any:
@@ -233,7 +243,7 @@ def _group(arguments: dict[str, Any]) -> Any:
 
 
 def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
-    """Return the option that excludes a comm hook written in Python, in words; "" if there is none.
+    """Return an option that excludes a comm hook written in Python; "" if there is none.
 
     Args:
         arguments: Arguments of DistributedDataParallel's constructor, by name.
@@ -247,9 +257,7 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
     optimize_ddp = str(torch._dynamo.config.optimize_ddp)
     if optimize_ddp.startswith("python_reducer"):
         return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
-    trained = [
-        parameter for parameter in arguments["module"].parameters() if parameter.requires_grad
-    ]
+    trained = _trained_parameters(arguments)
     device = trained[0].device.type if trained else "cpu"
     # A process group may use one backend for the CPU and another for GPUs.
     if device != "cpu" and backend_of(_group(arguments), device) == "gloo":
@@ -258,10 +266,10 @@ def _obstacle_to_hook(arguments: dict[str, Any]) -> str:
 
 
 @by_name
-def _register(call, instance, state, hook):
-    """Accept the program's comm hook, although holmes has registered one and torch accepts only one.
+def _register(call: Call, instance: Any, state: Any, hook: Any) -> None:
+    """Accept the program's comm hook, although DDP already has holmes's and accepts only one.
 
-    Wrapper of DistributedDataParallel.register_comm_hook, which `call()` runs.
+    Runs instead of DistributedDataParallel.register_comm_hook; `call()` runs the original.
 
     holmes's hook stays registered. If the program's hook is one of torch's that only average, holmes's hook
     sends gradients in the same dtype. Any other hook of the program is called by holmes's hook for each
@@ -271,35 +279,33 @@ def _register(call, instance, state, hook):
 
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
-        return call()  # there is no hook of holmes, or torch raises its error for a second hook
+        call()  # there is no hook of holmes, or torch raises its error for a second hook
+        return
 
     # Raises an error if a later torch passes an argument that this wrapper does not read.
     call.refuse_unread_arguments()
-    # What torch's method does, except for the registration: check the hook, and log its name.
+    # torch's method does the same, and then registers the hook.
     instance._check_comm_hook(hook)
     instance.logger._set_comm_hook_name(hook.__qualname__)
-    effect = _effect_of(hook)
     reducer.has_registered_hook = True  # so torch refuses the program's next hook (see above)
-    hook_group = (
-        state or dist.group.WORLD
-    )  # the state of torch's averaging hooks is their process group
+    effect = _effect_of(hook)
+    # The state of torch's averaging hooks is their process group; None stands for the default group.
+    hook_group = state or dist.group.WORLD
     if effect.is_average and hook_group is instance.process_group:
         reducer.wire_dtype = effect.wire_dtype  # holmes's hook sends gradients in this dtype
         return
 
-    reducer.program_hook = (state, hook)  # from now on hierarchical_hook() calls it
+    reducer.program_hook = ProgramHook(state, hook)  # from now on hierarchical_hook() calls it
     current = session.require()
-    ranks = group_ranks(instance.process_group)
-    tell(  # rank 0 prints it
+    tell(  # prints on rank 0
         current,
-        f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets; holmes's "
-        f"a hierarchical all-reduce do not",
+        f"the comm hook {hook.__qualname__} reduces DistributedDataParallel's buckets, in place of holmes's "
+        "hierarchical all-reduce",
         once=True,
     )
-    noted = current.reductions.get(
-        tuple(ranks)
-    )  # ranks of a group -> the reduction that was noted for it
-    # the constructor noted for the job's report that a hierarchical all-reduce reduce: correct this
+    # The constructor has noted for the job's report that DDP reduces hierarchically. Correct the note.
+    ranks = group_ranks(instance.process_group)
+    noted = current.reductions.get(tuple(ranks))
     if noted:
         session.note_reduction(
             ranks,
@@ -312,10 +318,10 @@ def _register(call, instance, state, hook):
 
 
 @by_name
-def _register_builtin(call, instance, comm_hook_type):
-    """Register a built-in comm hook of torch (written in C++) as the Python hook with the same effect.
+def _register_builtin(call: Call, instance: Any, comm_hook_type: Any) -> None:
+    """Register the Python counterpart of a built-in comm hook of torch, written in C++.
 
-    Wrapper of DistributedDataParallel._register_builtin_comm_hook, which `call()` runs.
+    Runs instead of DistributedDataParallel._register_builtin_comm_hook; `call()` runs the original.
 
     holmes can combine only Python hooks with its own hook. The two built-in hooks, ALLREDUCE and
     FP16_COMPRESS, have counterparts in Python: allreduce_hook and fp16_compress_hook.
@@ -324,7 +330,8 @@ def _register_builtin(call, instance, comm_hook_type):
 
     reducer = _reducers.get(instance)
     if reducer is None or reducer.has_registered_hook:
-        return call()  # there is no hook of holmes, or torch raises its error for a second hook
+        call()  # there is no hook of holmes, or torch raises its error for a second hook
+        return
     # Raises an error if a later torch passes an argument that this wrapper does not read.
     call.refuse_unread_arguments()
     python_name = f"{comm_hook_type.name.lower()}_hook"  # "fp16_compress_hook" for FP16_COMPRESS
@@ -333,7 +340,7 @@ def _register_builtin(call, instance, comm_hook_type):
 
 
 def _effect_of(hook: Any) -> HookEffect:
-    """Return what a comm hook does with a bucket of gradients.
+    """Return the effect of a comm hook on a bucket of gradients.
 
     Only torch's hooks that average are recognized. fp16_compress_wrapper(hook) returns a new function each
     time, so it is recognized by its qualified name. It averages if `hook`, a variable of its closure, is
@@ -357,10 +364,10 @@ def _effect_of(hook: Any) -> HookEffect:
 
 
 @by_name
-def _keep_join_count(call, instance, joinable):
-    """Keep the number of ranks that still have inputs, which torch's Join.notify_join_context() counts.
+def _keep_join_count(call: Call, instance: Any, joinable: Any) -> Any:
+    """Keep the Work with which torch's join() counts the ranks that still have inputs.
 
-    Wrapper of Join.notify_join_context, which `call()` runs.
+    Runs instead of Join.notify_join_context; `call()` runs the original.
 
     notify_join_context counts these ranks by an all-reduce, and returns its Work. Outside join() it returns
     None. Under join(divide_by_initial_world_size=False), gradients are divided by the number.
@@ -368,9 +375,7 @@ def _keep_join_count(call, instance, joinable):
     work = call()
     reducer = _reducers.get(joinable)
     if reducer:
-        reducer.ranks_with_inputs = (
-            work  # BucketReducer._divisor() waits for it and reads the number
-        )
+        reducer.ranks_with_inputs = work  # BucketReducer waits for it before it divides
     return work
 
 
@@ -378,26 +383,26 @@ PATCHES = (
     Patch(
         DDP_HOOK,
         f"{_DDP}.__init__",
-        "the comm hook must be there before the first forward pass; scripts do not know it",
+        "holmes's comm hook must be registered before the first forward pass",
         _construct,
         parameters=("module", "process_group", "bucket_cap_mb"),
     ),
     Patch(
         DDP_HOOK,
         f"{_DDP}.register_comm_hook",
-        "a reducer takes one hook: the program's own goes before ours",
+        "DistributedDataParallel accepts one comm hook, and holmes has registered its own",
         _register,
     ),
     Patch(
         DDP_HOOK,
         f"{_DDP}._register_builtin_comm_hook",
-        "the same for hooks written in C++",
+        "the same for comm hooks written in C++",
         _register_builtin,
     ),
     Patch(
         DDP_HOOK,
         "torch.distributed.algorithms.join:Join.notify_join_context",
-        "join(divide_by_initial_world_size=False) divides by a count that only this work holds",
+        "join(divide_by_initial_world_size=False) divides by the count that this function's Work returns",
         _keep_join_count,
     ),
 )

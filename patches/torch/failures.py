@@ -3,7 +3,8 @@
 runtime/watch/nccl_errors.py detects the failures. Three functions of torch are patched for it:
 
     _register_pg_in_world   torch calls this function with every new process group. The patch registers an
-                            abort hook with the group, so that holmes learns of a failure in time.
+                            abort hook with the group, which torch calls at a failure, before it aborts the
+                            process.
     ProcessGroup.abort      A program calls this method, or torch's _abort_process_group does for it, to abort
                             a process group. The patch marks the group, so that it is not reported as failed.
     Backend.abort           The same for a program that aborts only the backend of a group.
@@ -17,8 +18,9 @@ from __future__ import annotations
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import FAILURES
+from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.watch import nccl_errors
 
 _C10D = "torch.distributed.distributed_c10d"
@@ -26,10 +28,10 @@ _C10D = "torch.distributed.distributed_c10d"
 
 @with_session
 @by_name
-def _register_with_abort_hook(current, call, instance, pg):
+def _register_with_abort_hook(current: Session, call: Call, instance: Any, pg: Any) -> Any:
     """Register a new process group in torch, and register holmes's abort hook with the group.
 
-    Wrapper of torch's _register_pg_in_world, which `call()` runs.
+    Runs instead of torch's _register_pg_in_world; `call()` runs the original.
     """
     registered = call()
     nccl_errors.register_abort_hook(pg)
@@ -37,7 +39,10 @@ def _register_with_abort_hook(current, call, instance, pg):
 
 
 def _mark_and_abort_group(original_abort: Any) -> Any:
-    """Return a replacement for ProcessGroup.abort that first marks the group as aborted by the program."""
+    """Return a replacement for ProcessGroup.abort that first marks the group.
+
+    The mark says that the program, not a failure, aborts the group.
+    """
 
     def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the abort: another thread may poll the state of the group as soon as it is aborted.
@@ -48,7 +53,10 @@ def _mark_and_abort_group(original_abort: Any) -> Any:
 
 
 def _mark_and_abort_backend(original_abort: Any) -> Any:
-    """Return a replacement for Backend.abort that first marks the group as aborted by the program."""
+    """Return a replacement for Backend.abort that first marks the backend of a process group.
+
+    The mark says that the program, not a failure, aborts the backend.
+    """
 
     def abort(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Before the abort: another thread may poll the state of the backend as soon as it is aborted.

@@ -1,4 +1,8 @@
-"""What holmes patches in torch, and the versions that it was run with."""
+"""Lists the features of holmes for torch: groups of patches that are applied together.
+
+Each feature names the versions of torch that it is for and was run with. The module also describes, for the
+planner, the ways of training that torch itself offers (DistributedDataParallel, FSDP2, a hand-written loop).
+"""
 
 from functools import partial
 from typing import Any
@@ -20,10 +24,11 @@ _TRIED = (
     "2.15.0",
 )
 _of = partial(Feature, versions="torch>=2.6", tried=_TRIED)
-#: Of what is older the Python sources were compared: torch/distributed, _C/_distributed_c10d.pyi.
+#: A feature that also supports releases before 2.6. Of these, only the Python sources were compared
+#: (torch/distributed, _C/_distributed_c10d.pyi).
 _older = partial(_of, versions="torch>=2.4", read=("2.4.1", "2.5.1"))
 
-RANKS = _older("ranks", what="ranks follow the plan; rank 0 may live on another node")
+RANKS = _older("ranks", what="ranks are numbered by the plan; rank 0 may run on another node")
 NICS = _older("nics", what="every process group gets the fastest network of its members")
 JOINED = _older(
     "joined-torch",
@@ -49,43 +54,52 @@ CHANGED_GROUPS = Feature(
     what="groups that lose or change their ranks keep a planned network",
 )
 DDP_HOOK = _of("ddp", what="DistributedDataParallel sums hierarchically across clusters")
-FSDP = _of("fsdp", what="FSDP: reports what sharding costs; hybrid sharding")
+FSDP = _of("fsdp", what="FSDP: predicts the cost of sharding; hybrid sharding")
 SCHEDULE = _of(
     "torch-schedule",
     option="schedule",
     idle=("1f1b",),
     versions="torch>=2.8",
     tried=_TRIED[2:],
-    what="torch's pipelining: passes as the plan lists them",
+    what="torch's pipelining: runs passes in the order of the plan",
 )
 PIPELINING = _of(
-    "pipelining", what="torch's pipelining: stages on their fabric, reductions do not hold them up"
+    "pipelining",
+    what="torch's pipelining: stages use their fastest fabric, and do not wait for reductions",
 )
 LATE_START = _of(
     "late-start",
-    only_by="holmes_ext.initialize_model_parallel",
-    what="init_process_group leaves NCCL's first communicator to the first operation",
+    enabling_function="holmes_ext.initialize_model_parallel",
+    what="init_process_group postpones NCCL's first communicator to the first operation",
 )
 
-#: What torch's own ways to train do, for the plan.
-_SIZES = "tensor", "context", "expert", "pipeline", "virtual"
+# Traits of torch's ways of training, which the planner reads.
+
+_NON_DATA_SIZES = ("tensor", "context", "expert", "pipeline", "virtual")
+#: Limits of an engine that supports only data parallelism: every other parallel size is 1.
 _DATA_ONLY: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_SIZES, (1,)),
+    **dict.fromkeys(_NON_DATA_SIZES, (1,)),
     "recompute": ("none", "full"),
 }
 _engine = partial(EngineTraits, norm=False, reports_loss=False)
 
-#: A loop or torch.distributed.pipelining, with GradientReducer's buckets. Schedule1F1B exchanges what a pass
-#: made with what the next one needs, and waits for both.
+#: A hand-written training loop, or torch.distributed.pipelining, with the buckets of GradientReducer. After
+#: each pass, Schedule1F1B sends its output and receives the input of the next pass, and waits for both.
 LOOP = _engine(
     "torch",
     PAIRED,
     buckets_exceed=False,
     breadth_first=True,
     features={"overlap": (), "hierarchical": (), "schedule": (SCHEDULE.name,)},
-    limits={**dict.fromkeys(_SIZES[:3], (1,)), "zero": (0,), "recompute": ("none", "full")},
+    limits={
+        "tensor": (1,),
+        "context": (1,),
+        "expert": (1,),
+        "zero": (0,),
+        "recompute": ("none", "full"),
+    },
 )
-#: DistributedDataParallel: Hugging Face's Trainer, Lightning.
+#: DistributedDataParallel, which Hugging Face's Trainer and Lightning use, too.
 DDP = _engine(
     "ddp",
     POSTED,
@@ -104,7 +118,7 @@ TORCHTITAN = _engine(
     breadth_first=True,
 )
 
-#: Module of this package -> features of its patches.
+#: Module of this package -> the features to which its patches belong.
 MODULES = {
     "groups": (RANKS, NICS),
     "messages": (NICS,),
@@ -118,7 +132,8 @@ MODULES = {
     "telemetry": (TELEMETRY,),
     "failures": (FAILURES,),
 }
-#: Module of this package -> the package of torch that it patches, if many programs do not import that.
+#: Module of this package -> the subpackage of torch that it patches. Other modules patch what every program
+#: imports; these are needed only by a program that imports the subpackage.
 PACKAGES = {
     "fsdp": "torch.distributed.fsdp",
     "schedule": "torch.distributed.pipelining",

@@ -1,7 +1,8 @@
-"""Predicts the time that FSDP needs across clusters; --holmes-fsdp hybrid shards inside each cluster only.
+"""Predicts the time that FSDP spends on communication, and can shard inside each cluster only.
 
-Without the option, FSDP works as in torch without holmes. Before the first forward pass, rank 0 prints the
-predicted seconds that a step spends on gathers and reductions, and how many --holmes-fsdp hybrid would need.
+Without --holmes-fsdp hybrid, FSDP works as in torch without holmes. Before the first forward pass, rank 0
+prints the predicted seconds that a step spends on gathers and reductions, and how many --holmes-fsdp hybrid
+would need.
 
 With --holmes-fsdp hybrid, holmes changes the arguments of FSDP so that it works as torch's HSDP (hybrid
 sharding), over the "hybrid mesh" (clusters x ranks of a cluster):
@@ -17,11 +18,11 @@ predicted time. A checkpoint loads with either mesh, since its tensors are globa
 from __future__ import annotations
 
 from math import gcd, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import FSDP
 from holmes_ext.plan.sharding import ShardedWeights, equal_groups, sharded_seconds, spanning_rows
 from holmes_ext.plan.traffic import SOCKETS
@@ -31,7 +32,7 @@ from holmes_ext.runtime.session import Session, tell
 from holmes_ext.units import format_bytes
 
 #: Device type -> the hybrid mesh (clusters x ranks of a cluster), which all modules of a model must share.
-#: None: the mesh could not be made. _hybrid_mesh_for() fills the dict; it is empty if FSDP was not used.
+#: The mesh is None if it could not be made. The dict is empty if no model was sharded over several clusters.
 _meshes: dict[str, Any] = {}
 #: Numbers that training with AdamW keeps for each weight: the weight, its gradient and two moments.
 STATES = 4
@@ -48,10 +49,12 @@ def tell_unused(current: Session) -> None:
 
 @with_session
 @by_name
-def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
+def _fully_shard(
+    current: Session, call: Call, instance: Any, mesh: Any, dp_mesh_dims: Any = None
+) -> Any:
     """Shard a module by fully_shard (FSDP2), over the hybrid mesh if --holmes-fsdp hybrid is given.
 
-    Wrapper of torch's fully_shard, which `call()` runs.
+    Runs instead of torch's fully_shard; `call()` runs the original.
 
     The hybrid mesh has two dimensions: clusters, and the ranks of a cluster. FSDP shards along the second one
     only, so shards stay inside a cluster. A 2-D mesh of the program is not replaced.
@@ -68,14 +71,21 @@ def _fully_shard(current, call, instance, mesh, dp_mesh_dims=None):
 @with_session
 @by_name
 def _construct_fsdp1(
-    current, call, instance, module, process_group, sharding_strategy, device_mesh
-):
-    """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if --holmes-fsdp hybrid is given.
+    current: Session,
+    call: Call,
+    instance: Any,
+    module: Any,
+    process_group: Any,
+    sharding_strategy: Any,
+    device_mesh: Any,
+) -> Any:
+    """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if the user wants it.
 
-    Wrapper of FullyShardedDataParallel.__init__, which `call()` runs.
+    Runs instead of FullyShardedDataParallel.__init__; `call()` runs the original.
 
-    Hybrid sharding keeps the shards inside each cluster of nodes, and replicates them across clusters. A call
-    with hybrid arguments of the program (strategy, two groups or a 2-D mesh) is not changed.
+    With --holmes-fsdp hybrid, the sharding becomes hybrid, as torch calls it: it keeps the shards inside
+    each cluster of nodes, and replicates them across clusters. A call with hybrid arguments of the program
+    (strategy, two groups or a 2-D mesh) is not changed.
     """
     from torch.distributed.fsdp import ShardingStrategy
 
@@ -84,30 +94,31 @@ def _construct_fsdp1(
         ShardingStrategy.SHARD_GRAD_OP: ShardingStrategy._HYBRID_SHARD_ZERO2,
     }
     program_strategy = sharding_strategy or ShardingStrategy.FULL_SHARD  # FSDP1's default
-    hybrid_strategy = hybrid_strategies.get(
-        program_strategy
-    )  # None: it is hybrid, or does not shard
+    # None if the program's strategy is hybrid already, or does not shard.
+    hybrid_strategy = hybrid_strategies.get(program_strategy)
     has_hybrid_groups = isinstance(process_group, tuple)
-    has_shaped_mesh = device_mesh is not None and device_mesh.ndim != 1
-    if hybrid_strategy is None or has_hybrid_groups or has_shaped_mesh:
+    has_hybrid_mesh = device_mesh is not None and device_mesh.ndim != 1
+    if hybrid_strategy is None or has_hybrid_groups or has_hybrid_mesh:
         return call()
 
-    device_type = next((parameter.device.type for parameter in module.parameters()), "cpu")
+    parameters = list(module.parameters())
+    device_type = parameters[0].device.type if parameters else "cpu"
     hybrid_mesh = _hybrid_mesh_for(current, device_mesh, process_group, device_type)
     if hybrid_mesh is None:
         return call()  # without the option, or all ranks are in one cluster
     if device_mesh is not None:
         return call(sharding_strategy=hybrid_strategy, device_mesh=hybrid_mesh)
-    replicate_group = hybrid_mesh.get_group(0)
-    shard_group = hybrid_mesh.get_group(1)
+    replicate_group = hybrid_mesh.get_group(0)  # ranks of different clusters
+    shard_group = hybrid_mesh.get_group(1)  # ranks of the same cluster
     # FSDP1 expects the two groups in this order.
     return call(sharding_strategy=hybrid_strategy, process_group=(shard_group, replicate_group))
 
 
 def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type: str = "") -> Any:
-    """Return the mesh (clusters x ranks of a cluster) that replaces a program's 1-D mesh or process group.
+    """Return the hybrid mesh, which replaces a program's 1-D mesh or process group for FSDP.
 
-    The mesh is made at the first call, and returned again at later ones.
+    Its dimensions are the clusters and the ranks of a cluster. The mesh is made at the first call, and
+    returned again at later ones.
 
     Args:
         mesh: The program's 1-D mesh, or None.
@@ -118,8 +129,7 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
         None without --holmes-fsdp hybrid, or if all ranks of the mesh or group are in one cluster.
 
     Raises:
-        HolmesError: the ranks are not all ranks of the job, or clusters have different numbers of them
-            (raised by equal_groups).
+        HolmesError: the ranks are not all ranks of the job, or clusters have different numbers of ranks.
     """
     import torch
     from torch.distributed.device_mesh import DeviceMesh
@@ -131,7 +141,7 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
         group = mesh.get_group()
     ranks = group_ranks(group)
     clusters = plan.by_cluster(ranks)  # name of the cluster -> its ranks
-    if len(clusters) < 2:
+    if len(clusters) <= 1:
         return None
     if mesh is not None:
         device_type = mesh.device_type
@@ -145,12 +155,11 @@ def _hybrid_mesh_for(current: Session, mesh: Any, group: Any = None, device_type
     try:
         if len(ranks) < plan.world_size:
             raise HolmesError(
-                f"FSDP shards over {len(ranks)} of {plan.world_size} ranks, beside another kind of "
-                f"parallelism: give fully_shard a 2-D mesh (replicate, shard) of its own instead"
+                f"FSDP shards over {len(ranks)} of {plan.world_size} ranks, because the job combines it with "
+                f"another kind of parallelism; pass a 2-D mesh (replicate, shard) to fully_shard instead"
             )
-        ranks_of_clusters = equal_groups(
-            plan, ranks
-        )  # one list of ranks a cluster, all of one length
+        # One list of ranks for each cluster. Raises an error if they differ in length.
+        ranks_of_clusters = equal_groups(plan, ranks)
     except HolmesError as error:
         # All ranks raise this error. told_once() lets one of them print the message.
         raise told_once(HolmesError(f"--holmes-fsdp hybrid: {error}")) from None
@@ -172,10 +181,10 @@ def _device_type_of_torch() -> str:
 
 @with_session
 @by_name
-def _print_cost_of_fsdp2(current, call, instance):
-    """Run FSDP2's _lazy_init of a sharded module, and print once how much time sharding needs in each step.
+def _print_cost_of_fsdp2(current: Session, call: Call, instance: Any) -> None:
+    """Run FSDP2's _lazy_init of a sharded module, and print once what sharding costs in each step.
 
-    Wrapper of FSDPState._lazy_init of torch, which `call()` runs.
+    Runs instead of FSDPState._lazy_init of torch; `call()` runs the original.
 
     FSDP2 calls _lazy_init in every forward pass. The first call for the root module finds out that it is the
     root. All sharded modules are known then, so rank 0 prints the predicted time.
@@ -189,14 +198,14 @@ def _print_cost_of_fsdp2(current, call, instance):
     groups = _parameter_groups(instance)
     if not groups:
         return
-    weights, stored_bytes = _sharded_weights(groups)
+    weights = _bytes_of_weights(groups)
     mesh_info = groups[0].mesh_info
     if mesh_info.mesh.ndim == 1:
-        _print_cost(current, mesh_info.shard_process_group, weights, stored_bytes)
+        _print_cost(current, mesh_info.shard_process_group, weights.sent, weights.stored_bytes)
     elif _meshes:  # sharded over the hybrid mesh of holmes
-        _print_cost(current, group=None, sent=weights, stored_bytes=stored_bytes)
-    else:  # a 2-D mesh of the program
-        _print_cost_of_own_mesh(current, mesh_info.mesh, weights)
+        _print_cost(current, group=None, sent=weights.sent, stored_bytes=weights.stored_bytes)
+    else:
+        _print_cost_of_program_mesh(current, mesh_info.mesh, weights.sent)
 
 
 def _parameter_groups(root: Any) -> list[Any]:
@@ -206,60 +215,64 @@ def _parameter_groups(root: Any) -> list[Any]:
     """
     groups: list[Any] = []
     for state in root._state_ctx.all_states:
-        if getattr(
-            state, "_fsdp_param_groups", ()
-        ):  # since torch 2.12 a module may have several groups
-            groups += state._fsdp_param_groups
+        several_groups = getattr(state, "_fsdp_param_groups", ())  # since torch 2.12
+        if several_groups:
+            groups += several_groups
         else:
             groups.append(state._fsdp_param_group)  # torch before 2.12
     return [group for group in groups if group is not None]
 
 
-def _sharded_weights(groups: list[Any]) -> tuple[ShardedWeights, float]:
-    """Return the bytes that a training step with FSDP2 gathers and reduces, and the bytes of all weights.
+class BytesOfWeights(NamedTuple):
+    """Bytes that FSDP sends in a training step, and bytes of the weights that it stores."""
+
+    sent: ShardedWeights  # bytes that a step gathers and reduces
+    stored_bytes: float  # all weights, in the dtype in which they are stored
+
+
+def _bytes_of_weights(groups: list[Any]) -> BytesOfWeights:
+    """Return the bytes of weights that a model in FSDP2 sends in a training step, and stores.
 
     Args:
         groups: FSDPParamGroup objects of all sharded modules.
-
-    Returns:
-        The bytes that are sent (ShardedWeights, for the prediction of the time), and the bytes of the weights
-        in the dtype in which they are stored.
     """
-    weight_bytes = regathered_bytes = gradient_bytes = stored_bytes = 0.0
+    weight_bytes = 0.0
+    regathered_bytes = 0.0
+    gradient_bytes = 0.0
+    stored_bytes = 0.0
     for group in groups:
+        gathers_again_in_backward = group.post_forward_mesh_info is not None
         for parameter in group.fsdp_params:
-            policy = (
-                parameter.mp_policy
-            )  # mixed precision: dtypes of gathered weights and of gradients
-            count = prod(parameter._orig_size)  # elements of the whole parameter
+            element_count = prod(parameter._orig_size)  # of the whole parameter, not of a shard
             # Bytes per element: as stored, as gathered, and of the gradient as reduced.
             stored_itemsize = parameter.sharded_param.itemsize
-            sent_itemsize = policy.param_dtype.itemsize if policy.param_dtype else stored_itemsize
-            gradient_itemsize = (
-                policy.reduce_dtype.itemsize if policy.reduce_dtype else sent_itemsize
-            )
-            weight_bytes += count * sent_itemsize
-            if (
-                group.post_forward_mesh_info is not None
-            ):  # the backward pass gathers the weights again
-                regathered_bytes += count * sent_itemsize
-            gradient_bytes += count * gradient_itemsize
-            stored_bytes += count * stored_itemsize
+            sent_itemsize = stored_itemsize
+            if parameter.mp_policy.param_dtype:  # mixed precision
+                sent_itemsize = parameter.mp_policy.param_dtype.itemsize
+            gradient_itemsize = sent_itemsize
+            if parameter.mp_policy.reduce_dtype:
+                gradient_itemsize = parameter.mp_policy.reduce_dtype.itemsize
+
+            stored_bytes += element_count * stored_itemsize
+            weight_bytes += element_count * sent_itemsize
+            gradient_bytes += element_count * gradient_itemsize
+            if gathers_again_in_backward:
+                regathered_bytes += element_count * sent_itemsize
     sent = ShardedWeights(
         units=len(groups),  # gathered one by one
         weight_bytes=weight_bytes,
         gradient_bytes=gradient_bytes,
         again=regathered_bytes / weight_bytes,  # share of the weights that is gathered twice
     )
-    return sent, stored_bytes
+    return BytesOfWeights(sent, stored_bytes)
 
 
 @with_session
 @by_name
-def _print_cost_of_fsdp1(current, call, instance, state):
-    """Run FSDP1's _lazy_init of a module, and print once how much time sharding needs in each step.
+def _print_cost_of_fsdp1(current: Session, call: Call, instance: Any, state: Any) -> Any:
+    """Run FSDP1's _lazy_init of a module, and print once what sharding costs in each step.
 
-    Wrapper of _lazy_init of FSDP1, which `call()` runs.
+    Runs instead of _lazy_init of FSDP1; `call()` runs the original.
 
     Only the root's first call prints: all modules in FullyShardedDataParallel are known then. Nothing is
     printed if the program itself chose a hybrid strategy, which --holmes-fsdp hybrid would not improve.
@@ -272,7 +285,7 @@ def _print_cost_of_fsdp1(current, call, instance, state):
     is_hybrid = getattr(state, "_inter_node_pg", None) is not None  # FSDP1's group of the replicas
     if is_hybrid and not _meshes:  # holmes made no mesh: the program chose the strategy
         return result
-    # A unit is a module in FSDP1. It has no handle if it has no parameters of its own.
+    # A unit is a module in FSDP1. It has no handle if it has no parameters.
     flat_parameters = [unit._handle.flat_param for unit in state._all_fsdp_states if unit._handle]
     if not flat_parameters:
         return result
@@ -293,10 +306,10 @@ def _print_cost_of_fsdp1(current, call, instance, state):
 
 
 def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes: float) -> None:
-    """Print the predicted seconds that a step of FSDP spends on communication if shards span clusters.
+    """Print the predicted seconds that a step spends on FSDP's communication across clusters.
 
-    The message also says how many seconds and how much memory --holmes-fsdp hybrid needs, if it is in use or
-    possible.
+    Nothing is printed if all ranks of the group are in one cluster. The message also says how many seconds
+    and how much memory --holmes-fsdp hybrid needs, if it is in use or possible.
 
     Args:
         group: The process group over which FSDP shards; None if --holmes-fsdp hybrid is in use.
@@ -306,7 +319,7 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     plan = current.plan
     ranks = group_ranks(group)
     clusters = plan.by_cluster(ranks)  # name of the cluster -> its ranks
-    if len(clusters) < 2:
+    if len(clusters) <= 1:
         return
     cluster_sizes = [len(members) for members in clusters.values()]
     has_all_ranks = len(ranks) == plan.world_size
@@ -341,8 +354,8 @@ def _print_cost(current: Session, group: Any, sent: ShardedWeights, stored_bytes
     tell(current, text)
 
 
-def _print_cost_of_own_mesh(current: Session, mesh: Any, sent: ShardedWeights) -> None:
-    """Print the predicted cost of a 2-D mesh of the program whose sharding dimension spans clusters.
+def _print_cost_of_program_mesh(current: Session, mesh: Any, sent: ShardedWeights) -> None:
+    """Print the predicted cost of a program's 2-D mesh, if its sharding dimension spans clusters.
 
     Args:
         mesh: The mesh (replicas x shards). Each row holds the ranks over which FSDP shards.
@@ -350,7 +363,7 @@ def _print_cost_of_own_mesh(current: Session, mesh: Any, sent: ShardedWeights) -
     """
     plan = current.plan
     rows = mesh.mesh.tolist()
-    spanning_row = spanning_rows(plan, rows)  # in words: "ranks 0 to 3 lie in clusters a, b"
+    spanning_row = spanning_rows(plan, rows)  # e.g. "ranks 0 to 3 lie in clusters a, b"
     if not spanning_row:
         return
     network_api = network_api_of(backend_of()) or SOCKETS
@@ -359,7 +372,8 @@ def _print_cost_of_own_mesh(current: Session, mesh: Any, sent: ShardedWeights) -
 
     clusters = plan.by_cluster(range(plan.world_size))  # name of the cluster -> its ranks
     # Rows of this size, or of a divisor of it, divide each cluster without spanning two.
-    largest_fitting_size = gcd(*(len(members) for members in clusters.values()))
+    cluster_sizes = [len(members) for members in clusters.values()]
+    largest_fitting_size = gcd(*cluster_sizes)
     if largest_fitting_size > 1:
         advice = f"size {largest_fitting_size}, or a part of it, would not"
     else:  # with every size of at least 2, a row spans clusters
@@ -379,25 +393,25 @@ PATCHES = (
     Patch(
         FSDP,
         f"{_FSDP2}._fully_shard:fully_shard",
-        "scripts know no clusters: here their mesh is given",
+        "the mesh of a script does not follow the clusters; it can be replaced here",
         _fully_shard,
     ),
     Patch(
         FSDP,
         f"{_FSDP2}._fsdp_state:FSDPState._lazy_init",
-        "the first time that all units of a model are known",
+        "all sharded modules of a model are known here for the first time",
         _print_cost_of_fsdp2,
     ),
     Patch(
         FSDP,
         f"{_FSDP1}.fully_sharded_data_parallel:FullyShardedDataParallel.__init__",
-        "the same for FSDP1: groups and strategy are given here",
+        "the same for FSDP1, whose groups and strategy can be replaced here",
         _construct_fsdp1,
     ),
     Patch(
         FSDP,
         f"{_FSDP1}._runtime_utils:_lazy_init",
-        "the first time that all units of a model are known",
+        "all sharded modules of a model are known here for the first time",
         _print_cost_of_fsdp1,
         parameters=("state", "root_module"),
     ),

@@ -1,10 +1,12 @@
-"""Gives every process group of torch.distributed the NIC that the plan assigns to the group's ranks.
+"""Gives every process group of torch.distributed the NIC that the plan assigns to its ranks.
 
 The plan, which holmes computes before the job starts, says which network each group uses. holmes replaces
 four functions of torch by wrappers, which call them:
 
-    _new_process_group_helper   Makes every group, except for those of split_group. The wrapper adds the NIC.
-    split_group                 Makes groups from parts of a group. The wrapper adds the NIC.
+    _new_process_group_helper   Makes every group, except for those of split_group. The wrapper passes the
+                                NIC to the group. Before the default group is made, it checks that all
+                                ranks have the same plan (agree_on_patches).
+    split_group                 Makes groups from parts of a group. The wrapper passes the NIC.
     _create_c10d_store          Creates the rendezvous store. The plan may have renumbered the ranks; the
                                 wrapper lets the process host the store that the launcher started as rank 0.
     destroy_process_group       The wrapper first waits for gloo's threads, to prevent a deadlock.
@@ -20,7 +22,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import NICS, RANKS
 from holmes_ext.runtime.backend import (
     backend_named,
@@ -44,16 +46,17 @@ _C10D = "torch.distributed.distributed_c10d"
 
 @with_session
 @by_name
-def _host_store_where_launched(current, call, instance, rank):
+def _host_store_where_launched(current: Session, call: Call, instance: Any, rank: int) -> Any:
     """Create the rendezvous store, hosted by the process that the launcher started as rank 0.
 
-    Wrapper of torch's _create_c10d_store, which `call()` runs.
+    Runs instead of torch's _create_c10d_store; `call()` runs the original.
 
     MASTER_ADDR is the address of this process. holmes may have renumbered the ranks, so that the job's rank 0
     runs on another node.
 
-    The value of `rank`, the new number, is not read. It is a parameter so that holmes checks before that
-    torch's function has it.
+    Args:
+        rank: The rank after renumbering. It is not read. The registry of patches requires each parameter of
+            this wrapper in torch's function, and `call` replaces this one.
     """
     launched_rank = current.process.rank  # the rank before holmes renumbered it
     store = call(rank=launched_rank)
@@ -64,28 +67,28 @@ def _host_store_where_launched(current, call, instance, rank):
     # that the ranks of the last start left there.
     from torch.distributed import PrefixStore
 
-    prefix = current.round  # differs for each start of the job
-    return PrefixStore(prefix, store)
+    prefix_of_this_start = current.round
+    return PrefixStore(prefix_of_this_start, store)
 
 
 @with_session
 @by_name
 def _give_group_its_nic(
-    current,
-    call,
-    instance,
-    global_ranks_in_group,
-    backend,
-    store,
-    group_name,
-    timeout,
-    backend_options=None,
-    pg_options=None,  # before torch 2.6
-    group_desc=None,
-):
-    """Make a process group that uses the NIC which holmes's plan for the job assigns to the group's ranks.
+    current: Session,
+    call: Call,
+    instance: Any,
+    global_ranks_in_group: Any,
+    backend: Any,
+    store: Any,
+    group_name: Any,
+    timeout: Any,
+    backend_options: Any = None,
+    pg_options: Any = None,  # before torch 2.6
+    group_desc: Any = None,
+) -> Any:
+    """Make a process group that uses the NIC which holmes's plan assigns to its ranks.
 
-    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+    Runs instead of torch's _new_process_group_helper; `call()` runs the original.
 
     gloo reads the NIC from the environment variable GLOO_SOCKET_IFNAME, which is set while the group is made.
     NCCL receives its network as net_name in the group's options.
@@ -95,12 +98,10 @@ def _give_group_its_nic(
     """
     is_default_group = not global_ranks_in_group
     if is_default_group:
-        is_fake = (
-            str(backend) == "fake"
-        )  # one process stands for all ranks: no other rank would come
-        agree_on_patches(store, current, waits=not is_fake)
-    if is_default_group:
         ranks = tuple(range(current.plan.world_size))
+        # With torch's backend "fake", one process stands for all ranks: there is none to wait for.
+        is_fake = str(backend) == "fake"
+        agree_on_patches(store, current, waits=not is_fake)
     else:
         ranks = tuple(global_ranks_in_group)
 
@@ -110,9 +111,8 @@ def _give_group_its_nic(
     else:
         options_name = "pg_options"
         options = pg_options
-    nccl_backend = nccl_backend_in(
-        str(backend)
-    )  # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if there is none
+    # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if the group does not use NCCL
+    nccl_backend = nccl_backend_in(str(backend))
     is_postponed = False
     if nccl_backend and not is_default_group:
         is_postponed = communicators.are_postponed(nccl_backend, options)
@@ -138,45 +138,52 @@ def _give_group_its_nic(
         forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
         new_group = call(**{options_name: options}, **new_arguments)
-    # Note the group and its network, for the job's report.
-    record_group(
-        current, str(group_desc or group_name), ranks, backend_named(str(backend)), options
-    )
+    name_in_report = str(group_desc or group_name)
+    record_group(current, name_in_report, ranks, backend_named(str(backend)), options)
     return new_group
 
 
 @with_session
 @by_name
 def _give_split_group_its_nic(
-    current,
-    call,
-    instance,
-    parent_pg,
-    split_ranks,
-    timeout,
-    pg_options,
-    group_desc=None,
-    backend=None,
-):
-    """Split a process group (torch.distributed.split_group) into parts, which become groups of their own.
+    current: Session,
+    call: Call,
+    instance: Any,
+    parent_pg: Any,
+    split_ranks: Any,
+    timeout: Any,
+    pg_options: Any,
+    group_desc: Any = None,
+    backend: Any = None,
+) -> Any:
+    """Split a process group into smaller groups, and give this rank's group its planned NIC.
 
-    Wrapper of torch.distributed.split_group, which `call()` runs.
+    Runs instead of torch.distributed.split_group; `call()` runs the original.
 
     The part with this rank uses the NIC that holmes's plan for the job assigns to the ranks of the part. A
     call without options takes the NCCL options of the parent group, except for the network.
+
+    Args:
+        parent_pg: The group to split; None for the default group.
+        split_ranks: A list of parts. Each part lists ranks within the parent group.
     """
     import torch.distributed as dist
 
     parent: Any = parent_pg or dist.group.WORLD
     my_rank = dist.get_rank(parent)
-    parts = split_ranks or ()  # each part lists ranks within the parent group
-    my_part = next((part for part in parts if my_rank in part), None)
+    my_part = None
+    for part in split_ranks or ():
+        if my_rank in part:
+            my_part = part
+            break
     if my_part is None:
         return call()  # this rank is in no part
 
     ranks = tuple(dist.get_global_rank(parent, rank) for rank in my_part)
-    # Since torch 2.15, `backend` can select some of the parent's backends.
-    backend_name = backend_named(str(backend)) if backend else backend_of(parent)
+    if backend:  # since torch 2.15, `backend` can select some of the parent's backends
+        backend_name = backend_named(str(backend))
+    else:
+        backend_name = backend_of(parent)
     if traits_of(backend_name).is_nccl:
         name = communicator_name(current, ranks, group_desc or "")
         pg_options = planned_nccl_options(
@@ -196,10 +203,10 @@ def _give_split_group_its_nic(
 
 @with_session
 @by_name
-def _destroy_after_gloo_threads(current, call, instance):
-    """Give gloo's threads a moment to release tensors of the last operation, then destroy process groups.
+def _destroy_after_gloo_threads(current: Session, call: Call, instance: Any) -> Any:
+    """Destroy process groups, after gloo's threads had time to release the last tensors.
 
-    Wrapper of torch.distributed.destroy_process_group, which `call()` runs.
+    Runs instead of torch.distributed.destroy_process_group; `call()` runs the original.
 
     Without the wait a deadlock is possible. The thread of gloo that releases tensors holds a lock of its
     group and waits for the GIL. The destructor of DistributedDataParallel holds the GIL and waits for the
@@ -215,13 +222,13 @@ _default_group_numbers = itertools.count()
 
 
 def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
-    """Check, before the default group is made, that all ranks have the same plan and patches.
+    """Check that all ranks have the same plan and patches, before the default group is made.
 
     The plan is holmes's plan for the job, and patches are its changes to functions of torch. Ranks that
     differ would wait for each other without end. So every rank compares its plan and patches with those of
-    the rank that comes first, by these keys of the rendezvous store:
+    the rank that calls this function first, by these keys of the rendezvous store:
 
-        first         plan and patches of the rank that came first
+        first         plan and patches of the rank that called first
         rank/R        exists when rank R has found no difference
         count         number of ranks that have found no difference
         difference    the first difference that a rank found; "none" when all ranks have found none
@@ -230,31 +237,30 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
         waits: Whether to wait until all ranks have compared.
 
     Raises:
-        HolmesError: this rank is the first that found a difference, or other ranks did not come in time.
+        HolmesError: this rank is the first that found a difference, or a rank did not call this function
+            within --holmes-timeout.
         RemoteError: another rank found a difference first, and prints it.
     """
-    prefix = (
-        f"{current.round}/agree/{next(_default_group_numbers)}"  # new for each start of the job
-    )
+    # The prefix differs for each start of the job, and for each default group of a process.
+    prefix = f"{current.round}/agree/{next(_default_group_numbers)}"
     mine = {
         "who": f"rank {current.rank} on {current.node.name}",
         "plan's digest": current.plan.digest,
+        **registry().states(),  # feature -> "off" or "on VERSION"
     }
-    mine.update(registry().states())  # feature -> "off" or "on VERSION"
     # compare_set(key, "", value) sets the key if it does not exist, and returns the key's value.
     first = json.loads(store.compare_set(f"{prefix}/first", "", json.dumps(mine)))
     difference = _difference(mine, first)
     if difference:
-        # Sets the key if no rank has set it before, and returns its value.
         reported = store.compare_set(f"{prefix}/difference", "", difference).decode()
         if reported == difference:
             raise HolmesError(difference)
-        raise RemoteError(reported)  # another rank was first
+        raise RemoteError(reported)  # another rank has reported a difference before
     if not waits:
         return
 
     store.set(f"{prefix}/rank/{current.rank}", "")
-    agreeing_ranks = store.add(f"{prefix}/count", 1)  # returns the sum, with this rank
+    agreeing_ranks = store.add(f"{prefix}/count", 1)  # returns the count, with this rank
     if agreeing_ranks == current.plan.world_size:  # this rank is the last
         store.set(f"{prefix}/difference", "none")
     _wait_for_all_ranks(store, prefix, current)
@@ -264,15 +270,15 @@ def agree_on_patches(store: Any, current: Session, waits: bool = True) -> None:
 
 
 def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
-    """Return the first difference between the plans and patches of two ranks, in words; "" if there is none.
+    """Return a message about the first difference between two ranks; "" if there is none.
 
-    Patches are holmes's changes to functions of torch.
+    Ranks must have the same plan and patches. Patches are holmes's changes to functions of torch.
 
     Args:
         mine: Describes this rank. Keys: "who" (this rank and its node, not compared), "plan's digest" (a
             hash) and the name of each feature (a group of patches), whose value is the feature's state.
-        first: Describes the rank that came first, in the same way. A key that only one rank has is not
-            compared: the other rank has not imported the framework of this patch yet.
+        first: Describes the rank that called agree_on_patches() first, in the same way. A key that only one
+            rank has is not compared: the other rank has not imported the framework of this feature yet.
     """
     keys = sorted((mine.keys() & first.keys()) - {"who"})
     different_keys = [key for key in keys if mine[key] != first[key]]
@@ -281,10 +287,10 @@ def _difference(mine: dict[str, str], first: dict[str, str]) -> str:
     key = different_keys[0]
     if key == "plan's digest":
         verb = "differ in"
-    else:  # the name of a patch
+    else:  # the name of a feature
         verb = "are patched differently:"
-    my_value = f"{mine.get(key)!r} on {mine['who']}"
-    first_value = f"{first.get(key)!r} on {first['who']}"
+    my_value = f"{mine[key]!r} on {mine['who']}"
+    first_value = f"{first[key]!r} on {first['who']}"
     return f"the ranks {verb} {key}: it is {my_value} and {first_value}; install and give the same everywhere"
 
 
@@ -294,11 +300,12 @@ def _wait_for_all_ranks(store: Any, prefix: str, current: Session) -> None:
     A rank sets it when it finds a difference between the ranks, or when all ranks have found none.
 
     Args:
+        store: The rendezvous store.
         prefix: Prefix of the keys.
 
     Raises:
-        HolmesError: the key was not set within --holmes-timeout. The message lists the ranks without a key
-            `rank/R`: they have not come.
+        HolmesError: the key was not set within --holmes-timeout. The message lists the ranks R without a key
+            `rank/R`: they have not called init_process_group.
     """
     try:
         store.wait([f"{prefix}/difference"], timedelta(seconds=current.options.timeout_s))
@@ -347,16 +354,17 @@ def _check_backend(current: Session, name: str) -> None:
 def communicator_name(current: Session, ranks: tuple[int, ...], description: str) -> str:
     """Return a name for the communicator of a group, e.g. "data:a:rank0".
 
-    NCCL's logs, its inspector and RAS print it. The parts are the kind of group, its clusters and its first
-    rank.
+    NCCL's logs, its inspector and RAS print the name. It consists of the group's purpose, its clusters and
+    its first rank.
 
     Args:
+        ranks: The group's ranks.
         description: The program's description of the group (group_desc); "" if there is none.
     """
     plan = current.plan
-    kind = kind_of(ranks, description, plan.sizes, plan.world_size)
+    purpose = kind_of(ranks, description, plan.sizes, plan.world_size)  # e.g. "data"
     clusters = "+".join(plan.by_cluster(ranks))
-    return f"{kind}:{clusters}:rank{min(ranks)}"
+    return f"{purpose}:{clusters}:rank{min(ranks)}"
 
 
 def planned_nccl_options(
@@ -368,12 +376,13 @@ def planned_nccl_options(
     name: str,
     parent_options: Any = None,
 ) -> Any:
-    """Return the options of an NCCL group, whose net_name is the network that holmes's plan assigns to it.
+    """Return options for an NCCL group, with the planned network as their net_name.
 
     Args:
         ranks: The group's ranks.
         backend: "nccl" or another name of NCCL, such as "nccl2".
         program_options: Options that the program gave for the group, or None.
+        timeout: The program's timeout for operations of the group, or None.
         name: Name of the communicator for NCCL's logs.
         parent_options: If the group is split from another group: the options of the other group.
 
@@ -387,10 +396,8 @@ def planned_nccl_options(
         return program_options  # NCCL before 2.17 chooses the network itself
     transport = current.transport(ranks, backend)  # the planned network of these ranks
     try:
-        # Raises an error if a configuration file of NCCL forces another network than the planned one.
-        refuse_forced(
-            transport, current.forced_nets
-        )  # forced_nets: network -> file of NCCL that forces it
+        # forced_nets: network -> configuration file of NCCL that forces this network.
+        refuse_forced(transport, current.forced_nets)
     except HolmesError as error:
         # All ranks of the group fail. told_once() lets one of them print the message.
         raise told_once(error) from None
@@ -407,16 +414,19 @@ def planned_nccl_options(
 def record_group(
     current: Session, name: str, ranks: tuple[int, ...], backend: str, options: Any
 ) -> None:
-    """Add a process group to the list of groups in the session of holmes, with the network that it uses.
+    """Record a process group and the network that it uses, for the job's report.
 
     With --holmes-verbose on, the group's first rank prints the entry.
 
     Args:
+        name: Name of the group in the report.
+        ranks: The group's ranks.
+        backend: The group's backend, e.g. "nccl".
         options: Options of the group. Like GLOO_SOCKET_IFNAME, their net_name may set another network than
             the planned one.
     """
     planned = current.transport(ranks, backend)
-    # `planned`, unless GLOO_SOCKET_IFNAME or net_name sets another network
+    # Equal to `planned`, unless GLOO_SOCKET_IFNAME or net_name sets another network.
     transport = as_made(planned, current.node, backend, current.site.fabric_by_name, options)
     current.groups.append(GroupRecord(name, ranks, backend, transport))
     if current.options.verbose == "on" and current.rank == ranks[0]:
@@ -448,7 +458,7 @@ PATCHES = (
     Patch(
         RANKS,
         f"{_C10D}:destroy_process_group",
-        "DistributedDataParallel ends its group with the interpreter's lock held, for which gloo waits",
+        "DistributedDataParallel ends its group while it holds the GIL, for which a thread of gloo waits",
         _destroy_after_gloo_threads,
     ),
 )

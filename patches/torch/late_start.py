@@ -1,17 +1,21 @@
-"""Lets a program switch holmes on after init_process_group, by holmes_ext.initialize_model_parallel.
+"""Lets a program enable holmes after init_process_group, by postponing NCCL's first communicator.
 
-holmes chooses the network cards of NCCL before the first communicator of a process: NCCL reads them only
-once. Since torch 2.15, init_process_group makes a communicator at once. A program that imports
+holmes must choose the network cards before a process makes its first NCCL communicator, because NCCL reads
+the choice only once. Since torch 2.15, init_process_group makes a communicator at once. A program may enable
+holmes later, by initialize_model_parallel(). If it has the statement
 
     from holmes_ext import initialize_model_parallel
 
-before init_process_group gets it later: here the option lazy_init is set for the default process group.
+before init_process_group, the wrapper in this module sets the option lazy_init of the default process group:
+NCCL then makes the communicator at the group's first operation.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.patches.torch.features import LATE_START
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import nccl_backend_in
@@ -19,12 +23,18 @@ from holmes_ext.runtime.groups.communicators import can_postpone, with_lazy_init
 
 
 @by_name
-def _postpone_communicator(call, instance, global_ranks_in_group, backend, backend_options=None):
-    """Make a process group. The communicator of the default group is postponed while holmes is off.
+def _postpone_communicator(
+    call: Call,
+    instance: Any,
+    global_ranks_in_group: Any,
+    backend: Any,
+    backend_options: Any = None,
+) -> Any:
+    """Make a process group; for the default group, postpone the communicator while holmes is off.
 
-    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+    Runs instead of torch's _new_process_group_helper; `call()` runs the original.
     """
-    is_default_group = not global_ranks_in_group
+    is_default_group = not global_ranks_in_group  # torch passes [] for the default group
     nccl_backend = nccl_backend_in(str(backend))  # "" if the group does not use NCCL
     holmes_is_off = session.active() is None
     if holmes_is_off and is_default_group and nccl_backend and can_postpone(nccl_backend):
@@ -36,7 +46,7 @@ PATCHES = (
     Patch(
         LATE_START,
         "torch.distributed.distributed_c10d:_new_process_group_helper",
-        "a communicator that init_process_group makes would fix the network cards before the plan is known",
+        "a communicator that init_process_group makes would fix the network cards before the plan exists",
         _postpone_communicator,
         only=">=2.15",  # older releases make the communicator at the first operation
     ),

@@ -1,6 +1,6 @@
 """Chooses the network of single messages (send, recv, isend, irecv) for torch's backend nccl-lazy.
 
-nccl-lazy (torch 2.14 or newer) makes a communicator of its own for each pair of ranks that exchange messages.
+nccl-lazy (torch 2.14 or newer) makes a separate communicator for each pair of ranks that exchange messages.
 torch gives it the network of the whole process group. If the group spans several clusters, this is Ethernet,
 also for two ranks of the same cluster. holmes sends such messages over a new process group of the two ranks,
 which uses the fastest network that they share.
@@ -14,7 +14,7 @@ import weakref
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import NICS
 from holmes_ext.runtime.backend import backend_of, group_ranks, traits_of
 from holmes_ext.runtime.groups.pairs import pair_group
@@ -27,30 +27,44 @@ _pair_groups: weakref.WeakKeyDictionary[Any, dict[int | None, Any]] = weakref.We
 
 @with_session
 @by_name
-def _send_over_pair_group(current, call, instance, dst=None, group=None, group_dst=None):
-    """Send a tensor over the group of the two ranks, if they have a faster network than the whole group.
+def _send_over_pair_group(
+    current: Session,
+    call: Call,
+    instance: Any,
+    dst: int | None = None,
+    group: Any = None,
+    group_dst: int | None = None,
+) -> Any:
+    """Send a tensor over a group of two ranks, if these share a faster network than `group`.
 
-    Wrapper of send and isend of torch.distributed, which `call()` runs.
+    Runs instead of send and isend of torch.distributed; `call()` runs the original.
     """
     peer = _global_rank(group, dst, group_dst)
-    over = _group_of_pair(current, group, peer)
-    if over is None:
+    pair = _group_of_pair(current, group, peer)
+    if pair is None:
         return call()
-    return call(dst=peer, group=over, group_dst=None)
+    return call(dst=peer, group=pair, group_dst=None)
 
 
 @with_session
 @by_name
-def _receive_over_pair_group(current, call, instance, src=None, group=None, group_src=None):
-    """Receive a tensor over the group of the two ranks, if they have a faster network than the whole group.
+def _receive_over_pair_group(
+    current: Session,
+    call: Call,
+    instance: Any,
+    src: int | None = None,
+    group: Any = None,
+    group_src: int | None = None,
+) -> Any:
+    """Receive a tensor over a group of two ranks, if these share a faster network than `group`.
 
-    Wrapper of recv and irecv of torch.distributed, which `call()` runs.
+    Runs instead of recv and irecv of torch.distributed; `call()` runs the original.
     """
     peer = _global_rank(group, src, group_src)
-    over = _group_of_pair(current, group, peer)
-    if over is None:
+    pair = _group_of_pair(current, group, peer)
+    if pair is None:
         return call()
-    return call(src=peer, group=over, group_src=None)
+    return call(src=peer, group=pair, group_src=None)
 
 
 def _global_rank(group: Any, global_rank: int | None, group_rank: int | None) -> int | None:
@@ -66,11 +80,12 @@ def _global_rank(group: Any, global_rank: int | None, group_rank: int | None) ->
 
 
 def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
-    """Return the process group of this rank and a peer, for messages that a program sends over `group`.
+    """Return the process group of this rank and a peer, to use in place of `group`.
 
     The group of the two ranks is made at their first message. Both ranks call this function then.
 
     Args:
+        group: The process group over which the program exchanges a message; None for the default group.
         peer: Global rank of the peer; None if this rank receives from any rank.
 
     Returns:
@@ -86,7 +101,7 @@ def _group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
 
 
 def _new_group_of_pair(current: Session, group: Any, peer: int | None) -> Any:
-    """Make the process group of this rank and a peer, if they have a faster network than `group`.
+    """Make the process group of this rank and a peer, if they share a faster network than `group`.
 
     Args:
         peer: Global rank of the peer; None if this rank receives from any rank.

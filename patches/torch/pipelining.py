@@ -1,8 +1,10 @@
-"""Adapts torch.distributed.pipelining to pipelines whose stages are in different clusters of nodes.
+"""Adapts torch.distributed.pipelining to pipelines whose stages are in different clusters.
+
+Three things differ from torch without holmes:
 
     messages   torch sends all messages of a pipeline over one process group. If the pipeline spans clusters,
                this group uses Ethernet, the only network that all its ranks share. Here each pair of
-               neighbouring stages has a group of its own ("pair group"), on the fastest network that the two
+               neighbouring stages has a separate group ("pair group"), on the fastest network that the two
                ranks share.
     gradients  A stage in DistributedDataParallel waits for its gradient reduction at the end of its last
                backward pass, and only then sends a gradient to the preceding stage. So the stages reduce one
@@ -24,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch import ddp
 from holmes_ext.patches.torch.buckets import BucketReducer
 from holmes_ext.patches.torch.features import PIPELINING
@@ -36,26 +38,27 @@ from holmes_ext.runtime.session import Session, tell
 
 #: Process group of a pipeline -> rank of a neighbouring stage -> process group of that pair of ranks.
 _pair_groups: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
-#: Stages of the current step whose gradients are not reduced yet -> torch's division of these gradients by
-#: the number of micro-batches. _step() adds the stages with None, _postpone_scaling() stores the divisions,
+#: Stage whose gradients are not reduced yet in the current step -> function that divides these gradients by
+#: the number of micro-batches. _step() adds the stages with None, _postpone_scaling() stores the functions,
 #: and _step() calls them at the end of the training step.
 _postponed_scaling: dict[Any, Callable[[], Any] | None] = {}
 
 
 def _prepare_pipeline(current: Session, schedule: Any, stages: list[Any]) -> None:
-    """Make a process group for each pair of neighbouring stages, before the first step of a pipeline.
+    """Make a process group for each pair of neighbouring stages, at a pipeline's first step.
 
     Rank 0 also prints warnings: if another order of ranks would be better, or if gradients of the schedule
     would not be reduced.
 
     Args:
+        schedule: A schedule of torch.distributed.pipelining.
         stages: The stages of this rank. All ranks of the pipeline must call this function together.
     """
     import torch.distributed as dist
 
     group = stages[0].group or dist.group.WORLD
     if group in _pair_groups:
-        return  # this was not the first step
+        return  # an earlier step has made the groups
     sizes = sizes_of(current, group_ranks(group))
     if sizes is not None:
         check_grid(current, sizes)  # compares the sizes and the order of ranks with the plan's
@@ -90,7 +93,7 @@ def _make_communicator(group: Any) -> None:
 
 
 def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
-    """Return the parallel sizes of the job (pipeline, data, ...), given the ranks of one of its pipelines.
+    """Return the parallel sizes of the job, given the ranks of one of its pipelines.
 
     The plan's sizes are returned if the plan has a pipeline with these ranks. Otherwise the sizes are derived
     from the distance between the ranks of consecutive stages, with P pipelines of S stages:
@@ -98,16 +101,18 @@ def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
         distance P    ranks 0 to P - 1 run the first stages of all pipelines
         distance 1    ranks 0 to S - 1 run all stages of the first pipeline
         another       None: the order of the ranks is not known
+
+    Args:
+        current: The session, which has the plan.
+        pipeline_ranks: Ranks of the pipeline's stages, in the order of the stages.
     """
     world_size = current.plan.world_size
     stage_count = len(pipeline_ranks)
     planned = current.plan.sizes
-    if stage_count < 2 or world_size % stage_count:
-        return None  # no pipeline, or not a part of equal pipelines
+    if stage_count <= 1 or world_size % stage_count:
+        return None  # no pipeline, or the job does not consist of equal pipelines
     if planned is not None:
-        planned_pipeline = planned.group(
-            pipeline_ranks[0], "pp"
-        )  # ranks of the first rank's pipeline
+        planned_pipeline = planned.group(pipeline_ranks[0], "pp")  # ranks of this rank's pipeline
         if planned_pipeline == tuple(pipeline_ranks):
             return planned
 
@@ -123,26 +128,25 @@ def sizes_of(current: Session, pipeline_ranks: list[int]) -> Sizes | None:
 
 
 def _warning_of_unreduced_gradients(schedule: Any, stages: Any) -> str:
-    """Return a warning if DistributedDataParallel would not reduce the gradients of a schedule; else "".
+    """Return a warning if DDP would not reduce the gradients of a pipeline schedule; else "".
 
-    Zero-bubble schedules compute weight gradients in passes of their own. The hooks of parameters do not run
-    in these passes, so DistributedDataParallel does not see the gradients.
+    Zero-bubble schedules compute weight gradients in separate passes. The hooks of parameters do not run in
+    these passes, so DistributedDataParallel (DDP) does not see the gradients.
     """
     from torch.nn.parallel import DistributedDataParallel
 
-    modules = [
-        stage.submod for stage in stages if isinstance(stage.submod, DistributedDataParallel)
-    ]
-    has_replicas = any(module.process_group.size() != 1 for module in modules)
-    computation_types = set()  # names of the passes in the schedule
-    actions_of_ranks = getattr(
-        schedule, "pipeline_order", {}
-    )  # rank -> its passes, None where it idles
-    for actions in actions_of_ranks.values():
-        computation_types |= {
-            action.computation_type.name for action in actions if action is not None
-        }
-    has_weight_passes = "BACKWARD_WEIGHT" in computation_types
+    has_replicas = False
+    for stage in stages:
+        module = stage.submod
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() != 1:
+            has_replicas = True
+    has_weight_passes = False
+    actions_of_rank = getattr(schedule, "pipeline_order", {})  # rank -> its passes
+    for actions in actions_of_rank.values():
+        for action in actions:
+            is_idle = action is None
+            if not is_idle and action.computation_type.name == "BACKWARD_WEIGHT":
+                has_weight_passes = True
     if not has_replicas or not has_weight_passes:
         return ""
     return (
@@ -159,25 +163,28 @@ class _WorkList(list[Any]):
     """
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
+        """Wait for all operations in the list."""
         for work in self:
             work.wait(*args, **kwargs)
 
 
 @by_name
-def _send_over_pair_groups(call, instance, p2p_ops):
-    """Start the sends and receives of a pipeline stage, each over the process group of its pair of ranks.
+def _send_over_pair_groups(call: Call, instance: Any, p2p_ops: list[Any]) -> Any:
+    """Start sends and receives of a pipeline stage, each over the group of its pair of ranks.
 
-    Wrapper of torch's _batch_p2p, which `call()` runs.
+    Runs instead of torch's _batch_p2p; `call()` runs the original.
 
     All messages in one call of _batch_p2p must have the same group. So _batch_p2p is called once for each
     pair.
+
+    Args:
+        p2p_ops: The sends and receives: torch.distributed.P2POp objects over the pipeline's group.
     """
     if not p2p_ops:
         return call()
     pipeline_group = p2p_ops[0].group
-    group_of_peer = _pair_groups.get(
-        pipeline_group
-    )  # rank of a neighbouring stage -> group of the pair
+    # Rank of a neighbouring stage -> process group of that rank and this one.
+    group_of_peer = _pair_groups.get(pipeline_group)
     if not group_of_peer:
         return call()  # the pipeline has no groups of pairs
 
@@ -201,15 +208,18 @@ def _send_over_pair_groups(call, instance, p2p_ops):
 
 @with_session
 @by_name
-def _step(current, call, instance):
+def _step(current: Session, call: Call, instance: Any) -> Any:
     """Run a training step of a pipeline schedule, and wait for gradient reductions only at its end.
 
-    Wrapper of `step` of torch's schedules, which `call()` runs.
+    Runs instead of `step` of torch's schedules; `call()` runs the original.
 
     Without holmes, DistributedDataParallel waits for a stage's reduction in the last backward pass of the
     stage. This delays the gradient that the preceding stage needs.
 
     After the wait, the gradients are divided by the number of micro-batches (see _postpone_scaling).
+
+    Args:
+        instance: A schedule of torch.distributed.pipelining.
     """
     global _postponed_scaling
     # Only schedules with several stages a rank have `_stages`.
@@ -218,14 +228,12 @@ def _step(current, call, instance):
     reducer_of: dict[Any, BucketReducer] = {}
     if instance._has_backward:
         for stage in stages:
-            reducer = ddp.postpone_reductions(
-                stage.submod
-            )  # None: DistributedDataParallel waits itself
-            if reducer:
+            reducer = ddp.postpone_reductions(stage.submod)
+            if reducer:  # else DistributedDataParallel waits itself, or the stage is not in one
                 reducer_of[stage] = reducer
     if not reducer_of:
-        # This step may run inside the step of another schedule, which has set _postponed_scaling: passes.py
-        # lets a _PipelineScheduleRuntime do the work of a schedule. So _postponed_scaling is not changed.
+        # _postponed_scaling must not change: this step may run inside the step of another schedule, which has
+        # set it (schedule.py runs a schedule's step in a _PipelineScheduleRuntime).
         return call()
 
     # Stage -> the division of its gradients. When torch wants to divide during call(), _postpone_scaling()
@@ -234,7 +242,7 @@ def _step(current, call, instance):
     try:
         result = call()
         for stage, reducer in reducer_of.items():
-            reducer.finish()  # waits for the stage's reductions, most of which have ended under LoopedBFS
+            reducer.finish()  # waits for the stage's reductions
             divide_gradients = _postponed_scaling[stage]
             if divide_gradients is not None:
                 divide_gradients()
@@ -246,22 +254,23 @@ def _step(current, call, instance):
 
 
 @by_name
-def _postpone_scaling(call, instance):
+def _postpone_scaling(call: Call, instance: Any) -> None:
     """Postpone the division of a stage's gradients by the number of micro-batches.
 
-    Wrapper of scale_grads of torch's stages, which `call()` runs.
+    Runs instead of scale_grads of torch's stages; `call()` runs the original.
 
     Gradients must be reduced before they are divided. torch divides them when the backward passes of a stage
     have ended. But _step() waits for the reductions only at the end of the training step, so it calls the
     division afterwards.
+
+    Args:
+        call: Divides the gradients by the number that torch has passed to scale_grads.
+        instance: The stage.
     """
-    if instance not in _postponed_scaling:
-        return (
-            call()
-        )  # DistributedDataParallel has waited for the reduction itself, or there is none
-    _postponed_scaling[instance] = (
-        call  # _step() calls it, with the divisor that torch has passed here
-    )
+    if instance in _postponed_scaling:
+        _postponed_scaling[instance] = call  # _step() calls it after the reduction
+    else:
+        call()  # DistributedDataParallel has waited for the reduction itself, or there is none
 
 
 _SCHEDULES = "torch.distributed.pipelining.schedules"
@@ -271,7 +280,8 @@ PATCHES = (
         Patch(
             PIPELINING,
             f"{_SCHEDULES}:{schedule}.step",
-            "a pipeline's ranks first meet here; a stage's reduction is awaited before the pipeline goes on",
+            "a stage's gradient reductions delay the preceding stage; the first step is the first function "
+            "that all ranks of a pipeline call",
             _step,
         )
         for schedule in ("PipelineScheduleSingle", "PipelineScheduleMulti")
@@ -279,13 +289,13 @@ PATCHES = (
     Patch(
         PIPELINING,
         f"{_SCHEDULES}:_batch_p2p",
-        "all goes over the pipeline's group, which is on Ethernet as soon as it crosses clusters",
+        "all messages go over the pipeline's group, which uses Ethernet if it spans clusters",
         _send_over_pair_groups,
     ),
     Patch(
         PIPELINING,
         "torch.distributed.pipelining.stage:_PipelineStageBase.scale_grads",
-        "gradients are scaled as soon as a stage's last backward is over",
+        "gradients are divided right after a stage's last backward pass, before they are reduced",
         _postpone_scaling,
         parameters=("grad_scale_factor",),
         only=">=2.7",

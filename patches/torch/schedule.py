@@ -1,4 +1,4 @@
-"""Runs a pipeline schedule of torch.distributed.pipelining in the order of passes that the plan lists.
+"""Runs schedules of torch.distributed.pipelining in the order of passes that the plan lists.
 
 Terms:
 
@@ -23,7 +23,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import SCHEDULE
 from holmes_ext.patches.torch.pipelining import sizes_of
 from holmes_ext.plan.schedule import PassOrder
@@ -34,11 +34,11 @@ from holmes_ext.runtime.session import Session, tell
 
 
 class PlannedRuntime(NamedTuple):
-    """Executor that runs the steps of a pipeline schedule in the order of passes that holmes's plan lists."""
+    """Executor of a pipeline schedule's steps, in the order of passes that holmes's plan lists."""
 
     runtime: Any  # a _PipelineScheduleRuntime of torch
-    # Whether _step() must divide the gradients by the number of micro-batches, because the runtime does not:
-    # torch before 2.10 does it only if the stage's last pass is a full backward pass.
+    #: Whether _step() must divide the gradients by the number of micro-batches, because the runtime does not:
+    #: torch before 2.10 does it only if the stage's last pass is a full backward pass.
     leaves_gradients_undivided: bool
 
 
@@ -50,13 +50,16 @@ _weight_gradients: weakref.WeakKeyDictionary[Any, WeightGradients] = weakref.Wea
 
 @with_session
 @by_name
-def _step(current, call, instance):
+def _step(current: Session, call: Call, instance: Any) -> Any:
     """Run a training step of a pipeline schedule in the order of passes that holmes's plan lists.
 
-    Wrapper of PipelineScheduleSingle.step, which `call()` runs.
+    Runs instead of PipelineScheduleSingle.step; `call()` runs the original.
 
     A pass is the forward or backward pass of a micro-batch. torch's _PipelineScheduleRuntime runs the listed
     passes. If the plan lists none, or they do not fit the schedule, the schedule runs its own passes.
+
+    Args:
+        instance: The schedule.
     """
     if not instance._has_backward:
         return call()  # evaluation: the plan's passes are those of training steps
@@ -74,7 +77,7 @@ def _step(current, call, instance):
 
 
 def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
-    """Return an executor that runs a pipeline schedule in the order of passes that holmes's plan lists.
+    """Return an executor that runs a pipeline schedule in the order that holmes's plan lists.
 
     A pass is the forward or backward pass of a micro-batch.
 
@@ -82,28 +85,15 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
         None if the plan lists no passes for this pipeline. Also None if its passes do not fit the schedule;
         rank 0 then prints the reason.
     """
-    import torch.distributed as dist
     from torch.distributed.pipelining import schedules
 
     stage = schedule._stage
-    group = stage.group or dist.group.WORLD
-    network_api = network_api_of(
-        backend_of(group)
-    )  # the plan depends on whether gloo or NCCL is used
-    sizes = sizes_of(
-        current, group_ranks(group)
-    )  # parallel sizes of the job: stages, replicas, ...
-    if sizes is None or not network_api:
-        return None  # the plan cannot be applied to this pipeline or to its backend
-    passes_of_stages = (
-        current.plan_for(sizes).traffic_of(network_api).schedule
-    )  # a text for each stage
-    if not passes_of_stages:
+    order = _planned_passes(current, stage)
+    if order is None:
         return None
-    order = listed_passes(passes_of_stages, network_api)  # parses the texts
-    reason = _reason_for_own_passes(schedule, order)  # "" if the schedule can run the plan's passes
-    if reason:  # tell() prints on rank 0
-        tell(current, f"{type(schedule).__name__} keeps its own passes: {reason}", once=True)
+    misfit = _misfit_of_passes(schedule, order)
+    if misfit:  # tell() prints on rank 0
+        tell(current, f"{type(schedule).__name__} keeps its own passes: {misfit}", once=True)
         return None
 
     runtime = _empty_runtime(schedule)
@@ -111,19 +101,42 @@ def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
     actions_of_rank = runtime.pipeline_order_with_comms  # rank -> its passes, sends and receives
     torch_actions = actions_of_rank[runtime.rank]
     actions_of_rank[runtime.rank] = _with_receives_moved(torch_actions, order, stage.stage_index)
-    _weight_gradients[stage] = (
-        WeightGradients()
-    )  # from now on _run_backward() postpones weight gradients
+    # From now on, _run_backward() postpones the weight gradients of this stage.
+    _weight_gradients[stage] = WeightGradients()
     last_letter, _ = order.stages[stage.stage_index][-1]  # a pass is (letter, micro-batch)
     ends_with_weight_gradients = last_letter == "W"
     is_before_torch_2_10 = not hasattr(schedules, "REDUCE_GRAD")  # torch 2.10 added it
-    return PlannedRuntime(
-        runtime, leaves_gradients_undivided=ends_with_weight_gradients and is_before_torch_2_10
-    )
+    leaves_gradients_undivided = ends_with_weight_gradients and is_before_torch_2_10
+    return PlannedRuntime(runtime, leaves_gradients_undivided)
+
+
+def _planned_passes(current: Session, stage: Any) -> PassOrder | None:
+    """Return the passes that holmes's plan lists for each stage of a pipeline.
+
+    Args:
+        current: The session, which has the plan.
+        stage: This rank's stage of the pipeline.
+
+    Returns:
+        None if the plan lists no passes for this pipeline.
+    """
+    import torch.distributed as dist
+
+    group = stage.group or dist.group.WORLD
+    network_api = network_api_of(backend_of(group))  # the plan differs between sockets and NCCL
+    # Parallel sizes of the job: numbers of stages, replicas, ...
+    sizes = sizes_of(current, group_ranks(group))
+    if sizes is None or not network_api:
+        return None  # the plan cannot be applied to this pipeline or to its backend
+    traffic = current.plan_for(sizes).traffic_of(network_api)
+    passes_of_stages = traffic.schedule  # one text for each stage, such as "F0 F1 B0 B1"
+    if not passes_of_stages:
+        return None
+    return listed_passes(passes_of_stages, network_api)
 
 
 def _empty_runtime(schedule: Any) -> Any:
-    """Return torch's executor for lists of passes, with the settings of a schedule but without passes."""
+    """Return torch's executor for lists of passes, with a schedule's settings but no passes yet."""
     from torch.distributed.pipelining import schedules
 
     return schedules._PipelineScheduleRuntime(
@@ -137,10 +150,11 @@ def _empty_runtime(schedule: Any) -> Any:
     )
 
 
-def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
-    """Return in words why a pipeline schedule cannot run the passes that holmes's plan lists; "" if it can.
+def _misfit_of_passes(schedule: Any, order: PassOrder) -> str:
+    """Return why a pipeline schedule cannot run the passes that the plan lists; "" if it can.
 
     Args:
+        schedule: A schedule of torch.distributed.pipelining with one stage a rank.
         order: The listed passes (forward and backward passes of micro-batches) of each stage.
     """
     from torch.distributed.fsdp import FSDPModule
@@ -151,13 +165,13 @@ def _reason_for_own_passes(schedule: Any, order: PassOrder) -> str:
     planned_stages = len(order.stages)
     if isinstance(stage.submod, (DistributedDataParallel, FSDPModule)):
         return (
-            "its stages reduce under their last backward (DistributedDataParallel, fully_shard); give "
-            "plain modules"
+            "its stages reduce gradients during their last backward pass (DistributedDataParallel, "
+            "fully_shard); pass plain modules"
         )
     if micro_batches != order.micro_batches:
-        return f"a step has {micro_batches} micro-batches, the plan's passes are of {order.micro_batches}"
+        return f"a step has {micro_batches} micro-batches, but the plan lists passes of {order.micro_batches}"
     if stage.num_stages != planned_stages:
-        return f"it has {stage.num_stages} stages, the plan {planned_stages}"
+        return f"it has {stage.num_stages} stages, but the plan has {planned_stages}"
     return ""
 
 
@@ -172,11 +186,12 @@ def _load_passes(runtime: Any, order: PassOrder) -> None:
     """
     from torch.distributed.pipelining import schedules
 
-    # "F": forward, "B": backward, "I" and "W": backward for the gradients of inputs and of weights only
+    # "F": forward pass, "B": full backward pass, "I" and "W": backward pass for the gradients of inputs or of
+    # weights only.
     type_of_letter = schedules._ComputationType.from_str
     passes_of_rank = {}
     for stage, passes in enumerate(order.stages):
-        rank = stage  # in the pipeline's group; there is one stage a rank
+        rank = stage  # in the pipeline's group: each rank has one stage
         passes_of_rank[rank] = [
             schedules._Action(stage, type_of_letter(letter), micro_batch)
             for letter, micro_batch in passes
@@ -188,7 +203,7 @@ def _load_passes(runtime: Any, order: PassOrder) -> None:
 
 
 def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> list[Any]:
-    """Return the actions of a pipeline stage, with each receive moved to its position in holmes's plan.
+    """Return the actions of a pipeline stage, with each receive moved to its planned position.
 
     A receive is posted at the beginning of the training step, or right after the stage has sent a certain
     message to the same neighbour. So two neighbours launch their common sends and receives in the same order,
@@ -196,11 +211,11 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
 
     Args:
         actions: Passes, sends and receives of the stage, in torch's order.
-        order: The plan: passes of each stage, and positions of receives.
+        order: The plan's passes of each stage, and positions of receives.
         stage: Number of the stage in the pipeline.
     """
     at_beginning = None
-    # at_beginning, or (letter, micro-batch) of a message that the stage sends -> receives to post after it
+    # Message that the stage sends, as (letter, micro-batch), or at_beginning -> receives to post after it.
     receives_after = defaultdict[Any, list[Any]](list)
     passes_and_sends = []
     for action in actions:
@@ -214,14 +229,11 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
             link = stage - 1  # activations arrive from the preceding stage
         else:
             link = stage  # gradients arrive from the next stage
-        sent_before = order.posted_after(
-            link, letter, action.microbatch_index
-        )  # or None: at_beginning
+        # The message after which the plan posts the receive; None for at_beginning.
+        sent_before = order.posted_after(link, letter, action.microbatch_index)
         receives_after[sent_before].append(action)
 
-    ordered = receives_after[
-        at_beginning
-    ]  # the result, in which these receives are the first actions
+    ordered = receives_after[at_beginning]
     for action in passes_and_sends:
         ordered.append(action)
         operation, _, letter = action.computation_type.name.partition("_")
@@ -231,34 +243,43 @@ def _with_receives_moved(actions: list[Any], order: PassOrder, stage: int) -> li
 
 
 @by_name
-def _run_forward(call, instance, fwd_chunk_id):
+def _run_forward(call: Call, instance: Any, fwd_chunk_id: int) -> Any:
     """Run the forward pass of a micro-batch on a pipeline stage.
 
-    Wrapper of forward_one_chunk of torch's stages, which `call()` runs.
+    Runs instead of forward_one_chunk of torch's stages; `call()` runs the original.
 
     If the stage runs passes that holmes's plan lists, linear layers prepare to compute their weight gradients
     separately from the backward pass.
+
+    Args:
+        instance: The stage.
+        fwd_chunk_id: Number of the micro-batch.
     """
     runs_planned_passes = instance in _weight_gradients
     if not runs_planned_passes or not instance.has_backward:
         return call()
-    with _weight_gradients[instance].of(
-        fwd_chunk_id
-    ):  # linear layers register with this micro-batch
+    # Within this context, linear layers keep what their weight gradients of the micro-batch need.
+    with _weight_gradients[instance].of(fwd_chunk_id):
         return call()
 
 
 @by_name
-def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
+def _run_backward(
+    call: Call, instance: Any, bwd_chunk_id: int, full_backward: bool, last_backward: bool
+) -> Any:
     """Run the backward pass of a micro-batch on a pipeline stage, full or for input gradients only.
 
-    Wrapper of backward_one_chunk of torch's stages, which `call()` runs.
+    Runs instead of backward_one_chunk of torch's stages; `call()` runs the original.
 
     If the stage runs passes that holmes's plan lists, autograd computes all gradients except the weight
     gradients of linear layers. The weight gradients of linear layers are computed
 
     - right afterwards in a full backward pass
     - otherwise later, when the schedule calls _compute_weight_gradients()
+
+    Args:
+        instance: The stage.
+        bwd_chunk_id: Number of the micro-batch.
     """
     if instance not in _weight_gradients:
         return call()  # the stage does not run the plan's passes
@@ -267,20 +288,23 @@ def _run_backward(call, instance, bwd_chunk_id, full_backward, last_backward):
     # the program's value of last_backward is replaced without being read.
     result = call(full_backward=True, last_backward=False)
     if full_backward:
-        _weight_gradients[instance].make(
-            bwd_chunk_id
-        )  # computes the weight gradients of this micro-batch
+        _weight_gradients[instance].make(bwd_chunk_id)
     return result
 
 
 @by_name
-def _compute_weight_gradients(call, instance, bwd_chunk_id, last_backward=False):
-    """Compute the weight gradients of linear layers that _run_backward() left out for a micro-batch.
+def _compute_weight_gradients(
+    call: Call, instance: Any, bwd_chunk_id: int, last_backward: bool = False
+) -> Any:
+    """Compute the weight gradients of a micro-batch that _run_backward() left out.
 
-    Wrapper of backward_weight_one_chunk of torch's stages, which `call()` runs.
+    Runs instead of backward_weight_one_chunk of torch's stages; `call()` runs the original.
 
-    `last_backward` has no effect, because the stage is neither in DistributedDataParallel nor in FSDP. It is
-    a parameter only so that refuse_unread_arguments() accepts it.
+    Args:
+        instance: The stage.
+        bwd_chunk_id: Number of the micro-batch.
+        last_backward: Has no effect, because the stage is neither in DistributedDataParallel nor in FSDP. It
+            is a parameter only so that refuse_unread_arguments() accepts it.
     """
     if instance not in _weight_gradients:
         return call()  # the stage does not run the plan's passes
@@ -295,25 +319,25 @@ PATCHES = (
     Patch(
         SCHEDULE,
         "torch.distributed.pipelining.schedules:PipelineScheduleSingle.step",
-        "a schedule of one stage a rank has no other passes than its own",
+        "a schedule with one stage a rank cannot run other passes than its own",
         _step,
     ),
     Patch(
         SCHEDULE,
         f"{_STAGE}.forward_one_chunk",
-        "linear layers keep what their weights' gradients need",
+        "linear layers must keep what their weight gradients need",
         _run_forward,
     ),
     Patch(
         SCHEDULE,
         f"{_STAGE}.backward_one_chunk",
-        "torch's own keeps the whole graph for the weights' gradients",
+        "between the passes for inputs and weights, torch keeps the whole autograd graph",
         _run_backward,
     ),
     Patch(
         SCHEDULE,
         f"{_STAGE}.backward_weight_one_chunk",
-        "the weights' gradients of what linear layers kept",
+        "weight gradients are computed from what linear layers have kept",
         _compute_weight_gradients,
     ),
 )

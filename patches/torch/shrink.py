@@ -1,4 +1,4 @@
-"""Patches that keep the planned networks when process groups lose or replace members in a running job.
+"""Gives process groups that lose or replace members in a running job the planned network.
 
 A program calls these functions of torch to continue after a rank is lost, or to replace ranks:
 
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import CHANGED_GROUPS
 from holmes_ext.patches.torch.groups import communicator_name, planned_nccl_options, record_group
 from holmes_ext.runtime.backend import backend_of, group_ranks, options_of, traits_of
@@ -35,15 +35,15 @@ from holmes_ext.runtime.watch import nccl_errors
 _C10D = "torch.distributed.distributed_c10d"
 #: UUID in torch's handle of a process whose group has not been reconfigured yet.
 _NO_UUID = -1
+#: Fields at the beginning of a handle: backend, rank, UUID.
+_MIN_HANDLE_FIELDS = 3
 
 
 class _Membership(NamedTuple):
     """Members of a process group between two reconfigurations."""
 
     uuid: int  # identifies the communicator; chosen by the program, _NO_UUID before any reconfiguration
-    planned_ranks: tuple[
-        int, ...
-    ]  # the member with group rank i has the planned rank planned_ranks[i]
+    planned_ranks: tuple[int, ...]  # planned rank of the member with group rank 0, 1, ...
 
 
 #: Process group -> its members since the last reconfiguration.
@@ -55,20 +55,26 @@ _renumbered_rounds: set[str] = set()
 @with_session
 @by_name
 def _shrink_group_with_planned_network(
-    current, call, instance, ranks_to_exclude, group=None, pg_options=None
-):
-    """Shrink a process group, and give the new group the network that the plan assigns to its members.
+    current: Session,
+    call: Call,
+    instance: Any,
+    ranks_to_exclude: Collection[int],
+    group: Any = None,
+    pg_options: Any = None,
+) -> Any:
+    """Shrink a process group, and give the new group the network that the plan assigns to it.
 
-    Wrapper of torch.distributed.shrink_group, which `call()` runs.
+    Runs instead of torch.distributed.shrink_group; `call()` runs the original.
     """
     import torch.distributed as dist
 
     parent: Any = group or dist.group.WORLD
     is_default_group = parent is dist.group.WORLD
     # `ranks_to_exclude` has ranks within the group. The plan needs global ranks.
+    global_ranks = group_ranks(parent)
     remaining = tuple(
         global_rank
-        for group_rank, global_rank in enumerate(group_ranks(parent))
+        for group_rank, global_rank in enumerate(global_ranks)
         if group_rank not in ranks_to_exclude
     )
     if current.rank not in remaining:
@@ -95,7 +101,7 @@ def _shrink_group_with_planned_network(
 
 
 def _description_of(group: Any) -> str:
-    """Return the description (group_desc) that the program gave a process group; "" if it gave none."""
+    """Return the description that the program gave a process group; "" if it gave none."""
     if group.group_desc == "undefined":  # torch's default
         return ""
     return group.group_desc
@@ -103,10 +109,17 @@ def _description_of(group: Any) -> str:
 
 @with_session
 @by_name
-def _reconfigure_and_record_group(current, call, instance, uuid, handles, group=None):
+def _reconfigure_and_record_group(
+    current: Session,
+    call: Call,
+    instance: Any,
+    uuid: int,
+    handles: Collection[str],
+    group: Any = None,
+) -> Any:
     """Reconfigure a process group, and add it to Session.groups if its members have changed.
 
-    Wrapper of torch.distributed._reconfigure, which `call()` runs.
+    Runs instead of torch.distributed._reconfigure; `call()` runs the original.
     """
     import torch.distributed as dist
 
@@ -134,7 +147,7 @@ def _reconfigure_and_record_group(current, call, instance, uuid, handles, group=
 def _new_planned_ranks(
     handles: Collection[str], former: _Membership, original_ranks: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Return the planned ranks of a reconfigured group's members, ordered by their new rank in the group.
+    """Return the planned ranks of a reconfigured group's members, ordered by new group rank.
 
     A handle has the form "BACKEND:RANK:UUID:...". UUID says which membership RANK belongs to:
 
@@ -142,22 +155,24 @@ def _new_planned_ranks(
         -1                               The member's process has just started. RANK is the rank in the group
                                          as the program first made it.
 
-    None is returned if a handle has another UUID. This happens on a process that has just started: it has not
-    seen the former membership, so it cannot translate the ranks of members that have.
-
     Args:
         handles: torch's handles of the new members. A list is in the order of the new ranks. A set has no
             order: torch sorts it, and so does this function.
         former: Members of the group until now.
         original_ranks: Planned ranks of the group as the program first made it.
+
+    Returns:
+        None if a handle has another UUID. This happens on a process that has just started: it has not seen
+        the former membership, so it cannot translate the ranks of members that have.
     """
     is_set = isinstance(handles, (set, frozenset))
     ordered_handles = sorted(handles) if is_set else list(handles)
     planned_ranks = []
     for handle in ordered_handles:
         fields = handle.split(":")
-        if len(fields) < 3:
+        if len(fields) < _MIN_HANDLE_FIELDS:
             return None  # a malformed handle: torch raises an error
+        group_rank = int(fields[1])
         uuid = int(fields[2])
         if uuid == former.uuid:
             planned_by_group_rank = former.planned_ranks
@@ -165,13 +180,15 @@ def _new_planned_ranks(
             planned_by_group_rank = original_ranks
         else:
             return None
-        group_rank = int(fields[1])
         planned_ranks.append(planned_by_group_rank[group_rank])
     return tuple(planned_ranks)
 
 
 def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, ...]) -> None:
-    """Record whether torch's ranks now differ from the planned ranks. _raise_if_renumbered() reads this.
+    """Record whether torch's ranks differ from the planned ranks.
+
+    Called after the default group has changed. Planned ranks are those of the job's start. While the
+    numberings differ, _raise_if_renumbered() refuses to make new groups.
 
     Args:
         default_group_ranks: Planned ranks of the default group's new members, ordered by torch's new rank.
@@ -185,10 +202,12 @@ def _update_renumbered_rounds(current: Session, default_group_ranks: tuple[int, 
 
 @with_session
 @by_name
-def _make_group_unless_renumbered(current, call, instance, global_ranks_in_group):
+def _make_group_unless_renumbered(
+    current: Session, call: Call, instance: Any, global_ranks_in_group: Any
+) -> Any:
     """Make a process group, or raise an error if torch's ranks differ from the planned ranks.
 
-    Wrapper of torch's _new_process_group_helper, which `call()` runs.
+    Runs instead of torch's _new_process_group_helper; `call()` runs the original.
     """
     is_default_group = not global_ranks_in_group
     if not is_default_group:  # a new default group is always allowed: it has all planned ranks
@@ -198,10 +217,10 @@ def _make_group_unless_renumbered(current, call, instance, global_ranks_in_group
 
 @with_session
 @by_name
-def _split_group_unless_renumbered(current, call, instance):
+def _split_group_unless_renumbered(current: Session, call: Call, instance: Any) -> Any:
     """Split a process group, or raise an error if torch's ranks differ from the planned ranks.
 
-    Wrapper of torch.distributed.split_group, which `call()` runs.
+    Runs instead of torch.distributed.split_group; `call()` runs the original.
     """
     _raise_if_renumbered(current)
     return call()
@@ -229,14 +248,14 @@ PATCHES = (
     Patch(
         CHANGED_GROUPS,
         f"{_C10D}:shrink_group",
-        "a shrunk group is made by the backend, without _new_process_group_helper",
+        "the backend makes a shrunk group without _new_process_group_helper",
         _shrink_group_with_planned_network,
         only=">=2.10",
     ),
     Patch(
         CHANGED_GROUPS,
         f"{_C10D}:_reconfigure",
-        "a group gets other members, and torch's list of its ranks stays as it was",
+        "the group gets other members, but torch's list of its ranks does not change",
         _reconfigure_and_record_group,
         only=">=2.14",
     ),

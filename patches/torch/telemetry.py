@@ -14,45 +14,72 @@ Without telemetry there is no recorder: each method then costs one more comparis
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name
+from holmes_ext.patches.engine.wrap import Call, by_name
 from holmes_ext.patches.torch.features import TELEMETRY
 from holmes_ext.runtime.measure import telemetry
 
 _C10D = "torch.distributed.distributed_c10d"
 _GROUP = f"{_C10D}:ProcessGroup"
 
-#: Method of ProcessGroup -> arguments of _recording(), except for the method: the operation's name, position
-#: of the payload, position of the peer. The payload of a gather or scatter is this rank's share.
-METHODS: dict[str, tuple[Any, ...]] = {
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "reduce_scatter": ("reduce_scatter", 0),
-    "alltoall": ("all_to_all", 1),
-    "barrier": ("barrier", None),
-    "send": ("send", 0, 1),
-    "recv": ("receive", 0, 1),
+
+class Operation(NamedTuple):
+    """Operation that a method of ProcessGroup starts, and positions of its arguments to record."""
+
+    name: str  # as in reports, e.g. "all_reduce"
+    #: Position of the argument with the tensors that are sent or received, without `self`; None if there is
+    #: no such argument. For a gather or scatter, this is the argument with this rank's share.
+    payload: int | None
+    peer: int | None = None  # position of the argument with the other rank, of a send or receive
+
+
+class RenamedMethod(NamedTuple):
+    """Method of ProcessGroup that torch 2.13 renamed."""
+
+    new_name: str
+    old_name: str  # before torch 2.13
+    operation: Operation
+
+
+#: Method of ProcessGroup -> the operation that it starts.
+METHODS: dict[str, Operation] = {
+    "allreduce": Operation("all_reduce", payload=0),
+    "allreduce_coalesced": Operation("all_reduce", payload=0),
+    "broadcast": Operation("broadcast", payload=0),
+    "reduce": Operation("reduce", payload=0),
+    "allgather": Operation("all_gather", payload=1),
+    "allgather_coalesced": Operation("all_gather", payload=1),
+    "gather": Operation("gather", payload=1),
+    "scatter": Operation("scatter", payload=0),
+    "reduce_scatter": Operation("reduce_scatter", payload=0),
+    "alltoall": Operation("all_to_all", payload=1),
+    "barrier": Operation("barrier", payload=None),
+    "send": Operation("send", payload=0, peer=1),
+    "recv": Operation("receive", payload=0, peer=1),
 }
-#: Methods that torch 2.13 renamed: new name, old name, arguments of _recording().
 RENAMED = (
-    ("all_gather_single", "_allgather_base", ("all_gather", 1)),
-    ("all_gather_single_coalesced", "allgather_into_tensor_coalesced", ("all_gather", 1)),
-    ("reduce_scatter_single", "_reduce_scatter_base", ("reduce_scatter", 0)),
-    ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", ("reduce_scatter", 0)),
-    ("all_to_all_single", "alltoall_base", ("all_to_all", 1)),
+    RenamedMethod("all_gather_single", "_allgather_base", Operation("all_gather", payload=1)),
+    RenamedMethod(
+        "all_gather_single_coalesced",
+        "allgather_into_tensor_coalesced",
+        Operation("all_gather", payload=1),
+    ),
+    RenamedMethod(
+        "reduce_scatter_single", "_reduce_scatter_base", Operation("reduce_scatter", payload=0)
+    ),
+    RenamedMethod(
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        Operation("reduce_scatter", payload=0),
+    ),
+    RenamedMethod("all_to_all_single", "alltoall_base", Operation("all_to_all", payload=1)),
 )
 
 
 def _size_in_bytes(value: Any) -> int:
-    """Return the bytes of a tensor, or of all tensors in nested lists."""
+    """Return the size of a tensor, or of all tensors in nested lists, in bytes."""
     if isinstance(value, (list, tuple)):
         return sum(_size_in_bytes(element) for element in value)
     return value.nbytes
@@ -66,20 +93,21 @@ def _is_synchronous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
             Sends and receives have no options: they count as asynchronous.
         kwargs: Named arguments of the method. The options may be among them, as "opts".
     """
-    options = kwargs.get("opts", args[-1] if args else None)
+    last_argument = args[-1] if args else None
+    options = kwargs.get("opts", last_argument)
     return getattr(options, "asyncOp", True) is False
 
 
-def _recording(original: Any, name: str, payload: int | None, peer: int | None = None) -> Any:
-    """Return a method that calls a method of ProcessGroup, and records the operation that it starts.
+def _recording(original: Any, operation: Operation) -> Any:
+    """Return a method that calls a method of ProcessGroup, and records the operation it starts.
 
     Args:
         original: The method of ProcessGroup.
-        name: The operation's name in reports.
-        payload: Position of the argument that is sent or received; None if the operation has none.
-        peer: Position of the argument with the other rank, of a send or receive; None for other operations.
+        operation: Name of the operation, and positions of the arguments to record.
     """
-    read_positions = [position for position in (payload, peer) if position is not None]
+    read_positions = [
+        position for position in (operation.payload, operation.peer) if position is not None
+    ]
     last_position = max(read_positions, default=-1)
 
     def start(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -87,69 +115,72 @@ def _recording(original: Any, name: str, payload: int | None, peer: int | None =
         recorder = telemetry.recorder
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
-        operation = None  # None: the operation is not recorded
-        has_arguments = (
-            len(args) > last_position
-        )  # else they were passed by keyword: nothing is recorded
-        if has_arguments:
-            size = 0 if payload is None else _size_in_bytes(args[payload])
-            peer_rank = None if peer is None else args[peer]
-            operation = recorder.launch(
-                self, name, size, peer_rank
-            )  # None while a CUDA graph is captured
-        if operation is None:
+        has_arguments = len(args) > last_position
+        if not has_arguments:  # they were passed by keyword: the operation is not recorded
+            return original(self, *args, **kwargs)
+
+        payload_bytes = 0
+        if operation.payload is not None:
+            payload_bytes = _size_in_bytes(args[operation.payload])
+        peer_rank = None
+        if operation.peer is not None:
+            peer_rank = args[operation.peer]
+        record = recorder.launch(self, operation.name, payload_bytes, peer_rank)
+        if record is None:  # a CUDA graph is being captured
             return original(self, *args, **kwargs)
         try:
             work = original(self, *args, **kwargs)
         except BaseException:
-            recorder.failed(operation)  # the operation did not start
+            recorder.failed(record)  # the operation did not start
             raise
-        # From now on, Work.wait of `work` finds the operation.
-        recorder.launched(operation, work, self, _is_synchronous(args, kwargs))
+        # From now on, Work.wait of `work` finds the record.
+        recorder.launched(record, work, self, _is_synchronous(args, kwargs))
         return work
 
     return start
 
 
 def _recording_wait(original: Any) -> Any:
-    """Return a method that calls Work.wait, and records how long the program waits for the operation."""
+    """Return a method that calls Work.wait, and records how long the program waits.
+
+    Args:
+        original: torch's method Work.wait.
+    """
 
     def wait(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call Work.wait of `self`, and record its duration if the start of the operation was recorded."""
+        """Call Work.wait of `self`, and record how long it lasts."""
         recorder = telemetry.recorder
         if recorder is None:  # telemetry is off
             return original(self, *args, **kwargs)
-        # start() of _recording() has filled `by_work`. None: the start of the operation was not recorded.
-        operation = recorder.by_work.get(id(self))
-        if operation is None:
+        record = recorder.by_work.get(id(self))
+        if record is None:  # the start of the operation was not recorded
             return original(self, *args, **kwargs)
-        # Calls Work.wait, and records how long the call lasts.
-        return recorder.wait(operation, lambda: original(self, *args, **kwargs))
+        # Runs the lambda, and records how long it lasts.
+        return recorder.wait(record, lambda: original(self, *args, **kwargs))
 
     return wait
 
 
 @by_name
-def _start_coalescing(call, instance):
+def _start_coalescing(call: Call, instance: Any) -> Any:
     """Begin a block of coalesced operations on a process group.
 
-    Wrapper of ProcessGroup._start_coalescing, which `call()` runs.
+    Runs instead of ProcessGroup._start_coalescing; `call()` runs the original.
 
     From now on, telemetry lists the operations of the block. They have no Work of their own that could be
     timed (see _end_coalescing).
     """
     if telemetry.recorder is not None:
-        telemetry.recorder.coalescing[
-            id(instance)
-        ] = []  # the recorder appends operations to the list
+        # The recorder appends each operation of the block to this list.
+        telemetry.recorder.coalescing[id(instance)] = []
     return call()
 
 
 @by_name
-def _end_coalescing(call, instance):
+def _end_coalescing(call: Call, instance: Any) -> Any:
     """End a block of coalesced operations on a process group.
 
-    Wrapper of ProcessGroup._end_coalescing, which `call()` runs.
+    Runs instead of ProcessGroup._end_coalescing; `call()` runs the original.
 
     torch returns a single Work for the block. Telemetry times all operations of the block by this Work.
     """
@@ -159,39 +190,43 @@ def _end_coalescing(call, instance):
     return work
 
 
-def _patch_of(method: str, arguments: tuple[Any, ...], only: str = "") -> Patch:
+def _patch_of(method: str, operation: Operation, only: str = "") -> Patch:
     """Return the patch that makes a method of ProcessGroup record its operation.
 
     Args:
-        arguments: Further arguments of _recording().
+        method: Name of the method.
+        operation: The operation that the method starts.
         only: Versions of torch that have the method, e.g. ">=2.13"; "" for all.
     """
     return Patch(
         TELEMETRY,
         f"{_GROUP}.{method}",
-        "operations are timed, and seen by the watchdog, where torch starts them",
-        replace=lambda original: _recording(original, *arguments),
+        "telemetry and the watchdog need to see when an operation starts",
+        replace=lambda original: _recording(original, operation),
         only=only,
     )
 
 
 PATCHES = (
-    *(_patch_of(method, arguments) for method, arguments in METHODS.items()),
-    *(_patch_of(new_name, arguments, ">=2.13") for new_name, _, arguments in RENAMED),
-    *(_patch_of(old_name, arguments, "<2.13") for _, old_name, arguments in RENAMED),
+    *(_patch_of(method, operation) for method, operation in METHODS.items()),
+    *(_patch_of(method.new_name, method.operation, only=">=2.13") for method in RENAMED),
+    *(_patch_of(method.old_name, method.operation, only="<2.13") for method in RENAMED),
     Patch(
         TELEMETRY,
         f"{_GROUP}._start_coalescing",
-        "operations inside a block have no work of their own",
+        "coalesced operations have no Work of their own that could be timed",
         _start_coalescing,
     ),
     Patch(
-        TELEMETRY, f"{_GROUP}._end_coalescing", "the work of a block of operations", _end_coalescing
+        TELEMETRY,
+        f"{_GROUP}._end_coalescing",
+        "all coalesced operations have one Work, which is timed",
+        _end_coalescing,
     ),
     Patch(
         TELEMETRY,
         f"{_C10D}:Work.wait",
-        "what the program waits for is what communication costs it",
+        "telemetry measures how long the program waits for an operation",
         replace=_recording_wait,
     ),
 )

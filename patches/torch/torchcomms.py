@@ -1,4 +1,4 @@
-"""Patch that ends a job which uses torchcomms, since torchcomms would ignore the networks that holmes plans.
+"""Ends a job that uses torchcomms, which would ignore the networks that holmes plans.
 
 torchcomms is a library of communication backends. torch.distributed uses them instead of its own backends if
 the library is installed and switched on. The switch is the environment variable
@@ -12,23 +12,25 @@ It ignores "net_name" without a warning, and chooses the network itself.
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import by_name, with_session
+from holmes_ext.patches.engine.wrap import Call, by_name, with_session
 from holmes_ext.patches.torch.features import NICS
 from holmes_ext.runtime.deadline import told_once
+from holmes_ext.runtime.session import Session
 
 _ENABLING_VARIABLE = "TORCH_DISTRIBUTED_USE_TORCHCOMMS"
 
 
 @with_session
 @by_name
-def _refuse_torchcomms(current, call, instance):
-    """Return False if torch uses its own backends, and end the job if torch would use torchcomms.
+def _refuse_torchcomms(current: Session, call: Call, instance: Any) -> bool:
+    """Return False if torch uses its own backends; end the job if it would use torchcomms.
 
-    Wrapper of torch's _use_torchcomms_enabled, which `call()` runs. torch calls it before it makes a process
-    group. It returns whether torchcomms is both switched on and installed.
+    Runs instead of torch's _use_torchcomms_enabled; `call()` runs the original, which returns whether
+    torchcomms is both switched on and installed. torch calls it before it makes a process group.
 
     Raises:
         HolmesError: torch would use torchcomms.

@@ -132,7 +132,7 @@ def fw(tmp_path, monkeypatch):
 
 def test_patches_are_imported_before_the_framework_runs(fw):
     registry = fw.registry(fw.feature())
-    registry.enable_asked_for(Options())
+    registry.enable_for_options(Options())
     assert not fw.has_patches and registry.summary() == (["f"], {})
     module = fw.load()
     assert fw.has_patches
@@ -160,7 +160,7 @@ def test_patches_of_features_that_are_off_are_not_imported(fw, monkeypatch):
     registry = fw.registry(
         fw.feature("disabled"), fw.feature("other", option="overlap", idle=("auto",))
     )
-    registry.enable_asked_for(Options())
+    registry.enable_for_options(Options())
     assert fw.load().send(1) == 1 and not fw.has_patches
     registry.enable(["other"])
     assert fw.load().send(1) == 2 and fw.has_patches

@@ -233,9 +233,11 @@ def test_a_module_of_another_framework_switches_the_feature_off_without_a_warnin
         registry.enable(["f"])
         load(fw, "comm")
     assert states(registry) == ["off", "off"] and not caplog.text
-    assert registry.statuses()[0].reason == f"what is loaded is not {fw}"
+    assert registry.statuses()[0].reason == f"the imported module is not of {fw}"
     required = Registry([patch_of(fw, version_of=lambda: None)])
-    with pytest.raises(HolmesError, match=f"feature f cannot be used: what is loaded is not {fw}"):
+    with pytest.raises(
+        HolmesError, match=f"feature f cannot be used: the imported module is not of {fw}"
+    ):
         required.enable(["f"], required=True)
 
 
@@ -287,7 +289,7 @@ def test_a_binding_feature_must_fit_once_its_framework_is_imported(fw):
             patch_of(fw, "pipe:forward", "other", version_of=lambda: None, **bound),
         ]
     )
-    registry.enable_asked_for(options_from(join="east@host"))
+    registry.enable_for_options(options_from(join="east@host"))
     with pytest.raises(HolmesError, match="feature f cannot be used: .* has no parameter nope"):
         load(fw, "comm")
     load(fw, "pipe")
@@ -411,7 +413,8 @@ def test_a_module_in_the_middle_of_its_import_is_not_patched(fw, tmp_path):
     finally:
         del builtins.enable_now
     assert (
-        registry.statuses()[0].reason == f"{fw}.self is just being imported: enable holmes before"
+        registry.statuses()[0].reason
+        == f"{fw}.self is being imported; enable holmes before its import"
     )
 
 
@@ -466,20 +469,20 @@ def test_an_option_asks_for_a_feature(fw):
             patch_of(fw, "comm:Engine.make", "late", version_of=lambda: "1.9"),
         ]
     )
-    registry.enable_asked_for(Options())
+    registry.enable_for_options(Options())
     assert comm.send("x", 1) == sent("x")
     assert registry.summary() == (
         ["always", "late"],
         {"old": f"{fw} 1.5 is not supported (needs >=2)"},
     )
     registry.undo()
-    registry.enable_asked_for(Options(overlap="on"))
+    registry.enable_for_options(Options(overlap="on"))
     assert comm.send("x", 1) == ("f", sent("x"))
     registry.undo()
     with pytest.raises(
-        HolmesError, match="--holmes-require f: it is used with --holmes-overlap on"
+        HolmesError, match="--holmes-require f has no effect without --holmes-overlap on"
     ):
-        registry.enable_asked_for(Options(require="f"))
+        registry.enable_for_options(Options(require="f"))
 
 
 def test_a_patch_of_another_version_is_left_out(fw):
@@ -518,20 +521,20 @@ def test_a_version_that_was_not_tried_is_tried_when_the_user_says_so(fw, version
 
     load(fw, "comm")
     off, on, misfit = registry(), registry(), registry(parameters=("nothing",))
-    off.enable_asked_for(Options())
+    off.enable_for_options(Options())
     assert states(off) == ["off"] and "is not supported" in off.statuses()[0].reason
     assert off.untried() == {}
-    on.enable_asked_for(Options(try_=named))
+    on.enable_for_options(Options(try_=named))
     assert states(on) == ["applied"] and on.untried() == {f"{fw} 1.5": ["f"]}
     on.undo()
     waiting = Registry([patch_of("not_there", versions="not_there>=1", version_of=lambda: "0.1")])
-    waiting.enable_asked_for(Options(try_=named))
+    waiting.enable_for_options(Options(try_=named))
     assert states(waiting) == ["waiting"] and waiting.untried() == {}
-    misfit.enable_asked_for(Options(try_=named))
+    misfit.enable_for_options(Options(try_=named))
     assert states(misfit) == ["off"] and "has no parameter nothing" in misfit.statuses()[0].reason
     assert misfit.untried() == {}
     with pytest.raises(HolmesError, match="--holmes-try: there is no feature 'g'"):
-        on.enable_asked_for(Options(try_="g"))
+        on.enable_for_options(Options(try_="g"))
 
 
 def test_versions_that_a_feature_was_run_with_are_in_its_range():

@@ -30,7 +30,7 @@ def test_a_version_is_the_release_that_it_will_be():
             "patches that fit are on",
         ),
         *(
-            (version, None, f"torch {version} says nothing: patches that fit are on")
+            (version, None, f"torch {version} names no release: patches that fit are on")
             for version in SILENT
         ),
     ],

@@ -236,7 +236,10 @@ def half_in_bucket(rank):
 def test_mixed_precision_stays_stock_with_one_line():
     answers = run_ranks(told, 4, half_in_bucket)
     assert [hook for hook, _ in answers] == ["_reducer_allreduce_and_upcast_hook"] * 4
-    assert [text.count("on one level, because of mixed_precision") for _, text in answers] == [
+    assert [
+        text.count("without a hierarchical all-reduce, because of mixed_precision")
+        for _, text in answers
+    ] == [
         1,
         0,
         0,
