@@ -88,9 +88,8 @@ def _record_split(folder: Path, engine: Any) -> None:
 class Split:
     """Pipeline stages and tensor-parallel size of a checkpoint or a job. DeepSpeed calls layers modules."""
 
-    parts: tuple[
-        int, ...
-    ]  # index of the first module of each stage, then their number; () if not known
+    #: Index of the first module of each stage, then their number; () if not known.
+    parts: tuple[int, ...]
     tensor: int  # tensor-parallel ranks of each stage; 0 if not known
     files: int = 0  # if `parts` is not known: the number of model files of the checkpoint
 
@@ -126,11 +125,12 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
         try:
             document = json.loads(record.read_text())
             return Split(parts=tuple(document["parts"]), tensor=document["tensor"])
+        # No JSON, or not the keys that _record_split writes.
         except (
             ValueError,
             KeyError,
             TypeError,
-        ):  # no JSON, or not the keys that _record_split writes
+        ):
             way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
             raise HolmesError(f"{record}: damaged; {way_out}") from None
     # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.

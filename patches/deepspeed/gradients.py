@@ -153,9 +153,8 @@ class ZeroGradients(PlainGradients):
         group = self.positions[id(parameter)]  # index of the parameter group
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[group])
-        partitions = optimizer.param_to_partition_ids[group][
-            key
-        ]  # those with elements of the parameter
+        # Those with elements of the parameter.
+        partitions = optimizer.param_to_partition_ids[group][key]
         # Partition -> parameter -> the first element of the parameter that is in the partition.
         first_elements = optimizer.grad_start_offset[group]
         starts = []  # (first element, rank) of each partition

@@ -67,9 +67,8 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     Raises:
         HolmesError: The hierarchical sum failed. The message has the bucket, the ranks and their network.
     """
-    is_gradient = bool(
-        _averaging.instances
-    )  # true while DeepSpeed's functions that average a bucket run
+    # True while DeepSpeed's functions that average a bucket run.
+    is_gradient = bool(_averaging.instances)
     holmes_is_off = session.active() is None
     if not is_gradient or holmes_is_off:
         return call()  # deepspeed.comm.all_reduce
@@ -89,9 +88,8 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     except RuntimeError as error:  # gloo and NCCL raise it, e.g. if another rank has died
         bucket = f"a bucket of {tensor.numel()} elements"
         ranks = group_ranks(group)
-        fabric = session.require().fabric_of(
-            ranks, backend_of(group)
-        )  # the network between these ranks
+        # The network between these ranks.
+        fabric = session.require().fabric_of(ranks, backend_of(group))
         raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
 
 
@@ -138,9 +136,8 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
                 "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
                 "--holmes-overlap on"
             )
-        _hierarchical_reductions[group] = hierarchical_for(
-            group, size, spec
-        )  # makes process groups
+        # Makes process groups.
+        _hierarchical_reductions[group] = hierarchical_for(group, size, spec)
     return _hierarchical_reductions[group]
 
 
@@ -168,9 +165,8 @@ def _report_zero_3(current, call, instance):
     result = call()  # DeepSpeedEngine._configure_zero_optimizer
     if instance.zero_optimization_stage() == 3:
         tell(current, _zero_3_message(current, instance))
-        current.keeps_own_reduction = (
-            True  # so as_planned.py does not report that the plan has another one
-        )
+        # So as_planned.py does not report that the plan has another one.
+        current.keeps_own_reduction = True
     return result
 
 
@@ -187,9 +183,8 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     clusters = plan.by_cluster(ranks)  # name of a cluster -> its ranks
     if len(clusters) < 2:
         return ""
-    parameters = (
-        engine.module.parameters()
-    )  # ZeRO 3 stores the size of the whole parameter in ds_numel
+    # ZeRO 3 stores the size of the whole parameter in ds_numel.
+    parameters = engine.module.parameters()
     weight_bytes = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in parameters))
     # ZeRO 3 makes one gather for each module that has parameters of its own.
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
@@ -246,12 +241,10 @@ def _all_reduce_tied(current, call, instance, tensor, group):
 
     engine = engines_with_tied_reduction[-1]  # the innermost one, which calls this all-reduce
     sizes = grid_sizes(current, engine.grid)
-    tied_sum = tied_sum_of(
-        group, sizes, tensor.device.type
-    )  # None if the plan has no hierarchical sum for it
-    if tied_sum is None or not tied_sum.takes(
-        tensor
-    ):  # takes() refuses small and non-contiguous tensors
+    # None if the plan has no hierarchical sum for it.
+    tied_sum = tied_sum_of(group, sizes, tensor.device.type)
+    if tied_sum is None or not tied_sum.takes(tensor):
+        # takes() refuses small and non-contiguous tensors.
         return call()
     # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The
     # hierarchical

@@ -48,9 +48,8 @@ def _make_pair_groups(current, call, instance, grid):
     groups_by_peer.clear()  # delete the groups of an earlier engine
     if not network_api:  # the backend is neither gloo nor NCCL
         return result
-    if registry().is_on(
-        STAGE_LINKS.name
-    ):  # the patches of stage_links.py, which make groups for all pairs
+    if registry().is_on(STAGE_LINKS.name):
+        # The patches of stage_links.py, which make groups for all pairs.
         return result
     world = range(current.plan.world_size)
     # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.
@@ -59,9 +58,8 @@ def _make_pair_groups(current, call, instance, grid):
     pairs = [
         pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)
     ]
-    new_groups = groups_of(
-        pairs, current.rank, dist.group.WORLD
-    )  # with the settings of the world group
+    # With the settings of the world group.
+    new_groups = groups_of(pairs, current.rank, dist.group.WORLD)
     groups_by_peer.update(new_groups)  # _over_pair_group sends over them
     return result
 
@@ -115,9 +113,8 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
         return call()  # DeepSpeed's p2p.send or p2p.recv
     # This raises if a later DeepSpeed passes arguments that this function does not have.
     call.refuse_unread_arguments()
-    p2p._is_valid_send_recv(
-        p2p._grid.get_stage_id(), stage
-    )  # DeepSpeed's functions check this first, too
+    # DeepSpeed's functions check this first, too.
+    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
     transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv
     return transfer(tensor, peer, group=groups_by_peer[peer])
 

@@ -192,9 +192,8 @@ def _set_borders(module: Any, borders: list[int], source: str) -> None:
     """
     stage = module._topo.get_coord(module.global_rank).pipe
     module.parts = borders
-    module._set_bounds(
-        start=borders[stage], stop=borders[stage + 1]
-    )  # the layers of this rank's stage
+    # The layers of this rank's stage.
+    module._set_bounds(start=borders[stage], stop=borders[stage + 1])
     if module.global_rank == 0:
         first_layers = ", ".join(map(str, borders[:-1]))
         specs = len(module._layer_specs)

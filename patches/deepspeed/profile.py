@@ -113,9 +113,10 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
     prof = profiler(steps)
+    # Functions take no hooks.
     labelled_modules = [
         (label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)
-    ]  # functions take no hooks
+    ]
     prof.watch(labelled_modules)  # adds hooks that time each module
 
     timed_kinds = dict(KINDS)  # name of an instruction -> kind of work
@@ -128,9 +129,8 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     for instruction, function in class_table.items():
         kind = timed_kinds.get(instruction.__name__)
         if kind is not None:
-            timed = prof.span(
-                kind
-            )  # a context manager, here used as a decorator: it times each call
+            # A context manager, here used as a decorator: it times each call.
+            timed = prof.span(kind)
             engine._INSTRUCTION_MAP[instruction] = timed(function)
     return prof
 
@@ -153,9 +153,8 @@ def _train_batch(current, call, instance):
     if prof.finished:  # this was the last measured step
         _profilers[instance] = None  # later steps are not measured
         prof.release()  # removes the hooks from the layers
-        del (
-            instance._INSTRUCTION_MAP
-        )  # the copy with timed functions; the class has the original table
+        # The copy with timed functions; the class has the original table.
+        del instance._INSTRUCTION_MAP
         _write_profile(current, instance, prof)
     return result
 

@@ -58,9 +58,8 @@ def unsupported(engine: Any) -> str | None:
         "FP16_UnfusedOptimizer",
         "DeepSpeedZeroOptimizer",
     )
-    is_plain_optimizer = (
-        optimizer is engine.basic_optimizer
-    )  # torch's, without a wrapper of DeepSpeed
+    # torch's, without a wrapper of DeepSpeed.
+    is_plain_optimizer = optimizer is engine.basic_optimizer
     is_zero = name == "DeepSpeedZeroOptimizer"
     reasons = {  # reason -> whether it holds
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine)
@@ -94,9 +93,8 @@ class _Overlap:
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
-        self.holds = (
-            one_queue and engine.stage_id > 0
-        )  # whether buckets wait for the end of the pass
+        # Whether buckets wait for the end of the pass.
+        self.holds = one_queue and engine.stage_id > 0
         current = session.active()  # None if this process was started without holmes
         if one_queue and current is not None:
             tell(current, _ONE_QUEUE, once=True)
@@ -112,9 +110,10 @@ class _Overlap:
         An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
         frozen, a new one replaces it. The reducer divides and sums like DeepSpeed's allreduce_bucket.
         """
+        # Torch has been loaded by now.
         from holmes_ext.runtime.reduce.reducer import (
             GradientReducer,
-        )  # torch has been loaded by now
+        )
 
         engine = self.engine
         source = self.source
@@ -155,9 +154,8 @@ def overlap_of(engine: Any) -> _Overlap | None:
     """
     if engine in _overlaps:
         return _overlaps[engine]
-    current = (
-        session.active()
-    )  # has plan and options; None if this process was started without holmes
+    # Has plan and options; None if this process was started without holmes.
+    current = session.active()
     # For each stage, whether it is to overlap. A stage without data parallelism reduces nothing.
     wanted = [engine.is_data_parallel] * engine.num_stages
     if current is not None and engine.is_data_parallel:
@@ -210,9 +208,8 @@ def _start_countdown(call, instance, pipe_schedule):
     overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is not None:
         is_training = isinstance(pipe_schedule, TrainSchedule)
-        overlap.backwards_left = (
-            instance.micro_batches if is_training else 0
-        )  # read by _run_backward
+        # Read by _run_backward.
+        overlap.backwards_left = instance.micro_batches if is_training else 0
     return call()
 
 
@@ -231,9 +228,8 @@ def _run_backward(call, instance):
     if overlap.backwards_left != 0:
         return call()
     overlap.prepare()  # makes the reducer
-    overlap.reducer.arm(
-        hold=overlap.holds
-    )  # hold=True: send no bucket before _send_held_buckets runs
+    # hold=True: send no bucket before _send_held_buckets runs.
+    overlap.reducer.arm(hold=overlap.holds)
     # BF16_Optimizer has float32 sums of gradients. Inside last_backward(), each gradient is added to its sum
     # when its bucket is sent.
     with overlap.source.last_backward():

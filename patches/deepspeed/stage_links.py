@@ -208,9 +208,8 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
 
     # `wire` is the format in which the tensor travels; PLAIN is the unchanged tensor.
     if tensor.dtype in (torch.int32, torch.int64):
-        wire = (
-            PLAIN  # the engine sends the shapes of tensors as integers, which must arrive exactly
-        )
+        # The engine sends the shapes of tensors as integers, which must arrive exactly.
+        wire = PLAIN
     else:
         wire = _wire_to(stage)
     mailbox = _mailbox_in_use()
@@ -221,9 +220,8 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
         return call()
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
-    encoded, decode_into_tensor = wire.incoming(
-        tensor
-    )  # an empty buffer, and a function that decodes it
+    # An empty buffer, and a function that decodes it.
+    encoded, decode_into_tensor = wire.incoming(tensor)
     result = call(tensor=encoded)
     decode_into_tensor()
     return result
@@ -245,9 +243,8 @@ def _announce_shapes(call, instance, buffer, recv_stage):
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
     shapes_and_dtypes = [form_of(tensor) for tensor in tensors]  # of each activation
-    _mailbox.announce(
-        shapes_and_dtypes, peer
-    )  # from now on, the mailbox compares each activation with these
+    # From now on, the mailbox compares each activation with these.
+    _mailbox.announce(shapes_and_dtypes, peer)
     return result
 
 
@@ -289,13 +286,11 @@ def _schedule_class() -> type:
         def __init__(self, own_schedule: Any, flight: Flight, engine: Any, mailbox: Mailbox):
             # Copy the attributes of DeepSpeed's own schedule for this step, such as stage_id.
             self.__dict__.update(vars(own_schedule))
-            self.order = flight.order(
-                self.stage_id, self.micro_batches
-            )  # the planned order of this stage
+            # The planned order of this stage.
+            self.order = flight.order(self.stage_id, self.micro_batches)
             self.engine = engine
-            self.mailbox = (
-                mailbox  # sends and receives the messages of this stage in the background
-            )
+            # Sends and receives the messages of this stage in the background.
+            self.mailbox = mailbox
             self.splits_backward = any(letter == "W" for letter, _ in self.order)
             self.weight_gradients = WeightGradients()  # used in W passes only
             self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
@@ -331,14 +326,14 @@ def _schedule_class() -> type:
             """
             for letter, micro_batch in self.order:
                 if letter == "F":  # forward pass
+                    # Mailbox.send labels the sent tensors with it.
                     self.mailbox.unit = (
                         "F",
                         micro_batch,
-                    )  # Mailbox.send labels the sent tensors with it
+                    )
                     yield from self._forward(micro_batch, self._buffer_idx(micro_batch))
-                    self.mailbox.passed(
-                        "F", micro_batch
-                    )  # post the receives that are due after this pass
+                    # Post the receives that are due after this pass.
+                    self.mailbox.passed("F", micro_batch)
                     if self.stage_id > 0:
                         gradients_received = self.gradients_received_above[micro_batch]
                         last_received = gradients_received - 1  # micro-batches are counted from 0
@@ -362,9 +357,8 @@ def _schedule_class() -> type:
             inputs: list[Any] = []
             if not is_first:
                 inputs.append(schedule.RecvActivation(buffer))
-            if (
-                is_first or is_last
-            ):  # the first stage loads the model's inputs, the last one the labels
+            if is_first or is_last:
+                # The first stage loads the model's inputs, the last one the labels.
                 inputs.append(schedule.LoadMicroBatch(buffer))
             yield inputs
             # If backward passes are split, the linear layers must keep their inputs for the later part, W.
@@ -405,9 +399,8 @@ def _schedule_class() -> type:
             if self.stage_id > 0:
                 instructions.append(schedule.SendGrad(buffer))
             yield instructions
-            engine.grad_layer = (
-                receive_buffer  # the next RecvGrad writes into the same buffer again
-            )
+            # The next RecvGrad writes into the same buffer again.
+            engine.grad_layer = receive_buffer
 
         def _compute_weight_gradients(self, micro_batch: int) -> None:
             """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
@@ -422,9 +415,8 @@ def _schedule_class() -> type:
             if needs_adding:
                 # Delete the bf16 ("lp") gradients of the first part, which the engine has added already.
                 engine.optimizer.clear_lp_grads()
-            engine._running_engine_backward = (
-                True  # else DeepSpeed's hooks raise an error in this pass
-            )
+            # Else DeepSpeed's hooks raise an error in this pass.
+            engine._running_engine_backward = True
             try:
                 self.weight_gradients.make(micro_batch)
             finally:

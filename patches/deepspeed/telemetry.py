@@ -35,9 +35,8 @@ def _train_batch(call, instance):
         return call()  # DeepSpeed's train_batch
     recorder.step_begins()
     result = call()
-    recorder.step_done(
-        "engine", _tokens(instance)
-    )  # "engine": the engine reports the step, not the program
+    # "engine": the engine reports the step, not the program.
+    recorder.step_done("engine", _tokens(instance))
     return result
 
 
@@ -54,9 +53,8 @@ def _tokens(engine: Any) -> int:
         if not is_token_numbers or not engine.is_first_stage():
             return 0
         sequence_length = tensor.shape[1]
-        return (
-            engine.train_batch_size() * sequence_length
-        )  # the batch size counts samples of all ranks
+        # The batch size counts samples of all ranks.
+        return engine.train_batch_size() * sequence_length
     except (AttributeError, KeyError, IndexError, TypeError):
         return 0  # the input is something else; telemetry must not stop the training
 
@@ -137,9 +135,8 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if not network_api:  # the backend is neither gloo nor NCCL
         return call()
     is_training = type(pipe_schedule) is TrainSchedule
-    if not is_training or unsupported(
-        instance
-    ):  # unsupported(): why stage_links.py cannot replace the schedule
+    if not is_training or unsupported(instance):
+        # unsupported(): why stage_links.py cannot replace the schedule.
         return call()
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).schedule)

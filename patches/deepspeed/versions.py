@@ -29,10 +29,11 @@ def offsets(group: list[Any]) -> list[int]:
     return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
 
 
+# An entry of the table for the oldest releases, which lack the setting.
 _NEVER = (
     "0",
     lambda _: False,
-)  # an entry of the table for the oldest releases, which lack the setting
+)
 
 
 def _compact(zero: Any) -> bool:
@@ -77,8 +78,7 @@ def read_by_version(name: str, holder: Any) -> Any:
         holder: The engine or optimizer that has the setting. _TABLE says which of them.
     """
     installed = release_of(installed_version("deepspeed") or "")
-    newest_first = reversed(
-        _TABLE[name]
-    )  # pairs (release, function that reads the setting from then on)
+    # Pairs (release, function that reads the setting from then on).
+    newest_first = reversed(_TABLE[name])
     read_setting = next(reader for since, reader in newest_first if Version(since) <= installed)
     return read_setting(holder)

@@ -85,9 +85,8 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     if ranks_of_stage % (expert_tensor * sizes.expert):
         raise HolmesError(f"{expert_sizes} does not divide the {ranks_of_stage} ranks of a stage")
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
-    stages_are_contiguous = (
-        sizes.order.endswith("pp") or sizes.pipeline == 1
-    )  # in the order of the ranks
+    # In the order of the ranks.
+    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1
     if expert_data != sizes.data and not stages_are_contiguous:
         raise HolmesError(
             f"order {sizes.order!r} does not end in pp: {expert_sizes} must be tensor "
@@ -136,9 +135,8 @@ def _initialize(current, call, instance):
     arguments = call.arguments()
     job.sizes = None  # forget the sizes of an earlier call
     if _is_plannable(arguments):
-        job.sizes = _checked_sizes(
-            current, arguments
-        )  # other modules of patches/megatron read job.sizes
+        # Other modules of patches/megatron read job.sizes.
+        job.sizes = _checked_sizes(current, arguments)
     # Megatron makes many groups and uses few of them. A communicator occupies memory of the GPU.
     with communicators.postponed():
         result = call()

@@ -64,9 +64,8 @@ def drop_in(enable: Callable[..., None]):
     def initialize_model_parallel(*args, **kwargs):
         holmes_is_off = session.active() is None
         if holmes_is_off:
-            arguments = arguments_of(
-                parallel_state.initialize_model_parallel, args, kwargs
-            )  # by name
+            # By name.
+            arguments = arguments_of(parallel_state.initialize_model_parallel, args, kwargs)
             _enable_after_init(arguments, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 

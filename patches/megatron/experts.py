@@ -77,9 +77,8 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
 
     ranks = dist.get_world_size(layer.ep_group)
     experts = ranks * layer.num_local_experts
-    slots = _slots(
-        layer.experts, layer.num_local_experts
-    )  # the parameters in each slot of this rank
+    # The parameters in each slot of this rank.
+    slots = _slots(layer.experts, layer.num_local_experts)
     where = f"{path}, MoE layer {layer.layer_number}"
     fits_layer = placement.ranks == ranks and len(order) == experts
     if not fits_layer:

@@ -31,9 +31,8 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in names():
         value = current.options.value(name)
-        help_text = help_of(name).replace(
-            "%", "%%"
-        )  # argparse formats help texts with the % operator
+        # Argparse formats help texts with the % operator.
+        help_text = help_of(name).replace("%", "%%")
         group.add_argument(
             flag(name), default=value, choices=choices_of(name) or None, help=help_text
         )
@@ -69,9 +68,8 @@ def _teach_megatron_lm(current, call, instance):
     """
     parser = call()
     add_flags(parser, current)
-    parser.set_defaults(
-        holmes_stage_layers=list(current.plan.stage_layers)
-    )  # recorded in checkpoints
+    # Recorded in checkpoints.
+    parser.set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
 
 
@@ -110,9 +108,8 @@ def tell_near_misses(parser):
             if not word.startswith("--"):
                 continue
             misspelt = word.partition("=")[0]  # without the value
-            match = nearest(
-                misspelt, holmes_flags, cutoff=0.75
-            )  # "" if none is as similar (difflib's ratio)
+            # "" if none is as similar (difflib's ratio).
+            match = nearest(misspelt, holmes_flags, cutoff=0.75)
             if match:
                 parts.append(f"{misspelt}: did you mean {match}?")
         usage_error("; ".join(parts))

@@ -96,9 +96,8 @@ def _set_overlap(current: session.Session, args) -> None:
     sizes = current.plan.sizes
     if not sizes or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
-    planned_reductions = current.stages(
-        sizes, args.distributed_backend
-    )  # one for each pipeline stage
+    # One for each pipeline stage.
+    planned_reductions = current.stages(sizes, args.distributed_backend)
     overlaps = [reduction.overlap for reduction in planned_reductions]
     if not any(overlaps):
         return

@@ -177,9 +177,8 @@ def _unbatched(
         The requests, by names like "send_next".
     """
     groups = neighbour_groups_of(group)
-    if (
-        not groups.by_peer and groups.second_group is None
-    ):  # the pipeline group uses the fastest network
+    if not groups.by_peer and groups.second_group is None:
+        # The pipeline group uses the fastest network.
         return call()
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()

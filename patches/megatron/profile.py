@@ -32,9 +32,8 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 class _State:
     """What this process measures for --holmes-profile."""
 
-    profiler: Profiler | None = (
-        None  # None: before the first step, and once the profile has been written
-    )
+    #: None: before the first step, and once the profile has been written.
+    profiler: Profiler | None = None
     #: Spans that stay open when the wrapper of a schedule returns: the step and its part "optimizer". The
     #: wrapper closes them when the next schedule begins.
     open_spans = ExitStack()
@@ -122,16 +121,14 @@ def _schedule(
         model = model[0]
     if state.profiler is None:  # the first step: start to measure
         state.profiler = profiler(current.options.profile_steps)
-        state.profiler.watch(
-            layers_of(model)
-        )  # adds hooks that divide the time of a pass among these layers
+        # Adds hooks that divide the time of a pass among these layers.
+        state.profiler.watch(layers_of(model))
     else:  # a later step: the optimizer has run since, so the previous step and its "optimizer" span end
         state.open_spans.close()
     prof = state.profiler
     config = get_model_config(model)
-    if (
-        prof.finished
-    ):  # the step that has just ended was the last measured one: later ones are not measured
+    if prof.finished:
+        # The step that has just ended was the last measured one: later ones are not measured.
         state.profiler = None
         state.is_finished = True
         prof.release()  # remove the hooks from the layers

@@ -54,9 +54,8 @@ class _PlannedWarmUpGroup:
     def __init__(self, group: Any, in_flight: int):
         is_last_stage = group.rank() == group.size() - 1
         if not is_last_stage:
-            in_flight = max(
-                in_flight, 2
-            )  # with 1, the schedule would take this stage for the last one
+            # With 1, the schedule would take this stage for the last one.
+            in_flight = max(in_flight, 2)
         self.group = group
         self.in_flight = in_flight
 
@@ -100,16 +99,14 @@ class _Step:
         for peer, direction in self.mailbox.neighbours.items():
             is_next_stage = direction == 1  # -1: the previous stage
             if is_next_stage:
-                sent_forms = [
-                    form_of(tensor) for tensor in tensors
-                ]  # a form is a pair (shape, dtype)
+                # A form is a pair (shape, dtype).
+                sent_forms = [form_of(tensor) for tensor in tensors]
             else:
                 sent_forms = []  # sent gradients are not checked
             self.mailbox.announce(sent_forms, peer)
 
-            wire = self.mailbox.wire_to(
-                peer
-            )  # encodes tensors for this neighbour, and decodes received ones
+            # Encodes tensors for this neighbour, and decodes received ones.
+            wire = self.mailbox.wire_to(peer)
             received_forms = []
             for tensor in tensors:
                 encoded_buffer, _ = wire.incoming(tensor)
@@ -129,9 +126,8 @@ class _Step:
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
-            self.mailbox.passed(
-                kind, micro_batch
-            )  # the mailbox may now post receives for later passes
+            # The mailbox may now post receives for later passes.
+            self.mailbox.passed(kind, micro_batch)
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
         """Wait for the next message of a neighbouring pipeline stage, and return the received tensor.
@@ -376,9 +372,8 @@ class _DecodingRequest:
     def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
         self._work = work  # torch's request, or None if another request waits for the transfer
         self._finish = finish  # decodes the received message into the schedule's tensor, or None
-        self._keep = (
-            keep  # tensors whose memory must not be freed before the message has been transferred
-        )
+        # Tensors whose memory must not be freed before the message has been transferred.
+        self._keep = keep
 
     def wait(self, *args: Any, **kwargs: Any) -> None:
         if self._work is not None:
@@ -416,22 +411,19 @@ def wires_of(config: Any) -> dict[int, Wire]:
     network_api = network_api_of(backend_of(pipeline_group))
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return {}
-    stage_links = (
-        current.plan_for(sizes).traffic_of(network_api).stage_links
-    )  # link i is from stage i to the next
+    # Link i is from stage i to the next.
+    stage_links = current.plan_for(sizes).traffic_of(network_api).stage_links
     ranks = group_ranks(pipeline_group)
     tensor_group = parallel_state.get_tensor_model_parallel_group()
     stage = ranks.index(current.rank)
-    next_stage = (stage + 1) % len(
-        ranks
-    )  # of the last stage: the first one, in the interleaved schedule
+    # Of the last stage: the first one, in the interleaved schedule.
+    next_stage = (stage + 1) % len(ranks)
     previous_stage = (stage - 1) % len(ranks)
 
     wires = {}
     for neighbour, link_index in ((next_stage, stage), (previous_stage, stage - 1)):
-        link = stage_links[
-            link_index % len(stage_links)
-        ]  # index -1 is the last link, to the first stage
+        # Index -1 is the last link, to the first stage.
+        link = stage_links[link_index % len(stage_links)]
         # With sequence parallelism the tensor-parallel ranks have different slices already.
         parts = 1 if config.sequence_parallel else link.slices  # into which an activation is cut
         compression = link.compression  # "off", "bf16" or "int8"
@@ -464,9 +456,8 @@ def _exchange(call, instance, group):
     wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
     is_pipeline_group = group is parallel_state.get_pipeline_model_parallel_group()
     if is_pipeline_group:
-        wires = wires_of(
-            _running_communicators.instances[-1].config
-        )  # of the communicator that calls now
+        # Of the communicator that calls now.
+        wires = wires_of(_running_communicators.instances[-1].config)
     arguments = call.arguments()
     encoded_arguments = {}  # name of an argument -> tensor to pass in its place
     decoders = {}  # name of a request, such as "recv_prev" -> function that decodes the received message

@@ -71,9 +71,8 @@ def _optimizer_step(call, instance):
     others, only the outermost step() is recorded.
     """
     recorder = telemetry.recorder  # None if the telemetry is off
-    is_inner_step = bool(
-        _optimizers.instances
-    )  # another optimizer's step() runs, and calls this one
+    # Another optimizer's step() runs, and calls this one.
+    is_inner_step = bool(_optimizers.instances)
     if recorder is None or is_inner_step:
         return call()
     with telemetry.span("optimizer"):

@@ -52,26 +52,22 @@ class CommandLine:
     """Training job that a command line describes."""
 
     sizes: Sizes | None = None  # parallel sizes; None if no flag gives any
-    model: Model | None = (
-        None  # None if no flag describes a model, or `trouble` says why it is incomplete
-    )
-    trouble: str = (
-        ""  # why the flags of a model do not make a complete one; "" if they do, or there are none
-    )
+    #: None if no flag describes a model, or `trouble` says why it is incomplete.
+    model: Model | None = None
+    #: Why the flags of a model do not make a complete one; "" if they do, or there are none.
+    trouble: str = ""
     zero: int = 0  # ZeRO stage
     virtual: int = 1  # chunks of layers on each stage (interleaved schedule), or 1
     #: Stages whose gradient reduction the framework itself overlaps with the backward pass: "off" for none,
     #: "first" for the first stage only, "on" for all.
     overlap: str = "off"
-    gather_overlap: bool = (
-        False  # whether updated weights are gathered during the next forward pass
-    )
+    #: Whether updated weights are gathered during the next forward pass.
+    gather_overlap: bool = False
     stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; () if all have equally many
     framework: str = ""  # "megatron-lm" or "megatron-deepspeed"; "" if the flags describe no model
     assumed: tuple[str, ...] = ()  # a line for the user about each value that the flags leave open
-    not_read: tuple[
-        str, ...
-    ] = ()  # a line for the user about each group of flags that have no effect here
+    #: A line for the user about each group of flags that have no effect here.
+    not_read: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()  # flags and ds_config keys that are in none of the tables
     #: Field of Model, or "zero" -> value that the flags give for the step. They complete a model that is
     #: described elsewhere, such as in a file.
@@ -97,9 +93,8 @@ def describe(argv: Sequence[str]) -> CommandLine:
     """
     command_line = read_settings(argv)
     settings = dict(command_line.values)  # name of a setting -> value, such as "layers" -> 24
-    assumed = list(
-        command_line.overruled
-    )  # lines for the user; functions called below append to it
+    # Lines for the user; functions called below append to it.
+    assumed = list(command_line.overruled)
     is_deepspeed = "ds_config" in settings or any(
         flag in command_line.flags for flag in MEGATRON_DEEPSPEED
     )

@@ -86,9 +86,8 @@ def model_of(
         values |= _expert_fields(settings, is_deepspeed, assumed)
     values["vocabulary"] = _padded_vocabulary(settings, assumed)
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
-    recomputes_by_interval = settings.get(
-        "checkpoint_interval"
-    )  # DeepSpeed's; 0: it recomputes nothing
+    # DeepSpeed's; 0: it recomputes nothing.
+    recomputes_by_interval = settings.get("checkpoint_interval")
     default_recompute = "full" if recomputes_by_interval else "none"
     values["recompute"] = settings.get("recompute", default_recompute)
     return Model(**values, source="the command line")
@@ -132,9 +131,8 @@ def _padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
             f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size gives it"
         )
     vocabulary = settings.get("vocabulary", GPT2_VOCABULARY)
-    rows_of_rank = settings.get(
-        "divisible", VOCABULARY_MULTIPLE
-    )  # a multiple of this; 0: no padding
+    # A multiple of this; 0: no padding.
+    rows_of_rank = settings.get("divisible", VOCABULARY_MULTIPLE)
     unit = rows_of_rank * settings.get("tensor", 1)
     if not unit:
         return int(vocabulary)
@@ -230,9 +228,8 @@ def _expert_fields(
         assumed: Lines for the user about assumptions, to which this function appends.
     """
     layers = settings["layers"]
-    counts = settings[
-        "experts"
-    ]  # of each layer with experts; a single number if all have equally many
+    # Of each layer with experts; a single number if all have equally many.
+    counts = settings["experts"]
     experts = round(sum(counts) / len(counts))
     if len(set(counts)) > 1:
         assumed.append(

@@ -35,9 +35,8 @@ class Settings:
     flags: dict[str, list[str]]  # flag -> the words that follow it
     not_read: dict[str, str]  # flag or key that changes a step, but is not counted -> reason
     unknown: tuple[str, ...] = ()  # flags and keys that are in none of the tables
-    overruled: tuple[
-        str, ...
-    ] = ()  # a line for each setting that ds_config and flags give differently
+    #: A line for each setting that ds_config and flags give differently.
+    overruled: tuple[str, ...] = ()
 
 
 def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
@@ -46,9 +45,8 @@ def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
     If a flag is given twice, the last one counts, as in argparse.
     """
     words_of: dict[str, list[str]] = {}
-    following: list[
-        str
-    ] = []  # words after the latest flag; words before the first flag are dropped
+    # Words after the latest flag; words before the first flag are dropped.
+    following: list[str] = []
     for word in argv:
         flag, equals, value = word.partition("=")
         is_flag = flag.startswith("--") and flag != "--" and " " not in flag

@@ -79,9 +79,8 @@ def _reduce_as_planned(current, call, instance):
     ranks = group_ranks(group)
     backend = backend_of(group)
     stage = sizes.stage(current.rank)
-    planned = current.stages(sizes, backend)[
-        stage
-    ]  # how the plan reduces the gradients of this stage
+    # How the plan reduces the gradients of this stage.
+    planned = current.stages(sizes, backend)[stage]
     network = current.fabric_of(ranks, backend)  # None: inside one node, or the backend chooses it
     if not planned.overlap or network is None:
         return call()
@@ -100,9 +99,8 @@ def _reduce_as_planned(current, call, instance):
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
     bucket_elements = max(1, bucket_bytes // 4)
     _set_overlap_and_buckets(ddp_config, bucket_elements, rank_count=len(ranks))
-    overlap_was_switched_on = getattr(
-        ddp_config, "overlap_by_plan", False
-    )  # _set_overlap_... sets it
+    # _set_overlap_... sets it.
+    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
     # Under --holmes-overlap on, updated weights are gathered during the next forward pass. turn_on() sets
@@ -249,9 +247,8 @@ def _bucket_as_planned(
         if not params:  # megatron-core 0.17 has params_with_names in place of params
             params = [param for param, _ in params_with_names]
         rank_count = data_parallel_group.size()
-        elements = megatron_buckets.of_buffer(
-            params, rank_count, ddp_config, elements
-        )  # without padding
+        # Without padding.
+        elements = megatron_buckets.of_buffer(params, rank_count, ddp_config, elements)
     return call(bucket_size=elements)
 
 

@@ -52,9 +52,8 @@ def _all_reduce(
         return call()
     # skip_if_none and config are not read. They are parameters so that unread_arguments() does not list them.
     chunk = _chunk_with_embedding(model, pp_group)
-    if chunk is None or not _is_pair_member(
-        embd_group
-    ):  # the two ranks with a copy of the embedding
+    if chunk is None or not _is_pair_member(embd_group):
+        # The two ranks with a copy of the embedding.
         return call()
     # Arguments that this wrapper does not have. A later megatron-core may pass some, and call() handles them.
     if call.unread_arguments():
@@ -71,9 +70,8 @@ def _all_reduce(
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
     tied_sum = tied_sum_of(embd_group, core.job.sizes, gradient.device.type)
-    if tied_sum is None or not tied_sum.takes(
-        gradient
-    ):  # not planned, or not faster for so few bytes
+    if tied_sum is None or not tied_sum.takes(gradient):
+        # Not planned, or not faster for so few bytes.
         return call()
     shard = own_shard(chunk, weight)
     if shard is None:
@@ -144,9 +142,8 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
     if not chunk.ddp_config.use_distributed_optimizer:
         return None
     buffer = next(candidate for candidate in chunk.buffers if weight in candidate.param_index_map)
-    weight_start, weight_stop, bucket_index = buffer.param_index_map[
-        weight
-    ]  # elements of the buffer
+    # Elements of the buffer.
+    weight_start, weight_stop, bucket_index = buffer.param_index_map[weight]
     bucket = buffer.buckets[bucket_index]
     group = buffer.data_parallel_group
     shard_size = bucket.grad_data.numel() // group.size()
