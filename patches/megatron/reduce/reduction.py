@@ -248,7 +248,9 @@ def _bucket_as_planned(
             params = [param for param, _ in params_with_names]
         rank_count = data_parallel_group.size()
         # Without padding.
-        elements = megatron_buckets.of_buffer(params, rank_count, ddp_config, elements)
+        elements = megatron_buckets.unpadded_size_for_buffer(
+            params, rank_count, ddp_config, elements
+        )
     return call(bucket_size=elements)
 
 
@@ -264,7 +266,7 @@ def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_s
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    unpadded_size = megatron_buckets.of_buffer(
+    unpadded_size = megatron_buckets.unpadded_size_for_buffer(
         params, data_parallel_world_size, ddp_config, elements
     )
     return call(bucket_size=unpadded_size)
