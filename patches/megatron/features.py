@@ -1,4 +1,4 @@
-"""Lists what holmes changes in megatron-core, Megatron-LM and Megatron-DeepSpeed, and in which of their versions.
+"""Lists what holmes changes in megatron-core, Megatron-LM and Megatron-DeepSpeed, and in which versions.
 
 megatron-core is installed as a package, or runs from a source tree such as Megatron-LM's. Megatron-DeepSpeed
 has an old copy of megatron.core (0.2), which holmes does not change.
@@ -42,7 +42,7 @@ def _is_megatron_deepspeed() -> bool:
 
 
 def megatron_deepspeed_version() -> str | None:
-    """Return the version of megatron.core in Megatron-DeepSpeed, or None if the program imports another megatron."""
+    """Return the version of Megatron-DeepSpeed's megatron.core, or None for another megatron."""
     arguments_module = sys.modules.get("megatron.arguments")
     if not hasattr(arguments_module, "deepspeed"):
         return None
@@ -169,7 +169,8 @@ MODULES = {
     "reduce.gather": (GATHER,),
     "reduce.tied": (TIED,),
     "p2p": (P2P,),
-    "stage_links": (SLICES, STAGE_LINKS),
+    "slices": (SLICES,),
+    "stage_links": (STAGE_LINKS,),
     "experts": (EXPERTS,),
     "profile": (PROFILE,),
     "flags": (LM, MEGATRON_DEEPSPEED_FLAGS),

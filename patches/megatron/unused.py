@@ -149,8 +149,9 @@ def _serve_missing_packages(original: Any) -> Any:
     if current is not None:
         tell(
             current,
-            f"{' and '.join(missing)}: not installed; Megatron-DeepSpeed gets an empty module in place of "
-            f"it, which a GPT does not use (HOLMES_DISABLE={MEGATRON_DEEPSPEED_IMPORTS.name} switches this off)",
+            f"{' and '.join(missing)}: not installed; Megatron-DeepSpeed gets an empty module in "
+            "place of it, which a GPT does not use "
+            f"(HOLMES_DISABLE={MEGATRON_DEEPSPEED_IMPORTS.name} switches this off)",
         )
     return original
 

@@ -100,10 +100,10 @@ def unpadded_bucket_size(
 def unpadded_size_for_buffer(
     parameters: Sequence[Any], ranks: int, ddp_config: Any, planned_size: int
 ) -> int | None:
-    """Return a bucket size with which a _ParamAndGradBuffer of megatron-core needs no padding between buckets.
+    """Return a bucket size with which a buffer of megatron-core needs no padding between buckets.
 
     Args:
-        parameters: The torch parameters in the buffer, in the order of the model.
+        parameters: The torch parameters in the _ParamAndGradBuffer, in the order of the model.
         ranks: Number of ranks that reduce the gradients.
         ddp_config: DistributedDataParallelConfig.
         planned_size: Planned number of elements of a bucket.
