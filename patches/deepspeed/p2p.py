@@ -49,7 +49,7 @@ def _make_pair_groups(current, call, instance, grid):
     if not network_api:  # the backend is neither gloo nor NCCL
         return result
     if registry().is_on(STAGE_LINKS.name):
-        # The patches of stage_links.py, which make groups for all pairs.
+        # The patches of stage_links.py make groups for all pairs.
         return result
     world = range(current.plan.world_size)
     # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.
@@ -58,7 +58,7 @@ def _make_pair_groups(current, call, instance, grid):
     pairs = [
         pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)
     ]
-    # With the settings of the world group.
+    # The third argument gives the new groups its settings, such as the timeout.
     new_groups = groups_of(pairs, current.rank, dist.group.WORLD)
     groups_by_peer.update(new_groups)  # _over_pair_group sends over them
     return result
@@ -103,7 +103,7 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     Args:
         direction: "send" or "recv". deepspeed.comm has a function of this name.
         stage: The neighbouring stage.
-        async_op: Whether the call is asynchronous.
+        async_op: True if the call is asynchronous.
     """
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
@@ -158,19 +158,19 @@ PATCHES = (
     Patch(
         P2P,
         "deepspeed.runtime.pipe.p2p:init_process_groups",
-        "pair groups are made where the engine sets up its p2p, on all ranks at once",
+        "all ranks call it at the same time, and can make process groups for pairs of stages",
         _make_pair_groups,
     ),
     *p2p_patches(
         P2P,
         _over_pair_group,
-        "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
-        "the other end of p2p.send",
+        "p2p sends over the group of all ranks, which uses Ethernet if the job spans clusters",
+        "the receiver must use the same group as p2p.send",
     ),
     Patch(
         GRID_CHECK,
         "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        "only here the pipeline size of a script with flags of its own becomes known",
+        "a script may have its own flags; its pipeline size is known only here",
         _check_grid,
         parameters=("topology",),
     ),

@@ -1,4 +1,4 @@
-"""Runs DeepSpeed's pipeline engine in a planned order of passes, and sends its messages in the background.
+"""Runs DeepSpeed's pipeline in a planned order of passes, and sends its messages in the background.
 
 DeepSpeed's engine uses the 1F1B schedule (its class TrainSchedule). Its functions p2p.send and p2p.recv
 block: a pipeline stage computes nothing while an activation or a gradient travels. This module replaces both:
@@ -13,8 +13,8 @@ block: a pipeline stage computes nothing while an activation or a gradient trave
 
 Terms:
 
-    in flight    A micro-batch is in flight on a stage after its forward pass has begun, and until its backward
-                 pass has ended there.
+    in flight    A micro-batch is in flight on a stage from the start of its forward pass until the end of its
+                 backward pass there.
     stage link   the connection between two neighbouring stages
     mailbox      sends and receives messages in the background (runtime/groups/mailbox.py)
     wire         the format in which tensors travel over a stage link: unchanged, bf16 or int8
@@ -214,9 +214,8 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
         return call()
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
-    # An empty buffer, and a function that decodes it.
-    encoded, decode_into_tensor = wire.incoming(tensor)
-    result = call(tensor=encoded)
+    encoded_buffer, decode_into_tensor = wire.incoming(tensor)
+    result = call(tensor=encoded_buffer)  # receives into the buffer
     decode_into_tensor()
     return result
 

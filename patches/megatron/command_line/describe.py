@@ -93,8 +93,7 @@ def describe(argv: Sequence[str]) -> CommandLine:
     """
     command_line = read_settings(argv)
     settings = dict(command_line.values)  # name of a setting -> value, such as "layers" -> 24
-    # Lines for the user; functions called below append to it.
-    assumed = list(command_line.overruled)
+    assumed = list(command_line.overruled)  # lines for the user; functions below append to it
     is_deepspeed = "ds_config" in settings or any(
         flag in command_line.flags for flag in MEGATRON_DEEPSPEED
     )

@@ -86,9 +86,10 @@ def model_of(
         values |= _expert_fields(settings, is_deepspeed, assumed)
     values["vocabulary"] = _padded_vocabulary(settings, assumed)
     values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
-    # DeepSpeed's; 0: it recomputes nothing.
-    recomputes_by_interval = settings.get("checkpoint_interval")
-    default_recompute = "full" if recomputes_by_interval else "none"
+    checkpoint_interval = settings.get(
+        "checkpoint_interval", 0
+    )  # layers; of DeepSpeed's pipeline engine
+    default_recompute = "full" if checkpoint_interval else "none"
     values["recompute"] = settings.get("recompute", default_recompute)
     return Model(**values, source="the command line")
 
@@ -131,12 +132,11 @@ def _padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
             f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size gives it"
         )
     vocabulary = settings.get("vocabulary", GPT2_VOCABULARY)
-    # A multiple of this; 0: no padding.
-    rows_of_rank = settings.get("divisible", VOCABULARY_MULTIPLE)
-    unit = rows_of_rank * settings.get("tensor", 1)
-    if not unit:
+    multiple_of_rank = settings.get("divisible", VOCABULARY_MULTIPLE)  # 0: no padding
+    multiple = multiple_of_rank * settings.get("tensor", 1)
+    if not multiple:
         return int(vocabulary)
-    return ceil(vocabulary / unit) * unit
+    return ceil(vocabulary / multiple) * multiple
 
 
 def _is_attention_fused(
@@ -228,8 +228,7 @@ def _expert_fields(
         assumed: Lines for the user about assumptions, to which this function appends.
     """
     layers = settings["layers"]
-    # Of each layer with experts; a single number if all have equally many.
-    counts = settings["experts"]
+    counts = settings["experts"]  # of the layers with experts; one number if all are equal
     experts = round(sum(counts) / len(counts))
     if len(set(counts)) > 1:
         assumed.append(

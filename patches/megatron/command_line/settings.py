@@ -45,8 +45,7 @@ def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
     If a flag is given twice, the last one counts, as in argparse.
     """
     words_of: dict[str, list[str]] = {}
-    # Words after the latest flag; words before the first flag are dropped.
-    following: list[str] = []
+    following: list[str] = []  # words after the latest flag; those before the first are dropped
     for word in argv:
         flag, equals, value = word.partition("=")
         is_flag = flag.startswith("--") and flag != "--" and " " not in flag
