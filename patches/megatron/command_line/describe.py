@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED, READ
-from holmes_ext.patches.megatron.command_line.model import model_of
 from holmes_ext.patches.megatron.command_line.settings import (
     read_settings,
     settings_of,
@@ -108,6 +107,9 @@ def describe(argv: Sequence[str]) -> CommandLine:
     model = None
     trouble = ""
     if framework:
+        # Imported here, because most jobs of other frameworks describe no model.
+        from holmes_ext.patches.megatron.command_line.model import model_of
+
         try:
             model = model_of(settings, zero_stage, is_deepspeed, assumed)
         except HolmesError as error:

@@ -69,16 +69,18 @@ def read_settings(argv: Sequence[str]) -> Settings:
     not_read = {}
     unknown = []
     for flag, following in flags.items():
-        if flag in NOT_READ and not _has_no_effect(flag, " ".join(following), tensor_size):
-            not_read[flag] = NOT_READ[flag]
-        if flag not in READ and flag not in NOT_READ and not flag.startswith(NO_BEARING):
+        if flag in NOT_READ:  # flags that change a step, but are not counted: flag -> reason
+            if not _has_no_effect(flag, " ".join(following), tensor_size):
+                not_read[flag] = NOT_READ[flag]
+        elif flag not in READ and not flag.startswith(NO_BEARING):
             unknown.append(flag)
+
     config = ds_config.from_arguments(list(argv))
     if config is None:
         return Settings(values, flags, not_read, tuple(unknown))
-    file_name = Path(config.path).name
     is_unreadable = not config.digest
     if is_unreadable:
+        file_name = Path(config.path).name
         not_read[file_name] = "cannot be read as JSON: its settings are not counted"
         return Settings(values, flags, not_read, tuple(unknown))
     return _with_config(Settings(values, flags, not_read, tuple(unknown)), config)
