@@ -31,7 +31,7 @@ from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.describe import CommandLine, describe
 from holmes_ext.patches.megatron.command_line.flags import NOT_READ, READ
-from holmes_ext.patches.megatron.command_line.settings import words
+from holmes_ext.patches.megatron.command_line.settings import words_by_flag
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
@@ -108,7 +108,7 @@ def measure(case: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as configs:
         lines = command_lines(checkout(case), Path(configs))
         descriptions = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
-        flags = Counter(flag for _, argv in lines for flag in words(argv))
+        flags = Counter(flag for _, argv in lines for flag in words_by_flag(argv))
     unknown = sorted(
         {name for description in descriptions.values() for name in description.unknown}
     )

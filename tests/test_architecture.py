@@ -115,6 +115,10 @@ ALLOWED_INSIDE = {
         "`holmes patches` works without torch, the hierarchical all-reduce does not",
     ),
     "patches/megatron/reduce/tied.py": (1, "the same"),
+    "patches/megatron/command_line/describe.py": (
+        1,
+        "a job whose flags describe no model must not load what makes one",
+    ),
     "holmes_ext/join/training.py": (1, "a job that is not joined must not load what joining needs"),
     "patches/torch/ddp.py": (2, "the same"),
     "lab/holmes_lab/process/zygote.py": (
@@ -401,9 +405,7 @@ LONGER_BY_FORMATTING = {
     "holmes_ext/plan/cost/reductions.py",
     "holmes_ext/plan/placement.py",
     "holmes_ext/runtime/start/preflight.py",
-    "patches/deepspeed/stage_links.py",
     "patches/engine/registry.py",
-    "patches/megatron/stage_links.py",
 }
 
 

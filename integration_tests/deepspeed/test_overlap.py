@@ -228,7 +228,7 @@ def train(config, options, held=False):
     data = batches(engine.grid.get_data_parallel_rank(), STEPS)
     losses, early = [], []
     if held:
-        deepspeed_reduce.overlap_of(engine).holds = True
+        deepspeed_reduce.overlap_of(engine).holds_buckets = True
     for step in range(STEPS):
         if step == 2 and options.get("freeze"):  # the stage's first parameter trains no more
             next(engine.module.parameters()).requires_grad_(False)

@@ -289,5 +289,5 @@ def test_a_hierarchical_partition_is_judged_by_where_its_groups_lie(monkeypatch,
 def test_int8_is_refused_where_there_is_no_error_feedback(results):
     for of_rank in results:
         assert of_rank["int8"].startswith(
-            "--holmes-compress-gradients int8 carries rounding errors on"
+            "--holmes-compress-gradients int8 adds the rounding errors"
         )

@@ -45,7 +45,7 @@ class Log:
     losses: dict[int, float]  # by training step, from 1
     seconds: dict[int, float]  # by training step, from 1
     lines: list[str]  # of holmes, except for those in `served` and `advice`
-    served: list[str]  # "... is served empty": holmes replaces a module that is not installed
+    served: list[str]  # "... gets an empty module": holmes replaces a module that is not installed
     advice: list[
         str
     ]  # "a restart with --holmes-partition ...": other layers per stage would be faster
@@ -71,7 +71,7 @@ def _all_holmes_lines(result) -> list[str]:
 
 
 def _is_served(line: str) -> bool:
-    return "is served empty" in line
+    return "gets an empty module" in line
 
 
 def _is_advice(line: str) -> bool:

@@ -88,9 +88,8 @@ def _record_split(folder: Path, engine: Any) -> None:
 class Split:
     """Pipeline stages and tensor-parallel size of a checkpoint or a job. DeepSpeed calls layers modules."""
 
-    parts: tuple[
-        int, ...
-    ]  # index of the first module of each stage, then their number; () if not known
+    #: Index of the first module of each stage, then their number; () if not known.
+    parts: tuple[int, ...]
     tensor: int  # tensor-parallel ranks of each stage; 0 if not known
     files: int = 0  # if `parts` is not known: the number of model files of the checkpoint
 
@@ -126,12 +125,8 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
         try:
             document = json.loads(record.read_text())
             return Split(parts=tuple(document["parts"]), tensor=document["tensor"])
-        except (
-            ValueError,
-            KeyError,
-            TypeError,
-        ):  # no JSON, or not the keys that _record_split writes
-            way_out = "remove it if the checkpoint's split is stock DeepSpeed's"
+        except (ValueError, KeyError, TypeError):  # not the JSON that _record_split writes
+            way_out = "remove it if the checkpoint was saved without holmes"
             raise HolmesError(f"{record}: damaged; {way_out}") from None
     # DeepSpeed saves one model file for each pipeline stage and tensor-parallel rank.
     saved_files = len(list(folder.glob("mp_rank_*_model_states.pt")))
@@ -144,7 +139,7 @@ def saved_split(folder: Path, module: Any, tensor: int) -> Split:
     return Split(parts=tuple(map(int, parts)), tensor=tensor)
 
 
-def ways_out(folder: Path, saved: Split, own_split: Split, module: Any) -> str:
+def ways_out(folder: Path, saved: Split, job_split: Split, module: Any) -> str:
     """Return a text that says how the user can load a checkpoint that was saved with other pipeline stages.
 
     The text has up to two suggestions:
@@ -157,11 +152,11 @@ def ways_out(folder: Path, saved: Split, own_split: Split, module: Any) -> str:
     Args:
         folder: The folder of the checkpoint.
         saved: Stages and tensor-parallel size of the checkpoint.
-        own_split: Stages and tensor-parallel size of this job.
+        job_split: Stages and tensor-parallel size of this job.
         module: The PipelineModule of this job.
     """
     suggestions = []
-    has_same_sizes = len(saved.parts) == len(own_split.parts) and saved.tensor == own_split.tensor
+    has_same_sizes = len(saved.parts) == len(job_split.parts) and saved.tensor == job_split.tensor
     if has_same_sizes:
         layers = layers_of(module, saved.parts)
         if layers:
@@ -243,15 +238,15 @@ def _refuse_other_split(current, call, instance, load_dir, tag, load_module_only
     if not folder.is_dir():
         return call()  # DeepSpeed reports the missing folder
 
-    own_split = Split(parts=tuple(map(int, module.parts)), tensor=instance.grid.model_parallel_size)
-    saved = saved_split(folder, module, own_split.tensor)
-    if saved == own_split:
+    job_split = Split(parts=tuple(map(int, module.parts)), tensor=instance.grid.model_parallel_size)
+    saved = saved_split(folder, module, job_split.tensor)
+    if saved == job_split:
         return call()
     if current.rank != 0:
         raise RemoteError("rank 0 says which split")  # this error ends the rank without a message
     raise HolmesError(
-        f"{folder} was saved with {saved}, this job has {own_split}, and DeepSpeed's native checkpoints "
-        f"do not load under another split; {ways_out(folder, saved, own_split, module)}"
+        f"{folder} was saved with {saved}, this job has {job_split}, and DeepSpeed's native checkpoints "
+        f"do not load under another split; {ways_out(folder, saved, job_split, module)}"
     )
 
 
@@ -259,14 +254,14 @@ PATCHES = (
     Patch(
         CHECKPOINTS,
         "deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-        "native checkpoints do not say how they are split; rank 0 names one in `latest` while others still "
-        "write it",
+        "DeepSpeed does not record the stages of a checkpoint; rank 0 names it in `latest` while other "
+        "ranks still write it",
         _save_with_split,
     ),
     Patch(
         CHECKPOINTS,
         "deepspeed.runtime.engine:DeepSpeedEngine.load_checkpoint",
-        "a native checkpoint of another split fails halfway, in errors that do not name the cause",
+        "a checkpoint of other stages fails halfway, with an error that does not name the cause",
         _refuse_other_split,
     ),
 )

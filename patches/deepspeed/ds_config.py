@@ -1,4 +1,7 @@
-"""The ds_config that a script is started with: is it the same on all ranks, does it agree with the plan?"""
+"""Reads the ds_config file that a script passes to DeepSpeed, and compares it with the plan of the job.
+
+The digest of the file shows whether all ranks read the same content.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,17 @@ from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.plan import Plan
 from holmes_ext.runtime.session import Session
 
-FLAGS = ("--deepspeed_config", "--deepspeed-config")  # deepspeed.add_config_arguments
+#: Flags that name the file, as deepspeed.add_config_arguments defines them.
+FLAGS = ("--deepspeed_config", "--deepspeed-config")
 
 
 @dataclass(frozen=True)
 class DsConfig:
-    """A ds_config file; content and digest are empty where it could not be read: DeepSpeed says why."""
+    """A ds_config file: the configuration of DeepSpeed, in JSON."""
 
     path: str
-    content: dict[str, Any]
-    digest: str
+    content: dict[str, Any]  # {} if the file could not be read; DeepSpeed itself reports the reason
+    digest: str  # of the file's bytes; "" if it could not be read
 
 
 def from_arguments(argv: list[str]) -> DsConfig | None:
@@ -49,14 +53,20 @@ def from_arguments(argv: list[str]) -> DsConfig | None:
 
 
 def checked(config: DsConfig, current: Session) -> list[str]:
-    """Call check(), and let only rank 0 print its error.
+    """Call check() with the plan of the job, and let only rank 0 print an error.
 
     The file and the plan are the same on all ranks. Therefore all ranks find the same error.
+
+    Raises:
+        HolmesError: On rank 0, a setting contradicts the plan.
+        RemoteError: On other ranks, a setting contradicts the plan. This error ends a rank without a message.
     """
     try:
         return check(config, current.plan, current.options.overlap)
     except HolmesError as error:
-        raise error if current.rank == 0 else RemoteError(str(error)) from None
+        if current.rank == 0:
+            raise
+        raise RemoteError(str(error)) from None
 
 
 def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
@@ -71,30 +81,43 @@ def check(config: DsConfig, plan: Plan, overlap: str = "auto") -> list[str]:
     Raises:
         HolmesError: A setting contradicts the plan or the option. The message names the file and the key.
     """
-    pipeline = plan.sizes.pipeline if plan.sizes else 1
-    settings = config.content.get("pipeline")
-    settings = settings if isinstance(settings, dict) else {}
+    pipeline_size = plan.sizes.pipeline if plan.sizes else 1
+    pipeline_settings = _table_of(config, "pipeline")
     # "auto" and "best" are DeepSpeed's defaults.
-    stages, partition = settings.get("stages", "auto"), settings.get("partition", "best")
-    if plan.sizes and stages not in ("auto", pipeline):
-        way_out = f"the plan has {pipeline}; remove it or make them agree"
+    stages = pipeline_settings.get("stages", "auto")
+    partition = pipeline_settings.get("partition", "best")
+    if plan.sizes and stages not in ("auto", pipeline_size):
+        way_out = f"the plan has {pipeline_size}; remove it or make them agree"
         raise _contradiction(config, "pipeline.stages", stages, way_out)
     if plan.stage_layers and partition != "best":
         layers = "+".join(map(str, plan.stage_layers))
         way_out = f"the plan splits the layers {layers}; remove it, or plan without layers"
         raise _contradiction(config, "pipeline.partition", partition, way_out)
-    zero = config.content.get("zero_optimization")
+
     # True or false; None if the file does not set it.
-    overlap_comm = zero.get("overlap_comm") if isinstance(zero, dict) else None
-    if overlap_comm is not None and overlap != "auto" and bool(overlap_comm) != (overlap == "on"):
+    overlap_comm = _table_of(config, "zero_optimization").get("overlap_comm")
+    if overlap_comm is None:
+        return []
+    if overlap != "auto" and bool(overlap_comm) != (overlap == "on"):
         way_out = f"--holmes-overlap is {overlap}; remove one of them"
         raise _contradiction(config, "zero_optimization.overlap_comm", overlap_comm, way_out)
-    if overlap_comm and pipeline > 1:
-        why = "has no effect: DeepSpeed's pipeline engine switches it off"
-        return [f"{config.path}: key 'zero_optimization.overlap_comm' {why}"]
+    if overlap_comm and pipeline_size > 1:
+        effect = "has no effect: DeepSpeed's pipeline engine switches it off"
+        return [f"{config.path}: key 'zero_optimization.overlap_comm' {effect}"]
     return []
 
 
-def _contradiction(config: DsConfig, key: str, value: Any, but: str) -> HolmesError:
-    said = str(value).lower() if isinstance(value, bool) else repr(value)
-    return HolmesError(f"{config.path}: key '{key}' is {said}, but {but}")
+def _table_of(config: DsConfig, key: str) -> dict[str, Any]:
+    """Return the table under a key of a ds_config file, or {} if the file has none."""
+    table = config.content.get(key)
+    return table if isinstance(table, dict) else {}
+
+
+def _contradiction(config: DsConfig, key: str, value: Any, way_out: str) -> HolmesError:
+    """Return the error for a setting that contradicts the plan or an option.
+
+    Args:
+        way_out: The other side of the contradiction, and how the user can end it.
+    """
+    value_in_json = str(value).lower() if isinstance(value, bool) else repr(value)
+    return HolmesError(f"{config.path}: key '{key}' is {value_in_json}, but {way_out}")

@@ -1,4 +1,4 @@
-"""What holmes patches in DeepSpeed, the versions that it was run with, and the options that ask for it."""
+"""Lists what holmes changes in DeepSpeed, for which versions, and the options that switch each change on."""
 
 from functools import partial
 
@@ -6,7 +6,8 @@ from holmes_ext.patches.engine.patch import Feature
 from holmes_ext.plan.engine import AWAITED, EngineTraits
 from holmes_ext.plan.sizes import DEFAULT_ORDER
 
-#: The first and the last release of each minor one, whose functions and what they do were compared.
+#: Releases whose source was compared with the patches, without a run: the first and last of each minor
+#: version.
 _READ = ("0.14.4", "0.14.5", "0.15.0", "0.15.4", "0.16.0", "0.17.0", "0.18.0", "0.18.9", "0.19.0")
 _of = partial(
     Feature, versions="deepspeed>=0.14.4,<0.20", tried=("0.16.9", "0.17.6", "0.19.8"), read=_READ
@@ -53,7 +54,7 @@ JOINED = _of(
 )
 TELEMETRY = _of("telemetry-deepspeed", what="where a step begins and ends")
 
-#: What it does, for the plan.
+#: Properties of DeepSpeed by which holmes plans a job.
 DEEPSPEED = EngineTraits(
     "deepspeed",
     AWAITED,
@@ -78,7 +79,7 @@ DEEPSPEED = EngineTraits(
     },
 )
 
-#: Module of this package -> features of its patches.
+#: Module of this package -> features whose patches it has. The module is imported if one of them is on.
 MODULES = {
     "p2p": (P2P, GRID_CHECK),
     "stage_links": (STAGE_LINKS, COMPRESS_ACTIVATIONS),

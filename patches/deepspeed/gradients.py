@@ -13,15 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.patches.deepspeed.versions import read_by_version
 
 
+class PartOfGradient(NamedTuple):
+    """Consecutive elements of a gradient, and the rank that needs them."""
+
+    elements: int
+    rank: int
+
+
 def gradients_of(engine: Any) -> PlainGradients:
     """Return the object that finds the gradients which the optimizer of a DeepSpeed engine reads."""
-    kinds = {"BF16_Optimizer": Bf16Gradients, "DeepSpeedZeroOptimizer": ZeroGradients}
-    return kinds.get(type(engine.optimizer).__name__, PlainGradients)(engine)
+    optimizer_name = type(engine.optimizer).__name__
+    if optimizer_name == "BF16_Optimizer":
+        return Bf16Gradients(engine)
+    if optimizer_name == "DeepSpeedZeroOptimizer":
+        return ZeroGradients(engine)
+    return PlainGradients(engine)
 
 
 class PlainGradients:
@@ -63,11 +74,11 @@ class PlainGradients:
     def after_reduction(self) -> None:
         """Do what the optimizer needs after all gradients have been averaged."""
 
-    def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
-        """Return a function that says which rank needs which part of a gradient.
+    def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
+        """Return a function that divides a gradient among the ranks that need its parts, or None.
 
-        It takes a parameter, and returns pairs (number of elements, rank) in the order of the elements. None
-        means that each rank needs all gradients.
+        The function takes a parameter, and returns the parts in the order of the elements. None means that
+        every rank needs all gradients.
         """
         return None
 
@@ -84,13 +95,15 @@ class Bf16Gradients(PlainGradients):
 
     def __init__(self, engine: Any):
         super().__init__(engine)
-        groups = self.optimizer.bf16_groups
-        self.positions = {
-            id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group)
-        }
+        # id of a parameter -> (index of its parameter group, index in the group)
+        self.positions = {}
+        for i, group in enumerate(self.optimizer.bf16_groups):
+            for j, parameter in enumerate(group):
+                self.positions[id(parameter)] = (i, j)
         self.added: set[int] = set()  # ids of the parameters whose gradients have been added
 
     def gradient(self, parameter: Any) -> Any:
+        """Return the float32 sum of a parameter's gradients, with that of the last micro-batch added."""
         i, j = self.positions[id(parameter)]
         self._add_to_sum(parameter, i, j)
         return self.optimizer.fp32_groups_gradients[i][j]
@@ -105,6 +118,7 @@ class Bf16Gradients(PlainGradients):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
+        """Keep DeepSpeed from adding gradients after the pass, and add those that were not sent during it."""
         self.added.clear()
         previous_setting = self.optimizer.immediate_grad_update
         self.optimizer.immediate_grad_update = True  # with it, update_hp_grads does nothing
@@ -125,25 +139,29 @@ class ZeroGradients(PlainGradients):
     def __init__(self, engine: Any):
         super().__init__(engine)
         self.communication_dtype = self.optimizer.communication_data_type
-        self.positions = {
-            id(parameter): i
-            for i, group in enumerate(self.optimizer.bit16_groups)
-            for parameter in group
-        }
+        self.positions = {}  # id of a parameter -> index of its parameter group
+        for i, group in enumerate(self.optimizer.bit16_groups):
+            for parameter in group:
+                self.positions[id(parameter)] = i
 
     def gradient(self, parameter: Any) -> Any:
+        """Return the tensor with the gradient of a parameter that ZeRO's optimizer reduces."""
         return self.optimizer.get_gradient_for_reduction(parameter)
 
-    def owners(self) -> Callable[[Any], list[tuple[int, int]]] | None:
+    def owners(self) -> Callable[[Any], list[PartOfGradient]] | None:
+        """Return the function that divides a gradient among the ranks that need its parts, or None.
+
+        None means that every rank needs all gradients.
+        """
         if not self.optimizer.reduce_scatter:
             return None
         if read_by_version("muon", self.optimizer):
             # Muon updates a matrix as a whole: every rank that holds a part of it needs all of its gradient.
             return None
-        return self._owners
+        return self._parts_of
 
-    def _owners(self, parameter: Any) -> list[tuple[int, int]]:
-        """Return which rank updates which elements of a parameter, as pairs (number of elements, rank).
+    def _parts_of(self, parameter: Any) -> list[PartOfGradient]:
+        """Return which rank updates which elements of a parameter, in the order of the elements.
 
         DeepSpeed's average_tensor sends each rank the gradient of its elements only.
         """
@@ -153,20 +171,28 @@ class ZeroGradients(PlainGradients):
         group = self.positions[id(parameter)]  # index of the parameter group
         key = optimizer.get_param_id(parameter)
         ranks = get_process_group_ranks(optimizer.real_dp_process_group[group])
-        partitions = optimizer.param_to_partition_ids[group][
-            key
-        ]  # those with elements of the parameter
+        partitions = optimizer.param_to_partition_ids[group][key]  # with elements of the parameter
         # Partition -> parameter -> the first element of the parameter that is in the partition.
         first_elements = optimizer.grad_start_offset[group]
-        starts = []  # (first element, rank) of each partition
+        rank_of_start = []  # pairs (first element, rank)
         for partition in partitions:
-            first = int(first_elements[partition][key])  # DeepSpeed stores some of them as floats
-            starts.append((first, ranks[partition]))
-        starts.sort()
-        ends = [start for start, _ in starts[1:]] + [parameter.numel()]
-        return [(end - start, rank) for (start, rank), end in zip(starts, ends)]
+            start = int(first_elements[partition][key])  # DeepSpeed stores some of them as floats
+            rank_of_start.append((start, ranks[partition]))
+        rank_of_start.sort()
+
+        later_starts = [start for start, _ in rank_of_start[1:]]
+        ends = [*later_starts, parameter.numel()]
+        parts = []
+        for (start, rank), end in zip(rank_of_start, ends):
+            parts.append(PartOfGradient(elements=end - start, rank=rank))
+        return parts
 
     def predivide(self, ranks: int) -> float:
+        """Return by what ZeRO's optimizer divides gradients before it sums them.
+
+        Args:
+            ranks: The data-parallel size.
+        """
         # With reduce_scatter, the default, ZeRO's average_tensor divides before the sum.
         divides_before = self.optimizer.reduce_scatter and self.engine.gradient_average
         return float(ranks) if divides_before else super().predivide(ranks)

@@ -1,8 +1,7 @@
 """Sums DeepSpeed's gradients hierarchically if a data-parallel group has ranks in several clusters.
 
-A hierarchical all-reduce first sums the gradients inside each cluster, over the fast network there.
-Then it sums
-the results between clusters, so that each gradient goes over the slow network once for each cluster.
+A hierarchical all-reduce first sums the gradients inside each cluster, over the fast network there. Then it
+sums the results between clusters, so that each gradient crosses the slow network once for each cluster.
 
 DeepSpeed collects gradients in buckets and sums each bucket with an all-reduce over the whole group. A patch
 of deepspeed.comm.all_reduce makes this sum hierarchically. It does not change which gradients are in a
@@ -41,6 +40,8 @@ from holmes_ext.runtime.session import tell
 from holmes_ext.runtime.watch.failure import describe_failure
 from holmes_ext.units import format_bytes
 
+ZERO_3 = 3  # ZeRO stage that shards weights, too
+
 #: Its list `instances` is not empty while DeepSpeed averages a bucket of gradients. An all-reduce is then one
 #: of gradients.
 _averaging = Running()
@@ -67,9 +68,7 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     Raises:
         HolmesError: The hierarchical sum failed. The message has the bucket, the ranks and their network.
     """
-    is_gradient = bool(
-        _averaging.instances
-    )  # true while DeepSpeed's functions that average a bucket run
+    is_gradient = bool(_averaging.instances)  # DeepSpeed averages a bucket of gradients now
     holmes_is_off = session.active() is None
     if not is_gradient or holmes_is_off:
         return call()  # deepspeed.comm.all_reduce
@@ -89,10 +88,9 @@ def _all_reduce(call, instance, tensor, op, group, async_op):
     except RuntimeError as error:  # gloo and NCCL raise it, e.g. if another rank has died
         bucket = f"a bucket of {tensor.numel()} elements"
         ranks = group_ranks(group)
-        fabric = session.require().fabric_of(
-            ranks, backend_of(group)
-        )  # the network between these ranks
-        raise HolmesError(describe_failure(bucket, ranks, fabric, str(error))) from error
+        network = session.require().fabric_of(ranks, backend_of(group))  # between these ranks
+        raise HolmesError(describe_failure(bucket, ranks, network, str(error))) from error
+    return None  # like deepspeed.comm.all_reduce
 
 
 def _hierarchical_reduction_of(group: Any, size: int) -> Any:
@@ -106,8 +104,8 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         size: Bytes of the tensor.
 
     Raises:
-        HolmesError: The option --holmes-compress-gradients int8 is set. It does not work with
-        DeepSpeed's buckets.
+        HolmesError: The option --holmes-compress-gradients int8 is set. It does not work with DeepSpeed's
+            buckets.
     """
     # Imported here, where torch has been loaded already.
     from holmes_ext.runtime.reduce.planned import hierarchical_for
@@ -116,9 +114,9 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
     if spec is None:
         spec = session.require().reduction(group_ranks(group), backend_of(group))
         _planned_specs[group] = spec
-    is_over_clusters = bool(spec.clusters)  # the clusters of the ranks; empty if they are in one
+    spans_clusters = bool(spec.clusters)  # the clusters of the ranks; empty if they are in one
     is_large_enough = size >= spec.hierarchical_from  # bytes
-    hierarchical = is_over_clusters and is_large_enough
+    hierarchical = spans_clusters and is_large_enough
     # Record how the gradients were reduced. A later check compares this with the plan.
     session.note_reduction(
         group_ranks(group),
@@ -133,10 +131,9 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
     if group not in _hierarchical_reductions:
         if spec.compress == "int8":
             raise HolmesError(
-                "--holmes-compress-gradients int8 carries rounding errors on to the next step, "
-                "which DeepSpeed's "
-                "buckets, new at every step, do not allow: use bf16, or the pipeline engine with "
-                "--holmes-overlap on"
+                "--holmes-compress-gradients int8 adds the rounding errors of a step to the next step, which "
+                "is not possible with DeepSpeed's buckets: they are new at every step; use bf16, or the "
+                "pipeline engine with --holmes-overlap on"
             )
         _hierarchical_reductions[group] = hierarchical_for(
             group, size, spec
@@ -166,11 +163,10 @@ def _report_zero_3(current, call, instance):
     ZeRO 3 uses DeepSpeed's own collectives, over all ranks at once. Holmes does not change these.
     """
     result = call()  # DeepSpeedEngine._configure_zero_optimizer
-    if instance.zero_optimization_stage() == 3:
+    if instance.zero_optimization_stage() == ZERO_3:
         tell(current, _zero_3_message(current, instance))
-        current.keeps_own_reduction = (
-            True  # so as_planned.py does not report that the plan has another one
-        )
+        # Keeps as_planned.py from reporting that the plan has another reduction.
+        current.keeps_own_reduction = True
     return result
 
 
@@ -185,12 +181,14 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
     ranks = group_ranks(group)
     network_api = network_api_of(backend_of(group)) or SOCKETS
     clusters = plan.by_cluster(ranks)  # name of a cluster -> its ranks
-    if len(clusters) < 2:
+    if len(clusters) <= 1:
         return ""
-    parameters = (
-        engine.module.parameters()
-    )  # ZeRO 3 stores the size of the whole parameter in ds_numel
-    weight_bytes = float(sum(getattr(p, "ds_numel", p.numel()) * p.itemsize for p in parameters))
+    weight_bytes = 0.0
+    for parameter in engine.module.parameters():
+        elements = getattr(
+            parameter, "ds_numel", parameter.numel()
+        )  # ds_numel: before ZeRO 3 shards it
+        weight_bytes += elements * parameter.itemsize
     # ZeRO 3 makes one gather for each module that has parameters of its own.
     gathers = sum(bool(module._parameters) for module in engine.module.modules())
     # `again` is the part of the weights that the backward pass gathers over all ranks, too.
@@ -215,7 +213,7 @@ def _zero_3_message(current: session.Session, engine: Any) -> str:
         return text
     # Suggest groups that fit into each cluster.
     smallest_cluster = min(map(len, clusters.values()))  # ranks
-    if smallest_cluster < 2:
+    if smallest_cluster <= 1:
         return text
     hpz_seconds = sharded_seconds(plan, ranks, forward_only, network_api)
     return (
@@ -246,18 +244,17 @@ def _all_reduce_tied(current, call, instance, tensor, group):
 
     engine = engines_with_tied_reduction[-1]  # the innermost one, which calls this all-reduce
     sizes = grid_sizes(current, engine.grid)
-    tied_sum = tied_sum_of(
-        group, sizes, tensor.device.type
-    )  # None if the plan has no hierarchical sum for it
-    if tied_sum is None or not tied_sum.takes(
-        tensor
-    ):  # takes() refuses small and non-contiguous tensors
+    tied_sum = tied_sum_of(group, sizes, tensor.device.type)
+    if tied_sum is None:  # the plan has no hierarchical sum for these ranks
+        return call()
+    if not tied_sum.takes(tensor):  # the tensor is small or not contiguous
         return call()
     # DeepSpeed averages the gradients over the ranks of each stage, and adds the two averages. The
-    # hierarchical
-    # sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it is the same.
+    # hierarchical sum adds the gradients of all ranks of both stages. Divided by the ranks of one stage, it
+    # is the same.
     data_parallel_size = tied_sum.twins  # ranks of one stage
     tied_sum(tensor, data_parallel_size)  # in place: sums and divides
+    return None  # like deepspeed.comm.all_reduce
 
 
 _ZERO = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
@@ -271,7 +268,12 @@ PATCHES = (
         _all_reduce,
     ),
     *(
-        Patch(HIERARCHICAL, target, "tells the all-reduces of gradients from others", _averaging)
+        Patch(
+            HIERARCHICAL,
+            target,
+            "distinguishes the all-reduces of gradients from others",
+            _averaging,
+        )
         for target in (
             f"{_ENGINE}.allreduce_bucket",
             f"{_ZERO}.allreduce_bucket",
@@ -281,13 +283,13 @@ PATCHES = (
     Patch(
         HIERARCHICAL,
         f"{_ENGINE}._configure_zero_optimizer",
-        "says that ZeRO 3 over several clusters is not helped",
+        "prints how long ZeRO 3 gathers weights between clusters",
         _report_zero_3,
     ),
     Patch(
         TIED,
         "deepspeed.runtime.pipe.engine:PipelineEngine._exec_reduce_tied_grads",
-        "tells the all-reduces of tied gradients from others",
+        "distinguishes the all-reduces of tied gradients from others",
         _reducing_tied,
     ),
     Patch(

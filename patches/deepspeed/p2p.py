@@ -48,9 +48,8 @@ def _make_pair_groups(current, call, instance, grid):
     groups_by_peer.clear()  # delete the groups of an earlier engine
     if not network_api:  # the backend is neither gloo nor NCCL
         return result
-    if registry().is_on(
-        STAGE_LINKS.name
-    ):  # the patches of stage_links.py, which make groups for all pairs
+    if registry().is_on(STAGE_LINKS.name):
+        # The patches of stage_links.py make groups for all pairs.
         return result
     world = range(current.plan.world_size)
     # Pairs of ranks on neighbouring stages. All ranks need the same order to make groups.
@@ -59,9 +58,8 @@ def _make_pair_groups(current, call, instance, grid):
     pairs = [
         pair for pair in neighbours if pair_needs_group(current.plan, pair, world, network_api)
     ]
-    new_groups = groups_of(
-        pairs, current.rank, dist.group.WORLD
-    )  # with the settings of the world group
+    # The third argument gives the new groups its settings, such as the timeout.
+    new_groups = groups_of(pairs, current.rank, dist.group.WORLD)
     groups_by_peer.update(new_groups)  # _over_pair_group sends over them
     return result
 
@@ -105,7 +103,7 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
     Args:
         direction: "send" or "recv". deepspeed.comm has a function of this name.
         stage: The neighbouring stage.
-        async_op: Whether the call is asynchronous.
+        async_op: True if the call is asynchronous.
     """
     from deepspeed import comm
     from deepspeed.runtime.pipe import p2p
@@ -115,9 +113,8 @@ def _over_pair_group(direction, call, tensor, stage, async_op):
         return call()  # DeepSpeed's p2p.send or p2p.recv
     # This raises if a later DeepSpeed passes arguments that this function does not have.
     call.refuse_unread_arguments()
-    p2p._is_valid_send_recv(
-        p2p._grid.get_stage_id(), stage
-    )  # DeepSpeed's functions check this first, too
+    # DeepSpeed's functions check this first, too.
+    p2p._is_valid_send_recv(p2p._grid.get_stage_id(), stage)
     transfer = getattr(comm, direction)  # deepspeed.comm.send or deepspeed.comm.recv
     return transfer(tensor, peer, group=groups_by_peer[peer])
 
@@ -161,19 +158,19 @@ PATCHES = (
     Patch(
         P2P,
         "deepspeed.runtime.pipe.p2p:init_process_groups",
-        "pair groups are made where the engine sets up its p2p, on all ranks at once",
+        "all ranks call it at the same time, and can make process groups for pairs of stages",
         _make_pair_groups,
     ),
     *p2p_patches(
         P2P,
         _over_pair_group,
-        "p2p sends over the world group, which is on Ethernet as soon as the job crosses clusters",
-        "the other end of p2p.send",
+        "p2p sends over the group of all ranks, which uses Ethernet if the job spans clusters",
+        "the receiver must use the same group as p2p.send",
     ),
     Patch(
         GRID_CHECK,
         "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        "only here the pipeline size of a script with flags of its own becomes known",
+        "a script may have its own flags; its pipeline size is known only here",
         _check_grid,
         parameters=("topology",),
     ),

@@ -140,7 +140,7 @@ def _partition_layers(call, instance, method):
        number of layers.
     2. The number of transformer blocks that the plan of the job has for each stage.
     3. DeepSpeed's own partition. It always runs first, because it also checks the module and prints the
-    stages.
+       stages.
 
     Raises:
         HolmesError: The script's borders are not valid (raised by check_borders). Or the plan was made for
@@ -192,9 +192,7 @@ def _set_borders(module: Any, borders: list[int], source: str) -> None:
     """
     stage = module._topo.get_coord(module.global_rank).pipe
     module.parts = borders
-    module._set_bounds(
-        start=borders[stage], stop=borders[stage + 1]
-    )  # the layers of this rank's stage
+    module._set_bounds(start=borders[stage], stop=borders[stage + 1])  # layers of this rank
     if module.global_rank == 0:
         first_layers = ", ".join(map(str, borders[:-1]))
         specs = len(module._layer_specs)
@@ -205,7 +203,7 @@ PATCHES = (
     Patch(
         PARTITION,
         "deepspeed.runtime.pipe.module:PipelineModule._partition_layers",
-        "PipelineModule takes no list of borders, and its methods know nothing of clusters",
+        "PipelineModule accepts no list of borders, and its partition methods ignore clusters",
         _partition_layers,
     ),
 )

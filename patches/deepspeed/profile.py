@@ -76,10 +76,14 @@ def labels_of(module: Any) -> list[str | int]:
     return labels
 
 
-def own_layers(module: Any) -> list[tuple[str | int, Any]]:
-    """Return the layers of this pipeline stage as pairs (label, layer).
+def layers_of_stage(module: Any) -> list[tuple[str | int, Any]]:
+    """Return the layers of this rank's pipeline stage as pairs (label, layer).
 
-    The label is the number of a transformer block, or "before" or "after" all blocks.
+    The label is the number of a transformer block in the whole model, "before" for layers before the first
+    block, or "after" for layers after the last block.
+
+    Args:
+        module: DeepSpeed's PipelineModule.
     """
     labels = labels_of(module)[module._local_start : module._local_stop]
     return list(zip(labels, module.forward_funcs))
@@ -113,9 +117,10 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
     from torch.nn import Module
 
     prof = profiler(steps)
-    labelled_modules = [
-        (label, layer) for label, layer in own_layers(engine.module) if isinstance(layer, Module)
-    ]  # functions take no hooks
+    labelled_modules = []
+    for label, layer in layers_of_stage(engine.module):
+        if isinstance(layer, Module):  # some layers are functions, which take no hooks
+            labelled_modules.append((label, layer))
     prof.watch(labelled_modules)  # adds hooks that time each module
 
     timed_kinds = dict(KINDS)  # name of an instruction -> kind of work
@@ -123,15 +128,15 @@ def _start_profiler(engine: Any, steps: int) -> Profiler:
         # Without tied layers ReduceTiedGrads does nothing, but is in every schedule. Its few microseconds
         # would look as if the last stage waited for the first.
         del timed_kinds["ReduceTiedGrads"]
-    class_table = type(engine)._INSTRUCTION_MAP
+    class_table = type(
+        engine
+    )._INSTRUCTION_MAP  # class of an instruction -> function that executes it
     engine._INSTRUCTION_MAP = dict(class_table)
     for instruction, function in class_table.items():
         kind = timed_kinds.get(instruction.__name__)
         if kind is not None:
-            timed = prof.span(
-                kind
-            )  # a context manager, here used as a decorator: it times each call
-            engine._INSTRUCTION_MAP[instruction] = timed(function)
+            time_each_call = prof.span(kind)  # a context manager, here used as a decorator
+            engine._INSTRUCTION_MAP[instruction] = time_each_call(function)
     return prof
 
 
@@ -153,9 +158,7 @@ def _train_batch(current, call, instance):
     if prof.finished:  # this was the last measured step
         _profilers[instance] = None  # later steps are not measured
         prof.release()  # removes the hooks from the layers
-        del (
-            instance._INSTRUCTION_MAP
-        )  # the copy with timed functions; the class has the original table
+        del instance._INSTRUCTION_MAP  # the copy with timed functions; the class has the original
         _write_profile(current, instance, prof)
     return result
 
@@ -181,7 +184,7 @@ def _write_profile(current: session.Session, engine: Any, prof: Profiler) -> Non
         prof,
         report,
         stages=engine.num_stages,
-        gradient_bytes=gradient_bytes(own_layers(engine.module)),
+        gradient_bytes=gradient_bytes(layers_of_stage(engine.module)),
         group=engine.grid.get_data_parallel_group(),  # of the reduction that is measured
         device=engine.device,
         send=p2p.send,  # the transfers that are measured
@@ -209,7 +212,7 @@ PATCHES = (
     Patch(
         PROFILE,
         "deepspeed.runtime.pipe.engine:PipelineEngine.train_batch",
-        "--holmes-profile: where a step begins and ends; the rest is measured inside it",
+        "--holmes-profile measures a training step, and its parts while it runs",
         _train_batch,
     ),
 )

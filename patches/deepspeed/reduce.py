@@ -58,11 +58,9 @@ def unsupported(engine: Any) -> str | None:
         "FP16_UnfusedOptimizer",
         "DeepSpeedZeroOptimizer",
     )
-    is_plain_optimizer = (
-        optimizer is engine.basic_optimizer
-    )  # torch's, without a wrapper of DeepSpeed
+    is_plain_optimizer = optimizer is engine.basic_optimizer  # of torch, without a wrapper
     is_zero = name == "DeepSpeedZeroOptimizer"
-    reasons = {  # reason -> whether it holds
+    reasons = {  # reason -> True if it applies
         f"the engine is a {type(engine).__name__}, whose schedule is its own": type(engine)
         is not PipelineEngine,
         "the optimizer reduces gradients itself": not engine.pipeline_enable_backward_allreduce,
@@ -81,7 +79,10 @@ def unsupported(engine: Any) -> str | None:
         "ZeRO 1 accumulates beside the gradients": is_zero
         and read_by_version("accumulates_apart", optimizer),
     }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    for reason, applies in reasons.items():
+        if applies:
+            return reason
+    return None
 
 
 class _Overlap:
@@ -94,9 +95,7 @@ class _Overlap:
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
         one_queue = engine.device.type == "cuda" and one_hardware_queue() and engine.num_stages > 1
-        self.holds = (
-            one_queue and engine.stage_id > 0
-        )  # whether buckets wait for the end of the pass
+        self.holds_buckets = one_queue and engine.stage_id > 0  # until the end of the backward pass
         current = session.active()  # None if this process was started without holmes
         if one_queue and current is not None:
             tell(current, _ONE_QUEUE, once=True)
@@ -112,9 +111,8 @@ class _Overlap:
         An existing reducer is used again if the same parameters are trained. Otherwise, as after a layer was
         frozen, a new one replaces it. The reducer divides and sums like DeepSpeed's allreduce_bucket.
         """
-        from holmes_ext.runtime.reduce.reducer import (
-            GradientReducer,
-        )  # torch has been loaded by now
+        # Imported here, where torch has been loaded already.
+        from holmes_ext.runtime.reduce.reducer import GradientReducer
 
         engine = self.engine
         source = self.source
@@ -155,15 +153,15 @@ def overlap_of(engine: Any) -> _Overlap | None:
     """
     if engine in _overlaps:
         return _overlaps[engine]
-    current = (
-        session.active()
-    )  # has plan and options; None if this process was started without holmes
-    # For each stage, whether it is to overlap. A stage without data parallelism reduces nothing.
+    current = session.active()  # the plan and the options; None if holmes is off
+    # True for each stage that is to overlap. A stage without data parallelism reduces nothing.
     wanted = [engine.is_data_parallel] * engine.num_stages
     if current is not None and engine.is_data_parallel:
-        stages = current.stages(grid_sizes(current, engine.grid), backend_of())
-        wanted = [reduction.overlap for reduction in stages]
-    reason = _reason_against_overlap(engine, current) if any(wanted) else None
+        planned_reductions = current.stages(grid_sizes(current, engine.grid), backend_of())
+        wanted = [reduction.overlap for reduction in planned_reductions]
+    reason = None
+    if any(wanted):
+        reason = _reason_against_overlap(engine, current)
     if reason:
         if current is not None and "overlap" in current.options.required_features:
             problem = "DeepSpeed's gradient reduction cannot be overlapped"
@@ -173,9 +171,13 @@ def overlap_of(engine: Any) -> _Overlap | None:
                 f"the gradient reduction is not overlapped, DeepSpeed's own is used: {reason}"
             )
     is_overlapped = wanted[engine.stage_id] and not reason
-    # A proxy, because a value that refers to its key would keep the engine in the WeakKeyDictionary for ever.
-    _overlaps[engine] = _Overlap(weakref.proxy(engine)) if is_overlapped else None
-    return _overlaps[engine]
+    overlap = None
+    if is_overlapped:
+        # A proxy, because a value that refers to its key would keep the engine in the WeakKeyDictionary for
+        # ever.
+        overlap = _Overlap(weakref.proxy(engine))
+    _overlaps[engine] = overlap
+    return overlap
 
 
 def _reason_against_overlap(engine: Any, current: session.Session | None) -> str | None:
@@ -210,9 +212,8 @@ def _start_countdown(call, instance, pipe_schedule):
     overlap = overlap_of(instance)  # None if DeepSpeed's own reduction is used
     if overlap is not None:
         is_training = isinstance(pipe_schedule, TrainSchedule)
-        overlap.backwards_left = (
-            instance.micro_batches if is_training else 0
-        )  # read by _run_backward
+        # _run_backward counts down from this number.
+        overlap.backwards_left = instance.micro_batches if is_training else 0
     return call()
 
 
@@ -231,9 +232,8 @@ def _run_backward(call, instance):
     if overlap.backwards_left != 0:
         return call()
     overlap.prepare()  # makes the reducer
-    overlap.reducer.arm(
-        hold=overlap.holds
-    )  # hold=True: send no bucket before _send_held_buckets runs
+    # With hold=True, no bucket is sent before _send_held_buckets runs.
+    overlap.reducer.arm(hold=overlap.holds_buckets)
     # BF16_Optimizer has float32 sums of gradients. Inside last_backward(), each gradient is added to its sum
     # when its bucket is sent.
     with overlap.source.last_backward():
@@ -271,6 +271,7 @@ def _finish_reduction(call, instance):
     overlap.reducer.finish()  # sends the last gradients, and waits
     # ZeRO 1: collect the gradients of this rank's partition, as DeepSpeed does after its own reduction.
     overlap.source.after_reduction()
+    return None  # like DeepSpeed's _exec_reduce_grads
 
 
 _ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine"
@@ -279,7 +280,7 @@ PATCHES = (
     Patch(
         OVERLAP,
         f"{_ENGINE}._exec_schedule",
-        "where a batch begins, to know which backward pass is its last",
+        "a batch begins here; the backward passes are counted from then on",
         _start_countdown,
     ),
     Patch(
@@ -292,13 +293,13 @@ PATCHES = (
     Patch(
         OVERLAP,
         f"{_ENGINE}._exec_reduce_tied_grads",
-        "after the last gradient's send, before any reduction",
+        "gradients that were held back are sent before any reduction waits",
         _send_held_buckets,
     ),
     Patch(
         OVERLAP,
         f"{_ENGINE}._exec_reduce_grads",
-        "what is left of the reduction, in place of the whole of it",
+        "waits for the rest of the reduction, instead of reducing all gradients",
         _finish_reduction,
     ),
 )

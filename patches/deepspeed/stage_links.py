@@ -1,4 +1,4 @@
-"""Runs DeepSpeed's pipeline engine in a planned order of passes; messages travel in the background.
+"""Runs DeepSpeed's pipeline in a planned order of passes, and sends its messages in the background.
 
 DeepSpeed's engine uses the 1F1B schedule (its class TrainSchedule). Its functions p2p.send and p2p.recv
 block: a pipeline stage computes nothing while an activation or a gradient travels. This module replaces both:
@@ -13,13 +13,15 @@ block: a pipeline stage computes nothing while an activation or a gradient trave
 
 Terms:
 
-    in flight   a micro-batch whose forward pass has begun, and whose backward pass has not ended
-    flight      the planned order of passes, usually made from the number of micro-batches in flight of each
-                stage (runtime/groups/receive_order.py)
-    stage link        the connection between two neighbouring stages
-    mailbox     sends and receives messages in the background (runtime/groups/mailbox.py)
-    wire        the format in which tensors travel over a stage link: unchanged, bf16 or int8
-                (--holmes-compress-activations)
+    in flight    A micro-batch is in flight on a stage from the start of its forward pass until the end of its
+                 backward pass there.
+    stage link   the connection between two neighbouring stages
+    mailbox      sends and receives messages in the background (runtime/groups/mailbox.py)
+    wire         the format in which tensors travel over a stage link: unchanged, bf16 or int8
+                 (--holmes-compress-activations)
+
+planned_schedule.py makes the engine's instructions for the planned order of passes. This module makes the
+mailbox, transfers the messages, and starts the planned schedule in each training step.
 
 A stage runs the backward passes in DeepSpeed's order, so gradients are summed in the same order.
 
@@ -36,24 +38,19 @@ The order of all passes therefore has no cycle, nor has the order of the message
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
-from functools import cache
-from itertools import accumulate
 from typing import Any
 
 from holmes_ext.patches.deepspeed.features import COMPRESS_ACTIVATIONS, STAGE_LINKS
 from holmes_ext.patches.deepspeed.p2p import grid_sizes, groups_by_peer, p2p_patches
+from holmes_ext.patches.deepspeed.planned_schedule import planned_schedule_class
 from holmes_ext.patches.deepspeed.versions import read_by_version
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
-from holmes_ext.plan.schedule import before
 from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of, of_pairs
 from holmes_ext.runtime.groups.receive_order import Flight, ListedOrder, flight_of
 from holmes_ext.runtime.groups.wire import PLAIN, Wire
-from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
 from holmes_ext.runtime.session import tell
 
 #: Sends and receives the messages of this process's pipeline stage. None if there is no pipeline engine, or
@@ -75,13 +72,13 @@ def _mailbox_in_use() -> Mailbox | None:
     return None
 
 
-def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
+def unsupported(engine: Any, order: Flight | None = None) -> str | None:
     """Return why a DeepSpeed engine cannot run the planned order of passes, or None if it can.
 
     All ranks get the same answer, because it depends only on the engine's type and configuration.
 
     Args:
-        flight: The planned order of forward and backward passes. If it is None, only the engine is checked.
+        order: The planned order of forward and backward passes. If it is None, only the engine is checked.
     """
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -89,13 +86,13 @@ def unsupported(engine: Any, flight: Flight | None = None) -> str | None:
         return f"the engine is a {type(engine).__name__}, whose schedule is its own"
     if read_by_version("dynamic_shape", engine):
         return "shapes change from batch to batch"
-    if not isinstance(flight, ListedOrder):
+    if not isinstance(order, ListedOrder):
         return None
     # A ListedOrder lists every pass (--holmes-schedule auto), and may split a backward pass into two.
     uses_zero_optimizer = engine.zero_optimization() and not engine.using_bf16_optimizer
     if uses_zero_optimizer:
         return "ZeRO's optimizer takes each gradient once, --holmes-schedule auto makes them in two passes"
-    planned_count = flight.schedule.micro_batches
+    planned_count = order.schedule.micro_batches
     if engine.micro_batches != planned_count:
         return f"the plan's passes are of {planned_count} micro-batches, a step has {engine.micro_batches}"
     return None
@@ -169,25 +166,22 @@ def _wire_to(stage: int) -> Wire:
     from deepspeed.runtime.pipe import p2p
 
     grid: Any = p2p._grid
-    own_stage = grid.get_stage_id()
-    # The plan lists the stage links, the connections between neighbouring stages. Entry i is the stage
-    # link between
-    # stages i and i + 1. With more than two stages, the last entry is the stage link from the last
-    # stage to the
-    # first. With two stages there is one entry.
-    planned_stage_links = (
-        current.plan_for(grid_sizes(current, grid)).traffic_of(network_api).stage_links
-    )
-    is_adjacent = abs(own_stage - stage) == 1
+    this_stage = grid.get_stage_id()
+    # A stage link is the connection between two neighbouring stages. Entry i of the plan's list is between
+    # stages i and i + 1. With more than two stages, the last entry is from the last stage to the first.
+    # With two stages there is one entry.
+    plan = current.plan_for(grid_sizes(current, grid))
+    planned_stage_links = plan.traffic_of(network_api).stage_links
+    is_adjacent = abs(this_stage - stage) == 1
     if is_adjacent:
-        index = min(own_stage, stage)
+        index = min(this_stage, stage)
     else:  # the first and the last stage
         index = len(planned_stage_links) - 1
     planned = planned_stage_links[index]
     # planned.compression is "off", "bf16" or "int8".
     return Wire(
         compression=planned.compression,
-        stage_link=f"stage {own_stage}'s stage link to stage {stage}",
+        stage_link=f"stage {this_stage}'s stage link to stage {stage}",
     )
 
 
@@ -208,9 +202,8 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
 
     # `wire` is the format in which the tensor travels; PLAIN is the unchanged tensor.
     if tensor.dtype in (torch.int32, torch.int64):
-        wire = (
-            PLAIN  # the engine sends the shapes of tensors as integers, which must arrive exactly
-        )
+        # The engine sends the shapes of tensors as integers, which must arrive exactly.
+        wire = PLAIN
     else:
         wire = _wire_to(stage)
     mailbox = _mailbox_in_use()
@@ -221,10 +214,8 @@ def _transfer_compressed(direction, call, tensor, stage, async_op):
         return call()
     if direction == "send":
         return call(tensor=wire.outgoing(tensor))
-    encoded, decode_into_tensor = wire.incoming(
-        tensor
-    )  # an empty buffer, and a function that decodes it
-    result = call(tensor=encoded)
+    encoded_buffer, decode_into_tensor = wire.incoming(tensor)
+    result = call(tensor=encoded_buffer)  # receives into the buffer
     decode_into_tensor()
     return result
 
@@ -245,9 +236,8 @@ def _announce_shapes(call, instance, buffer, recv_stage):
     result = call()  # DeepSpeed's _send_tensor_meta
     tensors = buffer if isinstance(buffer, (tuple, list)) else (buffer,)
     shapes_and_dtypes = [form_of(tensor) for tensor in tensors]  # of each activation
-    _mailbox.announce(
-        shapes_and_dtypes, peer
-    )  # from now on, the mailbox compares each activation with these
+    # From now on, the mailbox compares each activation with these.
+    _mailbox.announce(shapes_and_dtypes, peer)
     return result
 
 
@@ -263,177 +253,6 @@ def _exclude_shape_messages(call, instance, send_stage):
     if _mailbox is not None:
         _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
     return result
-
-
-@cache
-def _schedule_class() -> type:
-    """Define and return PlannedSchedule: DeepSpeed's TrainSchedule with the passes in a planned order.
-
-    The class is defined in a function because this module is imported before DeepSpeed is.
-    """
-    from deepspeed.runtime.pipe import schedule
-
-    class PlannedSchedule(schedule.TrainSchedule):
-        """DeepSpeed's training schedule, with the passes of a stage in a planned order.
-
-        The order is a list of passes, each a letter and the number of its micro-batch:
-
-            F   forward pass
-            B   backward pass
-            I   first part of a backward pass: the gradients of the inputs, which the previous stage waits for
-            W   second part of a backward pass: the gradients of the weights
-
-        Only a zero-bubble order has I and W.
-        """
-
-        def __init__(self, own_schedule: Any, flight: Flight, engine: Any, mailbox: Mailbox):
-            # Copy the attributes of DeepSpeed's own schedule for this step, such as stage_id.
-            self.__dict__.update(vars(own_schedule))
-            self.order = flight.order(
-                self.stage_id, self.micro_batches
-            )  # the planned order of this stage
-            self.engine = engine
-            self.mailbox = (
-                mailbox  # sends and receives the messages of this stage in the background
-            )
-            self.splits_backward = any(letter == "W" for letter, _ in self.order)
-            self.weight_gradients = WeightGradients()  # used in W passes only
-            self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
-            # For each micro-batch: how many gradients the previous stage had received when it sent the
-            # activation of that micro-batch. before() counts its backward passes (letters B and I) before
-            # each forward pass (letter F). The method steps() reads the result.
-            previous_order = (
-                flight.order(self.stage_id - 1, self.micro_batches) if self.stage_id > 0 else ()
-            )
-            self.gradients_received_above = before(previous_order, "BI", "F")
-
-        def num_pipe_buffers(self) -> int:
-            """Return how many buffers the engine must allocate, at least 2 as in DeepSpeed's own schedule.
-
-            A micro-batch occupies a buffer from its forward pass to its backward pass. The result is the
-            largest number of micro-batches for which that holds at the same time.
-            """
-            # Letters of passes: F forward, B backward, I and W the two parts of a split backward pass. The
-            # part W needs no buffer.
-            changes = [1 if letter == "F" else -1 for letter, _ in self.order if letter != "W"]
-            return max(2, *accumulate(changes))
-
-        def steps(self) -> Iterator[list[Any]]:
-            """Yield the instructions of a training step, in lists that the engine executes one by one.
-
-            Between the instructions this generator informs the mailbox, which transfers the messages between
-            stages in the background. The mailbox keeps a sent tensor until the neighbouring stage must have
-            received it. Messages from that stage show this:
-
-            - If the gradient of a micro-batch arrived, the next stage has received its activation.
-            - If an activation arrived, the previous stage has received all gradients that it needed for
-              backward passes before that forward pass.
-            """
-            for letter, micro_batch in self.order:
-                if letter == "F":  # forward pass
-                    self.mailbox.unit = (
-                        "F",
-                        micro_batch,
-                    )  # Mailbox.send labels the sent tensors with it
-                    yield from self._forward(micro_batch, self._buffer_idx(micro_batch))
-                    self.mailbox.passed(
-                        "F", micro_batch
-                    )  # post the receives that are due after this pass
-                    if self.stage_id > 0:
-                        gradients_received = self.gradients_received_above[micro_batch]
-                        last_received = gradients_received - 1  # micro-batches are counted from 0
-                        self.mailbox.arrived("B", last_received)  # release gradients up to this one
-                elif letter == "W":  # gradients of the weights only
-                    self.mailbox.unit = ("B", micro_batch)
-                    self._compute_weight_gradients(micro_batch)
-                else:  # "B", a backward pass, or "I", gradients of the inputs only
-                    self.mailbox.unit = ("B", micro_batch)
-                    yield from self._backward(micro_batch, self._buffer_idx(micro_batch))
-                    if self.splits_backward and letter == "B":
-                        self._compute_weight_gradients(micro_batch)
-                    self.mailbox.passed("B", micro_batch)
-                    self.mailbox.arrived("F", micro_batch)  # release activations up to this one
-            yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
-
-        def _forward(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
-            """Yield the engine's instructions for the forward pass of a micro-batch."""
-            is_first = self.stage_id == 0
-            is_last = self.stage_id == self.stages - 1
-            inputs: list[Any] = []
-            if not is_first:
-                inputs.append(schedule.RecvActivation(buffer))
-            if (
-                is_first or is_last
-            ):  # the first stage loads the model's inputs, the last one the labels
-                inputs.append(schedule.LoadMicroBatch(buffer))
-            yield inputs
-            # If backward passes are split, the linear layers must keep their inputs for the later part, W.
-            keeps_inputs = (
-                self.weight_gradients.of(micro_batch) if self.splits_backward else nullcontext()
-            )
-            with keeps_inputs:
-                yield [schedule.ForwardPass(buffer)]
-            if is_last:
-                # The engine keeps one loss only. _backward() gives it the loss of its micro-batch again.
-                self.losses[micro_batch] = self.engine.loss
-            else:
-                yield [schedule.SendActivation(buffer)]
-
-        def _backward(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
-            """Yield the engine's instructions for the backward pass of a micro-batch.
-
-            If the plan splits backward passes, this is the first part: the gradients of the inputs.
-            """
-            engine = self.engine
-            # The engine has one buffer for gradients from the next stage, engine.grad_layer. RecvGrad writes
-            # into it, and BackwardPass reads it.
-            receive_buffer: Any = None  # that buffer; None on the last stage
-            if self.stage_id == self.stages - 1:
-                # The engine keeps only the loss of its latest forward pass, maybe of another micro-batch.
-                engine.loss = self.losses.pop(micro_batch)
-            else:
-                yield [schedule.RecvGrad(buffer)]  # receives into engine.grad_layer
-                receive_buffer = engine.grad_layer
-                if self.splits_backward:
-                    # The second part of this backward pass runs later and needs the gradient again. The next
-                    # RecvGrad may overwrite the buffer before that. Both parts therefore read a copy.
-                    if isinstance(receive_buffer, list):
-                        engine.grad_layer = [gradient.clone() for gradient in receive_buffer]
-                    else:
-                        engine.grad_layer = receive_buffer.clone()
-            instructions = [schedule.BackwardPass(buffer)]
-            if self.stage_id > 0:
-                instructions.append(schedule.SendGrad(buffer))
-            yield instructions
-            engine.grad_layer = (
-                receive_buffer  # the next RecvGrad writes into the same buffer again
-            )
-
-        def _compute_weight_gradients(self, micro_batch: int) -> None:
-            """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
-
-            BF16_Optimizer has a float32 sum of the bf16 gradients of all micro-batches. Without the setting
-            immediate_grad_update, the engine adds the bf16 gradients to the sum after each BackwardPass. A W
-            pass is no BackwardPass, so this method adds its gradients.
-            """
-            engine = self.engine
-            has_float32_sums = engine.using_bf16_optimizer
-            needs_adding = has_float32_sums and not read_by_version("immediate_grad_update", engine)
-            if needs_adding:
-                # Delete the bf16 ("lp") gradients of the first part, which the engine has added already.
-                engine.optimizer.clear_lp_grads()
-            engine._running_engine_backward = (
-                True  # else DeepSpeed's hooks raise an error in this pass
-            )
-            try:
-                self.weight_gradients.make(micro_batch)
-            finally:
-                engine._running_engine_backward = False
-            if needs_adding:
-                # Add the bf16 gradients to the float32 ("hp") sums.
-                engine.optimizer.update_hp_grads(clear_lp_grads=False)
-
-    return PlannedSchedule
 
 
 @with_session
@@ -456,10 +275,10 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if _mailbox is None or instance.num_stages == 1 or type(pipe_schedule) is not TrainSchedule:
         return call()  # DeepSpeed's _exec_schedule, with DeepSpeed's own schedule
     plan = current.plan_for(grid_sizes(current, instance.grid))
-    flight = flight_of(plan, network_api_of(backend_of()))  # the planned order of passes
-    if not flight:  # the plan keeps DeepSpeed's schedule
+    planned_order = flight_of(plan, network_api_of(backend_of()))  # of forward and backward passes
+    if not planned_order:  # the plan keeps DeepSpeed's schedule
         return call()
-    reason = unsupported(instance, flight)
+    reason = unsupported(instance, planned_order)
     if reason:
         tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
         return call()
@@ -474,10 +293,10 @@ def _exec_schedule(current, call, instance, pipe_schedule):
         return result
     import torch
 
-    planned_schedule = _schedule_class()(pipe_schedule, flight, instance, _mailbox)
+    planned_schedule = planned_schedule_class()(pipe_schedule, planned_order, instance, _mailbox)
     # An empty tensor tells the mailbox the device on which it allocates receive buffers.
     tensor_on_device = torch.empty(0, device=instance.device)
-    _mailbox.begin(flight, instance.micro_batches, tensor_on_device)
+    _mailbox.begin(planned_order, instance.micro_batches, tensor_on_device)
     result = call(pipe_schedule=planned_schedule)
     _mailbox.end()  # waits until all messages of the step have been sent
     return result
@@ -519,25 +338,25 @@ PATCHES = (
     *p2p_patches(
         COMPRESS_ACTIVATIONS,
         _transfer_compressed,
-        "activations and gradients cross as wide as they are computed",
-        "what was narrowed is widened",
+        "activations and gradients travel between clusters in the type in which they are computed",
+        "a compressed message is decoded",
     ),
     Patch(
         STAGE_LINKS,
         f"{_ENGINE}._exec_schedule",
-        "the schedule keeps as few micro-batches in flight as free stage links need",
+        "the schedule has as few micro-batches in flight as suffice if messages take no time",
         _exec_schedule,
     ),
     Patch(
         STAGE_LINKS,
         f"{_ENGINE}._send_tensor_meta",
-        "what is announced is what has to come, or nobody says what is wrong",
+        "a tensor of another shape than the announced one would never arrive, without any error",
         _announce_shapes,
     ),
     Patch(
         STAGE_LINKS,
         f"{_ENGINE}._recv_tensor_meta",
-        "what comes before the first activation comes once",
+        "the shapes of activations are sent once, before the first activation",
         _exclude_shape_messages,
     ),
     Patch(

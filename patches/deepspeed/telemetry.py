@@ -16,7 +16,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.patches import registry
 from holmes_ext.patches.deepspeed.features import ADAPT, STAGE_LINKS, TELEMETRY
 from holmes_ext.patches.deepspeed.p2p import grid_sizes
-from holmes_ext.patches.deepspeed.profile import gradient_bytes, own_layers
+from holmes_ext.patches.deepspeed.profile import gradient_bytes, layers_of_stage
 from holmes_ext.patches.deepspeed.stage_links import unsupported
 from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, inside, with_session
@@ -25,6 +25,9 @@ from holmes_ext.runtime import hooks
 from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.measure import telemetry
 from holmes_ext.runtime.measure.stage import Stage
+
+#: Dimensions of a tensor of token numbers: micro-batch and sequence.
+TOKEN_DIMENSIONS = 2
 
 
 @by_name
@@ -35,9 +38,8 @@ def _train_batch(call, instance):
         return call()  # DeepSpeed's train_batch
     recorder.step_begins()
     result = call()
-    recorder.step_done(
-        "engine", _tokens(instance)
-    )  # "engine": the engine reports the step, not the program
+    tokens = _tokens(instance)
+    recorder.step_done("engine", tokens)  # "engine": the engine reports the step, not the program
     return result
 
 
@@ -50,13 +52,12 @@ def _tokens(engine: Any) -> int:
     try:
         first = engine.pipe_buffers["inputs"][0]  # the inputs of a micro-batch
         tensor = first[0] if isinstance(first, (tuple, list)) else first
-        is_token_numbers = tensor.dim() == 2 and not tensor.is_floating_point()
+        is_token_numbers = tensor.dim() == TOKEN_DIMENSIONS and not tensor.is_floating_point()
         if not is_token_numbers or not engine.is_first_stage():
             return 0
         sequence_length = tensor.shape[1]
-        return (
-            engine.train_batch_size() * sequence_length
-        )  # the batch size counts samples of all ranks
+        sequences = engine.train_batch_size()  # of all ranks
+        return sequences * sequence_length
     except (AttributeError, KeyError, IndexError, TypeError):
         return 0  # the input is something else; telemetry must not stop the training
 
@@ -102,10 +103,9 @@ def _stage(engine: Any) -> Stage:
     module = engine.module
     grid = engine.grid
     try:
-        layers = own_layers(module)
+        layers = layers_of_stage(module)
     except HolmesError:
-        # own_layers() has found no transformer blocks in the model. Each stage then counts as one block, with
-        # the number of the stage.
+        # The model has no transformer blocks. Each stage counts as one, with the number of the stage.
         layers = [(engine.stage_id, layer) for layer in module.forward_funcs]
     stages = {grid.stage_to_global(stage_id=stage): stage for stage in range(engine.num_stages)}
     return Stage(
@@ -137,34 +137,46 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if not network_api:  # the backend is neither gloo nor NCCL
         return call()
     is_training = type(pipe_schedule) is TrainSchedule
-    if not is_training or unsupported(
+    reason_against = unsupported(
         instance
-    ):  # unsupported(): why stage_links.py cannot replace the schedule
+    )  # why stage_links.py cannot replace the schedule, or None
+    if not is_training or reason_against:
         return call()
     sizes = grid_sizes(current, instance.grid)
     lists_passes = bool(current.plan_for(sizes).traffic_of(network_api).schedule)
     if not lists_passes:
-        # An extension may look at the measured times and replace the number in the plan. It calls _stage()
+        # An extension may look at the measured times and replace the number in the plan. It calls describe()
         # only when it starts to measure.
-        hooks.on_step(current, sizes, instance.micro_batches, network_api, lambda: _stage(instance))
+        hooks.on_step(
+            current,
+            sizes,
+            instance.micro_batches,
+            network_api,
+            describe=lambda: _stage(instance),
+        )
     return call()
 
 
 _PIPE = "deepspeed.runtime.pipe.engine:PipelineEngine"
 
 PATCHES = (
-    Patch(TELEMETRY, f"{_PIPE}.train_batch", "a step of the pipeline engine", _train_batch),
+    Patch(
+        TELEMETRY,
+        f"{_PIPE}.train_batch",
+        "a training step of the pipeline engine begins and ends here",
+        _train_batch,
+    ),
     Patch(
         TELEMETRY,
         "deepspeed.runtime.engine:DeepSpeedEngine.step",
-        "a step of the plain engine",
+        "a training step of the plain engine ends here",
         _engine_step,
     ),
     *(
         Patch(
             TELEMETRY,
             f"{_PIPE}._exec_{kind}_pass",
-            "spans of the trace",
+            "the trace shows forward and backward passes",
             inside(partial(telemetry.span, kind)),
         )
         for kind in ("forward", "backward")
@@ -172,9 +184,9 @@ PATCHES = (
     Patch(
         TELEMETRY,
         "deepspeed.runtime.pipe.topology:PipelineParallelGrid.__init__",
-        "the pipeline's size tells what each group is for",
+        "process groups are named by the sizes of the pipeline",
         _report_sizes,
         parameters=("topology",),
     ),
-    Patch(ADAPT, f"{_PIPE}._exec_schedule", "where a step of training begins", _exec_schedule),
+    Patch(ADAPT, f"{_PIPE}._exec_schedule", "a training step begins here", _exec_schedule),
 )

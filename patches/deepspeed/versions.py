@@ -1,23 +1,40 @@
 """Reads settings of DeepSpeed's engines and optimizers that releases of DeepSpeed store in different places.
 
-A table has, for each setting, the releases that moved it and a function that reads it from then on.
+A table has one reader for each place in which a setting has been stored, with the release that introduced it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
 from holmes_ext.patches.engine.patch import installed_version, release_of
 
 
-def _muon(zero: Any) -> bool:
+class Reader(NamedTuple):
+    """Function that reads a setting, and the releases of DeepSpeed for which it does."""
+
+    since: str  # first release; the last one is that before the next reader of the same setting
+    read: Callable[[Any], Any]  # takes the engine or the optimizer
+
+
+#: Reader for the oldest releases, if they lack the setting.
+_NEVER = Reader("0", lambda _: False)
+
+
+def _uses_muon(zero: Any) -> bool:
+    """Return whether ZeRO's optimizer updates weights by Muon."""
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     return isinstance(zero.optimizer, MuonWithAuxAdam)
+
+
+def _uses_compact_buffer(zero: Any) -> bool:
+    """Return whether ZeRO's optimizer sums gradients in a compact buffer of this rank's partition."""
+    groups = range(len(zero.bit16_groups))
+    return any(zero._use_compact_grad_partition_buffer(group) for group in groups)
 
 
 def offsets(group: list[Any]) -> list[int]:
@@ -26,46 +43,43 @@ def offsets(group: list[Any]) -> list[int]:
     Args:
         group: The parameters, in the order of the buffer.
     """
-    return [end - p.numel() for p, end in zip(group, accumulate(p.numel() for p in group))]
+    starts = []
+    next_start = 0
+    for parameter in group:
+        starts.append(next_start)
+        next_start += parameter.numel()
+    return starts
 
 
-_NEVER = (
-    "0",
-    lambda _: False,
-)  # an entry of the table for the oldest releases, which lack the setting
-
-
-def _compact(zero: Any) -> bool:
-    return any(map(zero._use_compact_grad_partition_buffer, range(len(zero.bit16_groups))))
-
-
-#: Name of a setting -> pairs (release of DeepSpeed, function that reads the setting). A function is for its
-#: release and later ones, up to that of the next pair. It takes the engine or the optimizer.
-_TABLE: dict[str, tuple[tuple[str, Callable[[Any], Any]], ...]] = {
+#: Name of a setting -> its readers, from the oldest release to the newest.
+_TABLE: dict[str, tuple[Reader, ...]] = {
     # Settings of an engine.
-    "dynamic_shape": (_NEVER, ("0.15.0", lambda engine: engine.dynamic_shape)),
-    "deepcompile": (_NEVER, ("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
-    "torch_autocast": (_NEVER, ("0.17.2", lambda engine: engine.torch_autocast_enabled())),
-    "zenflow": (_NEVER, ("0.17.5", lambda engine: bool(engine.zenflow))),
+    "dynamic_shape": (_NEVER, Reader("0.15.0", lambda engine: engine.dynamic_shape)),
+    "deepcompile": (_NEVER, Reader("0.16.6", lambda engine: engine.is_deepcompile_enabled())),
+    "torch_autocast": (_NEVER, Reader("0.17.2", lambda engine: engine.torch_autocast_enabled())),
+    "zenflow": (_NEVER, Reader("0.17.5", lambda engine: bool(engine.zenflow))),
     "immediate_grad_update": (
-        ("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
-        ("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
+        Reader("0", lambda engine: engine._config.bfloat16_immediate_grad_update),
+        Reader("0.17.1", lambda engine: engine._config.bfloat16_config.immediate_grad_update),
     ),
     "decoupled_checkpoint": (
         _NEVER,
-        ("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled()),
+        Reader("0.17.1", lambda engine: engine.checkpoint_engine.is_decoupled()),
     ),
     # Settings of ZeRO's optimizer (stages 1 and 2).
     # Whether get_gradient_for_reduction returns a copy of the gradient, or one in another buffer than the one
     # that is reduced.
-    "accumulates_apart": (("0", lambda zero: zero.use_grad_accum_attribute), ("0.19.8", _compact)),
+    "accumulates_apart": (
+        Reader("0", lambda zero: zero.use_grad_accum_attribute),
+        Reader("0.19.8", _uses_compact_buffer),
+    ),
     # For each parameter group: the first element of each parameter in the group's flat buffer. DeepSpeed
     # 0.19.7 and later align it for some partitions.
     "offsets": (
-        ("0", lambda zero: list(map(offsets, zero.round_robin_bit16_groups))),
-        ("0.19.7", lambda zero: zero.round_robin_bit16_offsets),
+        Reader("0", lambda zero: list(map(offsets, zero.round_robin_bit16_groups))),
+        Reader("0.19.7", lambda zero: zero.round_robin_bit16_offsets),
     ),
-    "muon": (_NEVER, ("0.17.6", _muon)),
+    "muon": (_NEVER, Reader("0.17.6", _uses_muon)),
 }
 
 
@@ -77,8 +91,7 @@ def read_by_version(name: str, holder: Any) -> Any:
         holder: The engine or optimizer that has the setting. _TABLE says which of them.
     """
     installed = release_of(installed_version("deepspeed") or "")
-    newest_first = reversed(
-        _TABLE[name]
-    )  # pairs (release, function that reads the setting from then on)
-    read_setting = next(reader for since, reader in newest_first if Version(since) <= installed)
-    return read_setting(holder)
+    for reader in reversed(_TABLE[name]):  # the newest first
+        if Version(reader.since) <= installed:
+            return reader.read(holder)
+    raise AssertionError(f"setting {name!r} has no reader for DeepSpeed {installed}")

@@ -85,9 +85,8 @@ def sizes_of(arguments: Mapping[str, Any], world_size: int) -> Sizes:
     if ranks_of_stage % (expert_tensor * sizes.expert):
         raise HolmesError(f"{expert_sizes} does not divide the {ranks_of_stage} ranks of a stage")
     expert_data = ranks_of_stage // (expert_tensor * sizes.expert)
-    stages_are_contiguous = (
-        sizes.order.endswith("pp") or sizes.pipeline == 1
-    )  # in the order of the ranks
+    # Each stage has consecutive ranks.
+    stages_are_contiguous = sizes.order.endswith("pp") or sizes.pipeline == 1
     if expert_data != sizes.data and not stages_are_contiguous:
         raise HolmesError(
             f"order {sizes.order!r} does not end in pp: {expert_sizes} must be tensor "
@@ -136,10 +135,9 @@ def _initialize(current, call, instance):
     arguments = call.arguments()
     job.sizes = None  # forget the sizes of an earlier call
     if _is_plannable(arguments):
-        job.sizes = _checked_sizes(
-            current, arguments
-        )  # other modules of patches/megatron read job.sizes
-    # Megatron makes many groups and uses few of them. A communicator occupies memory of the GPU.
+        job.sizes = _checked_sizes(current, arguments)  # read by other modules of patches/megatron
+    # Megatron makes many groups and uses few of them. A communicator occupies memory of the GPU. Therefore
+    # each group makes its communicator when the group is first used.
     with communicators.postponed():
         result = call()
     if arguments["pipeline_model_parallel_size"] > 1:
@@ -412,7 +410,7 @@ PATCHES = (
     Patch(
         GROUPS,
         "megatron.core.parallel_state:initialize_model_parallel",
-        "here the job's sizes become known, before any group is made",
+        "the parallel sizes of the job are known here, before any group is made",
         _initialize,
         parameters=(
             "tensor_model_parallel_size",
@@ -428,7 +426,7 @@ PATCHES = (
     Patch(
         LAYERS,
         "megatron.core.transformer.transformer_config:TransformerConfig.__post_init__",
-        "the plan's layers for each stage go in as the public pipeline_model_parallel_layout",
+        "sets the planned layers of each stage in the public field pipeline_model_parallel_layout",
         _set_layers_before_checks,
     ),
 )

@@ -24,9 +24,10 @@ from holmes_ext.runtime.groups import communicators
 from holmes_ext.runtime.start import launcher
 from holmes_ext.runtime.start.store import until_gone
 
-#: The way out in error messages about a call of holmes_ext.initialize_model_parallel that comes too late.
+#: Suggestion in error messages about a call of holmes_ext.initialize_model_parallel that comes too late.
 _ENABLE_EARLIER = "call holmes_ext.enable() before init_process_group, or start with --holmes"
-#: Another way out, which keeps init_process_group of torch 2.15 from making a communicator (late_start.py).
+#: Another suggestion, which keeps init_process_group of torch 2.15 from making a communicator
+#: (late_start.py).
 _IMPORT_EARLIER = (
     "write `from holmes_ext import initialize_model_parallel` above init_process_group"
 )
@@ -64,10 +65,9 @@ def drop_in(enable: Callable[..., None]):
     def initialize_model_parallel(*args, **kwargs):
         holmes_is_off = session.active() is None
         if holmes_is_off:
-            arguments = arguments_of(
-                parallel_state.initialize_model_parallel, args, kwargs
-            )  # by name
-            _enable_after_init(arguments, enable)
+            target = parallel_state.initialize_model_parallel
+            arguments_by_name = arguments_of(target, args, kwargs)
+            _enable_after_init(arguments_by_name, enable)
         return parallel_state.initialize_model_parallel(*args, **kwargs)
 
     return initialize_model_parallel
@@ -180,5 +180,5 @@ def _has_communicator(world: Any, nccl: Any, backend: str) -> bool:
     if world.bound_device_id is not None:
         return True  # for a device, init_process_group makes the communicator at once
     if not hasattr(nccl, "_is_initialized"):
-        return True  # nccl2 of torch 2.14 cannot be asked, and may have one
+        return True  # nccl2 of torch 2.14 does not show whether it has one
     return nccl._is_initialized()

@@ -13,7 +13,8 @@ Checkpoints contain the experts in the placed order. A job may resume from a che
 placing: its results are right, but it sends more between clusters.
 
 Moving needs memory for one expert of each rank of the group. It has been tested over gloo; over NCCL it has
-not run."""
+not run.
+"""
 
 from __future__ import annotations
 
@@ -77,24 +78,22 @@ def place(layer: Any, order: tuple[int, ...], placement: ExpertOrder, path: str)
 
     ranks = dist.get_world_size(layer.ep_group)
     experts = ranks * layer.num_local_experts
-    slots = _slots(
-        layer.experts, layer.num_local_experts
-    )  # the parameters in each slot of this rank
-    where = f"{path}, MoE layer {layer.layer_number}"
+    slots = _slots(layer.experts, layer.num_local_experts)  # parameters in each slot of this rank
+    source = f"{path}, MoE layer {layer.layer_number}"  # for error messages
     fits_layer = placement.ranks == ranks and len(order) == experts
     if not fits_layer:
         raise HolmesError(
-            f"{where}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
+            f"{source}: it is for {len(order)} experts on {placement.ranks} ranks, this layer "
             f"has {experts} on {ranks}"
         )
     if layer.config.moe_router_num_groups:
         raise HolmesError(
-            f"{where}: the router chooses among groups of experts that are neighbours "
+            f"{source}: the router chooses among groups of experts that are neighbours "
             "(moe_router_num_groups)"
         )
     if slots is None:
         raise HolmesError(
-            f"{where}: experts of {type(layer.experts).__name__} are not supported; use "
+            f"{source}: experts of {type(layer.experts).__name__} are not supported; use "
             "moe_grouped_gemm with Transformer Engine, or no grouped GEMM"
         )
     with torch.no_grad():
@@ -122,18 +121,17 @@ def _move_weights(slots: list[list[Any]], order: tuple[int, ...], group: Any) ->
     first_slot = dist.get_rank(group) * per_rank
     planned_experts = order[first_slot : first_slot + per_rank]  # of this rank
     # Copies of the weights, because the loop below overwrites the parameters.
-    own_weights = []
+    weights_before = []  # of each slot, in one flat tensor
     for slot in slots:
         flat = torch.cat([parameter.detach().flatten() for parameter in slot])
-        own_weights.append(_on_device_of(group, flat))
+        weights_before.append(_on_device_of(group, flat))
 
     # megatron-core has expert e in slot e % per_rank of rank e // per_rank. In each iteration, every rank
-    # sends the expert of one slot to all ranks, and each rank keeps those that its own slots need.
+    # sends the expert of one slot to all ranks, and each rank keeps those that its slots need.
     for source_slot in range(per_rank):
-        gathered = [
-            torch.empty_like(own_weights[source_slot]) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(gathered, own_weights[source_slot], group=group)
+        sent = weights_before[source_slot]
+        gathered = [torch.empty_like(sent) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(gathered, sent, group=group)
         for slot, expert in zip(slots, planned_experts):
             if expert % per_rank != source_slot:
                 continue  # sent in another iteration
@@ -183,7 +181,7 @@ PATCHES = (
     Patch(
         EXPERTS,
         "megatron.core.transformer.moe.moe_layer:BaseMoELayer.set_layer_number",
-        "a layer's experts are made",
+        "the experts of a layer have been made, and the layer has its number",
         _layer_numbered,
         parameters=("layer_number",),
     ),

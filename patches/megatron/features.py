@@ -1,5 +1,8 @@
-"""What holmes patches in megatron-core (installed, or run from a source tree such as Megatron-LM's, under any
-path), Megatron-LM and Megatron-DeepSpeed, which brings a megatron.core of its own (0.2)."""
+"""Lists what holmes changes in megatron-core, Megatron-LM and Megatron-DeepSpeed, and in which versions.
+
+megatron-core is installed as a package, or runs from a source tree such as Megatron-LM's. Megatron-DeepSpeed
+has an old copy of megatron.core (0.2), which holmes does not change.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,40 @@ from holmes_ext.plan.engine import EngineTraits
 
 
 def loaded_version() -> str | None:
-    """Of the megatron.core that the program imports, from its package_info (megatron.core is not whole yet);
-    None of Megatron-DeepSpeed's copy: its pipeline is DeepSpeed's, there is nothing in it to patch."""
+    """Return the version of the megatron.core that the program imports.
+
+    The version is read from megatron.core.package_info, because megatron.core itself is still being imported.
+    Return None for the copy in Megatron-DeepSpeed, whose pipeline is DeepSpeed's: there is nothing to patch.
+    """
     version = importlib.import_module("megatron.core.package_info").__version__
-    return None if version.startswith("0.2.") and _is_megatron_deepspeed() else version
+    if version.startswith("0.2.") and _is_megatron_deepspeed():
+        return None
+    return version
 
 
 def _is_megatron_deepspeed() -> bool:
-    """By the file beside megatron/core that Megatron-LM has moved, and that reads deepspeed's flags."""
-    beside = Path(sys.modules["megatron.core"].__path__[0]).parent / "arguments.py"
-    return beside.is_file() and "add_config_arguments" in beside.read_text(errors="replace")
+    """Return whether the imported megatron is Megatron-DeepSpeed's.
+
+    Only Megatron-DeepSpeed has a file megatron/arguments.py that adds the flags of DeepSpeed. Megatron-LM has
+    moved this file to megatron/training.
+    """
+    core_folder = Path(sys.modules["megatron.core"].__path__[0])
+    arguments_file = core_folder.parent / "arguments.py"
+    if not arguments_file.is_file():
+        return False
+    return "add_config_arguments" in arguments_file.read_text(errors="replace")
 
 
 def megatron_deepspeed_version() -> str | None:
-    """Of the vendored megatron.core; None when the imported megatron is not Megatron-DeepSpeed's."""
-    if not hasattr(sys.modules.get("megatron.arguments"), "deepspeed"):
+    """Return the version of Megatron-DeepSpeed's megatron.core, or None for another megatron."""
+    arguments_module = sys.modules.get("megatron.arguments")
+    if not hasattr(arguments_module, "deepspeed"):
         return None
     return importlib.import_module("megatron.core.package_info").__version__
 
 
-#: PyPI has megatron-core up to 0.16; what is newer comes from checkouts of Megatron-LM (main: 0.20).
+#: Versions of megatron-core with which the features were run. Up to 0.16 they come from PyPI; later ones are
+#: checkouts of Megatron-LM (its main branch is 0.20).
 _TRIED = ("0.12.3", "0.13.1", "0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.20.0")
 _core = partial(
     Feature,
@@ -42,9 +59,10 @@ _core = partial(
     read=("0.11.0",),
     version_of=loaded_version,
 )
-#: Sends and receives of a stage are methods of a class in P2P_MODULE from 0.14 on, functions of it before.
+#: Features that need megatron-core 0.14: since then, sends and receives between stages are methods of a
+#: class.
 _later = partial(_core, versions="megatron-core>=0.14,<0.21", tried=_TRIED[2:], read=())
-#: Megatron-LM is run from its checkout: megatron-core alone has no megatron.training.
+#: Features of megatron.training, which only a checkout of Megatron-LM has.
 _lm = partial(_core, versions="megatron-lm>=0.14,<0.21", tried=("0.16.1", "0.20.0"), read=())
 
 GROUPS = _core("megatron-groups", what="checks that the groups made are those planned for")
@@ -104,6 +122,7 @@ JOINED_LM_DATA = _lm("joined-megatron-lm", versions="megatron-lm>=0.16,<0.21", *
 TELEMETRY = _core("telemetry-megatron", what="where a step begins and ends")
 LM = _lm("megatron-lm", what="--holmes flags in pretrain_gpt.py's --help")
 LM_CHECKPOINTS = _lm("megatron-lm-checkpoints", what="the plan is kept in checkpoints")
+#: Features of Megatron-DeepSpeed.
 _mds = partial(
     Feature,
     versions="megatron-deepspeed==0.2.*",
@@ -120,14 +139,14 @@ MEGATRON_DEEPSPEED_IMPORTS = _mds(
 
 P2P_MODULE = "megatron.core.pipeline_parallel.p2p_communication"
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
-#: step() of each class of optimizer.
+#: The method step() of each class of optimizer.
 OPTIMIZER_STEPS = tuple(
     f"megatron.core.optimizer.optimizer:{name}.step"
     for name in ("MixedPrecisionOptimizer", "FP32Optimizer", "ChainedOptimizer")
 )
 
 
-#: What it does, for the plan.
+#: Properties of megatron-core by which holmes plans a job.
 MEGATRON = EngineTraits(
     "megatron-core",
     features={
@@ -142,7 +161,7 @@ MEGATRON = EngineTraits(
     hierarchical_zero=(1,),
 )
 
-#: Module of this package -> features of its patches.
+#: Module of this package -> features whose patches it has. The module is imported if one of them is on.
 MODULES = {
     "unused": (MEGATRON_DEEPSPEED_IMPORTS,),
     "core": (GROUPS, LAYERS),
@@ -150,7 +169,8 @@ MODULES = {
     "reduce.gather": (GATHER,),
     "reduce.tied": (TIED,),
     "p2p": (P2P,),
-    "stage_links": (SLICES, STAGE_LINKS),
+    "slices": (SLICES,),
+    "stage_links": (STAGE_LINKS,),
     "experts": (EXPERTS,),
     "profile": (PROFILE,),
     "flags": (LM, MEGATRON_DEEPSPEED_FLAGS),

@@ -2,7 +2,8 @@
 
 holmes reads its flags and removes them from sys.argv before the program starts. They are added to the
 program's parser for two reasons: --help then lists them, and checkpoints record them with all other
-arguments."""
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,9 @@ from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron.features import LM, MEGATRON_DEEPSPEED_FLAGS
 from holmes_ext.runtime import session
 from holmes_ext.words import nearest
+
+#: Smallest ratio of difflib.SequenceMatcher at which a flag is suggested for a misspelt one.
+MIN_SIMILARITY = 0.75
 
 
 def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParser:
@@ -31,9 +35,7 @@ def add_flags(parser: ArgumentParser, current: session.Session) -> ArgumentParse
     group.add_argument(PREFIX, action="store_true", default=True, help="switch holmes on")
     for name in names():
         value = current.options.value(name)
-        help_text = help_of(name).replace(
-            "%", "%%"
-        )  # argparse formats help texts with the % operator
+        help_text = help_of(name).replace("%", "%%")  # argparse formats help texts with %
         group.add_argument(
             flag(name), default=value, choices=choices_of(name) or None, help=help_text
         )
@@ -60,7 +62,7 @@ def _escape_percent_signs(parser: ArgumentParser) -> None:
 
 @with_session
 @by_name
-def _teach_megatron_lm(current, call, instance):
+def _add_flags_to_megatron_lm(current, call, instance):
     """Add the --holmes flags, and the plan's layers, to Megatron-LM's argument parser.
 
     This wrapper runs in place of add_megatron_arguments, which call() runs and which returns the parser. All
@@ -69,15 +71,14 @@ def _teach_megatron_lm(current, call, instance):
     """
     parser = call()
     add_flags(parser, current)
-    parser.set_defaults(
-        holmes_stage_layers=list(current.plan.stage_layers)
-    )  # recorded in checkpoints
+    # Arguments of the parser are recorded in checkpoints.
+    parser.set_defaults(holmes_stage_layers=list(current.plan.stage_layers))
     return parser
 
 
 @with_session
 @by_name
-def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
+def _add_flags_to_megatron_deepspeed(current, call, instance, extra_args_provider):
     """Add the --holmes flags to Megatron-DeepSpeed's argument parser.
 
     This wrapper runs in place of parse_args, which call() runs. parse_args calls its argument
@@ -89,12 +90,12 @@ def _teach_megatron_deepspeed(current, call, instance, extra_args_provider):
         """Add the program's arguments to the parser, then the --holmes flags."""
         if extra_args_provider is not None:
             parser = extra_args_provider(parser, *args, **kwargs)
-        return tell_near_misses(add_flags(parser, current))
+        return suggest_similar_flags(add_flags(parser, current))
 
     return call(extra_args_provider=provider)
 
 
-def tell_near_misses(parser):
+def suggest_similar_flags(parser):
     """Make a parser suggest the --holmes flag that a misspelt flag resembles, in its usage error.
 
     Returns:
@@ -110,10 +111,8 @@ def tell_near_misses(parser):
             if not word.startswith("--"):
                 continue
             misspelt = word.partition("=")[0]  # without the value
-            match = nearest(
-                misspelt, holmes_flags, cutoff=0.75
-            )  # "" if none is as similar (difflib's ratio)
-            if match:
+            match = nearest(misspelt, holmes_flags, cutoff=MIN_SIMILARITY)
+            if match:  # "": no flag is similar
                 parts.append(f"{misspelt}: did you mean {match}?")
         usage_error("; ".join(parts))
 
@@ -125,14 +124,14 @@ PATCHES = (
     Patch(
         LM,
         "megatron.training.arguments:add_megatron_arguments",
-        "main's pretrain takes no extra_args_provider, and args are what checkpoints record",
-        _teach_megatron_lm,
+        "--help lists the flags of holmes, and checkpoints record them with all arguments",
+        _add_flags_to_megatron_lm,
         parameters=("parser",),
     ),
     Patch(
         MEGATRON_DEEPSPEED_FLAGS,
         "megatron.arguments:parse_args",
-        "--help names holmes's flags, a misspelt one its near miss; args are what checkpoints record",
-        _teach_megatron_deepspeed,
+        "--help lists the flags of holmes, errors suggest similar ones, and checkpoints record them",
+        _add_flags_to_megatron_deepspeed,
     ),
 )

@@ -7,7 +7,8 @@ functions of Megatron-LM are wrapped:
                              given them on the command line.
     check_checkpoint_args    After, a message says if the checkpoint was saved under another plan.
     load_checkpoint          If the checkpoint is another model's, the job ends with one line instead of a
-                             traceback of each rank."""
+                             traceback of each rank.
+"""
 
 from __future__ import annotations
 
@@ -96,10 +97,8 @@ def _set_overlap(current: session.Session, args) -> None:
     sizes = current.plan.sizes
     if not sizes or args.use_megatron_fsdp or args.use_torch_fsdp2:
         return
-    planned_reductions = current.stages(
-        sizes, args.distributed_backend
-    )  # one for each pipeline stage
-    overlaps = [reduction.overlap for reduction in planned_reductions]
+    planned_reductions = current.stages(sizes, args.distributed_backend)
+    overlaps = [reduction.overlap for reduction in planned_reductions]  # of each pipeline stage
     if not any(overlaps):
         return
     if args.use_distributed_optimizer:
@@ -144,10 +143,10 @@ def _compare_plans(current, call, instance, checkpoint_args):
     if saved_digest == current.plan.digest:
         return result
     saved_layers = _describe_layers(getattr(checkpoint_args, "holmes_stage_layers", ()))
-    own_layers = _describe_layers(current.plan.stage_layers)
+    current_layers = _describe_layers(current.plan.stage_layers)
     plans = (
         f"{saved_digest[:8]}, layers for each stage: {saved_layers}; "
-        f"here {current.plan.digest[:8]}, {own_layers}"
+        f"here {current.plan.digest[:8]}, {current_layers}"
     )
     tell(
         current,
@@ -196,19 +195,19 @@ PATCHES = (
     Patch(
         LM,
         "megatron.training.arguments:validate_args",
-        "layers and overlap are set as arguments, before megatron derives others from them",
+        "the plan's layers and overlap must be set before Megatron derives other arguments from them",
         _validate,
     ),
     Patch(
         LM_CHECKPOINTS,
         "megatron.training.checkpointing:check_checkpoint_args",
-        "here the arguments that a checkpoint was saved with are known",
+        "the arguments of the job that saved the checkpoint are known here",
         _compare_plans,
     ),
     Patch(
         LM_CHECKPOINTS,
         "megatron.training.checkpointing:load_checkpoint",
-        "another model's tensors end in one line, not in a traceback of every rank",
+        "if the checkpoint is another model's, one line replaces a traceback of every rank",
         _load,
         parameters=("load_arg",),
     ),

@@ -9,10 +9,11 @@ megatron-core starts messages by one of two functions, and this module wraps bot
     _batched_p2p_ops    all messages of a rank as one batch
     _p2p_ops            each send and each receive by itself (unbatched)
 
-If megatron-stage-links is on (stage_links.py), the messages of training steps do not pass through
-these functions, but
-through a mailbox: an object that sends without waiting. The mailbox has two groups for each pair of stages,
-one for activations and one for gradients. Messages of evaluation then use the group of activations."""
+If megatron-stage-links is on (stage_links.py), the messages of training steps do not pass through these
+functions, but through a mailbox: an object that sends without waiting. The mailbox has two groups for
+each pair of stages, one for activations and one for gradients. Messages of evaluation then use the group
+of activations.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +31,8 @@ from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
 from holmes_ext.runtime.groups import mailbox
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.pairs import pair_group, pair_groups
+
+PAIR_SIZE = 2  # ranks in the group of two neighbouring pipeline stages
 
 #: Order in which megatron-core's _p2p_ops starts messages, at even and at odd positions in the pipeline. Of
 #: two neighbours one is at an even position: while it starts a send, the other starts the matching receive.
@@ -62,12 +65,12 @@ def mailbox_of(pipeline_group: Any) -> Mailbox:
     """
     if pipeline_group not in _mailboxes:
         ranks = group_ranks(pipeline_group)
-        own_rank = ranks[pipeline_group.rank()]
+        this_rank = ranks[pipeline_group.rank()]
         stage_of_rank = {rank: stage for stage, rank in enumerate(ranks)}
         pairs = zip(ranks, ranks[1:])  # of neighbouring stages
         # of_pairs() makes the process groups. They get the settings of the pipeline group, e.g. the timeout.
         _mailboxes[pipeline_group] = mailbox.of_pairs(
-            pairs, own_rank, stage_of_rank, pipeline_group
+            pairs, this_rank, stage_of_rank, pipeline_group
         )
     return _mailboxes[pipeline_group]
 
@@ -96,7 +99,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     """
     ranks = group_ranks(pipeline_group)  # one on each stage
     network_api = network_api_of(backend_of(pipeline_group))
-    if len(ranks) < 2 or current.rank not in ranks:
+    if len(ranks) <= 1 or current.rank not in ranks:
         return _NeighbourGroups()  # no groups
     if not network_api:  # a backend that chooses its networks itself, such as MPI
         return _NeighbourGroups()
@@ -104,7 +107,7 @@ def _make_neighbour_groups(current: session.Session, pipeline_group: Any) -> _Ne
     if mailbox_is_used:
         # The mailbox, which sends the messages of training steps, has groups already.
         return _NeighbourGroups(by_peer=mailbox_of(pipeline_group).by_peer)
-    if len(ranks) > 2:
+    if len(ranks) > PAIR_SIZE:
         return _NeighbourGroups(by_peer=pair_groups(current, pipeline_group))
     # With two stages, the pipeline group is the group of the pair. But megatron-core sends the unbatched
     # messages of one direction over the group of all ranks, whose network can be slower.
@@ -177,9 +180,8 @@ def _unbatched(
         The requests, by names like "send_next".
     """
     groups = neighbour_groups_of(group)
-    if (
-        not groups.by_peer and groups.second_group is None
-    ):  # the pipeline group uses the fastest network
+    pipeline_group_suffices = not groups.by_peer and groups.second_group is None
+    if pipeline_group_suffices:  # it uses the fastest network
         return call()
     # This raises if a later megatron-core passes arguments that this wrapper does not have.
     call.refuse_unread_arguments()
@@ -220,7 +222,7 @@ def _group_of_message(
     Args:
         groups: This rank's groups for its neighbours.
         peer: Rank of the neighbour.
-        is_send: Whether this rank is the sender.
+        is_send: True if this rank is the sender.
     """
     if groups.second_group is None:
         return groups.by_peer.get(peer, pipeline_group)
@@ -247,14 +249,14 @@ PATCHES = (
     Patch(
         P2P,
         f"{P2P_MODULE}:_batched_p2p_ops",
-        "the pipeline group is on Ethernet as soon as it crosses clusters, for pairs inside a cluster too",
+        "a pipeline group that spans clusters uses Ethernet, also between two stages of one cluster",
         _batched,
         parameters=PARAMETERS,
     ),
     Patch(
         P2P,
         f"{P2P_MODULE}:_p2p_ops",
-        "the same for unbatched p2p; with two stages it sends one direction over the world group",
+        "the same for unbatched messages; with two stages, one direction uses the group of all ranks",
         _unbatched,
     ),
 )

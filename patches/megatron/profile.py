@@ -12,7 +12,8 @@ Profiler when each part of a step begins and ends:
                          pass hides, and the all-reduce of shared embeddings
     optimizer            from the end of a schedule to the start of the next one
 
-The interleaved schedule is refused: it runs a stage's layers in chunks, which a profile cannot describe."""
+The interleaved schedule is refused: it runs a stage's layers in chunks, which a profile cannot describe.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +33,8 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 class _State:
     """What this process measures for --holmes-profile."""
 
-    profiler: Profiler | None = (
-        None  # None: before the first step, and once the profile has been written
-    )
+    #: None before the first step, and after the profile has been written.
+    profiler: Profiler | None = None
     #: Spans that stay open when the wrapper of a schedule returns: the step and its part "optimizer". The
     #: wrapper closes them when the next schedule begins.
     open_spans = ExitStack()
@@ -64,8 +64,8 @@ def layers_of(model: Any) -> list[tuple[str | int, Any]]:
             embeddings.append(("before", module))
         if isinstance(module, TransformerLayer):
             transformer_layers.append((module.layer_number - 1, module))  # layer_number starts at 1
-        own_name = name.rpartition(".")[2]
-        if own_name in ("final_layernorm", "final_norm", "output_layer") and module is not None:
+        last_part = name.rpartition(".")[2]
+        if last_part in ("final_layernorm", "final_norm", "output_layer") and module is not None:
             last_layers.append(("after", module))
     return [*embeddings, *transformer_layers, *last_layers]
 
@@ -122,16 +122,13 @@ def _schedule(
         model = model[0]
     if state.profiler is None:  # the first step: start to measure
         state.profiler = profiler(current.options.profile_steps)
-        state.profiler.watch(
-            layers_of(model)
-        )  # adds hooks that divide the time of a pass among these layers
+        # Add hooks that divide the time of a pass among these layers.
+        state.profiler.watch(layers_of(model))
     else:  # a later step: the optimizer has run since, so the previous step and its "optimizer" span end
         state.open_spans.close()
     prof = state.profiler
     config = get_model_config(model)
-    if (
-        prof.finished
-    ):  # the step that has just ended was the last measured one: later ones are not measured
+    if prof.finished:  # the step that has just ended was the last measured one
         state.profiler = None
         state.is_finished = True
         prof.release()  # remove the hooks from the layers
@@ -231,7 +228,7 @@ PATCHES = (
         Patch(
             PROFILE,
             f"{SCHEDULES}:forward_backward_{name}",
-            "--holmes-profile: where a step begins",
+            "--holmes-profile: a training step begins here",
             _schedule,
         )
         for name in (
@@ -244,7 +241,7 @@ PATCHES = (
         Patch(
             PROFILE,
             f"{SCHEDULES}:{kind}_step",
-            f"--holmes-profile: one micro-batch {kind}",
+            f"--holmes-profile measures the {kind} pass of a micro-batch",
             _during(kind),
         )
         for kind in ("forward", "backward")
@@ -253,7 +250,7 @@ PATCHES = (
         Patch(
             PROFILE,
             f"{P2P_MODULE}:{holder}{name}",
-            "--holmes-profile: sends and receives, with waiting",
+            "--holmes-profile measures sends and receives, including waiting",
             _during("receive" if "recv" in name else "send"),
             only=only,
         )

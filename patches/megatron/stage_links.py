@@ -1,26 +1,37 @@
-"""Hides and shrinks the messages between pipeline stages of megatron-core's 1F1B schedule.
+"""Sends the messages between pipeline stages of megatron-core in the background.
 
-Terms:
+The feature is called megatron-stage-links.
 
-    stage link    the network path between two neighbouring pipeline stages: activations travel forward over
-                  it, their gradients backward
-    mailbox       object that sends messages without waiting, and posts receives before they are needed
-                  (runtime/groups/mailbox.py)
-    in flight     micro-batches of which a stage has run the forward pass, but not yet the backward pass
-    slice         the part of an activation that one of t tensor-parallel ranks sends, 1 / t of its bytes
+megatron-core's 1F1B schedule waits for its sends, and receives a tensor only when it needs it. If the network
+between two stages is slow, the stages wait most of the time. This module changes both, and the schedule:
 
-Hiding (feature megatron-stage-links). The mailbox transfers messages while the stages compute. To
-cover a slow
-stage link, a stage also runs more forward passes before its first backward pass: more micro-batches are then
-in flight. megatron-core computes the number of these warm-up passes from the size of a process group.
-_PlannedWarmUpGroup reports the size that yields the planned number.
+    transfers   A mailbox (runtime/groups/mailbox.py) sends without waiting, and posts receives in advance.
+    schedule    A stage runs more forward passes (F) before its first backward pass (B). It can compute these
+                while it waits for a gradient from the next stage:
 
-Shrinking (feature megatron-slices). Without sequence parallelism, all tensor-parallel ranks of a stage have
-the same activation, and megatron-core sends it from each of them. Between clusters each rank sends only its
-slice, and the ranks of the receiving stage gather the slices inside their node.
---holmes-compress-activations bf16 or int8
-also compresses the slices. A Wire (runtime/groups/wire.py) encodes and decodes the messages of one
-neighbour."""
+                    1F1B      stage 0   F F B F B F B ...      planned   stage 0   F F F B F B F B ...
+                              stage 1     F B F B F B ...                stage 1       F B F B F B ...
+
+Steps of a training step:
+
+1. The schedule function is called: _schedule opens the mailbox for this step, and sets the global _step.
+2. The schedule makes a P2PCommunicator. It computes its number of warm-up passes, the forward passes
+before the
+   first backward pass, from the size of a process group. _PlannedWarmUpGroup reports the size that yields the
+   planned number.
+3. The schedule computes the shapes of its tensors: _announce passes them to the mailbox.
+4. Each P2PCommunicator._communicate passes its tensors to the mailbox.
+5. The schedule function returns: the mailbox waits until all messages have been sent.
+
+A micro-batch is "in flight" on a stage after its forward pass and before its backward pass there. Let k[s] be
+the number of micro-batches in flight of stage s. The plan has k[s] >= k[s + 1]. Therefore no stage waits for
+ever:
+
+- Stage s runs the backward pass of micro-batch m right after the forward pass of micro-batch m + k[s] - 1.
+- The backward pass needs a gradient from stage s + 1. That stage computes it right after the forward pass of
+  micro-batch m + k[s + 1] - 1, for which it needs an activation from stage s.
+- Stage s has sent this activation before its own backward pass, because k[s] >= k[s + 1].
+"""
 
 from __future__ import annotations
 
@@ -28,18 +39,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.patches import registry
 from holmes_ext.patches.engine.patch import Patch
-from holmes_ext.patches.engine.wrap import Running, by_name
+from holmes_ext.patches.engine.wrap import by_name
 from holmes_ext.patches.megatron import core
-from holmes_ext.patches.megatron.features import P2P_MODULE, SCHEDULES, SLICES, STAGE_LINKS
-from holmes_ext.patches.megatron.p2p import PARAMETERS, mailbox_of
+from holmes_ext.patches.megatron.features import P2P_MODULE, SCHEDULES, STAGE_LINKS
+from holmes_ext.patches.megatron.p2p import mailbox_of
+from holmes_ext.patches.megatron.slices import wires_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
-from holmes_ext.runtime.backend import backend_of, group_ranks, network_api_of
+from holmes_ext.runtime.backend import backend_of, network_api_of
 from holmes_ext.runtime.groups.mailbox import Mailbox, form_of
 from holmes_ext.runtime.groups.receive_order import ListedOrder, ReceiveOrder, flight_of
-from holmes_ext.runtime.groups.wire import PLAIN, Finish, Wire
+from holmes_ext.runtime.groups.wire import PLAIN
 from holmes_ext.runtime.session import tell
 
 
@@ -54,9 +65,8 @@ class _PlannedWarmUpGroup:
     def __init__(self, group: Any, in_flight: int):
         is_last_stage = group.rank() == group.size() - 1
         if not is_last_stage:
-            in_flight = max(
-                in_flight, 2
-            )  # with 1, the schedule would take this stage for the last one
+            # With 1, the schedule would take this stage for the last one.
+            in_flight = max(in_flight, 2)
         self.group = group
         self.in_flight = in_flight
 
@@ -100,16 +110,14 @@ class _Step:
         for peer, direction in self.mailbox.neighbours.items():
             is_next_stage = direction == 1  # -1: the previous stage
             if is_next_stage:
-                sent_forms = [
-                    form_of(tensor) for tensor in tensors
-                ]  # a form is a pair (shape, dtype)
+                # A form is a pair (shape, dtype).
+                sent_forms = [form_of(tensor) for tensor in tensors]
             else:
                 sent_forms = []  # sent gradients are not checked
             self.mailbox.announce(sent_forms, peer)
 
-            wire = self.mailbox.wire_to(
-                peer
-            )  # encodes tensors for this neighbour, and decodes received ones
+            # Encodes tensors for this neighbour, and decodes received ones.
+            wire = self.mailbox.wire_to(peer)
             received_forms = []
             for tensor in tensors:
                 encoded_buffer, _ = wire.incoming(tensor)
@@ -129,9 +137,8 @@ class _Step:
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
-            self.mailbox.passed(
-                kind, micro_batch
-            )  # the mailbox may now post receives for later passes
+            # The mailbox may now post receives for later passes.
+            self.mailbox.passed(kind, micro_batch)
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
         """Wait for the next message of a neighbouring pipeline stage, and return the received tensor.
@@ -365,201 +372,31 @@ def _communicate(
     return from_previous, from_next, None
 
 
-#: The P2PCommunicators whose _communicate() runs now, the innermost last. _exchange reads the configuration
-#: of the last one: it wraps functions of a module, which have no communicator among their arguments.
-_running_communicators = Running()
-
-
-class _DecodingRequest:
-    """Request of a send or receive, whose wait() also decodes the received message."""
-
-    def __init__(self, work: Any, finish: Finish | None, keep: Any = None):
-        self._work = work  # torch's request, or None if another request waits for the transfer
-        self._finish = finish  # decodes the received message into the schedule's tensor, or None
-        self._keep = (
-            keep  # tensors whose memory must not be freed before the message has been transferred
-        )
-
-    def wait(self, *args: Any, **kwargs: Any) -> None:
-        if self._work is not None:
-            self._work.wait(*args, **kwargs)
-        if self._finish is not None:
-            self._finish()
-        # A second wait() does nothing, and the tensors are freed.
-        self._work = None
-        self._finish = None
-        self._keep = None
-
-
-def wires_of(config: Any) -> dict[int, Wire]:
-    """Return for each neighbouring pipeline stage the Wire that encodes and decodes its messages.
-
-    A Wire cuts an activation into one slice for each tensor-parallel rank, or compresses it. A neighbour
-    without a Wire exchanges whole, uncompressed tensors with this rank. All ranks of a stage get wires of the
-    same kind.
-
-    Args:
-        config: The model's configuration.
-
-    Returns:
-        Rank of the neighbour -> Wire.
-    """
-    current = session.active()
-    sizes = core.job.sizes  # parallel sizes
-    if current is None or sizes is None or not registry().is_on(SLICES.name):
-        return {}
-    from megatron.core import parallel_state
-
-    pipeline_group = parallel_state.get_pipeline_model_parallel_group()
-    if isinstance(pipeline_group, list):  # the rank is in several pipelines
-        return {}
-    network_api = network_api_of(backend_of(pipeline_group))
-    if not network_api:  # a backend that chooses its networks itself, such as MPI
-        return {}
-    stage_links = (
-        current.plan_for(sizes).traffic_of(network_api).stage_links
-    )  # link i is from stage i to the next
-    ranks = group_ranks(pipeline_group)
-    tensor_group = parallel_state.get_tensor_model_parallel_group()
-    stage = ranks.index(current.rank)
-    next_stage = (stage + 1) % len(
-        ranks
-    )  # of the last stage: the first one, in the interleaved schedule
-    previous_stage = (stage - 1) % len(ranks)
-
-    wires = {}
-    for neighbour, link_index in ((next_stage, stage), (previous_stage, stage - 1)):
-        link = stage_links[
-            link_index % len(stage_links)
-        ]  # index -1 is the last link, to the first stage
-        # With sequence parallelism the tensor-parallel ranks have different slices already.
-        parts = 1 if config.sequence_parallel else link.slices  # into which an activation is cut
-        compression = link.compression  # "off", "bf16" or "int8"
-        if parts == 1 and compression == "off":
-            continue
-        wires[ranks[neighbour]] = Wire(
-            parts=parts,
-            place=tensor_group.rank(),  # the slice that this rank sends
-            group=tensor_group,  # over which received slices are gathered
-            compression=compression,
-            stage_link=f"stage {stage}'s stage link to stage {neighbour}",  # for error messages
-        )
-    return wires
-
-
-@by_name
-def _exchange(call, instance, group):
-    """Encode the tensors that the schedule sends to other clusters, and decode those that it receives.
-
-    An encoded tensor is this rank's slice of an activation, or compressed, or both. This wrapper runs in
-    place of the two functions by which megatron-core starts transfers; call() runs the original with encoded
-    tensors. _p2p_ops returns a dict of requests, and the schedule waits for each when it needs its tensor.
-    _batched_p2p_ops returns a list of requests, for which the schedule waits in order.
-
-    Returns:
-        Requests in a dict or a list like that of the original, whose wait() also decodes.
-    """
-    from megatron.core import parallel_state
-
-    wires = {}  # rank of a neighbour -> Wire, which encodes and decodes its messages
-    is_pipeline_group = group is parallel_state.get_pipeline_model_parallel_group()
-    if is_pipeline_group:
-        wires = wires_of(
-            _running_communicators.instances[-1].config
-        )  # of the communicator that calls now
-    arguments = call.arguments()
-    encoded_arguments = {}  # name of an argument -> tensor to pass in its place
-    decoders = {}  # name of a request, such as "recv_prev" -> function that decodes the received message
-    sent_tensors = []
-    for side in ("prev", "next"):
-        wire = wires.get(arguments[f"{side}_pipeline_rank"])
-        if wire is None:  # this neighbour exchanges whole tensors
-            continue
-        tensor_to_send = arguments[f"tensor_send_{side}"]
-        if tensor_to_send is not None:
-            encoded = wire.outgoing(tensor_to_send)
-            encoded_arguments[f"tensor_send_{side}"] = encoded
-            sent_tensors.append(encoded)
-        tensor_to_fill = arguments[f"tensor_recv_{side}"]
-        if tensor_to_fill is not None:
-            buffer, decode = wire.incoming(tensor_to_fill)
-            encoded_arguments[f"tensor_recv_{side}"] = buffer
-            decoders[f"recv_{side}"] = decode
-
-    requests = call(**encoded_arguments)
-    return _decoding_requests(requests, decoders, sent_tensors)
-
-
-def _decoding_requests(
-    requests: dict[str, Any] | list[Any], decoders: dict[str, Finish], sent_tensors: list[Any]
-) -> dict[str, Any] | list[Any]:
-    """Return requests for which the schedule waits, and which then also decode the received messages.
-
-    Args:
-        requests: The requests of torch.distributed: a dict by names like "recv_prev", or a list in the order
-            in which the schedule waits.
-        decoders: Name of a request -> function that decodes its message.
-        sent_tensors: Tensors that must be kept until they have been sent.
-    """
-    if isinstance(requests, dict):
-        return {
-            name: _DecodingRequest(work, decoders.get(name), keep=sent_tensors)
-            for name, work in requests.items()
-        }
-    # The schedule waits in order: when it comes to the decoding requests, the transfers are complete.
-    decoding = [_DecodingRequest(None, decode) for decode in decoders.values()]
-    keeping = _DecodingRequest(None, None, keep=sent_tensors)
-    return [*requests, *decoding, keeping]
-
-
 PATCHES = (
-    Patch(
-        SLICES,
-        f"{P2P_MODULE}:P2PCommunicator._communicate",
-        "whether tensor ranks have whole tensors to send, its configuration says",
-        _running_communicators,
-        parameters=(
-            "tensor_send_next",
-            "tensor_send_prev",
-            "recv_prev",
-            "recv_next",
-            "tensor_shape",
-        ),
-    ),
-    *(
-        Patch(
-            SLICES,
-            f"{P2P_MODULE}:{function}",
-            "every tensor rank would send the same tensor to another cluster",
-            _exchange,
-            parameters=PARAMETERS,
-        )
-        for function in ("_p2p_ops", "_batched_p2p_ops")
-    ),
     Patch(
         STAGE_LINKS,
         f"{SCHEDULES}:get_tensor_shapes",
-        "what is announced is what has to come, or nobody says what is wrong",
+        "a tensor of another shape than the announced one would never arrive, without any error",
         _announce,
     ),
     Patch(
         STAGE_LINKS,
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
-        "where a step begins and ends; its sends block, and it keeps as few micro-batches in flight as "
-        "free stage links need",
+        "where a step begins and ends; its sends block, and it has as few micro-batches in flight as "
+        "suffice if messages take no time",
         _schedule,
     ),
     Patch(
         STAGE_LINKS,
         f"{P2P_MODULE}:P2PCommunicator.__init__",
-        "the schedule takes the number of its warm-up passes from this group",
+        "the schedule computes its number of warm-up passes from the group in this object",
         _plan_warm_up,
         parameters=("pp_group", "config"),
     ),
     Patch(
         STAGE_LINKS,
         f"{P2P_MODULE}:P2PCommunicator._communicate",
-        "all that the schedule sends and receives passes here, and is waited for",
+        "the schedule sends and receives all messages by this method, and waits for each",
         _communicate,
     ),
 )

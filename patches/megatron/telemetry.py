@@ -7,7 +7,8 @@ Three features need this:
     megatron-adapt        changes the number of micro-batches in flight between two steps, if another number
                           is faster by the measured times
     megatron-restart      restarts the job with other layers for each stage after a complete checkpoint of
-                          dist_checkpointing, which any split of the layers can load"""
+                          dist_checkpointing, which any split of the layers can load
+"""
 
 from __future__ import annotations
 
@@ -71,14 +72,12 @@ def _optimizer_step(call, instance):
     others, only the outermost step() is recorded.
     """
     recorder = telemetry.recorder  # None if the telemetry is off
-    is_inner_step = bool(
-        _optimizers.instances
-    )  # another optimizer's step() runs, and calls this one
+    is_inner_step = bool(_optimizers.instances)  # the step() of another optimizer calls this one
     if recorder is None or is_inner_step:
         return call()
-    with telemetry.span("optimizer"):
-        with _optimizers.on(instance):  # a step() inside this one finds it in _optimizers.instances
-            result = call()
+    # A step() inside this one finds `instance` in _optimizers.instances.
+    with telemetry.span("optimizer"), _optimizers.on(instance):
+        result = call()
     recorder.step_done("engine")  # "engine": the optimizer reports the step, not the program
     return result
 
@@ -156,32 +155,35 @@ PATCHES = (
     Patch(
         TELEMETRY,
         "megatron.core.parallel_state:initialize_model_parallel",
-        "the job's sizes tell what each group is for",
+        "process groups are named by the parallel sizes of the job",
         _learn_sizes,
     ),
     Patch(
         TELEMETRY,
         f"{SCHEDULES}:forward_step",
-        "spans of the trace; the first one begins a step",
+        "the trace shows forward passes; the first one begins a step",
         inside(_forward),
     ),
     Patch(
         TELEMETRY,
         f"{SCHEDULES}:backward_step",
-        "spans of the trace",
+        "the trace shows backward passes",
         inside(partial(telemetry.span, "backward")),
     ),
-    *(Patch(TELEMETRY, target, "the end of a step", _optimizer_step) for target in OPTIMIZER_STEPS),
+    *(
+        Patch(TELEMETRY, target, "the optimizer ends a training step", _optimizer_step)
+        for target in OPTIMIZER_STEPS
+    ),
     Patch(
         ADAPT,
         f"{SCHEDULES}:forward_backward_pipelining_without_interleaving",
-        "where a step of training begins",
+        "a training step begins here",
         _schedule,
     ),
     Patch(
         RESTART,
         "megatron.core.dist_checkpointing.serialization:save",
-        "no callback tells that a checkpoint is whole",
+        "megatron-core has no callback for a complete checkpoint",
         _save,
     ),
 )

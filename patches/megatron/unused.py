@@ -1,9 +1,15 @@
-"""What Megatron-DeepSpeed imports and a GPT never uses is served empty when it is missing, to it alone.
+"""Serves empty modules to Megatron-DeepSpeed for packages that it imports but a GPT never uses.
 
-    deepspeed.compression.compress    megatron/training.py; DeepSpeed 0.19.7 and newer no longer have it
-    torchvision                       megatron/data/vit_dataset.py, image_folder.py: of its vision models
+Megatron-DeepSpeed fails at an import if one of these packages is missing:
 
-A name of an empty module can be imported and derived from; whoever calls it is told what to install."""
+    deepspeed.compression.compress    imported by megatron/training.py; DeepSpeed 0.19.7 and later lack it
+    torchvision                       imported by megatron/data/vit_dataset.py and image_folder.py, which only
+                                      vision models need
+
+An import hook on sys.meta_path makes an empty module for a missing package, if code of Megatron-DeepSpeed
+imports it. Names of an empty module can be imported, and classes can be derived from them. A call raises
+an error that says how to install the package.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ from holmes_ext.patches.megatron.features import MEGATRON_DEEPSPEED_IMPORTS
 from holmes_ext.runtime import session
 from holmes_ext.runtime.session import tell
 
-#: Module -> how to have the real one.
+#: Package -> command that installs it.
 UNUSED = {
     "deepspeed.compression.compress": "pip install 'deepspeed<0.19.7'",
     "torchvision": "pip install torchvision",
@@ -29,93 +35,124 @@ UNUSED = {
 
 
 def _package_of(module: str) -> str:
-    return next((package for package in UNUSED if f"{module}.".startswith(f"{package}.")), "")
+    """Return the package of UNUSED that a module belongs to, or "" if there is none."""
+    for package in UNUSED:
+        if module == package or module.startswith(f"{package}."):
+            return package
+    return ""
 
 
-def _refuse(module: str, name: str) -> HolmesError:
+def _not_installed_error(module: str, name: str) -> HolmesError:
+    """Return the error for the use of a name that an empty module stands for.
+
+    Args:
+        module: Full name of the empty module, such as "torchvision.transforms".
+        name: Name in the module, such as "Resize".
+    """
     package = _package_of(module)
     return HolmesError(
         f"{name} of {module} is used, but {package} is not installed: {UNUSED[package]}"
     )
 
 
-class _Missing(type):
-    """Of classes that stand for those of a missing module."""
+class _PlaceholderClass(type):
+    """Metaclass of the classes in empty modules. Making an instance raises an error.
+
+    The error also comes from classes of the program that derive from a placeholder.
+    """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        base = next(base for base in cls.__mro__[::-1] if isinstance(base, _Missing))
-        raise _refuse(base.__module__, base.__name__)
+        # The base class furthest from `cls` is the class of the empty module itself.
+        for base in reversed(cls.__mro__):
+            if isinstance(base, _PlaceholderClass):
+                raise _not_installed_error(base.__module__, base.__name__)
 
 
-class _Empty(ModuleType):
-    """Has any class that Megatron-DeepSpeed asks for, and nothing for others; what is written small is a
-    module too, since functions and modules cannot be told apart."""
+class _EmptyModule(ModuleType):
+    """Module of a missing package, with a placeholder for every name that Megatron-DeepSpeed imports.
 
-    __path__: list[str] = []
+    A capitalized name becomes a class. A name in lower case can be a function or a submodule, which an import
+    does not show: it becomes a submodule that can be called like a function.
+    """
+
+    __path__: list[str] = []  # marks a package, whose submodules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name.islower() or not _asked_by_megatron():
+        """Return a placeholder class, for code of Megatron-DeepSpeed only.
+
+        AttributeError for a name in lower case makes Python import it as a submodule.
+        """
+        if name.startswith("__") or name.islower() or not _is_imported_by_megatron():
             raise AttributeError(f"{self.__name__} is not installed: it has no {name}")
-        return _Missing(name, (), {"__module__": self.__name__})
+        return _PlaceholderClass(name, (), {"__module__": self.__name__})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _refuse(self.__name__, self.__name__.rpartition(".")[2])
+        function_name = self.__name__.rpartition(".")[2]
+        raise _not_installed_error(self.__name__, function_name)
 
 
-class _Server(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last on sys.meta_path: asked only when there is no real module."""
+class _EmptyModuleFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Import hook that makes empty modules for missing packages of UNUSED.
+
+    It is the last entry of sys.meta_path: Python calls it only if there is no real module.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if (
-            _package_of(name)
-            and registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name)
-            and _asked_by_megatron()
-        ):
-            return ModuleSpec(name, self, is_package=True)
-        return None
+        if not _package_of(name):
+            return None
+        feature_is_on = registry().is_on(MEGATRON_DEEPSPEED_IMPORTS.name)
+        if not feature_is_on or not _is_imported_by_megatron():
+            return None
+        return ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _Empty(spec.name)
+        return _EmptyModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        pass
+        """Execute nothing: the module is empty."""
 
 
-def _asked_by_megatron() -> bool:
-    """Return whether megatron's code makes the import that runs now.
+def _is_imported_by_megatron() -> bool:
+    """Return whether code of megatron makes the import that runs now.
 
-    The importing code is the first frame outside Python's import system and this file.
+    The importing code is the innermost stack frame outside Python's import system and this file.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name != __name__ and not name.startswith(("importlib", "_frozen_importlib", "wrapt")):
+        is_import_system = name.startswith(("importlib", "_frozen_importlib", "wrapt"))
+        if name != __name__ and not is_import_system:
             return name.partition(".")[0] == "megatron"
         frame = frame.f_back
     return False
 
 
-_server = _Server()
+_finder = _EmptyModuleFinder()
 
 
-def _serve(original: Any) -> Any:
-    """Serve empty modules for those packages of UNUSED that are not installed.
+def _serve_missing_packages(original: Any) -> Any:
+    """Install the import hook if a package of UNUSED is missing, and print a line that says so.
 
     This function runs when megatron.arguments is imported. The modules that import these packages come later.
+
+    Args:
+        original: megatron.arguments.deepspeed, the patched attribute.
 
     Returns:
         The argument, unchanged.
     """
     missing = [package for package in UNUSED if find_module(package) is None]
-    if missing and _server not in sys.meta_path:
-        sys.meta_path.append(_server)
-        if (current := session.active()) is not None:
-            what = " and ".join(missing)
-            tell(
-                current,
-                f"{what}: not installed; Megatron-DeepSpeed imports what a GPT does not use, which "
-                f"is served empty (HOLMES_DISABLE={MEGATRON_DEEPSPEED_IMPORTS.name}: it is not)",
-            )
+    if not missing or _finder in sys.meta_path:
+        return original
+    sys.meta_path.append(_finder)
+    current = session.active()
+    if current is not None:
+        tell(
+            current,
+            f"{' and '.join(missing)}: not installed; Megatron-DeepSpeed gets an empty module in "
+            "place of it, which a GPT does not use "
+            f"(HOLMES_DISABLE={MEGATRON_DEEPSPEED_IMPORTS.name} switches this off)",
+        )
     return original
 
 
@@ -123,7 +160,7 @@ PATCHES = (
     Patch(
         MEGATRON_DEEPSPEED_IMPORTS,
         "megatron.arguments:deepspeed",
-        "what it imports and a GPT never uses is served empty when it is missing",
-        replace=_serve,
+        "Megatron-DeepSpeed fails at imports of packages that a GPT never uses",
+        replace=_serve_missing_packages,
     ),
 )

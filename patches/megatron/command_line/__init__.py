@@ -1,1 +1,1 @@
-"""A script's command line: what Megatron-LM's, Megatron-DeepSpeed's and DeepSpeed's flags say of a job."""
+"""Reads the command line of a training script: flags of Megatron-LM, Megatron-DeepSpeed and DeepSpeed."""

@@ -1,363 +1,370 @@
-"""The job that a command line describes: sizes, model, how the framework runs it, what had to be assumed."""
+"""Describes the training job of a Megatron-LM, Megatron-DeepSpeed or DeepSpeed command line.
+
+`describe` reads the flags, and the ds_config file that they name, and returns a `CommandLine`: the
+parallel sizes, the model, and how the framework runs it (ZeRO stage, overlap, layers of each pipeline
+stage). It raises no error. A value that the command line leaves open is assumed, and each assumption is a
+line for the user.
+
+The modules beside this one do the reading:
+
+    flags.py       tables of all flags of the frameworks, and of all keys of ds_config
+    settings.py    turns flags and keys into settings, such as {"layers": 24, "precision": "bf16"}
+    model.py       makes the model from settings
+"""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.patches.megatron.command_line.flags import MEGATRON_DEEPSPEED, READ
-from holmes_ext.patches.megatron.command_line.settings import read, settings_of, words
+from holmes_ext.patches.megatron.command_line.settings import (
+    read_settings,
+    settings_of,
+    words_by_flag,
+)
 from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 from holmes_ext.words import some_of
 
-#: Flags without which there is no model, by setting.
-NEEDED = {
-    "layers": "--num-layers",
-    "hidden": "--hidden-size",
-    "heads": "--num-attention-heads",
-    "sequence": "--seq-length",
-    "micro_batch": "--micro-batch-size",
-}
-#: What a command line can say of the step of a model that it does not describe.
-STEP = ("micro_batch", "micro_batches", "global_batch", "recompute", "sequence_parallel")
-#: GPT-2's vocabulary, when no flag names another; Megatron pads to a multiple of DIVISIBLE x tensor.
-GPT2_VOCABULARY, DIVISIBLE = 50257, 128
-#: Bytes of an optimizer's moments of one parameter; Adam's where another is used.
-MOMENTS = {"sgd": 4.0, "lion": 4.0, "muon": 4.0}
-#: Attention that keeps the scores.
-UNFUSED = ("unfused", "local")
+#: Settings of a training step, which count even if the command line does not describe the model.
+STEP_SETTINGS = (
+    "micro_batch",
+    "micro_batches",
+    "global_batch",
+    "recompute",
+    "sequence_parallel",
+)
+MAX_ZERO_STAGE = 3
+#: A layout is not expanded beyond this number of letters, so that a short text cannot fill the memory.
+MAX_LAYOUT_LENGTH = 100_000
+#: Number of flags that one line for the user lists.
+MAX_LISTED_FLAGS = 4
 
 
 @dataclass(frozen=True)
 class CommandLine:
-    """sizes, model: None where nothing names them; trouble: why a model that is partly there could not be
-    made. overlap: of reductions as the framework does it ("off", "first": of the first stage, "on");
-    gather_overlap: updated weights travel under the next forward. stage_layers: () for even ones. framework:
-    whose flags they are, "" unless Megatron's. assumed, not_read, unknown: for the user. training: what it
-    says of a step, for a model that is known otherwise (fields of Model, and zero). backend: of
-    torch.distributed, "" where no flag says it. instances: of the distributed optimizer."""
+    """Training job that a command line describes."""
 
-    sizes: Sizes | None = None
+    sizes: Sizes | None = None  # parallel sizes; None if no flag gives any
+    #: None if no flag describes a model, or `trouble` says why it is incomplete.
     model: Model | None = None
+    #: Why the flags of a model do not make a complete one; "" if they do, or there are none.
     trouble: str = ""
-    zero: int = 0
-    virtual: int = 1
+    zero: int = 0  # ZeRO stage
+    virtual: int = 1  # chunks of layers on each stage (interleaved schedule), or 1
+    #: Stages whose gradient reduction the framework itself overlaps with the backward pass: "off" for none,
+    #: "first" for the first stage only, "on" for all.
     overlap: str = "off"
+    #: Whether updated weights are gathered during the next forward pass.
     gather_overlap: bool = False
-    stage_layers: tuple[int, ...] = ()
-    framework: str = ""
-    assumed: tuple[str, ...] = ()
+    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; () if all have equally many
+    framework: str = ""  # "megatron-lm" or "megatron-deepspeed"; "" if the flags describe no model
+    assumed: tuple[str, ...] = ()  # a line for the user about each value that the flags leave open
+    #: A line for the user about each group of flags that have no effect here.
     not_read: tuple[str, ...] = ()
-    unknown: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()  # flags and ds_config keys that are in none of the tables
+    #: Field of Model, or "zero" -> value that the flags give for the step. They complete a model that is
+    #: described elsewhere, such as in a file.
     training: dict[str, Any] = field(default_factory=dict)
-    backend: str = ""
-    instances: int = 1
+    backend: str = ""  # of torch.distributed; "" if no flag names it
+    instances: int = 1  # of Megatron-LM's distributed optimizer
+
+
+class LayerSplit(NamedTuple):
+    """Division of a model's layers among pipeline stages."""
+
+    virtual: int  # chunks of layers on each stage (interleaved schedule), or 1
+    stage_layers: tuple[int, ...]  # layers of each stage; () if all have equally many
 
 
 def describe(argv: Sequence[str]) -> CommandLine:
-    """Return what the command line of a script says about its job.
+    """Return the training job that the command line of a script describes.
 
-    No error is raised: if the model cannot be made, `trouble` of the result says why.
+    The function raises no error. If the model is incomplete, `trouble` of the result says why.
+
+    Args:
+        argv: The words of the command line, such as ["pretrain_gpt.py", "--num-layers", "24"].
     """
-    # The functions below append to `assumed` what they had to assume.
-    said = read(argv)
-    given, assumed = dict(said.values), list(said.overruled)
-    deepspeed = "ds_config" in given or any(flag in said.flags for flag in MEGATRON_DEEPSPEED)
-    framework = ""
-    if {"layers", "hidden", "heads"} & set(given):  # settings whose flags only these two have
-        framework = "megatron-deepspeed" if deepspeed else "megatron-lm"
-    pipeline, zero = given.get("pipeline", 1), _zero(given, assumed)
-    if deepspeed and "expert" in given:  # groups of a layer are no larger than its experts are many
-        given["expert"] = min(given["expert"], *given.get("experts", [1]))
-    model, trouble = None, ""
+    command_line = read_settings(argv)
+    settings = dict(command_line.values)  # name of a setting -> value, such as "layers" -> 24
+    assumed = list(command_line.overruled)  # lines for the user; functions below append to it
+    is_deepspeed = "ds_config" in settings or any(
+        flag in command_line.flags for flag in MEGATRON_DEEPSPEED
+    )
+    framework = _framework_of(settings, is_deepspeed)
+    pipeline_size = settings.get("pipeline", 1)
+    zero_stage = _zero_stage(settings, assumed)
+    if is_deepspeed and "expert" in settings:
+        # In DeepSpeed, the expert-parallel group of a layer is no larger than the layer's number of experts.
+        expert_counts = settings.get("experts", [1])
+        settings["expert"] = min(settings["expert"], *expert_counts)
+
+    model = None
+    trouble = ""
     if framework:
+        # Imported here, because most jobs of other frameworks describe no model.
+        from holmes_ext.patches.megatron.command_line.model import model_of
+
         try:
-            model = _model(given, zero, deepspeed, assumed)
+            model = model_of(settings, zero_stage, is_deepspeed, assumed)
         except HolmesError as error:
             trouble = str(error)
-    virtual, split = _stages(given, model.layers if model else 0, pipeline, assumed)
-    # DeepSpeed's pipeline engine switches its overlap off.
-    overlapped = given.get("overlap", False) and not (deepspeed and pipeline > 1)
-    step = {name: given[name] for name in STEP if name in given}
-    step |= {"zero": zero} if {"zero", "fsdp"} & set(given) else {}
-    by_reason: dict[str, list[str]] = {}  # why flags are not read -> these flags
-    for name, why in said.not_read.items():
-        by_reason.setdefault(why, []).append(name)
-    # In the order of the fields of CommandLine.
+    layers = model.layers if model is not None else 0
+    split = _split_of_layers(settings, layers, pipeline_size, assumed)
+
+    training = {name: settings[name] for name in STEP_SETTINGS if name in settings}
+    if "zero" in settings or "fsdp" in settings:
+        training["zero"] = zero_stage
+    backend_words = command_line.flags.get("--distributed-backend", [])
     return CommandLine(
-        _sizes(given),
-        model,
-        trouble,
-        zero,
-        virtual,
-        ("on" if pipeline == 1 else "first") if overlapped else "off",
-        given.get("gather_overlap", False),
-        split,
-        framework,
-        tuple(assumed),
-        tuple(f"{some_of(names, 4)}: {why}" for why, names in by_reason.items()),
-        said.unknown,
-        step,
-        "".join(said.flags.get("--distributed-backend", [])[:1]),
-        given.get("instances", 1),
+        sizes=_sizes_of(settings),
+        model=model,
+        trouble=trouble,
+        zero=zero_stage,
+        virtual=split.virtual,
+        overlap=_overlapping_stages(settings, is_deepspeed, pipeline_size),
+        gather_overlap=settings.get("gather_overlap", False),
+        stage_layers=split.stage_layers,
+        framework=framework,
+        assumed=tuple(assumed),
+        not_read=_lines_about_flags(command_line.not_read),
+        unknown=command_line.unknown,
+        training=training,
+        backend=backend_words[0] if backend_words else "",
+        instances=settings.get("instances", 1),
     )
 
 
 def sizes_from_arguments(argv: Sequence[str]) -> Sizes | None:
-    """Sizes alone; None when `argv` names none, and with several optimizer instances: a plan without sizes
-    puts each cluster's nodes together, so that an instance is a cluster, while one with sizes sees that
-    data-parallel groups cross anyway and leaves the launcher's order. What a ds_config says of sizes is for
-    the script to follow or not: a job asks the framework, which tells when it starts."""
-    given = settings_of(READ, words(argv))
-    return None if given.get("instances", 1) > 1 else _sizes(given)
+    """Return the parallel sizes in the flags of a command line, or None if no flag gives any.
+
+    Sizes in a ds_config file are not read. A script may ignore them, and the framework reports its sizes when
+    it starts.
+
+    The result is also None if the distributed optimizer has several instances. Each instance should be one
+    cluster, which a plan without sizes achieves: it keeps the nodes of a cluster together. A plan with sizes
+    would keep the order of the launcher, because the data-parallel groups span clusters in any order.
+    """
+    settings = settings_of(READ, words_by_flag(argv))
+    if settings.get("instances", 1) > 1:
+        return None
+    return _sizes_of(settings)
 
 
 def model_from_arguments(argv: Sequence[str], needed: bool = True) -> Model | None:
-    """The model that `argv` describes, on nominal GPUs (150 TFLOP/s, no memory limit); None when it describes
-    none. HolmesError when some of it is lacking or fits together badly; None then where not `needed`."""
-    said = describe(argv)
-    if said.trouble and needed:
-        raise HolmesError(said.trouble)
-    return said.model
+    """Return the model that the flags of a command line describe, or None if they describe none.
+
+    The flags do not name the GPU. The model has the default GPU: 150 TFLOP/s, and no memory limit.
+
+    Args:
+        needed: Whether an incomplete model is an error. If not, None is returned for it.
+
+    Raises:
+        HolmesError: A flag of the model is missing, or the values do not fit together.
+    """
+    description = describe(argv)
+    if description.trouble and needed:
+        raise HolmesError(description.trouble)
+    return description.model
 
 
 def overlaps(option: str, argv: Sequence[str]) -> bool:
-    """Whether --holmes-overlap `option` reduces under the last backward; auto: where stages are."""
-    return "--no-pipeline-parallel" not in argv if option == "auto" else option == "on"
-
-
-def _sizes(given: dict[str, Any]) -> Sizes | None:
-    named = {
-        name: given[name]
-        for name in ("pipeline", "tensor", "context", "expert")
-        if given.get(name, 0) > 0
-    }
-    return Sizes(**named, order=given.get("order", DEFAULT_ORDER)) if named else None
-
-
-def _zero(given: dict[str, Any], assumed: list[str]) -> int:
-    zero = given.get("fsdp_zero", 0) if given.get("fsdp") else given.get("zero", 0)
-    if zero > 1 and given.get("pipeline", 1) > 1:
-        assumed.append(f"ZeRO 1: stage {zero} goes with no pipeline")
-        return 1
-    return min(int(zero), 3)
-
-
-def _model(given: dict[str, Any], zero: int, deepspeed: bool, assumed: list[str]) -> Model:
-    """Return the model that the settings of a command line describe.
+    """Return whether holmes overlaps gradient reductions with the last backward pass of a step.
 
     Args:
-        given: The settings, by the names of flags.py.
-        zero: ZeRO stage.
-        deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
-        assumed: The function appends a line for each thing that it had to assume.
-
-    Raises:
-        HolmesError: A flag that every model needs is missing, or Model refuses the values.
+        option: The value of --holmes-overlap. With "auto", the reductions overlap unless the command line has
+            the flag --no-pipeline-parallel.
     """
-    for name, flag in NEEDED.items():
-        if name not in given:
-            way_out = "add it, or give the model with --holmes-model FILE"
-            raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
-    values: dict[str, Any] = {name: given[name] for name in NEEDED}
-    # Settings that are fields of Model without a conversion.
-    plain = (
-        "groups",
-        "head_size",
-        "max_positions",
-        "bias",
-        "tied",
-        "expert_ffn",
-        "shared_ffn",
-        "sequence_parallel",
-    )
-    values |= {name: given[name] for name in plain if name in given}
-    if "query_groups" in given and given.get("grouped"):
-        values["groups"] = given["query_groups"]
-    elif "query_groups" in given:
-        assumed.append(
-            "as many key-value heads as heads: --num-query-groups needs --group-query-attention"
-        )
-    # Megatron's default with --swiglu is 8 / 3 x hidden, in multiples of 64. 0: Model's default, 4 x hidden.
-    values["ffn"] = given.get("ffn") or (
-        int(4 * given["hidden"] * 2 / 3 / 64) * 64 if given.get("gated") else 0
-    )
-    values["gated"] = given.get("gated", False) or given.get("geglu", False)
-    values["positions"] = given.get("positions", "learned")
-    values |= _batch(given, assumed) | _widths(given, zero, deepspeed)
-    values |= _experts(given, deepspeed, assumed) if max(given.get("experts", [0])) > 1 else {}
-    values["vocabulary"] = _vocabulary(given, assumed)
-    values["flash"] = _flash(given, deepspeed, assumed)
-    values["recompute"] = given.get(
-        "recompute", "full" if given.get("checkpoint_interval") else "none"
-    )
-    return Model(**values, source="the command line")
+    if option == "auto":
+        return "--no-pipeline-parallel" not in argv
+    return option == "on"
 
 
-def _batch(given: dict[str, Any], assumed: list[str]) -> dict[str, int]:
-    if "global_batch" in given:
-        return {"global_batch": given["global_batch"]}
-    if "micro_batches" not in given:
-        assumed.append("one micro-batch a step, as Megatron does without --global-batch-size")
-    return {"micro_batches": given.get("micro_batches", 1)}
+def _framework_of(settings: Mapping[str, Any], is_deepspeed: bool) -> str:
+    """Return the framework whose flags describe the model, or "" if no flag describes a model."""
+    describes_model = any(name in settings for name in ("layers", "hidden", "heads"))
+    if not describes_model:
+        return ""
+    return "megatron-deepspeed" if is_deepspeed else "megatron-lm"
 
 
-def _vocabulary(given: dict[str, Any], assumed: list[str]) -> int:
-    """Return the number of rows of the embedding: the vocabulary, padded as Megatron pads it."""
-    if "padded_vocabulary" in given:
-        return int(given["padded_vocabulary"])
-    if "vocabulary" not in given:
-        tokenizer = f"{given['tokenizer']}'s" if "tokenizer" in given else "the tokenizer's"
-        assumed.append(
-            f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size tells it"
-        )
-    size = given.get("vocabulary", GPT2_VOCABULARY)
-    # Each tensor-parallel rank gets a multiple of `divisible` rows; 0: no padding.
-    unit = given.get("divisible", DIVISIBLE) * given.get("tensor", 1)
-    return ceil(size / unit) * unit if unit else int(size)
+def _lines_about_flags(reason_of_flag: Mapping[str, str]) -> tuple[str, ...]:
+    """Return a line for each reason why flags are not read, with the flags that have this reason."""
+    flags_by_reason: dict[str, list[str]] = {}
+    for flag, reason in reason_of_flag.items():
+        flags_by_reason.setdefault(reason, []).append(flag)
+    lines = []
+    for reason, flags in flags_by_reason.items():
+        lines.append(f"{some_of(flags, MAX_LISTED_FLAGS)}: {reason}")
+    return tuple(lines)
 
 
-def _flash(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> bool:
-    """Whether attention keeps no scores."""
-    if "attention" in given:
-        return given["attention"] not in UNFUSED
-    fused = not deepspeed and given.get("implementation", "transformer_engine") != "local"
-    if fused:
-        assumed.append(
-            "attention keeps no scores (transformer_engine; --attention-backend unfused says otherwise)"
-        )
-    return fused
+def _overlapping_stages(settings: Mapping[str, Any], is_deepspeed: bool, pipeline_size: int) -> str:
+    """Return which pipeline stages overlap their gradient reduction without holmes.
 
-
-def _widths(given: dict[str, Any], zero: int, deepspeed: bool) -> dict[str, Any]:
-    """Return the bytes of an activation's and a gradient's element, and of the state of one parameter.
-
-    The state is weights, gradients and optimizer. Megatron-LM keeps and sends gradients in 32 bits with
-    --bf16, unless --grad-reduce-in-bf16 is given, and in 16 bits with --fp16 (arguments.py). DeepSpeed does
-    both in the model's type, unless data_types.grad_accum_dtype says otherwise (engine.get_data_types).
+    Returns:
+        "off" for no stage, "first" for the first stage only, "on" for all stages.
     """
-    precision = given.get("precision", "fp32")
-    weight = 4 if precision == "fp32" else 2
-    gradient = 4 if precision == "bf16" and not deepspeed else weight
-    gradient = given.get("gradient_width", given.get("main_gradient_width", gradient))
-    kept = given.get(
-        "main_gradient_width", gradient
-    )  # bytes of a gradient in memory; `gradient`: as sent
-    moments = MOMENTS.get(given.get("optimizer", "adam").lower(), 8.0)
-    if {"first_moment_width", "second_moment_width"} & set(given):
-        moments = float(given.get("first_moment_width", 4) + given.get("second_moment_width", 4))
-    master = 0.0 if precision == "fp32" else float(given.get("main_weight_width", 4))
-    optimizer = (master + moments) * (
-        1 - min(1.0, given.get("offloaded", 0.0) * given.get("offload_fraction", 1.0))
-    )
-    # ZeRO 1 divides the optimizer's state among the ranks. ZeRO 2 also divides the gradients, and ZeRO 3 the
-    # weights.
-    parts = [optimizer, float(kept), float(weight)]
-    shared = sum(parts[:zero])
-    return {
-        "activation_width": weight,
-        "gradient_width": gradient,
-        "state_bytes": sum(parts) - shared,
-        "sharded_bytes": shared,
-    }
+    if not settings.get("overlap", False):
+        return "off"
+    if is_deepspeed and pipeline_size > 1:
+        return "off"  # DeepSpeed's pipeline engine switches the overlap off
+    if pipeline_size == 1:
+        return "on"
+    return "first"  # Megatron-LM makes buckets on the first stage only
 
 
-def _experts(given: dict[str, Any], deepspeed: bool, assumed: list[str]) -> dict[str, Any]:
-    """Return the fields of Model that describe the experts of its MoE layers."""
-    counts = given["experts"]  # of each MoE layer; one number if all have equally many
-    layers, experts = given["layers"], round(sum(counts) / len(counts))
-    if len(set(counts)) > 1:
-        assumed.append(
-            f"{experts} experts in each layer that has some: the mean of {', '.join(map(str, counts))}"
-        )
-    routed = _routed(given.get("expert_frequency", "2" if deepspeed else "1"), layers, deepspeed)
-    if routed < layers:
-        assumed.append(f"experts in {routed} of {layers} layers: each layer counts as the mean")
-    # The experts of one token. Megatron-DeepSpeed's default is 1, Megatron-LM's is 2.
-    active = min(experts, given.get("experts_per_token", 1 if deepspeed else 2))
-    values = {"experts": experts, "experts_per_token": active, "expert_layers": routed}
-    return values | (
-        {"shared_ffn": given.get("ffn") or 4 * given["hidden"]} if given.get("residual") else {}
-    )
+def _sizes_of(settings: Mapping[str, Any]) -> Sizes | None:
+    """Return the parallel sizes that the settings give, or None if they give none."""
+    sizes = {}
+    for name in ("pipeline", "tensor", "context", "expert"):
+        size = settings.get(name, 0)
+        if size > 0:
+            sizes[name] = size
+    if not sizes:
+        return None
+    return Sizes(**sizes, order=settings.get("order", DEFAULT_ORDER))
 
 
-def _routed(text: str, layers: int, deepspeed: bool) -> int:
-    """Layers with experts: every N-th, or those of a list such as ([0]+[1]*23)*2."""
-    if text.isdecimal() and int(text):
-        return max(1, layers // int(text) if deepspeed else ceil(layers / int(text)))
-    try:
-        pattern = _pattern(ast.parse(text, mode="eval").body)
-    except (SyntaxError, ValueError, TypeError):
-        return layers
-    return max(1, round(layers * sum(map(bool, pattern)) / len(pattern))) if pattern else layers
+def _zero_stage(settings: Mapping[str, Any], assumed: list[str]) -> int:
+    """Return the ZeRO stage of the job, 0 to 3.
 
+    Stages 2 and 3 do not work with pipeline parallelism: stage 1 is then assumed.
 
-def _pattern(node: ast.expr) -> Any:
-    """Numbers, lists, + and *: nothing else is worked out."""
-    if isinstance(node, ast.Constant) and isinstance(node.value, int) and node.value < 10_000:
-        return node.value
-    if isinstance(node, ast.List):
-        return [_pattern(element) for element in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
-        left, right = _pattern(node.left), _pattern(node.right)
-        return left + right if isinstance(node.op, ast.Add) else left * right
-    raise ValueError(ast.dump(node))
-
-
-def _stages(
-    given: dict[str, Any], layers: int, pipeline: int, assumed: list[str]
-) -> tuple[int, tuple[int, ...]]:
-    """Return the number of chunks of each stage, and the layers of each stage; () if all have equally many.
-
-    The layers come from a layout, or from the first and the last stage, or from the embedding and the loss
-    that count as layers. A split that holmes cannot count is taken as even, and noted in `assumed`.
+    Args:
+        assumed: Lines for the user about assumptions; a line is appended if stage 1 is assumed.
     """
-    if not layers or pipeline < 2:
-        return 1, ()
-    if "layout" in given:
-        chunks = [stage.count("t") for stage in _layout(given["layout"])]
-        virtual, rest = divmod(len(chunks), pipeline)
-        fits = not rest and min(chunks) > 0 and sum(chunks) == layers
-        if fits and (virtual == 1 or len(set(chunks)) == 1):
-            return virtual, tuple(chunks) if virtual == 1 and len(set(chunks)) > 1 else ()
-        what = f"--pipeline-model-parallel-layout {given['layout']:.40}"
-        assumed.append(
-            f"even layers: {what} cannot be counted (stages without layers, or uneven chunks)"
-        )
-        return (virtual if not rest and layers % (pipeline * virtual) == 0 else 1), ()
-    # Chunks of each stage, by --num-layers-per-virtual-pipeline-stage.
-    chunk = layers // pipeline // given["layers_per_chunk"] if given.get("layers_per_chunk") else 1
-    virtual = given.get("virtual", chunk) or 1
-    first, last = given.get("first_layers", 0), given.get("last_layers", 0)
-    # Whether the embedding and the loss each take the place of one layer, on the first and the last stage.
-    ends = given.get("embedding_counts", False), given.get("loss_counts", False)
-    per_stage, rest = divmod(layers + sum(ends), pipeline)
-    if any(ends) and not rest and virtual == 1:
-        return 1, (per_stage - ends[0], *[per_stage] * (pipeline - 2), per_stage - ends[1])
-    # The number of stages without a number of layers of their own. They share the other layers evenly.
-    inner = pipeline - bool(first) - bool(last)
-    if not (first or last) or inner < 1 or layers - first - last < inner:
-        return virtual, ()
-    middle = uniform(layers - first - last, inner)
+    if settings.get("fsdp"):
+        zero_stage = settings.get("fsdp_zero", 0)
+    else:
+        zero_stage = settings.get("zero", 0)
+    if zero_stage > 1 and settings.get("pipeline", 1) > 1:
+        assumed.append(f"ZeRO 1: stage {zero_stage} goes with no pipeline")
+        return 1
+    return min(int(zero_stage), MAX_ZERO_STAGE)
+
+
+def _split_of_layers(
+    settings: Mapping[str, Any], layers: int, pipeline_size: int, assumed: list[str]
+) -> LayerSplit:
+    """Return how the command line divides the layers of a model among its pipeline stages.
+
+    Megatron-LM has three ways to give stages unequal numbers of layers. The first that is used counts:
+
+    1. --pipeline-model-parallel-layout lists the layers of each stage.
+    2. The embedding and the loss take the place of a layer on the first and the last stage.
+    3. Flags give the layers of the first and the last stage. The other stages share the rest.
+
+    Args:
+        layers: Number of layers; 0 if it is not known.
+        assumed: Lines for the user about assumptions; a line is appended if an unequal split is not counted.
+    """
+    if not layers or pipeline_size <= 1:
+        return LayerSplit(virtual=1, stage_layers=())
+    if "layout" in settings:
+        return _split_by_layout(settings["layout"], layers, pipeline_size, assumed)
+    virtual = _virtual_stages(settings, layers, pipeline_size)
+
+    # Layers whose place the embedding and the loss take, 0 or 1 each.
+    embedding_layers = int(settings.get("embedding_counts", False))
+    loss_layers = int(settings.get("loss_counts", False))
+    places_of_stage, remainder = divmod(layers + embedding_layers + loss_layers, pipeline_size)
+    ends_count = embedding_layers + loss_layers > 0
+    if ends_count and not remainder and virtual == 1:
+        first = places_of_stage - embedding_layers
+        last = places_of_stage - loss_layers
+        between = [places_of_stage] * (pipeline_size - 2)
+        return LayerSplit(virtual=1, stage_layers=(first, *between, last))
+    return _split_by_ends(settings, layers, pipeline_size, virtual, assumed)
+
+
+def _virtual_stages(settings: Mapping[str, Any], layers: int, pipeline_size: int) -> int:
+    """Return the number of chunks of layers on each pipeline stage; 1 without the interleaved schedule."""
+    chunks = 1
+    if settings.get("layers_per_chunk"):
+        chunks = layers // pipeline_size // settings["layers_per_chunk"]
+    return settings.get("virtual", chunks) or 1
+
+
+def _split_by_ends(
+    settings: Mapping[str, Any], layers: int, pipeline_size: int, virtual: int, assumed: list[str]
+) -> LayerSplit:
+    """Return the split of layers by the flags for the layers of the first and of the last pipeline stage.
+
+    The stages without such a flag share the other layers as evenly as possible. An impossible split,
+    which the framework will refuse, counts as even.
+
+    Args:
+        virtual: Chunks of layers on each stage (interleaved schedule), or 1.
+        assumed: Lines for the user about assumptions; a line is appended if the flags are not counted.
+    """
+    even = LayerSplit(virtual=virtual, stage_layers=())
+    first = settings.get("first_layers", 0)  # 0: not given
+    last = settings.get("last_layers", 0)
+    other_stages = pipeline_size - bool(first) - bool(last)
+    other_layers = layers - first - last
+    if not first and not last:
+        return even
+    if other_stages < 1 or other_layers < other_stages:
+        return even
     if virtual > 1:
         assumed.append(
             "even layers: an uneven first or last stage is not counted in an interleaved schedule"
         )
-        return virtual, ()
-    return 1, (*((first,) if first else ()), *middle, *((last,) if last else ()))
+        return even
+    stage_layers = list(uniform(other_layers, other_stages))
+    if first:
+        stage_layers.insert(0, first)
+    if last:
+        stage_layers.append(last)
+    return LayerSplit(virtual=1, stage_layers=tuple(stage_layers))
 
 
-def _layout(text: str) -> list[str]:
-    """Of a layout such as Et*3|(tt|)*2,m|L, each stage's letters (pipeline_parallel_layer_layout.py)."""
-    text = text.replace(",", "").replace(" ", "")
-    for pattern in (r"\(([^()]*)\)\*(\d{1,4})", r"([A-Za-z|])\*(\d{1,4})"):
-        while len(text) < 100_000 and (match := re.search(pattern, text)):
-            text = text[: match.start()] + match[1] * int(match[2]) + text[match.end() :]
-    return text.replace("(", "").replace(")", "").split("|")
+def _split_by_layout(
+    layout: str, layers: int, pipeline_size: int, assumed: list[str]
+) -> LayerSplit:
+    """Return the split of layers by a value of --pipeline-model-parallel-layout, such as "Ettt|tL".
+
+    Args:
+        assumed: Lines for the user about assumptions; a line is appended if the layout is not counted: it has
+            chunks without layers, or unequal chunks in an interleaved schedule.
+    """
+    chunk_layers = [chunk.count("t") for chunk in _expand_layout(layout)]
+    virtual, remainder = divmod(len(chunk_layers), pipeline_size)
+    is_valid = not remainder and min(chunk_layers) > 0 and sum(chunk_layers) == layers
+    is_even = len(set(chunk_layers)) == 1
+    if is_valid and is_even:
+        return LayerSplit(virtual=virtual, stage_layers=())
+    if is_valid and virtual == 1:
+        return LayerSplit(virtual=1, stage_layers=tuple(chunk_layers))
+    assumed.append(
+        f"even layers: --pipeline-model-parallel-layout {layout:.40} cannot be counted (stages without "
+        "layers, or uneven chunks)"
+    )
+    can_be_even = not remainder and layers % (pipeline_size * virtual) == 0
+    return LayerSplit(virtual=virtual if can_be_even else 1, stage_layers=())
+
+
+_REPEATED_GROUP = re.compile(r"\(([^()]*)\)\*(\d{1,4})")  # such as "(tt|)*2"
+_REPEATED_LETTER = re.compile(r"([A-Za-z|])\*(\d{1,4})")  # such as "t*3"
+
+
+def _expand_layout(layout: str) -> list[str]:
+    """Return the letters of each chunk in a pipeline layout of Megatron-LM.
+
+    For example, "Et*3|(tt|)*2,L" is "Ettt", "tt", "tt" and "L". Each "t" is a transformer layer.
+    Megatron-LM's pipeline_parallel_layer_layout.py defines the notation.
+    """
+    expanded = layout.replace(",", "").replace(" ", "")
+    for pattern in (_REPEATED_GROUP, _REPEATED_LETTER):
+        match = pattern.search(expanded)
+        while match is not None and len(expanded) < MAX_LAYOUT_LENGTH:
+            repeated = match[1] * int(match[2])
+            expanded = expanded[: match.start()] + repeated + expanded[match.end() :]
+            match = pattern.search(expanded)
+    return expanded.replace("(", "").replace(")", "").split("|")

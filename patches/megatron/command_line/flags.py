@@ -1,13 +1,15 @@
-"""What Megatron-LM's, Megatron-DeepSpeed's and DeepSpeed's flags say of a job, or why they are not read.
+"""Tables of the flags of Megatron-LM and Megatron-DeepSpeed, and of the keys of DeepSpeed's ds_config.
 
-    READ, DS_CONFIG    flag, or key of ds_config -> (setting, value)
-    NOT_READ           those that change what a step takes or holds and that the model does not know, with why
-    NO_BEARING         beginnings of those that change neither sizes, memory nor traffic (or under 0.1 %: a
-                       norm's bias)
+holmes predicts the step time of a job from its command line. The tables say how each flag or key counts:
 
-Whatever is in none of them is named to the user as unknown. A value is a type (int, float, str: what follows
-the flag; list: all whole numbers that follow), a dictionary that translates what follows, or what the flag
-alone means. Settings are those of Sizes and Model (plan/), and those that describe.py makes them from.
+    READ, DS_CONFIG    gives a setting of the job, such as the number of layers
+    NOT_READ           changes the time or memory of a step, but the prediction does not count it; has the
+                       reason
+    NO_BEARING         changes neither sizes, memory nor traffic, or by less than 0.1 % (the bias of a norm).
+                       The table has beginnings of flags.
+
+A flag that is in no table is reported to the user as unknown. A setting is a field of Sizes or Model
+(plan/), or a value from which describe.py computes such fields.
 
 Sources: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py (Megatron-LM),
 megatron/arguments.py (Megatron-DeepSpeed).
@@ -15,16 +17,36 @@ megatron/arguments.py (Megatron-DeepSpeed).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+#: Name of a number format -> bytes of one element.
 _WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 
 
-def _table(*rows: tuple[Any, ...]) -> dict[str, tuple[str, Any]]:
-    """Of (setting, value, its flags: Megatron-LM's, then Megatron-DeepSpeed's or an older one)."""
-    return {name: (setting, value) for setting, value, *names in rows for name in names}
+class Reading(NamedTuple):
+    """Setting that a flag or a key gives, and how the words after the flag become the value."""
+
+    setting: str  # name of the setting, such as "layers"
+    #: int, float or str: the word after the flag, converted to this type. list: all whole numbers after
+    #: the flag. A dictionary translates the word; its entry "" is for all words that it does not have.
+    #: Any other value is the value of the setting itself, for flags without words.
+    meaning: Any
 
 
+def _table(*rows: tuple[Any, ...]) -> dict[str, Reading]:
+    """Return a table from flag (or key of ds_config) to its Reading.
+
+    Args:
+        rows: Tuples (setting, meaning, flag, ...). All flags of a row give the same setting.
+    """
+    table = {}
+    for setting, meaning, *flags in rows:
+        for flag in flags:
+            table[flag] = Reading(setting, meaning)
+    return table
+
+
+#: Parallel sizes.
 SIZES = _table(
     ("pipeline", int, "--pipeline-model-parallel-size"),
     ("tensor", int, "--tensor-model-parallel-size"),
@@ -32,9 +54,11 @@ SIZES = _table(
     ("expert", int, "--expert-model-parallel-size", "--moe-expert-parallel-size"),
     ("pipeline", 1, "--no-pipeline-parallel"),  # Megatron-DeepSpeed without its pipeline engine
     ("order", "tp-cp-ep-pp-dp", "--use-tp-pp-dp-mapping"),  # data-parallel ranks outermost
-    ("instances", int, "--num-distributed-optimizer-instances"),  # each sums inside first
+    # Each instance of the distributed optimizer first sums gradients among its own ranks.
+    ("instances", int, "--num-distributed-optimizer-instances"),
 )
 
+#: Sizes and parts of the model.
 MODEL = _table(
     ("layers", int, "--num-layers"),
     ("hidden", int, "--hidden-size"),
@@ -65,6 +89,7 @@ MODEL = _table(
     ("residual", {"residual": True, "": False}, "--mlp-type"),  # an MLP beside the experts
 )
 
+#: Batch size, precision, optimizer, recomputation, and the split of the layers.
 TRAINING = _table(
     ("micro_batch", int, "--micro-batch-size", "--batch-size"),
     ("global_batch", int, "--global-batch-size"),
@@ -81,17 +106,11 @@ TRAINING = _table(
     ("offload_fraction", float, "--optimizer-offload-fraction"),
     ("sequence_parallel", True, "--sequence-parallel"),
     ("recompute", {"full": "full", "selective": "selective"}, "--recompute-granularity"),
-    (
-        "recompute",
-        {"": "full"},
-        "--activations-checkpoint-method",
-    ),  # before there was a granularity
+    # Megatron-LM before --recompute-granularity.
+    ("recompute", {"": "full"}, "--activations-checkpoint-method"),
     ("recompute", "selective", "--recompute-activations"),
-    (
-        "recompute",
-        "full",
-        "--checkpoint-activations",
-    ),  # Megatron-DeepSpeed's, and Megatron-LM's before
+    # Megatron-DeepSpeed, and old versions of Megatron-LM.
+    ("recompute", "full", "--checkpoint-activations"),
     ("implementation", str, "--transformer-impl"),
     ("attention", str, "--attention-backend"),
     (
@@ -111,7 +130,7 @@ TRAINING = _table(
         {"no_shard": 0, "optim": 1, "optim_grads": 2, "optim_grads_params": 3},
         "--data-parallel-sharding-strategy",
     ),
-    ("zero", int, "--zero-stage"),  # Megatron-DeepSpeed's; what ds_config says counts
+    ("zero", int, "--zero-stage"),  # Megatron-DeepSpeed's; ds_config overrules it
     ("overlap", True, "--overlap-grad-reduce"),
     ("gather_overlap", True, "--overlap-param-gather"),
     ("virtual", int, "--num-virtual-stages-per-pipeline-rank"),
@@ -125,6 +144,7 @@ TRAINING = _table(
     ("ds_config", str, "--deepspeed_config", "--deepspeed-config"),
 )
 
+#: All flags that give a setting.
 READ = {**SIZES, **MODEL, **TRAINING}
 #: Flags that only Megatron-DeepSpeed has: its defaults differ from Megatron-LM's.
 MEGATRON_DEEPSPEED = (
@@ -136,7 +156,8 @@ MEGATRON_DEEPSPEED = (
     "--moe-expert-parallel-size",
     "--deepspeed-activation-checkpointing",
 )
-#: The same of ds_config's keys; those of tables within tables are joined by dots. "auto" is not said.
+#: Keys of ds_config that give a setting. Keys of nested tables are joined by dots. The value "auto" is
+#: ignored.
 DS_CONFIG = _table(
     ("global_batch", int, "train_batch_size"),
     ("micro_batch", int, "train_micro_batch_size_per_gpu"),
@@ -161,10 +182,11 @@ DS_CONFIG = _table(
 )
 
 
-#: name -> why; written by reason: names of flags, and of ds_config's keys.
+#: Flag, or key of ds_config -> why the prediction does not count it. The literal below is the other way
+#: round: reason -> flags and keys.
 NOT_READ: dict[str, str] = {
-    name: why
-    for why, names in {
+    name: reason
+    for reason, names in {
         "the file is not read; give the model with --model FILE": """
         --yaml-cfg --heterogeneous-layers-config-path""",
         "the checkpoint's arguments are not read; give the flags themselves": "--use-checkpoint-args",
@@ -247,7 +269,8 @@ NOT_READ: dict[str, str] = {
     for name in names.split()
 }
 
-#: Values with which a flag or key of NOT_READ changes nothing; "tensor": the same number as this setting.
+#: Flag or key of NOT_READ -> values with which it changes nothing. "tensor" stands for the
+#: tensor-parallel size. The literal below is the other way round: values -> flags and keys.
 UNLESS: dict[str, tuple[str, ...]] = {
     name: values
     for values, names in {
@@ -331,7 +354,8 @@ NO_BEARING = tuple(
     suggested-comm keep-fp8 megatron-fsdp-version megatron-fsdp-enable megatron-fsdp-max gtp- deepscale
 """.split()
 )
-#: The same of ds_config's keys, by table.
+#: Beginnings of ds_config keys that change neither sizes, memory nor traffic. The literal below has them
+#: by table.
 NO_BEARING_KEYS = tuple(
     table + key
     for table, keys in {

@@ -1,4 +1,4 @@
-"""What Megatron-LM and Megatron-DeepSpeed will refuse of a layout, with the nearest that they take."""
+"""Finds parallel sizes that Megatron-LM or Megatron-DeepSpeed will refuse, and suggests valid sizes."""
 
 from __future__ import annotations
 
@@ -9,47 +9,68 @@ from holmes_ext.plan.sizes import Sizes, divisors
 
 
 def refusals(
-    said: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
+    command_line: CommandLine, sizes: Sizes, world: int, partitioned: bool = False
 ) -> Iterator[str]:
     """Yield a line for each number of the model that its framework cannot divide by the parallel sizes.
 
     Args:
+        command_line: The job, with its model. If there is no model, nothing is refused.
         sizes: The parallel sizes, including the data-parallel size.
         world: Number of ranks.
-        partitioned: Whether holmes decides how many layers each stage gets.
+        partitioned: Whether holmes decides how many layers each pipeline stage gets.
     """
-    model = said.model
+    model = command_line.model
     if model is None:
         return
-    tensor = "--tensor-model-parallel-size", sizes.tensor
-    yield from _divides("--num-attention-heads", model.heads, *tensor, 1, world)
-    # Query groups are divided among the tensor-parallel ranks, or several of these ranks share a group.
-    if model.groups and model.groups % sizes.tensor and sizes.tensor % model.groups:
-        yield from _divides("--num-query-groups", model.groups, *tensor, 1, world)
+    tensor_flag = "--tensor-model-parallel-size"
+    yield from _line_if_indivisible(
+        "--num-attention-heads", model.heads, tensor_flag, sizes.tensor, chunks=1, world=world
+    )
+    # Each tensor-parallel rank has some query groups, or several of these ranks share a group.
+    groups = model.groups
+    if groups and groups % sizes.tensor and sizes.tensor % groups:
+        yield from _line_if_indivisible(
+            "--num-query-groups", groups, tensor_flag, sizes.tensor, chunks=1, world=world
+        )
+    splits_layers = bool(command_line.stage_layers) or partitioned
+    if command_line.framework != "megatron-lm" or splits_layers or sizes.pipeline <= 1:
+        return
     # Without a split of the layers, Megatron-LM gives each chunk of each stage the same number.
-    even = said.framework == "megatron-lm" and not (said.stage_layers or partitioned)
-    if even and sizes.pipeline > 1:
-        pipeline = "--pipeline-model-parallel-size", sizes.pipeline
-        for line in _divides("--num-layers", model.layers, *pipeline, said.virtual, world):
-            yield f"{line}; or --holmes-partition balanced gives stages unequal ones"
+    lines = _line_if_indivisible(
+        "--num-layers",
+        model.layers,
+        "--pipeline-model-parallel-size",
+        sizes.pipeline,
+        chunks=command_line.virtual,
+        world=world,
+    )
+    for line in lines:
+        yield f"{line}; or --holmes-partition balanced gives stages unequal ones"
 
 
-def _divides(name: str, count: int, flag: str, size: int, chunks: int, world: int) -> Iterator[str]:
-    """Yield a line if a number does not divide by a parallel size, with the nearest sizes that fit.
+def _line_if_indivisible(
+    count_flag: str, count: int, size_flag: str, size: int, chunks: int, world: int
+) -> Iterator[str]:
+    """Yield a line if a number of the model does not divide by a parallel size x the chunks of a rank.
+
+    The line names the nearest smaller and the nearest larger size that divide the number.
 
     Args:
-        name: The flag of the number.
-        flag: The flag of the size.
-        chunks: Parts of each rank or stage: the number must divide by size x chunks.
-        world: Number of ranks. Only its divisors are possible sizes.
+        count_flag: Flag of the number.
+        count: The number, such as that of the layers.
+        size_flag: Flag of the parallel size.
+        chunks: Parts that each rank or stage gets.
+        world: Number of ranks, which the suggested sizes divide.
     """
     if count % (size * chunks) == 0:
         return
-    fit = [value for value in divisors(world) if count % (value * chunks) == 0]
-    below = [value for value in fit if value < size]
-    above = [value for value in fit if value > size]
-    nearest = " or ".join(map(str, (*below[-1:], *above[:1])))
-    what = f"{flag} {size}" + (f" of {chunks} chunks" if chunks > 1 else "")
-    yield f"{name} {count} does not divide by {what}" + (
-        f"; nearest that do: {nearest}" if nearest else ""
-    )
+    valid_sizes = [value for value in divisors(world) if count % (value * chunks) == 0]
+    smaller = [value for value in valid_sizes if value < size]
+    larger = [value for value in valid_sizes if value > size]
+    nearest_sizes = smaller[-1:] + larger[:1]
+    line = f"{count_flag} {count} does not divide by {size_flag} {size}"
+    if chunks > 1:
+        line += f" of {chunks} chunks"
+    if nearest_sizes:
+        line += f"; nearest that do: {' or '.join(map(str, nearest_sizes))}"
+    yield line

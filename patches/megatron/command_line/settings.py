@@ -1,4 +1,8 @@
-"""A command line, and the ds_config that it names, as settings by name; what is not read, what is unknown."""
+"""Reads the settings of a training job from its command line, and from the ds_config file that it names.
+
+A setting has a name and a value, such as "layers" and 24. The tables in flags.py say which flag, or which key
+of ds_config, gives which setting.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.patches.deepspeed import ds_config
+from holmes_ext.patches.deepspeed.ds_config import DsConfig
 from holmes_ext.patches.megatron.command_line.flags import (
     DS_CONFIG,
     NO_BEARING,
@@ -15,133 +20,187 @@ from holmes_ext.patches.megatron.command_line.flags import (
     NOT_READ,
     READ,
     UNLESS,
+    Reading,
 )
+
+#: Numbers with more digits are ignored: no setting is that large.
+MAX_DIGITS = 12
 
 
 @dataclass(frozen=True)
 class Settings:
-    """values: by the names of flags.py. flags: each with what follows. not_read: name -> why. overruled: what
-    ds_config and flags say differently (ds_config's counts)."""
+    """Settings of a command line and of its ds_config file, and the flags and keys that gave none."""
 
-    values: dict[str, Any]
-    flags: dict[str, list[str]]
-    not_read: dict[str, str]
-    unknown: tuple[str, ...] = ()
+    values: dict[str, Any]  # name of a setting -> value
+    flags: dict[str, list[str]]  # flag -> the words that follow it
+    not_read: dict[str, str]  # flag or key that changes a step, but is not counted -> reason
+    unknown: tuple[str, ...] = ()  # flags and keys that are in none of the tables
+    #: A line for each setting that ds_config and flags give differently.
     overruled: tuple[str, ...] = ()
 
 
-def words(argv: Sequence[str]) -> dict[str, list[str]]:
-    """Return each flag of a command line, and the words that follow it.
+def words_by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
+    """Return each flag of a command line with the words that follow it.
 
     If a flag is given twice, the last one counts, as in argparse.
     """
-    by_flag: dict[str, list[str]] = {}
-    last: list[str] = []  # the words of the latest flag
-    for item in argv:
-        name, equals, value = item.partition("=")
-        if name.startswith("--") and len(name) > 2 and " " not in name:
-            last = by_flag[name] = [value] if equals else []
+    words_of: dict[str, list[str]] = {}
+    following: list[str] = []  # words after the latest flag; those before the first are dropped
+    for word in argv:
+        flag, equals, value = word.partition("=")
+        is_flag = flag.startswith("--") and flag != "--" and " " not in flag
+        if is_flag:
+            following = [value] if equals else []
+            words_of[flag] = following
         else:
-            last.append(item)
-    return by_flag
+            following.append(word)
+    return words_of
 
 
-def read(argv: Sequence[str]) -> Settings:
+def read_settings(argv: Sequence[str]) -> Settings:
     """Return the settings in a command line, and in the ds_config file that it names.
 
-    Values that should be numbers but are none are left out: the script itself refuses them.
+    A value of the wrong type, such as a word in place of a number, is left out: the script itself refuses it.
+    If a flag and ds_config give the same setting, the value of ds_config counts.
     """
-    flags = words(argv)
+    flags = words_by_flag(argv)
     values = settings_of(READ, flags)
-    tensor = str(values.get("tensor", 1))
-    # Flags of NOT_READ change the step in a way that holmes does not count. With some values they change
-    # nothing, and are left out here.
-    spoken = [flag for flag, said in flags.items() if not _harmless(flag, " ".join(said), tensor)]
-    not_read = {flag: NOT_READ[flag] for flag in spoken if flag in NOT_READ}
-    known = (*READ, *NOT_READ)
-    unknown = [flag for flag in flags if flag not in known and not flag.startswith(NO_BEARING)]
+    tensor_size = str(values.get("tensor", 1))
+    not_read = {}
+    unknown = []
+    for flag, following in flags.items():
+        if flag in NOT_READ:  # flags that change a step, but are not counted: flag -> reason
+            if not _has_no_effect(flag, " ".join(following), tensor_size):
+                not_read[flag] = NOT_READ[flag]
+        elif flag not in READ and not flag.startswith(NO_BEARING):
+            unknown.append(flag)
+
     config = ds_config.from_arguments(list(argv))
     if config is None:
         return Settings(values, flags, not_read, tuple(unknown))
-    name = Path(config.path).name
-    if not config.digest:  # "": the file could not be read
-        not_read[name] = "cannot be read as JSON: its settings are not counted"
+    is_unreadable = not config.digest
+    if is_unreadable:
+        file_name = Path(config.path).name
+        not_read[file_name] = "cannot be read as JSON: its settings are not counted"
         return Settings(values, flags, not_read, tuple(unknown))
-    # The keys of ds_config are read like flags that are followed by one word.
-    keys = {key: [said] for key, said in _leaves(config.content) if said != "auto"}
-    in_config = settings_of(DS_CONFIG, keys)
-    for key, (said,) in keys.items():
-        # NOT_READ has keys, and names of tables of keys.
-        entry = next(
-            (known for known in NOT_READ if key == known or key.startswith(f"{known}.")), ""
-        )
-        if entry and not _harmless(entry, str(said)):
-            not_read[f"{name}: {entry}"] = NOT_READ[entry]
-        elif not entry and key not in DS_CONFIG and not key.startswith(NO_BEARING_KEYS):
-            unknown.append(f"{name}: {key}")
-    # Settings with different values in ds_config and in the flags. ds_config's zero counts without a message.
-    both = [
-        key
-        for key in in_config
-        if key in values and values[key] != in_config[key] and key != "zero"
-    ]
-    overruled = [
-        f"{key.replace('_', ' ')} {in_config[key]} of {name} counts, not {values[key]} of the flags"
-        for key in both
-    ]
+    return _with_config(Settings(values, flags, not_read, tuple(unknown)), config)
+
+
+def _with_config(from_flags: Settings, config: DsConfig) -> Settings:
+    """Return the settings of a command line, completed and overruled by those of its ds_config file."""
+    file_name = Path(config.path).name
+    # Keys are read like flags that one word follows. "auto" leaves a setting to DeepSpeed.
+    words_of_key = {key: [value] for key, value in _leaves(config.content) if value != "auto"}
+    config_values = settings_of(DS_CONFIG, words_of_key)
+    not_read = dict(from_flags.not_read)
+    unknown = list(from_flags.unknown)
+    for key, (value,) in words_of_key.items():
+        entry = _entry_of_key(key)
+        if entry:
+            if not _has_no_effect(entry, str(value)):
+                not_read[f"{file_name}: {entry}"] = NOT_READ[entry]
+        elif key not in DS_CONFIG and not key.startswith(NO_BEARING_KEYS):
+            unknown.append(f"{file_name}: {key}")
+
+    overruled = []
+    for name, value in config_values.items():
+        # The ZeRO stage needs no message: Megatron-DeepSpeed itself uses that of ds_config.
+        if name == "zero" or name not in from_flags.values:
+            continue
+        flag_value = from_flags.values[name]
+        if flag_value != value:
+            setting = name.replace("_", " ")
+            overruled.append(
+                f"{setting} {value} of {file_name} counts, not {flag_value} of the flags"
+            )
     return Settings(
-        values | in_config, flags, not_read, tuple(dict.fromkeys(unknown)), tuple(overruled)
+        values=from_flags.values | config_values,
+        flags=from_flags.flags,
+        not_read=not_read,
+        unknown=tuple(dict.fromkeys(unknown)),  # without duplicates
+        overruled=tuple(overruled),
     )
 
 
-def settings_of(
-    table: Mapping[str, tuple[str, Any]], given: Mapping[str, list[Any]]
-) -> dict[str, Any]:
-    """Return the settings that the given names say, by the table.
+def _entry_of_key(key: str) -> str:
+    """Return the entry of NOT_READ for a key of ds_config, or "" if there is none.
 
-    If two given names say the same setting, the later one in the table counts.
+    An entry is the key itself, or a table around it: "curriculum_learning" covers all keys of that table.
+    """
+    for entry in NOT_READ:
+        if key == entry or key.startswith(f"{entry}."):
+            return entry
+    return ""
+
+
+def settings_of(
+    table: Mapping[str, Reading], words_of: Mapping[str, Sequence[Any]]
+) -> dict[str, Any]:
+    """Return the settings that flags of a command line, or keys of a ds_config file, give.
+
+    If two flags give the same setting, the later one in the table counts.
 
     Args:
-        table: Flag or key -> (setting, meaning). flags.py describes the meanings.
-        given: Flag or key -> the words that follow it.
+        table: Flag or key -> the setting that it gives, and the meaning of its value.
+        words_of: Flag or key -> the words that follow it. It may have flags that the table does not have.
     """
     settings = {}
     for name, (setting, meaning) in table.items():
-        if name in given and (value := _value(meaning, given[name])) is not None:
+        if name not in words_of:
+            continue
+        value = _value_of(meaning, words_of[name])
+        if value is not None:
             settings[setting] = value
     return settings
 
 
-def _value(meaning: Any, said: Sequence[Any]) -> Any:
-    """Return the value of a setting, or None if the words are nothing that the flag can mean.
+def _value_of(meaning: Any, words: Sequence[Any]) -> Any:
+    """Return the value that the words after a flag give to its setting, or None if they are invalid.
 
     Args:
-        meaning: A type that converts the words, a dictionary that translates the first word, or the value
-            itself, which the flag alone means.
-        said: The words that follow the flag.
+        meaning: A type that converts the words (int, float, str; list for several whole numbers), a
+            dictionary that translates the first word, or the value itself if the flag takes no words.
+        words: The words after the flag. The value of a ds_config key is a single word of any JSON type.
     """
-    first = said[0] if said else ""
+    first = words[0] if words else ""
     if meaning is int:
-        return int(first) if str(first).isdecimal() and len(str(first)) < 13 else None
+        return int(first) if _is_whole_number(str(first)) else None
     if meaning is list:
-        return [int(text) for text in said if text.isdecimal() and len(text) < 13] or None
+        return [int(word) for word in words if _is_whole_number(word)] or None
     if meaning is float:
-        return float(first) if str(first).replace(".", "", 1).isdecimal() else None
+        is_number = str(first).replace(".", "", 1).isdecimal()
+        return float(first) if is_number else None
     if meaning is str:
         return str(first) or None
-    # The entry "" of a dictionary is for all words that it does not have.
-    return meaning.get(first, meaning.get("")) if isinstance(meaning, dict) else meaning
+    if isinstance(meaning, dict):
+        default = meaning.get("")  # for all words that the dictionary does not have
+        return meaning.get(first, default)
+    return meaning
 
 
-def _harmless(name: str, said: str, tensor: str = "") -> bool:
-    values = UNLESS.get(name, ())
-    return said in values or ("tensor" in values and said == tensor)
+def _is_whole_number(text: str) -> bool:
+    return text.isdecimal() and len(text) <= MAX_DIGITS
 
 
-def _leaves(table: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """("a.b", value) of tables within tables; nothing of one that is not enabled but that it is not."""
+def _has_no_effect(name: str, value: str, tensor_size: str = "") -> bool:
+    """Return whether a flag of NOT_READ, or a key, changes nothing if it has this value.
+
+    Args:
+        tensor_size: The tensor-parallel size. Some flags change nothing if they give the same number.
+    """
+    values_without_effect = UNLESS.get(name, ())
+    if "tensor" in values_without_effect and value == tensor_size:
+        return True
+    return value in values_without_effect
+
+
+def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of each value in nested dictionaries, with the keys joined by dots: "fp16.enabled".
+
+    A dictionary with "enabled": false yields nothing, because its other values have no effect.
+    """
     for key, value in table.items():
         if not isinstance(value, dict):
-            yield before + key, value
+            yield prefix + key, value
         elif value.get("enabled", True) is not False:
-            yield from _leaves(value, f"{before}{key}.")
+            yield from _leaves(value, f"{prefix}{key}.")

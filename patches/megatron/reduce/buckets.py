@@ -1,83 +1,125 @@
-"""Bucket sizes of megatron-core's distributed optimizer that its checkpoints survive.
+"""Finds bucket sizes for megatron-core's distributed optimizer with which its checkpoints are correct.
 
-Before core 0.20 a fully reshardable checkpoint is wrong when a bucket other than the last is padded:
-get_parameter_state_dp_zero drops the padding between buckets, sharded_param_state_fully_reshardable counts it
-(0.14, 0.15, 0.16.1; mended in 0.20). Cut where the sum is a multiple of the divisor, buckets have none."""
+megatron-core cuts the gradients into buckets, and pads each bucket so that the ranks get equal shards.
+Before 0.20, fully reshardable checkpoints are wrong if a bucket other than the last one is padded:
+get_parameter_state_dp_zero leaves out the padding between buckets, and
+sharded_param_state_fully_reshardable counts it. A bucket needs no padding if it ends where the number of
+elements is already a multiple of the divisor.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-#: Elements at whose multiples a parameter starts (_pad_start_of_param_if_needed), and a bucket ends; ends as
-#: well with pad_buckets_for_high_nccl_busbw.
-START, END, HIGH_BANDWIDTH = 64, 128, 2**16
+#: A parameter starts at a multiple of this number of elements (_pad_start_of_param_if_needed).
+PARAMETER_ALIGNMENT = 64
+#: A bucket ends at a multiple of this number of elements.
+BUCKET_ALIGNMENT = 128
+#: With pad_buckets_for_high_nccl_busbw, a bucket also ends at a multiple of this number of elements.
+HIGH_BANDWIDTH_ALIGNMENT = 2**16
+#: Smallest and largest bucket size that replaces the planned size, as multiples of it.
+MIN_SIZE_FACTOR = 1 / 2
+MAX_SIZE_FACTOR = 4
 
 
-def cuts(params: Sequence[tuple[int, bool]], size: int | None, divisor: int) -> list[int]:
-    """Return the offsets in the buffer at which megatron-core's buckets end, before padding.
+class ParameterSize(NamedTuple):
+    """Part of a parameter's description that decides where megatron-core ends a bucket."""
+
+    elements: int
+    has_own_bucket: bool  # a shared embedding is in a bucket without other parameters
+
+
+def bucket_ends(
+    parameters: Sequence[ParameterSize], bucket_size: int | None, divisor: int
+) -> list[int]:
+    """Return the offsets at which megatron-core ends the buckets in the gradient buffer, before padding.
 
     Args:
-        params: (number of elements, whether it has its own bucket) of each parameter, in the order of the
-            backward pass.
-        size: Elements after which megatron-core ends a bucket; None: it ends none.
-        divisor: megatron-core pads the end of each bucket to a multiple of this number.
+        parameters: In the order of the backward pass.
+        bucket_size: Elements after which a bucket ends; None: only shared embeddings end one.
+        divisor: The end of each bucket is padded to a multiple of this number.
     """
-    # at: end of the latest parameter. begin: start of its bucket. filled: whether the bucket has parameters.
-    ends, begin, at, filled = [], 0, 0, False
+    ends = []
+    bucket_start = 0
+    position = 0  # end of the latest parameter
+    bucket_is_empty = True
+    for elements, has_own_bucket in parameters:
+        position = _round_up(position, PARAMETER_ALIGNMENT)
+        if has_own_bucket and not bucket_is_empty:
+            ends.append(position)  # the parameters before this one form a bucket
+            bucket_start = _round_up(position, divisor)
+            position = bucket_start
+        position += elements
+        bucket_is_empty = False
+        is_full = bucket_size is not None and position - bucket_start >= bucket_size
+        if has_own_bucket or is_full:
+            ends.append(position)
+            bucket_start = _round_up(position, divisor)
+            position = bucket_start
+            bucket_is_empty = True
+    if not bucket_is_empty:
+        ends.append(position)
+    return ends
 
-    def cut() -> None:
-        """End the bucket. The next one starts after its padding."""
-        nonlocal begin, at, filled
-        ends.append(at)
-        begin = at = math.ceil(at / divisor) * divisor
-        filled = False
 
-    for elements, alone in params:
-        at = math.ceil(at / START) * START  # where megatron-core lets the parameter start
-        if alone and filled:  # the parameters before it stay in a bucket without it
-            cut()
-        at, filled = at + elements, True
-        if alone or size is not None and at - begin >= size:
-            cut()
-    return [*ends, at] if filled else ends
+def unpadded_bucket_size(
+    parameters: Sequence[ParameterSize], planned_size: int, divisor: int
+) -> int | None:
+    """Return the bucket size nearest to the planned one with which only the last bucket needs padding.
 
-
-def unpadded(params: Sequence[tuple[int, bool]], wanted: int, divisor: int) -> int | None:
-    """Return the bucket size nearest to `wanted` with which only the last bucket needs padding.
-
-    Sizes from half of `wanted` to four times `wanted` are tried. The result is None if none of them fits.
+    Sizes from half the planned size to four times the planned size are tried. The result is None if none of
+    them fits, or if there would be a single bucket.
 
     Args:
-        params: As for cuts().
+        parameters: In the order of the backward pass.
+        planned_size: In elements.
         divisor: A bucket needs no padding if it ends at a multiple of this number.
     """
-    # The first bucket of a size ends after a parameter. Only ends that need no padding are candidates.
-    aligned, at = [], 0
-    for elements, _ in params:
-        at = math.ceil(at / START) * START + elements
-        if at % divisor == 0 and wanted / 2 <= at <= 4 * wanted:
-            aligned.append(at)
-    # The nearest size first. The first bucket fits: check the later ones, except the last.
-    for size in sorted(aligned, key=lambda size: (abs(size - wanted), size)):
-        ends = cuts(params, size, divisor)
-        if len(ends) > 1 and not any(end % divisor for end in ends[:-1]):
+    min_size = planned_size * MIN_SIZE_FACTOR
+    max_size = planned_size * MAX_SIZE_FACTOR
+    # The first bucket ends after a parameter. Only ends that need no padding are candidates.
+    candidates = []
+    position = 0
+    for parameter in parameters:
+        position = _round_up(position, PARAMETER_ALIGNMENT) + parameter.elements
+        if position % divisor == 0 and min_size <= position <= max_size:
+            candidates.append(position)
+
+    # Stable: of two sizes at the same distance, the smaller one comes first.
+    candidates.sort(key=lambda size: abs(size - planned_size))
+    for size in candidates:
+        ends = bucket_ends(parameters, size, divisor)
+        is_aligned = all(end % divisor == 0 for end in ends[:-1])
+        if len(ends) > 1 and is_aligned:
             return size
     return None
 
 
-def of_buffer(params: Sequence[Any], ranks: int, ddp_config: Any, wanted: int) -> int | None:
-    """Return unpadded() for the parameters of a _ParamAndGradBuffer.
+def unpadded_size_for_buffer(
+    parameters: Sequence[Any], ranks: int, ddp_config: Any, planned_size: int
+) -> int | None:
+    """Return a bucket size with which a buffer of megatron-core needs no padding between buckets.
 
     Args:
-        params: The parameters, in the order of the model.
+        parameters: The torch parameters in the _ParamAndGradBuffer, in the order of the model.
         ranks: Number of ranks that reduce the gradients.
-        wanted: Planned number of elements of a bucket.
+        ddp_config: DistributedDataParallelConfig.
+        planned_size: Planned number of elements of a bucket.
+
+    Returns:
+        The size nearest to the planned one, in elements; None if no size near it fits.
     """
-    high = getattr(ddp_config, "pad_buckets_for_high_nccl_busbw", False)
-    divisor = math.lcm(ranks, END, HIGH_BANDWIDTH if high else 1)
-    backwards = [
-        (param.numel(), getattr(param, "shared_embedding", False)) for param in params[::-1]
+    divisor = math.lcm(ranks, BUCKET_ALIGNMENT)
+    if getattr(ddp_config, "pad_buckets_for_high_nccl_busbw", False):
+        divisor = math.lcm(divisor, HIGH_BANDWIDTH_ALIGNMENT)
+    sizes_in_backward_order = [
+        ParameterSize(parameter.numel(), getattr(parameter, "shared_embedding", False))
+        for parameter in reversed(parameters)
     ]
-    return unpadded(backwards, wanted, divisor)
+    return unpadded_bucket_size(sizes_in_backward_order, planned_size, divisor)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return math.ceil(value / multiple) * multiple

@@ -10,7 +10,8 @@ This module switches the option on in programs that do not know of it, and chang
     step()                            starts all gathers at its end, those of the first layers first
     state_dict(), load_state_dict()   wait until the gathers are complete
 
-A program must not read weights in any other way between step() and the forward pass."""
+A program must not read weights in any other way between step() and the forward pass.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +112,7 @@ PATCHES = (
     Patch(
         GATHER,
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.step_with_ready_grads",
-        "the gather is to be under way before anything can read the weights",
+        "the gathers must be started before the program can read the weights",
         _gather_after_step,
     ),
 )

@@ -12,7 +12,8 @@ each stage. This module passes these values to megatron-core:
 Checkpoints can depend on the distributed optimizer's buckets. These are changed only under --holmes-overlap
 on, or if megatron_lm.py has found that no checkpoint of the job depends on them. Under --holmes-overlap on,
 updated weights are also gathered during the next forward pass (gather.py). The distributed optimizer itself
-is never switched on, because checkpoints would then have another format."""
+is never switched on, because checkpoints would then have another format.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +31,7 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, group_ranks
 from holmes_ext.runtime.session import tell
 
+FLOAT32_BYTES = 4
 #: Elements of a bucket of the DistributedDataParallel whose constructor runs now; None: megatron-core's size.
 #: The constructor's wrapper sets it. The wrappers of functions that the constructor calls read it.
 _planned_bucket_size: ContextVar[int | None] = ContextVar("planned bucket size", default=None)
@@ -79,9 +81,7 @@ def _reduce_as_planned(current, call, instance):
     ranks = group_ranks(group)
     backend = backend_of(group)
     stage = sizes.stage(current.rank)
-    planned = current.stages(sizes, backend)[
-        stage
-    ]  # how the plan reduces the gradients of this stage
+    planned = current.stages(sizes, backend)[stage]  # the planned gradient reduction of this stage
     network = current.fabric_of(ranks, backend)  # None: inside one node, or the backend chooses it
     if not planned.overlap or network is None:
         return call()
@@ -96,13 +96,12 @@ def _reduce_as_planned(current, call, instance):
         return call()
 
     parameter_count = sum(p.numel() for p in arguments["module"].parameters() if p.requires_grad)
-    gradient_bytes = 4 * parameter_count  # in float32
+    gradient_bytes = FLOAT32_BYTES * parameter_count
     bucket_bytes = current.reduction(ranks, backend, gradient_bytes).bucket_bytes
-    bucket_elements = max(1, bucket_bytes // 4)
+    bucket_elements = max(1, bucket_bytes // FLOAT32_BYTES)
     _set_overlap_and_buckets(ddp_config, bucket_elements, rank_count=len(ranks))
-    overlap_was_switched_on = getattr(
-        ddp_config, "overlap_by_plan", False
-    )  # _set_overlap_... sets it
+    # _set_overlap_and_buckets() sets this attribute.
+    overlap_was_switched_on = getattr(ddp_config, "overlap_by_plan", False)
     if overlap_was_switched_on:
         _no_sync_between_micro_batches(arguments["config"], instance)
     # Under --holmes-overlap on, updated weights are gathered during the next forward pass. turn_on() sets
@@ -249,9 +248,9 @@ def _bucket_as_planned(
         if not params:  # megatron-core 0.17 has params_with_names in place of params
             params = [param for param, _ in params_with_names]
         rank_count = data_parallel_group.size()
-        elements = megatron_buckets.of_buffer(
+        elements = megatron_buckets.unpadded_size_for_buffer(
             params, rank_count, ddp_config, elements
-        )  # without padding
+        )
     return call(bucket_size=elements)
 
 
@@ -267,7 +266,7 @@ def _lay_out_unpadded(call, instance, params, bucket_size, data_parallel_world_s
     elements = _planned_bucket_size.get()
     if elements is None:
         return call()
-    unpadded_size = megatron_buckets.of_buffer(
+    unpadded_size = megatron_buckets.unpadded_size_for_buffer(
         params, data_parallel_world_size, ddp_config, elements
     )
     return call(bucket_size=unpadded_size)
@@ -277,20 +276,20 @@ PATCHES = (
     Patch(
         REDUCTION,
         "megatron.core.distributed.distributed_data_parallel:DistributedDataParallel.__init__",
-        "a later stage on a slow fabric must overlap too; megatron-core buckets on the first stage only",
+        "megatron-core makes buckets on the first stage only; later stages on slow networks need them, too",
         _reduce_as_planned,
         parameters=("config", "ddp_config", "module", "disable_bucketing"),
     ),
     Patch(
         REDUCTION,
         "megatron.core.distributed.param_and_grad_buffer:_ParamAndGradBuffer.__init__",
-        "bucket_size is None on every stage but the first",
+        "megatron-core passes no bucket size on later stages",
         _bucket_as_planned,
     ),
     Patch(
         REDUCTION,
         "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._compute_per_buffer_param_layout",
-        "buckets that need no padding: checkpoints of these versions drop it",
+        "checkpoints of these versions are wrong if buckets are padded",
         _lay_out_unpadded,
         only=">=0.18,<0.20",
     ),

@@ -13,7 +13,8 @@ Before this sum, megatron-core has averaged the gradients over the data-parallel
     without the distributed optimizer    Every rank has the whole average, which the sum counts d times.
                                          Therefore the sum is divided by d.
     with the distributed optimizer       A rank has the average of its own shard only. It sets the other
-                                         elements to zero, and each shard counts once."""
+                                         elements to zero, and each shard counts once.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +24,8 @@ from holmes_ext.patches.engine.patch import Patch
 from holmes_ext.patches.engine.wrap import by_name, with_session
 from holmes_ext.patches.megatron import core
 from holmes_ext.patches.megatron.features import TIED
+
+PAIR_SIZE = 2  # ranks in the group of the two stages that share an embedding
 
 
 @with_session
@@ -52,9 +55,8 @@ def _all_reduce(
         return call()
     # skip_if_none and config are not read. They are parameters so that unread_arguments() does not list them.
     chunk = _chunk_with_embedding(model, pp_group)
-    if chunk is None or not _is_pair_member(
-        embd_group
-    ):  # the two ranks with a copy of the embedding
+    # embd_group has the two ranks with a copy of the embedding.
+    if chunk is None or not _is_pair_member(embd_group):
         return call()
     # Arguments that this wrapper does not have. A later megatron-core may pass some, and call() handles them.
     if call.unread_arguments():
@@ -71,9 +73,9 @@ def _all_reduce(
     from holmes_ext.runtime.reduce.tied import tied_sum_of
 
     tied_sum = tied_sum_of(embd_group, core.job.sizes, gradient.device.type)
-    if tied_sum is None or not tied_sum.takes(
-        gradient
-    ):  # not planned, or not faster for so few bytes
+    if tied_sum is None:  # the plan has no hierarchical sum for these ranks
+        return call()
+    if not tied_sum.takes(gradient):  # not faster for so few bytes
         return call()
     shard = own_shard(chunk, weight)
     if shard is None:
@@ -89,6 +91,7 @@ def _all_reduce(
         flat[:start].zero_()
         flat[stop:].zero_()
     tied_sum(gradient, divisor)  # in place: sums and divides
+    return None  # like _allreduce_embedding_grad
 
 
 def _is_pair_member(group: Any) -> bool:
@@ -96,7 +99,7 @@ def _is_pair_member(group: Any) -> bool:
     import torch.distributed as dist
 
     # On other ranks torch's new_group() returns NON_GROUP_MEMBER, which is no ProcessGroup.
-    return isinstance(group, dist.ProcessGroup) and group.size() == 2
+    return isinstance(group, dist.ProcessGroup) and group.size() == PAIR_SIZE
 
 
 def _chunk_with_embedding(model: list[Any], pipeline_group: Any) -> Any:
@@ -144,9 +147,8 @@ def own_shard(chunk: Any, weight: Any) -> tuple[int, int] | None:
     if not chunk.ddp_config.use_distributed_optimizer:
         return None
     buffer = next(candidate for candidate in chunk.buffers if weight in candidate.param_index_map)
-    weight_start, weight_stop, bucket_index = buffer.param_index_map[
-        weight
-    ]  # elements of the buffer
+    # Start and stop are indices in the buffer.
+    weight_start, weight_stop, bucket_index = buffer.param_index_map[weight]
     bucket = buffer.buckets[bucket_index]
     group = buffer.data_parallel_group
     shard_size = bucket.grad_data.numel() // group.size()
@@ -163,7 +165,7 @@ PATCHES = (
     Patch(
         TIED,
         "megatron.core.distributed.finalize_model_grads:_allreduce_embedding_grad",
-        "every data-parallel rank would send the whole gradient to another cluster",
+        "megatron-core sends the whole gradient to another cluster from every data-parallel rank",
         _all_reduce,
     ),
 )

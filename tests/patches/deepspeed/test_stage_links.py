@@ -1,4 +1,4 @@
-"""Tests the pipeline schedule that replaces DeepSpeed's 1F1B schedule (patches/deepspeed/stage_links.py).
+"""Tests the pipeline schedule that replaces DeepSpeed's 1F1B schedule (planned_schedule.py).
 
 It has more micro-batches in flight than 1F1B: micro-batches whose forward pass has begun, and whose backward
 pass has not ended. The tests check
@@ -17,6 +17,7 @@ import pytest
 
 from holmes_ext.patches import Registry
 from holmes_ext.patches.deepspeed import stage_links
+from holmes_ext.patches.deepspeed.planned_schedule import planned_schedule_class
 from holmes_ext.runtime.groups.mailbox import Mailbox
 from holmes_ext.runtime.groups.receive_order import ReceiveOrder
 
@@ -70,8 +71,8 @@ def run_schedule(in_flight, micro_batches, stage):
     mailbox = RecordingMailbox()
     engine = SimpleNamespace(loss=None, grad_layer=None)
     deepspeeds_schedule = stock_schedule(len(in_flight), micro_batches, stage)
-    planned_schedule_class = stage_links._schedule_class()
-    planned = planned_schedule_class(deepspeeds_schedule, ReceiveOrder(in_flight), engine, mailbox)
+    planned_schedule_type = planned_schedule_class()
+    planned = planned_schedule_type(deepspeeds_schedule, ReceiveOrder(in_flight), engine, mailbox)
     steps = list(planned.steps())  # makes the schedule call the mailbox, too
     return PlannedRun(planned, steps, mailbox)
 

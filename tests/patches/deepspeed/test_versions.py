@@ -30,10 +30,9 @@ ENGINE = SimpleNamespace(
 )
 def test_the_table_answers_as_the_installed_version(monkeypatch, version, answer):
     monkeypatch.setattr(versions, "installed_version", lambda _: version)
-    monkeypatch.setitem(
-        versions._TABLE, "what", (("0", lambda _: "old"), ("0.17.2", lambda _: "new"))
-    )
-    assert versions.read_by_version("what", ENGINE) == answer
+    readers = (versions.Reader("0", lambda _: "old"), versions.Reader("0.17.2", lambda _: "new"))
+    monkeypatch.setitem(versions._TABLE, "test setting", readers)
+    assert versions.read_by_version("test setting", ENGINE) == answer
 
 
 @pytest.mark.parametrize(

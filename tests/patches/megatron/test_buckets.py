@@ -1,5 +1,4 @@
-"""patches/megatron_buckets: where megatron-core's distributed optimizer cuts, and sizes that need no
-padding."""
+"""Tests bucket sizes with which megatron-core's distributed optimizer needs no padding between buckets."""
 
 import random
 from types import SimpleNamespace
@@ -7,7 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.patches.megatron.reduce import buckets as megatron_buckets
-from holmes_ext.patches.megatron.reduce.buckets import cuts, unpadded
+from holmes_ext.patches.megatron.reduce.buckets import (
+    ParameterSize,
+    bucket_ends,
+    unpadded_bucket_size,
+)
 
 
 class Parameter:
@@ -19,7 +22,7 @@ class Parameter:
 
 
 def layers(hidden, count):
-    """Elements of a GPT's parameters in the order of the backward pass."""
+    """Return the sizes of a GPT's parameters in the order of the backward pass."""
     one = [
         4 * hidden * hidden,
         hidden,
@@ -32,21 +35,30 @@ def layers(hidden, count):
         hidden * hidden,
         hidden,
     ]
-    return [(elements, False) for elements in one * count]
+    return [ParameterSize(elements, False) for elements in one * count]
 
 
 def test_where_buckets_end():
-    assert cuts([(100, False), (100, False), (300, False)], None, 128) == [128 + 100 + 28 + 300]
-    assert cuts([(100, False), (100, False), (300, False)], 150, 128) == [228, 256 + 300]
-    assert cuts([(100, False), (64, True), (64, False)], None, 128) == [128, 128 + 64, 256 + 64]
+    assert bucket_ends(
+        [ParameterSize(100, False), ParameterSize(100, False), ParameterSize(300, False)], None, 128
+    ) == [128 + 100 + 28 + 300]
+    assert bucket_ends(
+        [ParameterSize(100, False), ParameterSize(100, False), ParameterSize(300, False)], 150, 128
+    ) == [228, 256 + 300]
+    assert bucket_ends(
+        [ParameterSize(100, False), ParameterSize(64, True), ParameterSize(64, False)], None, 128
+    ) == [128, 128 + 64, 256 + 64]
 
 
 def test_sizes_without_padding():
-    assert unpadded(layers(128, 4), 100_000, 128) in range(50_000, 400_001)
-    assert unpadded(layers(128, 4), 10_000_000, 128) is None  # one bucket
-    assert unpadded([(100, False)] * 50, 500, 128) is None
+    assert unpadded_bucket_size(layers(128, 4), 100_000, 128) in range(50_000, 400_001)
+    assert unpadded_bucket_size(layers(128, 4), 10_000_000, 128) is None  # one bucket
+    assert unpadded_bucket_size([ParameterSize(100, False)] * 50, 500, 128) is None
     assert (
-        unpadded([*layers(128, 2), (32, False), (128, True)], 100_000, 128) is None
+        unpadded_bucket_size(
+            [*layers(128, 2), ParameterSize(32, False), ParameterSize(128, True)], 100_000, 128
+        )
+        is None
     )  # megatron-core's own cut is padded
 
 
@@ -54,12 +66,13 @@ def test_no_bucket_but_the_last_is_padded():
     draw, found = random.Random(1), 0
     for _ in range(300):
         params = [
-            (draw.choice([32, 64, 96, 128, 1024, 4096]), False) for _ in range(draw.randint(1, 40))
+            ParameterSize(draw.choice([32, 64, 96, 128, 1024, 4096]), False)
+            for _ in range(draw.randint(1, 40))
         ]
         divisor, wanted = draw.choice([128, 256, 384]), draw.randint(500, 20_000)
-        size = unpadded(params, wanted, divisor)
+        size = unpadded_bucket_size(params, wanted, divisor)
         if size is not None:
-            ends = cuts(params, size, divisor)
+            ends = bucket_ends(params, size, divisor)
             assert (
                 len(ends) > 1
                 and not any(end % divisor for end in ends[:-1])
@@ -73,4 +86,4 @@ def test_no_bucket_but_the_last_is_padded():
 def test_of_a_buffer(high, size):
     params = [Parameter(elements) for elements in (4096, 32, 4096, 4096)]
     config = SimpleNamespace(pad_buckets_for_high_nccl_busbw=high)
-    assert megatron_buckets.of_buffer(params, 2, config, 3000) == size
+    assert megatron_buckets.unpadded_size_for_buffer(params, 2, config, 3000) == size

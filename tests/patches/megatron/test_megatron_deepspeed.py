@@ -16,7 +16,7 @@ SESSION = SimpleNamespace(options=Options(cluster="c.toml"), plan=Plan("digest",
 def parser():
     made = argparse.ArgumentParser(allow_abbrev=False)
     made.add_argument("--rotary-percent", default=1.0, help=f"default 100{PERCENT}")
-    return flags.tell_near_misses(flags.add_flags(made, SESSION))
+    return flags.suggest_similar_flags(flags.add_flags(made, SESSION))
 
 
 def test_help_names_the_flags_though_a_text_has_a_bare_percent():

@@ -84,7 +84,7 @@ def parse(*argv):
         return parser
 
     given = (argparse.ArgumentParser(prog="pretrain"),)
-    parser = flags._teach_megatron_lm(add_megatron_arguments, None, given, {})
+    parser = flags._add_flags_to_megatron_lm(add_megatron_arguments, None, given, {})
     return parser, parser.parse_args(argv)
 
 

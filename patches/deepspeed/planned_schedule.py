@@ -1,0 +1,232 @@
+"""Runs the forward and backward passes of a DeepSpeed pipeline stage in a planned order.
+
+DeepSpeed's pipeline engine executes lists of instructions, such as ForwardPass and SendActivation. Its class
+TrainSchedule makes these lists for the 1F1B order. PlannedPasses makes them for any order of the passes.
+
+Messages between stages travel in the background, by a mailbox (runtime/groups/mailbox.py). It keeps a sent
+tensor until the neighbouring stage must have received it. PlannedPasses reports when that is the case.
+stage_links.py explains the protocol, and why no stage waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from holmes_ext.patches.deepspeed.versions import read_by_version
+from holmes_ext.plan.schedule import before
+from holmes_ext.runtime.groups.mailbox import Mailbox
+from holmes_ext.runtime.groups.receive_order import Flight
+from holmes_ext.runtime.reduce.weight_gradients import WeightGradients
+
+#: Kinds of passes, as letters in the planned order.
+FORWARD = "F"
+BACKWARD = "B"
+#: First part of a split backward pass: the gradients of the inputs, which the previous stage waits for.
+INPUT_GRADIENTS = "I"
+#: Second part of a split backward pass: the gradients of the weights. Only zero-bubble orders split passes.
+WEIGHT_GRADIENTS = "W"
+
+#: DeepSpeed's own schedule never allocates fewer activation buffers.
+MIN_PIPE_BUFFERS = 2
+
+
+class PlannedPasses:
+    """Instructions of one training step of a pipeline stage, in a planned order of passes.
+
+    It is a mixin of DeepSpeed's TrainSchedule, which has the attributes that are only declared here.
+    """
+
+    stage_id: int
+    stages: int  # number of pipeline stages
+    micro_batches: int  # of a training step
+    _buffer_idx: Callable[[int], int]  # micro-batch -> number of its activation buffer
+
+    def __init__(self, stock_schedule: Any, planned_order: Flight, engine: Any, mailbox: Mailbox):
+        """Make the schedule of one training step.
+
+        Args:
+            stock_schedule: DeepSpeed's own schedule for this step, whose attributes are copied.
+            planned_order: The order of passes of all stages.
+            engine: The pipeline engine, which executes the instructions.
+            mailbox: Sends and receives the messages of this stage in the background.
+        """
+        self.__dict__.update(vars(stock_schedule))
+        self.order = planned_order.order(self.stage_id, self.micro_batches)
+        self.engine = engine
+        self.mailbox = mailbox
+        self.splits_backward = any(kind == WEIGHT_GRADIENTS for kind, _ in self.order)
+        self.weight_gradients = WeightGradients()  # used by WEIGHT_GRADIENTS passes only
+        self.losses = dict[int, Any]()  # micro-batch -> loss, on the last stage
+        # Forward pass of the previous stage -> number of backward passes that stage runs before it. When the
+        # activation of that forward pass arrives, the previous stage has received as many gradients.
+        self.gradients_received_above: tuple[int, ...] = ()
+        if self.stage_id > 0:
+            previous_order = planned_order.order(self.stage_id - 1, self.micro_batches)
+            self.gradients_received_above = before(
+                previous_order, BACKWARD + INPUT_GRADIENTS, FORWARD
+            )
+
+    def num_pipe_buffers(self) -> int:
+        """Return how many activation buffers the engine must allocate.
+
+        A micro-batch occupies a buffer from its forward pass until its backward pass. The result is the
+        largest number of micro-batches for which that holds at the same time.
+        """
+        changes = []  # of the number of occupied buffers, in each pass
+        for kind, _ in self.order:
+            if kind == FORWARD:
+                changes.append(1)
+            elif kind != WEIGHT_GRADIENTS:  # that part needs no buffer
+                changes.append(-1)
+        occupied = accumulate(changes)
+        return max(MIN_PIPE_BUFFERS, *occupied)
+
+    def steps(self) -> Iterator[list[Any]]:
+        """Yield the instructions of a training step, in lists that the engine executes one by one."""
+        from deepspeed.runtime.pipe import schedule
+
+        for kind, micro_batch in self.order:
+            if kind == FORWARD:
+                yield from self._run_forward(micro_batch)
+            elif kind == WEIGHT_GRADIENTS:
+                self.mailbox.unit = (BACKWARD, micro_batch)
+                self._compute_weight_gradients(micro_batch)
+            else:
+                yield from self._run_backward(kind, micro_batch)
+        yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
+
+    def _run_forward(self, micro_batch: int) -> Iterator[list[Any]]:
+        """Yield the instructions of a forward pass, and tell the mailbox when it begins and ends.
+
+        The activation that arrives for this pass shows that the previous stage has received all gradients
+        which it needed before its own forward pass. The mailbox may free those gradients.
+        """
+        self.mailbox.unit = (FORWARD, micro_batch)  # Mailbox.send labels the sent tensors with it
+        yield from self._forward_instructions(micro_batch, self._buffer_idx(micro_batch))
+        self.mailbox.passed(FORWARD, micro_batch)  # posts the receives that are due after this pass
+        if self.stage_id > 0:
+            gradients_received = self.gradients_received_above[micro_batch]
+            last_received = gradients_received - 1  # micro-batches are counted from 0
+            self.mailbox.arrived(BACKWARD, last_received)  # frees gradients up to this one
+
+    def _run_backward(self, kind: str, micro_batch: int) -> Iterator[list[Any]]:
+        """Yield the instructions of a backward pass, and tell the mailbox when it begins and ends.
+
+        The gradient that arrives for this pass shows that the next stage has received the activation of the
+        micro-batch. The mailbox may free the activation.
+
+        Args:
+            kind: BACKWARD, or INPUT_GRADIENTS for the first part only.
+        """
+        self.mailbox.unit = (BACKWARD, micro_batch)
+        yield from self._backward_instructions(micro_batch, self._buffer_idx(micro_batch))
+        if self.splits_backward and kind == BACKWARD:
+            self._compute_weight_gradients(micro_batch)
+        self.mailbox.passed(BACKWARD, micro_batch)
+        self.mailbox.arrived(FORWARD, micro_batch)  # frees activations up to this one
+
+    def _forward_instructions(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
+        """Yield the engine's instructions for the forward pass of a micro-batch.
+
+        Args:
+            buffer: Number of the activation buffer.
+        """
+        from deepspeed.runtime.pipe import schedule
+
+        is_first_stage = self.stage_id == 0
+        is_last_stage = self.stage_id == self.stages - 1
+        inputs: list[Any] = []
+        if not is_first_stage:
+            inputs.append(schedule.RecvActivation(buffer))
+        if is_first_stage or is_last_stage:
+            # The first stage loads the model's inputs, the last one the labels.
+            inputs.append(schedule.LoadMicroBatch(buffer))
+        yield inputs
+        # If backward passes are split, the linear layers must keep their inputs for the second part.
+        keeps_inputs: Any = nullcontext()
+        if self.splits_backward:
+            keeps_inputs = self.weight_gradients.of(micro_batch)
+        with keeps_inputs:
+            yield [schedule.ForwardPass(buffer)]
+        if is_last_stage:
+            # The engine keeps the latest loss only. The backward pass of this micro-batch restores it.
+            self.losses[micro_batch] = self.engine.loss
+        else:
+            yield [schedule.SendActivation(buffer)]
+
+    def _backward_instructions(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
+        """Yield the engine's instructions for the backward pass of a micro-batch.
+
+        If the plan splits backward passes, these compute the first part: the gradients of the inputs.
+
+        Args:
+            buffer: Number of the activation buffer.
+        """
+        from deepspeed.runtime.pipe import schedule
+
+        engine = self.engine
+        # RecvGrad receives a gradient from the next stage into engine.grad_layer. BackwardPass reads it
+        # there.
+        receive_buffer: Any = None  # that buffer; None on the last stage
+        if self.stage_id == self.stages - 1:
+            # The engine keeps only the loss of its latest forward pass, maybe of another micro-batch.
+            engine.loss = self.losses.pop(micro_batch)
+        else:
+            yield [schedule.RecvGrad(buffer)]
+            receive_buffer = engine.grad_layer
+            if self.splits_backward:
+                # The second part of this backward pass runs later and needs the gradient again. The next
+                # RecvGrad may overwrite the buffer before that. Both parts therefore read a copy.
+                engine.grad_layer = _clone(receive_buffer)
+        instructions = [schedule.BackwardPass(buffer)]
+        if self.stage_id > 0:
+            instructions.append(schedule.SendGrad(buffer))
+        yield instructions
+        engine.grad_layer = receive_buffer  # the next RecvGrad writes into the same buffer again
+
+    def _compute_weight_gradients(self, micro_batch: int) -> None:
+        """Compute the gradients of the weights: the second part of a micro-batch's split backward pass.
+
+        BF16_Optimizer has a float32 sum of the bf16 gradients of all micro-batches. Without the setting
+        immediate_grad_update, the engine adds the bf16 gradients to the sum after each BackwardPass. This
+        part is no BackwardPass, so this method adds its gradients.
+        """
+        engine = self.engine
+        has_float32_sums = engine.using_bf16_optimizer
+        needs_adding = has_float32_sums and not read_by_version("immediate_grad_update", engine)
+        if needs_adding:
+            # Delete the bf16 ("lp") gradients of the first part, which the engine has added already.
+            engine.optimizer.clear_lp_grads()
+        engine._running_engine_backward = True  # else DeepSpeed's hooks raise an error in this pass
+        try:
+            self.weight_gradients.make(micro_batch)
+        finally:
+            engine._running_engine_backward = False
+        if needs_adding:
+            # Add the bf16 gradients to the float32 ("hp") sums.
+            engine.optimizer.update_hp_grads(clear_lp_grads=False)
+
+
+@cache
+def planned_schedule_class() -> type:
+    """Return DeepSpeed's TrainSchedule with the instructions of PlannedPasses.
+
+    The class is made in a function because this module is imported before DeepSpeed is.
+    """
+    from deepspeed.runtime.pipe.schedule import TrainSchedule
+
+    class PlannedSchedule(PlannedPasses, TrainSchedule):
+        """DeepSpeed's training schedule, with the passes of a stage in a planned order."""
+
+    return PlannedSchedule
+
+
+def _clone(gradients: Any) -> Any:
+    """Return a copy of a gradient, or of a list of gradients."""
+    if isinstance(gradients, list):
+        return [gradient.clone() for gradient in gradients]
+    return gradients.clone()

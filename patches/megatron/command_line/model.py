@@ -1,0 +1,294 @@
+"""Makes the model that the flags of Megatron-LM or Megatron-DeepSpeed describe.
+
+The input is a dictionary of settings, such as {"layers": 24, "precision": "bf16"}, which settings.py
+reads from the flags. The result is a Model, from which holmes predicts the time and memory of a training
+step. A value that no flag gives is the default of the framework, or is assumed; each assumption becomes a
+line for the user.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from math import ceil
+from typing import Any
+
+from holmes_ext.errors import HolmesError
+from holmes_ext.plan.cost.model import Model
+
+#: Setting -> its flag, for settings without which there is no model.
+REQUIRED_FLAGS = {
+    "layers": "--num-layers",
+    "hidden": "--hidden-size",
+    "heads": "--num-attention-heads",
+    "sequence": "--seq-length",
+    "micro_batch": "--micro-batch-size",
+}
+#: Settings that are fields of Model, under the same name and with the same value.
+MODEL_FIELDS = (
+    "groups",
+    "head_size",
+    "max_positions",
+    "bias",
+    "tied",
+    "expert_ffn",
+    "shared_ffn",
+    "sequence_parallel",
+)
+#: Tokens in GPT-2's vocabulary, which is assumed if no flag gives another number.
+GPT2_VOCABULARY = 50257
+#: Megatron pads the vocabulary to a multiple of this number x the tensor-parallel size.
+VOCABULARY_MULTIPLE = 128
+#: Megatron rounds the width of a gated MLP down to a multiple of this number.
+GATED_FFN_MULTIPLE = 64
+#: Bytes of the moments that an optimizer keeps for one parameter. ADAM_MOMENT_BYTES for all other optimizers.
+MOMENT_BYTES = {"sgd": 4.0, "lion": 4.0, "muon": 4.0}
+ADAM_MOMENT_BYTES = 8.0
+#: Values of --attention-backend with which attention keeps its scores for the backward pass.
+UNFUSED_ATTENTION = ("unfused", "local")
+#: Larger numbers are refused in an expression such as "[1]*24", so that a short text cannot fill the memory.
+MAX_PATTERN_NUMBER = 10_000
+
+
+def model_of(
+    settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool, assumed: list[str]
+) -> Model:
+    """Return the model that the settings of a command line describe.
+
+    Args:
+        settings: Name of a setting -> value, such as "layers" -> 24. flags.py has the names.
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
+        assumed: Lines for the user about assumptions; a line is appended for each further assumption.
+
+    Raises:
+        HolmesError: A flag that every model needs is missing, or Model refuses the values.
+    """
+    for name, flag in REQUIRED_FLAGS.items():
+        if name not in settings:
+            way_out = "add it, or give the model with --holmes-model FILE"
+            raise HolmesError(f"the command line describes a model, but not {flag}; {way_out}")
+    values: dict[str, Any] = {name: settings[name] for name in REQUIRED_FLAGS}
+    values |= {name: settings[name] for name in MODEL_FIELDS if name in settings}
+
+    if "query_groups" in settings and settings.get("grouped"):
+        values["groups"] = settings["query_groups"]
+    elif "query_groups" in settings:
+        assumed.append(
+            "as many key-value heads as heads: --num-query-groups needs --group-query-attention"
+        )
+    values["ffn"] = _ffn_width(settings)
+    values["gated"] = settings.get("gated", False) or settings.get("geglu", False)
+    values["positions"] = settings.get("positions", "learned")
+    values |= _batch_fields(settings, assumed)
+    values |= _byte_fields(settings, zero_stage, is_deepspeed)
+    has_experts = max(settings.get("experts", [0])) > 1
+    if has_experts:
+        values |= _expert_fields(settings, is_deepspeed, assumed)
+    values["vocabulary"] = _padded_vocabulary(settings, assumed)
+    values["flash"] = _is_attention_fused(settings, is_deepspeed, assumed)
+    checkpoint_interval = settings.get(
+        "checkpoint_interval", 0
+    )  # layers; of DeepSpeed's pipeline engine
+    default_recompute = "full" if checkpoint_interval else "none"
+    values["recompute"] = settings.get("recompute", default_recompute)
+    return Model(**values, source="the command line")
+
+
+def _ffn_width(settings: Mapping[str, Any]) -> int:
+    """Return the width inside the MLP, or 0 for Model's default, which is 4 x the hidden size.
+
+    With --swiglu, Megatron's default is 8/3 x the hidden size, rounded down to a multiple of 64.
+    """
+    if settings.get("ffn"):
+        return settings["ffn"]
+    if not settings.get("gated"):
+        return 0
+    exact_width = 4 * settings["hidden"] * 2 / 3
+    return int(exact_width / GATED_FFN_MULTIPLE) * GATED_FFN_MULTIPLE
+
+
+def _batch_fields(settings: Mapping[str, Any], assumed: list[str]) -> dict[str, int]:
+    """Return the field of Model with the batch size: the global batch, or the micro-batches of a step."""
+    if "global_batch" in settings:
+        return {"global_batch": settings["global_batch"]}
+    if "micro_batches" not in settings:
+        assumed.append("one micro-batch a step, as Megatron does without --global-batch-size")
+    return {"micro_batches": settings.get("micro_batches", 1)}
+
+
+def _padded_vocabulary(settings: Mapping[str, Any], assumed: list[str]) -> int:
+    """Return the number of rows of the embedding: the vocabulary, padded as Megatron pads it.
+
+    Each tensor-parallel rank gets an equal number of rows, a multiple of --make-vocab-size-divisible-by.
+
+    Args:
+        assumed: Lines for the user about assumptions; a line is appended if no flag gives the vocabulary.
+    """
+    if "padded_vocabulary" in settings:
+        return int(settings["padded_vocabulary"])
+    if "vocabulary" not in settings:
+        tokenizer = f"{settings['tokenizer']}'s" if "tokenizer" in settings else "the tokenizer's"
+        assumed.append(
+            f"vocabulary {GPT2_VOCABULARY} (GPT-2's): {tokenizer} is not looked up; --vocab-size gives it"
+        )
+    vocabulary = settings.get("vocabulary", GPT2_VOCABULARY)
+    multiple_of_rank = settings.get("divisible", VOCABULARY_MULTIPLE)  # 0: no padding
+    multiple = multiple_of_rank * settings.get("tensor", 1)
+    if not multiple:
+        return int(vocabulary)
+    return ceil(vocabulary / multiple) * multiple
+
+
+def _is_attention_fused(
+    settings: Mapping[str, Any], is_deepspeed: bool, assumed: list[str]
+) -> bool:
+    """Return whether a fused kernel computes the attention, which keeps no scores for the backward pass.
+
+    Args:
+        assumed: Lines for the user about assumptions; a line is appended if a fused kernel is assumed.
+    """
+    if "attention" in settings:
+        return settings["attention"] not in UNFUSED_ATTENTION
+    uses_transformer_engine = (
+        not is_deepspeed and settings.get("implementation", "transformer_engine") != "local"
+    )
+    if uses_transformer_engine:
+        assumed.append(
+            "attention keeps no scores (transformer_engine; --attention-backend unfused changes that)"
+        )
+    return uses_transformer_engine
+
+
+def _byte_fields(
+    settings: Mapping[str, Any], zero_stage: int, is_deepspeed: bool
+) -> dict[str, Any]:
+    """Return the fields of Model that count bytes: of an activation, a gradient and a parameter's state.
+
+    The state of a parameter is its weight, its gradient and its share of the optimizer.
+
+    Sources of the defaults: Megatron-LM's arguments.py keeps and sends gradients in 32 bits with --bf16, and
+    in 16 bits with --fp16. DeepSpeed's engine.get_data_types uses the type of the model for both.
+    """
+    precision = settings.get("precision", "fp32")
+    weight_bytes = 4 if precision == "fp32" else 2
+    default_gradient_bytes = weight_bytes
+    if precision == "bf16" and not is_deepspeed:
+        default_gradient_bytes = 4
+    main_gradient_bytes = settings.get("main_gradient_width", default_gradient_bytes)
+    sent_gradient_bytes = settings.get("gradient_width", main_gradient_bytes)
+    kept_gradient_bytes = settings.get("main_gradient_width", sent_gradient_bytes)
+
+    # ZeRO 1 shards the optimizer, ZeRO 2 also the gradients, ZeRO 3 also the weights.
+    bytes_in_zero_order = [
+        _optimizer_bytes(settings, precision),
+        float(kept_gradient_bytes),
+        float(weight_bytes),
+    ]
+    sharded_bytes = sum(bytes_in_zero_order[:zero_stage])
+    return {
+        "activation_width": weight_bytes,
+        "gradient_width": sent_gradient_bytes,
+        "state_bytes": sum(bytes_in_zero_order) - sharded_bytes,
+        "sharded_bytes": sharded_bytes,
+    }
+
+
+def _optimizer_bytes(settings: Mapping[str, Any], precision: str) -> float:
+    """Return the bytes of GPU memory that the optimizer needs for one parameter.
+
+    They are the moments, and a copy of the weight in 32 bits if the model has 16. The part of the optimizer
+    that is offloaded to the host does not count.
+
+    Args:
+        precision: Type of the weights: "fp32", "bf16" or "fp16".
+    """
+    optimizer = settings.get("optimizer", "adam").lower()
+    moment_bytes = MOMENT_BYTES.get(optimizer, ADAM_MOMENT_BYTES)
+    if "first_moment_width" in settings or "second_moment_width" in settings:
+        first_moment_bytes = settings.get("first_moment_width", 4)
+        second_moment_bytes = settings.get("second_moment_width", 4)
+        moment_bytes = float(first_moment_bytes + second_moment_bytes)
+    main_weight_bytes = 0.0
+    if precision != "fp32":
+        main_weight_bytes = float(settings.get("main_weight_width", 4))
+    is_offloaded = settings.get("offloaded", 0.0)  # 1.0 or 0.0
+    offloaded_share = min(1.0, is_offloaded * settings.get("offload_fraction", 1.0))
+    return (main_weight_bytes + moment_bytes) * (1 - offloaded_share)
+
+
+def _expert_fields(
+    settings: Mapping[str, Any], is_deepspeed: bool, assumed: list[str]
+) -> dict[str, Any]:
+    """Return the fields of Model that describe the experts of its mixture-of-experts layers.
+
+    Model has one number of experts for all these layers. If they differ, it is the mean.
+
+    Args:
+        is_deepspeed: Whether the framework is Megatron-DeepSpeed, whose defaults differ from Megatron-LM's.
+        assumed: Lines for the user about assumptions, to which this function appends.
+    """
+    layers = settings["layers"]
+    counts = settings["experts"]  # of the layers with experts; one number if all are equal
+    experts = round(sum(counts) / len(counts))
+    if len(set(counts)) > 1:
+        assumed.append(
+            f"{experts} experts in each layer that has some: the mean of {', '.join(map(str, counts))}"
+        )
+    default_frequency = "2" if is_deepspeed else "1"
+    frequency = settings.get("expert_frequency", default_frequency)
+    expert_layers = _count_expert_layers(frequency, layers, is_deepspeed)
+    if expert_layers < layers:
+        assumed.append(
+            f"experts in {expert_layers} of {layers} layers: each layer counts as the mean"
+        )
+    default_per_token = 1 if is_deepspeed else 2
+    fields = {
+        "experts": experts,
+        "experts_per_token": min(experts, settings.get("experts_per_token", default_per_token)),
+        "expert_layers": expert_layers,
+    }
+    if settings.get("residual"):  # DeepSpeed's --mlp-type residual: an MLP beside the experts
+        fields["shared_ffn"] = settings.get("ffn") or 4 * settings["hidden"]
+    return fields
+
+
+def _count_expert_layers(frequency: str, layers: int, is_deepspeed: bool) -> int:
+    """Return the number of layers that have experts.
+
+    Args:
+        frequency: Value of --moe-layer-freq or --expert-interval. A number N gives experts to every N-th
+            layer. An expression such as "([0]+[1]*23)*2" has a 1 for each layer with experts.
+        layers: Number of all layers, which is returned if the text is neither.
+    """
+    if frequency.isdecimal() and int(frequency):
+        interval = int(frequency)
+        # Megatron-LM gives experts to the first of N layers, Megatron-DeepSpeed to the last.
+        count = layers // interval if is_deepspeed else ceil(layers / interval)
+        return max(1, count)
+    try:
+        pattern = _evaluate_pattern(ast.parse(frequency, mode="eval").body)
+    except (SyntaxError, ValueError, TypeError):
+        return layers
+    if not pattern:
+        return layers
+    layers_with_experts = sum(map(bool, pattern))
+    return max(1, round(layers * layers_with_experts / len(pattern)))
+
+
+def _evaluate_pattern(node: ast.expr) -> Any:
+    """Return the value of an expression of numbers, lists, + and *, without running it as Python code.
+
+    Raises:
+        ValueError: The expression has other parts.
+    """
+    if isinstance(node, ast.Constant):
+        is_small_number = isinstance(node.value, int) and node.value < MAX_PATTERN_NUMBER
+        if is_small_number:
+            return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate_pattern(element) for element in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Add, ast.Mult)):
+        left = _evaluate_pattern(node.left)
+        right = _evaluate_pattern(node.right)
+        return left + right if isinstance(node.op, ast.Add) else left * right
+    raise ValueError(ast.dump(node))
