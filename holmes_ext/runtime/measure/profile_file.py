@@ -15,7 +15,7 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import probe
 from holmes_ext.runtime.measure.profiler import Label, Profiler
-from holmes_ext.runtime.start.store import awaited, gathered, put_in
+from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 from holmes_ext.words import some_of, tell_user
 
 #: How long rank 0 waits for the others' reports.
@@ -54,7 +54,9 @@ def publish(
         write(current, [report], path)
     else:
         store, prefix = current.store, f"{current.round}/profile"
-        put_in(store, f"{prefix}/reports", json.dumps([current.rank, report]).encode(), 1, world)
+        append_entry(
+            store, f"{prefix}/reports", json.dumps([current.rank, report]).encode(), 1, world
+        )
         if current.rank == 0:
             try:
                 write(current, _reports(store, prefix, world), path)
@@ -63,9 +65,9 @@ def publish(
             store.set(f"{prefix}/error", error)
         store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
         error = store.get(f"{prefix}/error").decode()
-        put_in(store, f"{prefix}/left", b"", 1, world)
+        append_entry(store, f"{prefix}/left", b"", 1, world)
         if current.process.rank == 0:  # it may serve the store: it is the last to go
-            awaited(store, f"{prefix}/left/all", _LEAVE_SECONDS)
+            wait_for_value(store, f"{prefix}/left/all", _LEAVE_SECONDS)
     if error:
         raise HolmesError(error) if current.rank == 0 else RemoteError(error)
     if current.options.profile_stops:
@@ -76,7 +78,7 @@ def publish(
 
 def _reports(store: Any, prefix: str, world: int) -> list[dict[str, Any]]:
     """Of all ranks, in their order."""
-    reports = dict(map(json.loads, gathered(store, f"{prefix}/reports", _COLLECT_SECONDS)))
+    reports = dict(map(json.loads, collect_entries(store, f"{prefix}/reports", _COLLECT_SECONDS)))
     if missing := [rank for rank in range(world) if rank not in reports]:
         raise HolmesError(
             f"--holmes-profile: rank {some_of(missing)} did not report what it measured"
