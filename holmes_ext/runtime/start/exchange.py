@@ -1,6 +1,6 @@
 """Collects a report of every rank on the launcher's rank 0 and distributes its verdict, at a job's start.
 
-Messages go through the job's key-value store (torch's TCPStore). PREFIX is "holmes/N" at the job's N-th start:
+Messages go through the job's key-value store (torch's TCPStore). PREFIX is "holmes/N" at the N-th start:
 
     1. rank 0      adds 1 to holmes/round and thereby gets N
     2. all ranks   send their reports: which node and local rank they are, their flags and versions, and from

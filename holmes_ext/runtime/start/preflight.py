@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,7 +38,7 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import Listener, listen
+from holmes_ext.runtime.sockets import Listener, answer_hello, exchange_hello, listen
 from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 from holmes_ext.words import some_of
 
@@ -52,8 +51,7 @@ if TYPE_CHECKING:
     from holmes_ext.runtime.sockets import Guest
     from holmes_ext.runtime.start.launcher import Process
 
-#: Seconds until the kernel at the other end must accept a connection. No process needs to run for that; the
-#: time is enough for two lost packets.
+#: Seconds until the other end's kernel must accept a connection; enough for two lost packets.
 CONNECT_S = 5.0
 #: Seconds until the process at the other end must answer.
 ANSWER_S = 10.0
@@ -66,7 +64,6 @@ _VERDICT_S = 10.0
 _LEAST_WAIT_S = 0.05
 _MOST_THREADS = 16  # pairs that a node tests at the same time
 _MOST_CONNECTIONS = 1024  # of other nodes to one port of this node
-_MOST_HELLO_BYTES = 4096
 _MOST_NAMED = 3  # failures or groups that one message lists
 
 
@@ -128,9 +125,7 @@ def run(
         host: Name of this rank's node in `site`.
         site: The nodes, their ports and fabrics.
         plan: The plan for all ports of `site`.
-        options: The flags of holmes.
-        engine: Capabilities of the job's framework, for the new plan.
-        maker: Makes the plan for the ports that are left.
+        options, engine, maker: Make the plan for the ports that are left.
 
     Returns:
         The site, the plan, and lines for the user.
@@ -240,18 +235,14 @@ class NodeListeners:
     """
 
     def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
-        """Listen on this node's address on every fabric of `pairs` whose second node it is.
+        """Listen on the addresses of node `host` on every fabric of `pairs` whose second node it is.
 
-        Args:
-            site: The nodes and their ports.
-            host: Name of this node.
-            pairs: All pairs of the job.
-            token: Identifies the job and its start in the answers.
+        `token` identifies the job and its start in the answers.
         """
         self._listeners: list[Listener] = []
         #: Fabric -> number of the TCP port, or the reason why there is none.
         self.ports: dict[str, int | str] = {}
-        self._answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
+        self._hello = {"node": host, "token": token}
         for fabric in dict.fromkeys(pair.fabric for pair in pairs if pair.second == host):
             address = site.node_by_name[host].port(fabric).address
             if not address:
@@ -274,9 +265,7 @@ class NodeListeners:
             self.ports[fabric] = listener.port
 
     def _reply(self, guest: Guest) -> None:
-        guest.socket.settimeout(ANSWER_S)
-        guest.socket.makefile("rb").readline(_MOST_HELLO_BYTES)
-        guest.socket.sendall(self._answer)
+        answer_hello(guest, self._hello, ANSWER_S)
 
     def close(self) -> None:
         """Stop listening."""
@@ -301,7 +290,9 @@ def _test_pairs_of(
             error = port
         else:
             source, target = _addresses(site, pair)
-            error = exchange_hello(source, target, port, host, pair.second, prefix)
+            hello = {"node": host, "token": prefix}
+            expected = {"node": pair.second, "token": prefix}
+            error = exchange_hello(source, (target, port), hello, expected, CONNECT_S, ANSWER_S)
         return ConnectionAttempt(pair.fabric, pair.first, pair.second, error)
 
     own_pairs = [pair for pair in pairs if pair.first == host and all(_addresses(site, pair))]
@@ -321,52 +312,10 @@ def _addresses(site: Site, pair: NeighbourPair) -> list[str]:
     return [site.node_by_name[node].port(pair.fabric).address for node in nodes]
 
 
-def exchange_hello(
-    source: str, target: str, port: int, node: str, other_node: str, token: str
-) -> str:
-    """Connect two addresses, and check that the expected node of this job answers.
-
-    Args:
-        source: IP address of this node from which the connection is made.
-        target: IP address of the other node.
-        port: TCP port on which the other node listens.
-        node: Name of this node.
-        other_node: Name of the node that should answer.
-        token: Identifies the job and its start.
-
-    Returns:
-        "" if the expected node answered, else the error in words.
-    """
-    try:
-        connection = socket.create_connection(
-            (target, port), timeout=CONNECT_S, source_address=(source, 0)
-        )
-    except TimeoutError:
-        return f"no answer to connect within {CONNECT_S:g} s"
-    except OSError as error:
-        return f"connect: {error.strerror or error}"
-    with connection:
-        try:
-            connection.settimeout(ANSWER_S)
-            connection.sendall(json.dumps({"node": node, "token": token}).encode() + b"\n")
-            answer = json.loads(connection.makefile("rb").readline(_MOST_HELLO_BYTES))
-        except TimeoutError:
-            return f"connected, but no answer within {ANSWER_S:g} s"
-        except OSError as error:
-            return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
-        except ValueError:
-            return "connected, but the answer failed: it is not of this job"
-    if answer == {"node": other_node, "token": token}:
-        return ""
-    if isinstance(answer, dict):
-        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it"
-    return "not of this job"
-
-
 def tcp_warning(plan: Plan, site: Site, host: str) -> str:
     """Return a warning if TCP windows of node `host` are too small for a link between clusters; else "".
 
-    If several links are affected, the one that loses the largest share of its rate is named.
+    It names the link that loses the largest share of its rate.
     """
     if not plan.wan:
         return ""
@@ -435,31 +384,27 @@ def decide(
         return {"faults": [], "lines": lines}
 
     pair_of = {(pair.fabric, pair.first, pair.second): pair for pair in pairs}
-    descriptions = []
-    ethernet_descriptions = []
+    descriptions = {}  # failure -> its description
     for failure in failures:
         pair = pair_of[failure.fabric, failure.first, failure.second]
-        text = _describe(site, plan, pair, failure.error)
-        descriptions.append(text)
-        if failure.fabric == ETHERNET:
-            ethernet_descriptions.append(text)
-    if ethernet_descriptions:
+        descriptions[failure] = _describe(site, plan, pair, failure.error)
+    on_ethernet = [text for failure, text in descriptions.items() if failure.fabric == ETHERNET]
+    if on_ethernet:
         raise HolmesError(
-            f"preflight: {some_of(ethernet_descriptions, _MOST_NAMED, '; ')}; every node must reach the "
+            f"preflight: {some_of(on_ethernet, _MOST_NAMED, '; ')}; every node must reach the "
             "others over Ethernet: fix its cable, VLAN, addresses or firewall, or name the right interface "
             "in cluster.toml"
         )
-    summary = f"preflight: {some_of(descriptions, _MOST_NAMED, '; ')}"
+    summary = f"preflight: {some_of(descriptions.values(), _MOST_NAMED, '; ')}"
     if options.fallback == "fail":
         raise HolmesError(f"{summary}; fix that, or use --holmes-fallback ethernet to avoid it")
 
     faults = ports_at_fault(attempts)
     new_plan = maker.on_ports(plan, site.without(faults), options, engine=engine)
     moved = _moved_groups(plan, new_plan)
+    consequence = "no planned group needs it"
     if moved:
         consequence = f"therefore {some_of(moved, _MOST_NAMED, '; ')}"
-    else:
-        consequence = "no planned group needs it"
     message = f"{summary}; {consequence} (--holmes-fallback fail would end the job)"
     return {
         "faults": [
@@ -509,9 +454,7 @@ def _describe_end(site: Site, plan: Plan, pair: NeighbourPair, node: str) -> str
     """Return one end of a pair in words, e.g. "node b0 (rank 2, eth0, 10.0.0.3)"."""
     port = site.node_by_name[node].port(pair.fabric)
     ranks = [rank for rank in pair.ranks if plan.node_of(rank) == node]
-    numbers = str(ranks[0])
-    if len(ranks) > 1:
-        numbers = f"{ranks[0]} to {ranks[-1]}"
+    numbers = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
     return f"node {node} (rank {numbers}, {port.name}, {port.address})"
 
 
@@ -548,10 +491,8 @@ def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
         node, port_name = next(iter(port_of.items()))
         more = len(port_of) - 1
         others = ""
-        if more == 1:
-            others = ", and 1 more node has none"
-        elif more > 1:
-            others = f", and {more} more nodes have none"
+        if more:
+            others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
         lines.append(
             f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
             "the ports are up, no more is known"

@@ -187,22 +187,25 @@ def test_bad_ethernet_ends_all_ranks(monkeypatch):
     ), outcome
 
 
+def hello_to(address, port, expected, token="t", answer_s=5.0):
+    hello = {"node": "a0", "token": token}
+    answer = {"node": expected, "token": token}
+    return preflight.exchange_hello(address, (address, port), hello, answer, 5.0, answer_s)
+
+
 def test_an_address_that_another_node_answers():
     site = site_of(b1={"roce": "127.3.0.3"})  # b0's
     listeners = preflight.NodeListeners(
         site, "b0", [preflight.NeighbourPair("roce", "b1", "b0", "data", (2, 3))], "t"
     )
     try:
-        hello = "127.3.0.3", "127.3.0.3", listeners.ports["roce"], "a0"
+        port = listeners.ports["roce"]
         assert (
-            preflight.exchange_hello(*hello, "b1", "t")
-            == "the address is answered by node 'b0', so two "
-            "nodes have it"
+            hello_to("127.3.0.3", port, "b1")
+            == "the address is answered by node 'b0', so two nodes have it"
         )
-        assert (
-            preflight.exchange_hello(*hello, "b0", "t") == ""
-            and preflight.exchange_hello(*hello, "b0", "another job") != ""
-        )
+        assert hello_to("127.3.0.3", port, "b0") == ""
+        assert hello_to("127.3.0.3", port, "b0", token="another job") != ""
     finally:
         listeners.close()
 
@@ -223,13 +226,7 @@ def test_a_node_that_stays_away_is_named(monkeypatch):
 
 def test_nobody_answers_although_the_port_is_open():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        preflight_answer, preflight.ANSWER_S = preflight.ANSWER_S, 0.2
-        try:
-            problem = preflight.exchange_hello(
-                "127.0.0.1", "127.0.0.1", silent.getsockname()[1], "a", "b", "t"
-            )
-        finally:
-            preflight.ANSWER_S = preflight_answer
+        problem = hello_to("127.0.0.1", silent.getsockname()[1], "b", answer_s=0.2)
     assert "no answer within 0.2 s" in problem
 
 
@@ -242,9 +239,7 @@ def test_garbage_is_no_answer():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        assert preflight.exchange_hello(
-            "127.0.0.1", "127.0.0.1", listener.getsockname()[1], "a", "b", "t"
-        )
+        assert hello_to("127.0.0.1", listener.getsockname()[1], "b")
         thread.join()
 
 
