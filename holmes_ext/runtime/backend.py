@@ -211,7 +211,7 @@ def one_hardware_queue() -> bool:
     """Return whether all CUDA streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
 
     Kernels of all streams then start in the order of their launches, and a kernel that waits delays all later
-    ones. Megatron-LM requires this setting for some overlaps. See "CUDA environment variables" in NVIDIA's CUDA
-    C++ Programming Guide.
+    ones. Megatron-LM requires this setting for some overlaps. See "CUDA environment variables" in
+    NVIDIA's CUDA C++ Programming Guide.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
