@@ -75,14 +75,17 @@ class Bf16(Codec):
     saves_above = 2
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized bfloat16 tensor of the same length."""
         import torch
 
         return like.new_empty(like.numel(), dtype=torch.bfloat16)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return `x` in bfloat16. There is no residual."""
         return x.bfloat16()
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the received tensor in the type of `like`."""
         return wire.to(like.dtype)
 
 
@@ -102,6 +105,7 @@ class Int8(Codec):
         self.block = block
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized uint8 tensor for the scales and levels of `like`."""
         import torch
 
         blocks = _divide_up(like.numel(), self.block)
@@ -109,6 +113,7 @@ class Int8(Codec):
         return like.new_empty(_FLOAT32_BYTES * words, dtype=torch.uint8)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return the scales and levels of `x` plus `residual`, and update the residual in place."""
         import torch
 
         numel = x.numel()
@@ -135,6 +140,7 @@ class Int8(Codec):
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return each level times the scale of its block, in the type of `like`."""
         import torch
 
         numel = like.numel()
