@@ -404,7 +404,6 @@ LONGER_BY_FORMATTING = {
     "holmes_ext/plan/cost/model.py",
     "holmes_ext/plan/cost/reductions.py",
     "holmes_ext/plan/placement.py",
-    "holmes_ext/runtime/start/preflight.py",
     "patches/engine/registry.py",
 }
 

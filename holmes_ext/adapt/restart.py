@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from holmes_ext.options import Options
 from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.store import awaited, put_in
+from holmes_ext.runtime.start.store import append_entry, wait_for_value
 
 #: "Try again" (EX_TEMPFAIL of sysexits.h): with any status but 0 torchrun starts the job again.
 STATUS = 75
@@ -58,6 +58,6 @@ def why_not(
 
 def leave(store: Any, prefix: str, world: int) -> NoReturn:
     """Ends this rank once all `world` ranks are here, or after ALL_S. prefix: of this start's keys."""
-    put_in(store, f"{prefix}/leaves", b"", 1, world)
-    awaited(store, f"{prefix}/leaves/all", ALL_S)
+    append_entry(store, f"{prefix}/leaves", b"", 1, world)
+    wait_for_value(store, f"{prefix}/leaves/all", ALL_S)
     raise SystemExit(STATUS)

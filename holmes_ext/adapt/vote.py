@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from holmes_ext.runtime.start.store import awaited, gathered, put_in
+from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 
 TAKE, KEEP = "take", "keep"
 #: Seconds that rank 0 waits for the others' figures and votes.
@@ -110,13 +110,15 @@ class Vote:
         """(proposal, verdict) of one round; "" where nothing was proposed. propose(figures of the ranks that
         answered): rank 0's, {"at": step or 0, ...}; agree: whether this rank can. Stopped when the job
         ends."""
-        put_in(
+        append_entry(
             self.store, self._key(number, "figures"), json.dumps(figures).encode(), 1, self.world
         )
         if self.rank == 0:
             key = self._key(number, "figures")
             self._await(f"{key}/all", time.monotonic() + self.patience_s)
-            proposal = propose([json.loads(answer) for answer in gathered(self.store, key, 0.1)])
+            proposal = propose(
+                [json.loads(answer) for answer in collect_entries(self.store, key, 0.1)]
+            )
             self.store.set(self._key(number, "proposal"), json.dumps(proposal))
             self._tidy(number)
         else:
@@ -144,7 +146,9 @@ class Vote:
         """What stands under `key` as soon as it does; empty where nothing does at `until`."""
         while not self.stopped.is_set():
             left = until - time.monotonic()
-            if (value := awaited(self.store, key, min(_WAIT_S, max(left, 0.01)))) or left <= 0:
+            if (
+                value := wait_for_value(self.store, key, min(_WAIT_S, max(left, 0.01)))
+            ) or left <= 0:
                 return value
         raise Stopped
 

@@ -47,7 +47,8 @@ class TwoBits(OuterCodec):
     Each chunk has bytes of its own: the full chunks, and a shorter one at the end.
     """
 
-    feedback, above = True, 0
+    feedback = True
+    saves_above = 0
     chunk = 512  # elements that share two magnitudes
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,8 @@ class BackendTraits:
     # Its synchronous operations return a Work whose wait() returns at once; those of nccl-legacy return None.
     is_nccl2: bool = False
     connects: Connect = Connect.WITH_GROUP
-    has_pair_communicators: bool = (
-        False  # each pair of ranks that exchange messages has a communicator
-    )
+    #: Whether each pair of ranks that exchange messages has a communicator.
+    has_pair_communicators: bool = False
     is_known: bool = True  # False: another package registered the backend
 
 
@@ -145,9 +144,8 @@ def group_ranks(group: Any) -> list[int]:
     """Return the global ranks of a group's members; `group` may be None for all ranks."""
     import torch.distributed as dist
 
-    return dist.get_process_group_ranks(
-        group or dist.group.WORLD
-    )  # torch before 2.8 does not take None
+    # torch before 2.8 does not take None.
+    return dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def backend_named(text: str, device_type: str = "") -> str:
@@ -210,6 +208,10 @@ def network_api_of(backend: str) -> str:
 
 
 def one_hardware_queue() -> bool:
-    """Whether kernels of all streams start in the order in which they were launched: one that waits holds up
-    all behind it. (NVIDIA's CUDA C++ Programming Guide, environment variables; Megatron asks for it.)"""
+    """Return whether all CUDA streams share one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1).
+
+    Kernels of all streams then start in the order of their launches, and a kernel that waits delays all later
+    ones. Megatron-LM requires this setting for some overlaps. See "CUDA environment variables" in
+    NVIDIA's CUDA C++ Programming Guide.
+    """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"

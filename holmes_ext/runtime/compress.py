@@ -1,14 +1,19 @@
-"""Codecs for what crosses the slow network: a hierarchical reduction's middle step, a pipeline's stage link.
+"""Codecs that shrink tensors before they cross a slow network, such as a link between clusters.
 
-    bf16   2 bytes an element: rounded to bfloat16
-    int8   1 byte an element and a float32 scale for each 256: rounded to 1/127 of the block's
-           largest magnitude, and what the rounding left out is added to the same elements in the
-           next step (error feedback: Seide et al. 2014; Karimireddy et al. 2019, arXiv 1901.09847,
-           show that it keeps SGD's rate of convergence)
+Hierarchical all-reduces use them for the gradients between clusters, and stage links for activations.
 
-Both are functions of their input alone, and everybody, the sender too, goes on with what was decoded: all
-ranks have the same bits. A NaN or infinity makes its block NaN (int8) or stays (bf16): neither is hidden, nor
-kept in residuals.
+    codec   bytes per element      rounding
+    bf16    2                      to bfloat16
+    int8    1, and a float32       to 1/127 of the largest magnitude in a block of 256 elements. The
+    rounding error
+            scale for each block   is added to the same elements in the next step (error feedback: Seide
+            et al.
+                                   2014; Karimireddy et al. 2019, arXiv 1901.09847, show that it keeps
+                                   SGD's rate of convergence).
+
+All ranks get identical bits: decoding depends only on the bytes on the wire, and the sender goes on with
+its own decoded tensor, too. NaN and infinity are not hidden: bf16 keeps them, int8 turns their whole
+block into NaN. Neither gets into the residuals, which are the rounding errors for the next step.
 """
 
 from __future__ import annotations
@@ -22,95 +27,142 @@ if TYPE_CHECKING:
 
 #: Elements that share a scale.
 BLOCK = 256
+_FLOAT32_BYTES = 4
+_INT8_MAX = 127
 
 
 class Codec:
-    """wire = encode(x, residual), x' = decode(wire, like=x): flat tensors of one device. This one: x as it
-    is. share: bytes on the wire for each of float32; feedback: encode() updates a residual, which it
-    has added; above: bytes of an element from which on it saves any."""
+    """Identity codec, and the interface of all codecs for flat tensors.
 
-    share, feedback, above = 1.0, False, 8
+    The sender calls wire = encode(x, residual), the receiver decode(wire, like), with `like` a tensor of x's
+    length, type and device.
+    """
+
+    #: Bytes on the wire for each byte of a float32 tensor.
+    share = 1.0
+    #: Whether encode() adds a residual to its input and updates it.
+    feedback = False
+    #: Largest element size, in bytes, that the codec does not shrink. No float has more than 8 bytes.
+    saves_above = 8
 
     def applies(self, dtype: torch.dtype) -> bool:
-        return dtype.is_floating_point and dtype.itemsize > self.above
+        """Return whether the codec shrinks tensors of this type."""
+        return dtype.is_floating_point and dtype.itemsize > self.saves_above
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized tensor that has the size and type of encode(like, ...)."""
         return like.new_empty(like.shape)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return the tensor that is sent for `x`.
+
+        Args:
+            x: Flat tensor.
+            residual: Rounding errors of the step before, float32, of x's length. They are added to `x`, and
+                replaced by the new rounding errors. None: there is no error feedback.
+        """
         return x
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the decoded tensor, with the length and type of `like`."""
         return wire
 
 
 class Bf16(Codec):
-    share, above = 0.5, 2
+    """Codec that rounds to bfloat16."""
+
+    share = 0.5
+    saves_above = 2
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized bfloat16 tensor of the same length."""
         import torch
 
         return like.new_empty(like.numel(), dtype=torch.bfloat16)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return `x` in bfloat16. There is no residual."""
         return x.bfloat16()
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return the received tensor in the type of `like`."""
         return wire.to(like.dtype)
 
 
 class Int8(Codec):
-    """The wire, uint8: the blocks' scales, then the elements, to a multiple of 4 bytes."""
+    """Codec that rounds each block to 255 levels between plus and minus its largest magnitude.
 
-    share, feedback, above = (1 + 4 / BLOCK) / 4, True, 0
+    The wire is a uint8 tensor: the float32 scales of all blocks, then one int8 for each element, then
+    zeros up to a multiple of 4 bytes.
+    """
+
+    share = (1 + _FLOAT32_BYTES / BLOCK) / _FLOAT32_BYTES
+    feedback = True
+    saves_above = 0
 
     def __init__(self, block: int = BLOCK):
+        """Create a codec for blocks of `block` elements."""
         self.block = block
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized uint8 tensor for the scales and levels of `like`."""
         import torch
 
-        blocks = -(-like.numel() // self.block)
-        return like.new_empty(4 * (blocks + -(-like.numel() // 4)), dtype=torch.uint8)
+        blocks = _divide_up(like.numel(), self.block)
+        words = blocks + _divide_up(like.numel(), _FLOAT32_BYTES)  # of 4 bytes
+        return like.new_empty(_FLOAT32_BYTES * words, dtype=torch.uint8)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return the scales and levels of `x` plus `residual`, and update the residual in place."""
         import torch
 
-        wanted = x.float() if residual is None else torch.add(x, residual)
-        blocks = self._in_blocks(wanted)
-        scales = blocks.abs().amax(1).div_(127)
-        steps = (
-            (blocks / scales.masked_fill(scales == 0, 1.0)[:, None])
-            .round_()
-            .nan_to_num_(0.0, 0.0, 0.0)
-        )
+        numel = x.numel()
+        if residual is None:
+            target = x.float()
+        else:
+            target = torch.add(x, residual)
+        blocks = self._in_blocks(target)
+        scales = blocks.abs().amax(1).div_(_INT8_MAX)
+        divisors = scales.masked_fill(scales == 0, 1.0)[:, None]
+        # A block with NaN or infinity gets a scale that is not finite, so that decode() makes it NaN.
+        levels = (blocks / divisors).round_().nan_to_num_(0.0, 0.0, 0.0)
+
         wire = self.buffer(x)
-        cut = 4 * len(scales)
-        wire[:cut].view(torch.float32).copy_(scales)
-        wire[cut : cut + x.numel()].view(torch.int8).copy_(steps.view(-1)[: x.numel()])
-        if cut + x.numel() < len(wire):
-            wire[cut + x.numel() :].zero_()
+        scales_end = _FLOAT32_BYTES * len(scales)
+        levels_end = scales_end + numel
+        wire[:scales_end].view(torch.float32).copy_(scales)
+        wire[scales_end:levels_end].view(torch.int8).copy_(levels.view(-1)[:numel])
+        if levels_end < len(wire):
+            wire[levels_end:].zero_()
         if residual is not None:
-            decoded = steps.mul_(scales[:, None]).view(-1)[: x.numel()]
-            torch.sub(wanted, decoded, out=residual).nan_to_num_(0.0, 0.0, 0.0)
+            decoded = levels.mul_(scales[:, None]).view(-1)[:numel]
+            torch.sub(target, decoded, out=residual).nan_to_num_(0.0, 0.0, 0.0)
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """Return each level times the scale of its block, in the type of `like`."""
         import torch
 
         numel = like.numel()
-        cut = 4 * -(-numel // self.block)
-        scales, steps = wire[:cut].view(torch.float32), wire[cut : cut + numel].view(torch.int8)
-        values = self._in_blocks(steps.float()).mul_(scales[:, None])
+        scales_end = _FLOAT32_BYTES * _divide_up(numel, self.block)
+        scales = wire[:scales_end].view(torch.float32)
+        levels = wire[scales_end : scales_end + numel].view(torch.int8)
+        values = self._in_blocks(levels.float()).mul_(scales[:, None])
         return values.view(-1)[:numel].to(like.dtype)
 
     def _in_blocks(self, flat: torch.Tensor) -> torch.Tensor:
-        """[blocks, block]; zeros at the end where they are needed."""
+        """Return a flat tensor as [blocks, elements of a block], padded with zeros if necessary."""
         import torch
 
-        if rest := -flat.numel() % self.block:
-            flat = torch.cat((flat, flat.new_zeros(rest)))
+        padding = -flat.numel() % self.block
+        if padding:
+            flat = torch.cat((flat, flat.new_zeros(padding)))
         return flat.view(-1, self.block)
+
+
+def _divide_up(dividend: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-dividend // divisor)
 
 
 PLAIN = Codec()
@@ -118,35 +170,51 @@ _CODECS = {"off": PLAIN, "bf16": Bf16(), "int8": Int8()}
 
 
 def codec(kind: str) -> Codec:
+    """Return the codec with the name that flags and plans use: "off", "bf16" or "int8".
+
+    Raises:
+        HolmesError: There is no such codec.
+    """
     if kind not in _CODECS:
         raise HolmesError(f"compress: {kind!r} is not one of {', '.join(_CODECS)}")
     return _CODECS[kind]
 
 
-#: (step, where in the tensor the part begins) -> residual.
+#: Residuals of one tensor's parts: (step of the algorithm, offset of the part in the tensor) -> residual.
 ResidualMap = dict[tuple[int, int], "torch.Tensor"]
 
 
 class Residuals:
-    """What int8 has left out so far, for each part of each tensor that is reduced step after step.
+    """Residuals of all tensors that are reduced in every training step with a codec that has error feedback.
 
-    A tensor is known by its identity (or its stand-in's), and residuals live as long. They are as many floats
-    as this rank sends across, and in no checkpoint.
+    A tensor is identified by its Python object, or by an object that stands for it, such as its bucket. Its
+    residuals live as long as this object. They have as many float32 elements as this rank sends, and are
+    in no checkpoint.
     """
 
     def __init__(self) -> None:
+        """Create an empty collection."""
         import torch
 
         self._of = torch.utils.weak.WeakIdKeyDictionary()
 
     def of(self, whole: object) -> ResidualMap:
+        """Return the residuals of a tensor's parts. Callers add new parts to the result."""
         return self._of.setdefault(whole, {})
 
 
 def residual_of(
     known: ResidualMap | None, key: tuple[int, int], part: torch.Tensor
 ) -> torch.Tensor | None:
-    """The residual of `part` among those of its tensor: zeros at first; None without any."""
-    if known is not None and key not in known:
+    """Return the residual of a tensor's part, which is zero at first.
+
+    Args:
+        known: The residuals of the tensor; None if there is no error feedback. Then None is returned.
+        key: Step of the algorithm, and offset of the part in the tensor.
+        part: The part of the tensor.
+    """
+    if known is None:
+        return None
+    if key not in known:
         known[key] = part.new_zeros(part.numel()).float()
-    return known[key] if known is not None else None
+    return known[key]

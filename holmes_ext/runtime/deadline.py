@@ -1,11 +1,14 @@
-"""Until when an operation as a whole has to be done, however many calls it makes.
+"""Deadlines of whole operations, a timeout for calls that have none, and errors that one rank prints for all.
 
-Bad input that every rank meets at the same call: one rank tells it, the others only end.
+All ranks of a job often meet the same error at the same call. told_once() prints it on one of them, with the
+job's key-value store:
 
-    each rank   claims the message in the job's store; who comes first prints it, the others wait until it has
-    the host    of the store waits for the others before it ends, or they would find no store
+    1. each rank     claims the message in the store
+    2. first rank    prints it, then marks it as printed
+    3. other ranks   wait for this mark, at most _WAIT seconds
+    4. store's host  waits until all ranks have seen the mark, because the store ends with this process
 
-The line is out before any rank ends, because a launcher ends all ranks as soon as one has.
+The line is printed before any rank ends, because a launcher ends all ranks as soon as one has ended.
 """
 
 from __future__ import annotations
@@ -27,92 +30,117 @@ if TYPE_CHECKING:
     from holmes_ext.errors import HolmesError
 
 
-#: How long ranks wait for each other, in seconds: some have perhaps nothing to refuse.
+#: Seconds that ranks wait for each other in told_once(). Some ranks may not meet the error.
 _WAIT = 10.0
+_POLL_S = 0.02
 
 
 def told_once(error: HolmesError, topic: str = "") -> HolmesError:
-    """A RemoteError to raise instead of `error`: one rank has told the message by then. topic: where ranks
-    word it differently. Without a store the error itself: told twice rather than never."""
+    """Print an error on one rank, and return an error that this rank can raise without printing it again.
+
+    Every rank that meets the error calls this function. Without a store, or if the store fails, `error`
+    itself is returned: a message that is printed twice is better than none.
+
+    Args:
+        error: The error.
+        topic: Identifies the error if its text differs between ranks. By default the text does.
+    """
     current = session.active()
     if current is None or current.store is None:
         return error
-    process, store = current.process, current.store
-    key = (
-        f"{current.round}/refusal/{hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]}"
-    )
-    mine = str(process.rank)
+    process = current.process
+    store = current.store
+    digest = hashlib.sha256((topic or str(error)).encode()).hexdigest()[:16]
+    key = f"{current.round}/refusal/{digest}"
+    own_rank = str(process.rank)
+    is_host = process.rank == 0 and not process.agent_store
     try:
-        if store.compare_set(key, "", mine).decode() == mine:
-            print(
-                f"holmes: {error}", file=sys.__stderr__, flush=True
-            )  # not sys.stderr: see job._one_line
+        # Writes this rank only if the key has no value yet; returns the key's value afterwards.
+        first_rank = store.compare_set(key, "", own_rank).decode()
+        if first_rank == own_rank:
+            # job._one_line replaces sys.stderr, so the original one is used.
+            print(f"holmes: {error}", file=sys.__stderr__, flush=True)
             store.set(f"{key}/told", "yes")
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
-        seen = store.add(f"{key}/seen", 1)
-        limit = Deadline(_WAIT)
-        while (
-            process.rank == 0
-            and not process.agent_store
-            and seen < process.world_size
-            and limit.left > 0
-        ):
-            time.sleep(0.02)
-            seen = store.add(f"{key}/seen", 0)
+        seen_by = store.add(f"{key}/seen", 1)
+        deadline = Deadline(_WAIT)
+        while is_host and seen_by < process.world_size and not deadline.passed:
+            time.sleep(_POLL_S)
+            seen_by = store.add(f"{key}/seen", 0)  # reads the counter
     except (RuntimeError, ValueError):  # torch.distributed.DistError is a RuntimeError
         return error
     return RemoteError(str(error))
 
 
-#: Slowest rate at which somebody of whom nothing is known may send, or take: bytes/s.
+#: Slowest rate, in bytes/s, that is assumed for sending or receiving while the real rate is unknown.
 FLOOR_BYTES_PER_S = 64_000
-#: Seconds that a socket call gets at least: 0 would make it non-blocking.
+#: Smallest timeout of a socket call, in seconds. 0 would make the socket non-blocking.
 _LEAST_S = 0.001
 
 
 class Deadline:
-    """`seconds` from now on the monotonic clock. what: the operation, for the TimeoutError."""
+    """Point in time until which a whole operation must be done, however many calls it makes."""
 
     def __init__(self, seconds: float, what: str = "it"):
-        self.seconds, self.what = seconds, what
+        """Set the deadline `seconds` from now. `what` names the operation in the TimeoutError."""
+        self.seconds = seconds
+        self.what = what
         self._end = time.monotonic() + seconds
 
     @classmethod
     def for_bytes(cls, patience_s: float, count: int, what: str) -> Deadline:
-        """Of `count` bytes: a slow link is waited for as long as it carries them."""
+        """Return a deadline that leaves time to transfer `count` bytes over a slow link.
+
+        The time is `patience_s` seconds and the transfer at FLOOR_BYTES_PER_S.
+        """
         return cls(patience_s + count / FLOOR_BYTES_PER_S, what)
 
     @property
     def left(self) -> float:
-        """Seconds, never below 0."""
+        """Seconds that are left; 0 after the deadline."""
         return max(0.0, self._end - time.monotonic())
 
     @property
     def passed(self) -> bool:
+        """Whether the deadline has passed."""
         return self.left == 0
 
     def check(self) -> None:
-        """TimeoutError once it has passed."""
+        """Raise TimeoutError if the deadline has passed."""
         if self.passed:
             raise self.missed()
 
     def missed(self) -> TimeoutError:
-        """That it has passed."""
+        """Return the error for an operation that is not done in time."""
         return TimeoutError(f"{self.what} took longer than {self.seconds:.3g} s")
 
     def limit(self, connection: socket.socket) -> None:
-        """The next call on this socket ends when the operation must. TimeoutError when it has passed."""
+        """Set the timeout of a socket to the time that is left; raise TimeoutError if there is none."""
         self.check()
         connection.settimeout(max(self.left, _LEAST_S))
 
     def part(self, seconds: float, what: str) -> Deadline:
-        """Of a part of this operation: `seconds` at most, and never longer than the whole."""
+        """Return the deadline of a part of this operation: in `seconds`, but not after this deadline."""
         return Deadline(min(seconds, self.left), what)
 
 
 def within(seconds: float, late: str, function: Callable[..., Any], *args: Any) -> Any:
-    """function(*args), or HolmesError `late` after so many seconds, an end for what has
-    none (torch's store waits for ever for a server that is silent); its thread is left where it hangs."""
+    """Call a function that may hang, e.g. because torch's store client waits for ever for a silent server.
+
+    The function runs in a thread. If it is late, the thread is left alone.
+
+    Args:
+        seconds: Seconds until the function must have returned.
+        late: Message of the error if it has not.
+        function: The function.
+        *args: Its arguments.
+
+    Returns:
+        What the function returns. What it raises is raised, too.
+
+    Raises:
+        HolmesError: The function is late.
+    """
     outcome: Future[Any] = Future()
 
     def call() -> None:

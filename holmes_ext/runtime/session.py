@@ -1,4 +1,4 @@
-"""The running job under holmes: its plan, who this process is in it, which transport each group got."""
+"""State of the running job in this process: its plan, this process's rank, and the network of each group."""
 
 from __future__ import annotations
 
@@ -28,74 +28,105 @@ if TYPE_CHECKING:
 
 @dataclass
 class Session:
-    """State of one activated process. rank: as renumbered; process.rank: as the launcher numbered it. store:
-    the job's, None for one process; round: prefix of this start's keys in it. model: of the job, None where
-    nobody told it; engine: what its framework does; forced_nets: network -> the file of NCCL's that forces it
-    on all communicators of a node."""
+    """State of holmes in one process of a running job."""
 
     options: Options
+    #: This process, as its launcher numbered it.
     process: Process
     site: Site
     plan: Plan
+    #: Rank of this process in the job; holmes may have changed the launcher's rank.
     rank: int
+    #: The process groups that this rank is in.
     groups: list[GroupRecord] = field(default_factory=list)
-    #: Of all these groups; a record has the one that its GPU's tensors travel by.
+    #: Backends of all these groups. A GroupRecord only has the backend of GPU tensors.
     backends: set[str] = field(default_factory=set)
+    #: Prefix of the store's keys of this start of the job.
     round: str = "holmes/1"
+    #: The job's key-value store; None in a job of one process.
     store: Any = None
+    #: The model that is trained; None if the user has not described it.
     model: Model | None = None
+    #: What holmes can do with the job's framework.
     engine: EngineTraits = EngineTraits()
-    #: Derives other plans from `plan`. None only in tests of what needs no other plan.
+    #: Derives other plans from `plan`. None only in tests that need no other plan.
     maker: PlanMaker | None = None
+    #: Name of a NCCL network -> the configuration file that forces it on all communicators of a node.
     forced_nets: dict[str, str] = field(default_factory=dict)
-    #: What this rank did of what the plan decides (watch/as_planned.py compares): ranks of a group -> how it
-    #: summed gradients; micro-batches in flight of every stage, () under the framework's own schedule.
+    #: Ranks of a group -> how it reduced gradients. watch/as_planned.py compares this with the plan.
     reductions: dict[tuple[int, ...], DoneReduction] = field(default_factory=dict)
+    #: Micro-batches in flight of every pipeline stage; () if the framework uses its own schedule.
     in_flight: tuple[int, ...] = ()
     #: True with ZeRO 3: DeepSpeed reduces the gradients by itself, whatever the plan says.
     keeps_own_reduction: bool = False
-    #: The plan that was decided again of what the job measured of its sums (adapt); None before.
+    #: The plan with reductions that were chosen from measurements of this job (adapt); None before.
     learned: Plan | None = None
+    #: Plans for parallel sizes other than those of `plan`.
     _resized: dict[Sizes, Plan] = field(default_factory=dict)
 
     @property
     def node(self) -> Node:
+        """The node of this process."""
         return self.site.node_by_name[self.plan.node_of(self.rank)]
 
     def fabric_of(self, ranks: Iterable[int], backend: str) -> Fabric | None:
-        """Of a group of `ranks`, planned; None inside a node, and where the backend chooses."""
-        return (
-            self.plan.fabric_of(ranks, network_api_of(backend)) if network_api_of(backend) else None
-        )
+        """Return the fabric that the plan chooses for a group of ranks.
+
+        Returns:
+            None if all ranks are on one node, or if the backend chooses its networks itself.
+        """
+        network_api = network_api_of(backend)
+        if not network_api:
+            return None
+        return self.plan.fabric_of(ranks, network_api)
 
     def transport(self, ranks: Iterable[int], backend: str) -> Transport:
-        """The same as this node sees it."""
+        """Return the network that the plan chooses for a group of ranks, with this node's NIC."""
         if not network_api_of(backend):
-            return Transport(f"chosen by {backend}", "", "", "")
+            return Transport(f"chosen by {backend}", kind="", interface="", net_name="")
         return transport_on(self.fabric_of(ranks, backend), self.node)
 
     def plan_for(self, sizes: Sizes) -> Plan:
-        """The plan; where it has no sizes, or guessed ones, what it decides for the framework's
-        (complete)."""
+        """Return the plan for parallel sizes that the framework has reported.
+
+        This is `plan` if it was made for these sizes. Otherwise `plan` had no sizes or guessed ones, and its
+        decisions are made again.
+
+        Args:
+            sizes: Parallel sizes, including the data-parallel size.
+        """
         if sizes == self.plan.sizes:
             return self.plan
         if sizes not in self._resized:
-            self._resized[sizes] = self._maker.complete_plan(
+            self._resized[sizes] = self._plan_maker.complete_plan(
                 self.plan, sizes, self.options, self.model, self.engine
             )
         return self._resized[sizes]
 
     def adopt(self, sizes: Sizes, plan: Plan, sums: bool = False) -> None:
-        """`plan` counts now, of complete `sizes`: what it has learned (adapt); sums: of gradients."""
-        self.learned = plan if sums else self.learned
+        """Use `plan` from now on, which was made from measurements of the running job (adapt).
+
+        Args:
+            sizes: Parallel sizes of the plan, including the data-parallel size.
+            plan: The new plan.
+            sums: Whether the plan also changes how gradients are reduced.
+        """
+        if sums:
+            self.learned = plan
         if sizes == self.plan.sizes:
             self.plan = plan
         else:
             self._resized[sizes] = plan
 
     def stages(self, sizes: Sizes, backend: str) -> tuple[ReductionSpec, ...]:
-        """How each stage of a job of complete `sizes` reduces its gradients by `backend`."""
-        return self.plan_for(sizes).traffic_of(network_api_of(backend) or SOCKETS).reductions
+        """Return how each pipeline stage reduces its gradients.
+
+        Args:
+            sizes: Parallel sizes of the job, including the data-parallel size.
+            backend: Backend of the gradients' process groups, such as "nccl".
+        """
+        network_api = network_api_of(backend) or SOCKETS
+        return self.plan_for(sizes).traffic_of(network_api).reductions
 
     def reduction(
         self,
@@ -104,35 +135,48 @@ class Session:
         total_bytes: float = inf,
         compress: str | None = None,
     ) -> ReductionSpec:
-        """How a group sums total_bytes of gradients in a step; compress: instead of
-        --holmes-compress-gradients."""
-        options = (
-            self.options if compress is None else replace(self.options, compress_gradients=compress)
-        )
-        network_api = network_api_of(backend) or SOCKETS
+        """Return how a process group reduces gradients.
+
+        Args:
+            ranks: Members of the group.
+            backend: Backend of the group, such as "nccl".
+            total_bytes: Bytes of gradients that the group reduces in a training step.
+            compress: Codec for gradients between clusters; None for that of --holmes-compress-gradients.
+        """
+        options = self.options
+        if compress is not None:
+            options = replace(options, compress_gradients=compress)
         members = tuple(ranks)
-        again = self.decided_again(members, backend)
-        if again is not None and again.compress == options.compress_gradients:
-            return again
-        return self._maker.spec_of_group(
-            self.plan, members, network_api, options, total_bytes, self.engine
+        learned = self.decided_again(members, backend)
+        if learned is not None and learned.compress == options.compress_gradients:
+            return learned
+        return self._plan_maker.spec_of_group(
+            self.plan,
+            members,
+            network_api_of(backend) or SOCKETS,
+            options,
+            total_bytes,
+            self.engine,
         )
 
     @property
-    def _maker(self) -> PlanMaker:
+    def _plan_maker(self) -> PlanMaker:
         assert self.maker is not None, "this Session has no functions that make plans"
         return self.maker
 
     def decided_again(self, ranks: Iterable[int], backend: str) -> ReductionSpec | None:
-        """How a group of `ranks` sums by what the job has measured; None where nothing was decided of it."""
-        if self.learned is None or (stage := self.learned.stage_of(ranks)) is None:
+        """Return the reduction of a group that was chosen from measurements of this job; None if none was."""
+        if self.learned is None:
+            return None
+        stage = self.learned.stage_of(ranks)
+        if stage is None:
             return None
         return self.learned.traffic_of(network_api_of(backend) or SOCKETS).reductions[stage]
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """One process group that this rank is in, and what it travels on."""
+    """A process group that this rank is in, and its network."""
 
     name: str
     ranks: tuple[int, ...]
@@ -142,44 +186,59 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class DoneReduction:
-    """planned: what was read of the plan; bytes: of the largest sum in one piece, or of a step; hierarchical:
-    else one ring; overlap: under the last backward; reported: the user knows why it differs; follows: the
-    plan's changes."""
+    """How a process group reduced its gradients, and how it was planned to."""
 
     planned: ReductionSpec
+    #: Bytes of the largest reduction in one piece, or of all reductions of a training step.
     bytes: float
+    #: True: hierarchical all-reduce. False: one ring.
     hierarchical: bool
+    #: Whether it overlapped the last backward pass.
     overlap: bool
+    #: Whether a message has told the user why it differs from the plan.
     reported: bool = False
+    #: Whether it changes when the plan changes.
     follows: bool = False
 
 
 def note_reduction(
     ranks: Iterable[int], planned: ReductionSpec | None, size: float, **how: Any
 ) -> None:
-    """`ranks` have summed gradients; of several sums the largest counts. how: of DoneReduction. Only where
-    holmes is on and the group has two ranks."""
-    key = tuple(ranks)
-    if _active is not None and planned is not None and len(key) > 1:
-        noted = _active.reductions.get(key)
-        if noted is None or size >= noted.bytes:
-            _active.reductions[key] = DoneReduction(planned, size, **how)
+    """Record how a group has reduced gradients, in order to compare it with the plan.
+
+    Of several reductions of a group, the largest is kept. Nothing is recorded if holmes is off, or if the
+    group has one rank only.
+
+    Args:
+        ranks: Members of the group.
+        planned: The planned reduction; None if there is no plan for the group, and nothing is recorded.
+        size: Bytes of the reduction.
+        **how: Other fields of DoneReduction.
+    """
+    members = tuple(ranks)
+    if _active is None or planned is None or len(members) <= 1:
+        return
+    previous = _active.reductions.get(members)
+    if previous is None or size >= previous.bytes:
+        _active.reductions[members] = DoneReduction(planned, size, **how)
 
 
 _active: Session | None = None
 
 
 def active() -> Session | None:
-    """The session of this process, or None when holmes is off."""
+    """Return the session of this process; None if holmes is off."""
     return _active
 
 
 def set_active(session: Session | None) -> None:
+    """Make `session` the session of this process; None if holmes stops."""
     global _active
     _active = session
 
 
 def require() -> Session:
+    """Return the session of this process; raise HolmesError if holmes is off."""
     if _active is None:
         raise HolmesError(
             "holmes is not active in this process; start it with --holmes or call holmes_ext.enable()"
@@ -187,12 +246,22 @@ def require() -> Session:
     return _active
 
 
+#: Topics and texts that tell() must not print again.
 _told: set[str] = set()
 
 
 def tell(current: Session, text: str, once: str | Literal[True] = "") -> None:
-    """On rank 0; a text about `once` (True: the same text) only the first time in this process."""
-    about = text if once is True else once
-    if text and current.rank == 0 and about not in _told:
-        tell_user(text)
-        _told.update(filter(None, [about]))
+    """Print a line for the user, on rank 0 only.
+
+    Args:
+        current: The session of this process.
+        text: The line; "" prints nothing.
+        once: A topic about which only the first line is printed; True if only the same text must not be
+            printed twice. "": always print.
+    """
+    topic = text if once is True else once
+    if not text or current.rank != 0 or topic in _told:
+        return
+    tell_user(text)
+    if topic:
+        _told.add(topic)

@@ -1,12 +1,15 @@
-"""Addresses as text, and a TCP port that strangers may reach: so many at a time, from one address and in all.
+"""TCP helpers: addresses as text, a listener that untrusted clients may reach, and a test of a connection.
 
-HOST:PORT may hold an IPv6 address ("[::1]:29600").
+Addresses are HOST:PORT. HOST may be an IPv6 address in brackets, such as "[::1]:29600".
 
-    accept -> a thread for each connection -> handle(guest)
-                  stranger                    until guest.admit(): counted by address (of IPv6: by /64) and in
-                                              all; where there are too many the oldest of the address that has
-                                              most is closed
-                  admitted                    counted in all; one address gets half of the places
+A Listener runs one thread for each connection. It limits the connections, so that unknown clients cannot use
+up all threads:
+
+    stranger   every connection until its handler calls guest.admit(). Strangers are counted in all, and for
+               each address (IPv6: each /64 network). If there are too many, the oldest connection of the
+               address that has most of them is closed.
+    admitted   connections whose client has authenticated itself. They are counted in all, and one address
+               gets about half of the places.
 """
 
 from __future__ import annotations
@@ -14,21 +17,35 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import json
 import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 
-_PORTS = 65536
+_PORT_COUNT = 65536
+_MOST_HOST_LENGTH = 253  # characters of a host name (RFC 1035, 2.3.4)
+_MOST_LABEL_LENGTH = 63  # characters between two dots of a host name
 #: Bits of an IPv6 prefix within which one host may take any address (RFC 4291, 2.5.4).
-_ONE_SITE = 64
-#: Of TCP's keepalive: seconds of silence before the first probe, between two, and how many are not answered.
-_KEEPALIVE_IDLE_S, _KEEPALIVE_INTERVAL_S, _KEEPALIVE_COUNT = 25, 5, 5
+_IPV6_SITE_BITS = 64
+_KEEPALIVE_IDLE_S = 25  # silence before TCP's first keepalive probe
+_KEEPALIVE_INTERVAL_S = 5  # between two probes
+_KEEPALIVE_COUNT = 5  # probes without an answer after which the connection fails
+#: Seconds until the next try if accept() fails because descriptors or memory are used up.
+_RETRY_S = 0.1
+_MOST_HELLO_BYTES = 4096
+
+
+# Addresses
 
 
 def split_address(text: str, default_port: int | None = None) -> tuple[str, int]:
-    """(host, port) of "HOST:PORT", or of "HOST" where there is a default. ValueError where it is neither."""
+    """Return host and port of "HOST:PORT", or of "HOST" if there is a default port.
+
+    Raises:
+        ValueError: The text is no such address. The message quotes the text.
+    """
     if text.startswith("["):
         host, bracket, rest = text[1:].partition("]")
         if not bracket or (rest and not rest.startswith(":")):
@@ -40,26 +57,34 @@ def split_address(text: str, default_port: int | None = None) -> tuple[str, int]
     else:
         host, _, port_text = text.partition(":")
     if not port_text and default_port is not None and not text.endswith(":"):
-        return _host(host, text), default_port
-    if not (port_text.isascii() and port_text.isdecimal()) or not 0 < int(port_text) < _PORTS:
-        raise ValueError(f"{text!r} has no port from 1 to {_PORTS - 1}")
-    return _host(host, text), int(port_text)
+        _check_host(host, text)
+        return host, default_port
+    is_number = port_text.isascii() and port_text.isdecimal()
+    if not is_number or not 0 < int(port_text) < _PORT_COUNT:
+        raise ValueError(f"{text!r} has no port from 1 to {_PORT_COUNT - 1}")
+    _check_host(host, text)
+    return host, int(port_text)
 
 
-def _host(host: str, text: str) -> str:
-    allowed = all(c.isascii() and (c.isalnum() or c in "-._:%") for c in host)
+def _check_host(host: str, text: str) -> None:
+    """Raise ValueError, which quotes `text`, if `host` is neither a host name nor an IP address."""
+    has_valid_characters = all(c.isascii() and (c.isalnum() or c in "-._:%") for c in host)
     labels = host.removesuffix(".").split(".")
-    if not allowed or len(host) > 253 or not all(0 < len(label) < 64 for label in labels):
+    has_valid_labels = all(0 < len(label) <= _MOST_LABEL_LENGTH for label in labels)
+    if not has_valid_characters or not has_valid_labels or len(host) > _MOST_HOST_LENGTH:
         raise ValueError(f"{text!r} has no host name or IP address")
-    return host
 
 
 def address_text(host: str, port: int) -> str:
+    """Return "HOST:PORT", with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that `host` is, as IPv4 where it is mapped into IPv6; None for a name."""
+    """Return the IP address that `host` is; None if it is a name.
+
+    An IPv4 address that is mapped into IPv6 (::ffff:10.0.0.1) is returned as IPv4 address.
+    """
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -68,31 +93,41 @@ def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def peer_host(connection: socket.socket) -> str:
-    """Who is at the other end: one text for an IPv4 address and the same one mapped into IPv6."""
+    """Return the address at the other end; an IPv4 address looks the same if it is mapped into IPv6."""
     host = connection.getpeername()[0]
     return str(ip_of(host) or host)
 
 
 def network_of(host: str) -> str:
-    """What one caller can have many addresses of: the /64 of an IPv6 address; of IPv4 the address alone."""
+    """Return the network whose addresses probably all belong to one client.
+
+    This is the /64 network of an IPv6 address, and an IPv4 address itself.
+    """
     address = ip_of(host)
     if isinstance(address, ipaddress.IPv6Address):
-        return str(ipaddress.IPv6Network((address, _ONE_SITE), strict=False))
+        return str(ipaddress.IPv6Network((address, _IPV6_SITE_BITS), strict=False))
     return host
 
 
 def is_loopback(host: str) -> bool:
+    """Return whether `host` is a loopback address. A name is none."""
     address = ip_of(host)
     return address is not None and address.is_loopback
 
 
 def stays_on_host(connection: socket.socket) -> bool:
-    """Whether both ends of a connection are loopback addresses of this host."""
+    """Return whether both ends of a connection are loopback addresses of this host."""
     return is_loopback(connection.getpeername()[0]) and is_loopback(connection.getsockname()[0])
 
 
+# Sockets
+
+
 def prepare(connection: socket.socket) -> None:
-    """Small messages go at once; a dead peer, or a forgetful NAT, is noticed within a minute."""
+    """Set TCP options of a connection: no delay for small messages, and keepalive probes.
+
+    With the probes, the connection fails within a minute if the peer is dead or a NAT has forgotten it.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_IDLE_S)
@@ -101,7 +136,15 @@ def prepare(connection: socket.socket) -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; host "": all addresses, IPv6 too where there is. OSError."""
+    """Return a socket that listens on an address.
+
+    Args:
+        host: Host name or IP address; "" for all addresses, with those of IPv6 if the system has it.
+        port: TCP port; 0 for any free port.
+
+    Raises:
+        OSError: The system refuses it, e.g. because the port is in use.
+    """
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
@@ -114,40 +157,47 @@ def listen(host: str, port: int) -> socket.socket:
     return socket.create_server(("0.0.0.0", port))
 
 
-#: Seconds until the next try when accept() fails: out of descriptors or of memory.
-_RETRY_S = 0.1
-
-
 class Guest:
-    """One connection, in the thread that handles it. host: the other end's address; network: by which it is
-    counted."""
+    """One connection of a Listener, as its handler gets it."""
 
     def __init__(self, connection: socket.socket, host: str, admit: Callable[[Guest], bool]):
-        self.socket, self.host, self._admit = connection, host, admit
-        self.network = network_of(host)
-        self.kept = False
+        """Wrap a connection.
+
+        Args:
+            connection: The connection.
+            host: IP address of the other end.
+            admit: Moves the guest from the strangers to the admitted guests; returns whether there is room.
+        """
+        self.socket = connection
+        self.host = host
+        self._admit = admit
+        self.network = network_of(host)  # guests of one network share a limit
+        self.kept = False  # whether the handler keeps the socket open after it returns
 
     def admit(self) -> bool:
-        """It has shown that it may stay: no stranger any more. False where too many do."""
+        """Stop to count this guest as a stranger, since its client has authenticated itself.
+
+        Returns:
+            False if there are too many admitted guests; then the handler should return.
+        """
         return self._admit(self)
 
     def keep(self) -> None:
-        """The socket is somebody else's from now on: it is not closed when the handler returns."""
+        """Leave the socket open when the handler returns, because other code uses it from now on."""
         self.kept = True
 
     def becomes(self, wrapped: socket.socket) -> None:
-        """TLS has taken the connection over: its socket object is another one."""
+        """Replace the socket by the TLS socket that wraps it."""
         self.socket = wrapped
 
     def cut(self) -> None:
-        """From any thread: whoever reads or writes it gets an error, or an end."""
+        """Shut the connection down. A thread that reads or writes it returns. Any thread may call this."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Listener:
-    """Serves from start() until close(): handle(guest) in threads; then the socket is closed, unless
-    guest.keep()."""
+    """TCP listener that handles each connection in a thread of its own, with limits for unknown clients."""
 
     def __init__(
         self,
@@ -158,23 +208,35 @@ class Listener:
         per_address: int = 16,
         admitted: int = 1024,
     ):
-        self._socket, self._handle, self._name = listening, handle, name
-        self._strangers_most, self._per_address, self._admitted_most = (
-            strangers,
-            per_address,
-            admitted,
-        )
-        self._lock = threading.Lock()
+        """Create the listener. Connections are accepted after start().
+
+        Args:
+            listening: The listening socket.
+            handle: Called with each guest in the guest's thread. When it returns, the guest's socket is
+                closed unless guest.keep() was called.
+            name: Name of the threads.
+            strangers: Largest number of guests that are not admitted.
+            per_address: The same for one address.
+            admitted: Largest number of admitted guests.
+        """
+        self._socket = listening
+        self._handle = handle
+        self._name = name
+        self._most_strangers = strangers
+        self._most_per_address = per_address
+        self._most_admitted = admitted
+        self._lock = threading.Lock()  # held while the two lists of guests are read or changed
         self._strangers: list[Guest] = []  # oldest first
         self._admitted: set[Guest] = set()
         self._closed = False
         self.port: int = listening.getsockname()[1]
 
     def start(self) -> None:
+        """Accept connections in a new thread."""
         threading.Thread(target=self.serve, name=self._name, daemon=True).start()
 
     def serve(self) -> None:
-        """Until close(), whatever accept() raises meanwhile."""
+        """Accept connections until close(), even if accept() fails in between."""
         while not self._closed:
             try:
                 connection, _ = self._socket.accept()
@@ -185,10 +247,11 @@ class Listener:
                 continue
             try:
                 self._welcome(connection)
-            except (OSError, RuntimeError):  # gone already; no more threads
+            except (OSError, RuntimeError):  # the client has gone, or no thread can be started
                 connection.close()
 
     def close(self) -> None:
+        """Stop accepting connections, and shut down those of all guests."""
         self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -199,26 +262,31 @@ class Listener:
             guest.cut()
 
     def _welcome(self, connection: socket.socket) -> None:
+        """Add a guest for a new connection, and start its thread."""
         prepare(connection)
         guest = Guest(connection, peer_host(connection), self._admit)
         with self._lock:
             self._make_room(guest.network)
             self._strangers.append(guest)
+        thread = threading.Thread(
+            target=self._run, args=(guest,), name=f"{self._name} guest", daemon=True
+        )
         try:
-            threading.Thread(
-                target=self._run, args=(guest,), name=f"{self._name} guest", daemon=True
-            ).start()
+            thread.start()
         except RuntimeError:
             self._forget(guest)
             raise
 
     def _make_room(self, network: str) -> None:
-        """Close a stranger where one more would be too many. Holds the lock."""
-        networks = Counter(guest.network for guest in self._strangers)
-        if networks[network] >= self._per_address:
+        """Disconnect a stranger if the limits leave no place for a new one from `network`.
+
+        The caller holds the lock.
+        """
+        counts = Counter(guest.network for guest in self._strangers)
+        if counts[network] >= self._most_per_address:
             crowded = network
-        elif len(self._strangers) >= self._strangers_most:
-            crowded = networks.most_common(1)[0][0]
+        elif len(self._strangers) >= self._most_strangers:
+            crowded = counts.most_common(1)[0][0]
         else:
             return
         oldest = next(guest for guest in self._strangers if guest.network == crowded)
@@ -226,26 +294,28 @@ class Listener:
         oldest.cut()
 
     def _admit(self, guest: Guest) -> bool:
+        """Move a guest from the strangers to the admitted guests; return whether there was a place."""
+        most_per_network = self._most_admitted // 2 + 1
         with self._lock:
-            near = sum(other.network == guest.network for other in self._admitted)
-            full = (
-                len(self._admitted) >= self._admitted_most or near >= self._admitted_most // 2 + 1
-            )
-            if guest not in self._strangers or full:
+            same_network = sum(other.network == guest.network for other in self._admitted)
+            is_full = len(self._admitted) >= self._most_admitted or same_network >= most_per_network
+            if guest not in self._strangers or is_full:
                 return False
             self._strangers.remove(guest)
             self._admitted.add(guest)
             return True
 
     def _forget(self, guest: Guest) -> None:
+        """Remove a guest whose connection has ended."""
         with self._lock:
             if guest in self._strangers:
                 self._strangers.remove(guest)
             self._admitted.discard(guest)
 
     def _run(self, guest: Guest) -> None:
+        """Handle a guest, and close its socket afterwards unless the handler keeps it."""
         try:
-            if self._closed:  # accepted while close() went through the guests
+            if self._closed:  # accepted while close() disconnected the guests
                 return
             self._handle(guest)
         except OSError:
@@ -254,3 +324,64 @@ class Listener:
             self._forget(guest)
             if not guest.kept:
                 guest.socket.close()
+
+
+# A test that a connection leads to the expected node
+
+
+def answer_hello(guest: Guest, hello: dict[str, str], answer_s: float) -> None:
+    """Read one line from a guest, and answer with `hello` as a line of JSON.
+
+    Args:
+        guest: The connection to a client that has called exchange_hello().
+        hello: Identifies this node and the job.
+        answer_s: Seconds that each call on the socket may take.
+    """
+    guest.socket.settimeout(answer_s)
+    guest.socket.makefile("rb").readline(_MOST_HELLO_BYTES)
+    guest.socket.sendall(json.dumps(hello).encode() + b"\n")
+
+
+def exchange_hello(
+    source: str,
+    target: tuple[str, int],
+    hello: dict[str, str],
+    expected: dict[str, str],
+    connect_s: float,
+    answer_s: float,
+) -> str:
+    """Connect to an address, and check that the expected node answers.
+
+    Args:
+        source: IP address of this host from which the connection is made.
+        target: IP address and port of the other node, which calls answer_hello().
+        hello: Identifies this node and the job: {"node": ..., "token": ...}.
+        expected: The answer of the expected node.
+        connect_s: Seconds until the other end must accept the connection.
+        answer_s: Seconds until it must answer.
+
+    Returns:
+        "" if the expected node answered, else the error in words.
+    """
+    try:
+        connection = socket.create_connection(target, timeout=connect_s, source_address=(source, 0))
+    except TimeoutError:
+        return f"no answer to connect within {connect_s:g} s"
+    except OSError as error:
+        return f"connect: {error.strerror or error}"
+    with connection:
+        try:
+            connection.settimeout(answer_s)
+            connection.sendall(json.dumps(hello).encode() + b"\n")
+            answer = json.loads(connection.makefile("rb").readline(_MOST_HELLO_BYTES))
+        except TimeoutError:
+            return f"connected, but no answer within {answer_s:g} s"
+        except OSError as error:
+            return f"connected, but the answer failed: {error.strerror or 'it is not of this job'}"
+        except ValueError:
+            return "connected, but the answer failed: it is not of this job"
+    if answer == expected:
+        return ""
+    if isinstance(answer, dict):
+        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it"
+    return "not of this job"

@@ -1,1 +1,1 @@
-"""What a running job measures of itself: telemetry, profiles, probes, clocks."""
+"""Measurements of a running job: telemetry of operations, profiles of layers, probes of networks, clocks."""

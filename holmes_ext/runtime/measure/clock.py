@@ -1,14 +1,18 @@
-"""How far this node's clock is from rank 0's, by questions and answers over the job's store.
+"""Measures the offset between the clocks of two nodes, and counts training steps.
 
-    node n:  ask/n/i = ""   at a             rank 0:  answer/n/i = its clock t      node n:  reads it at b
-    offset = t - (a + b) / 2, wrong by at most (b - a) / 2; the question with the shortest round trip counts
+Offset of a node's clock from that of rank 0's node, by messages through the job's key-value store (Cristian's
+algorithm):
 
-Only each node's first process asks: all processes of a node have one monotonic clock. The store's server is
-on the launcher's rank 0, so there and back take equally long when rank 0 stayed where it was.
+    node n reads its clock: a          sets ask/n/i
+    rank 0 reads its clock: t          sets answer/n/i to t
+    node n reads its clock: b          offset = t - (a + b) / 2, wrong by at most (b - a) / 2
 
-Counts the training steps of a job by the calls of torch's optimizer hooks.
+The question with the shortest round trip counts. Only the first process of each node asks, because all
+processes of a node have the same monotonic clock. The store's server runs on the node of the launcher's
+rank 0. So both directions take equally long if rank 0 has stayed there.
 
-torch calls the hooks at every step of every optimizer, but one training step may contain several of these:
+Training steps are counted by the calls of torch's optimizer hooks. torch calls the hooks at every step of
+every optimizer, but a training step may contain several of them:
 
     DeepSpeed, ZeRO 1 and 2      steps its single optimizer once for each parameter group
     megatron-core, torchtitan    have an optimizer for each part of the model
@@ -23,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class StepCounter:
@@ -38,6 +42,7 @@ class StepCounter:
     """
 
     def __init__(self) -> None:
+        """Create a counter that has not seen any step."""
         # Weak references: the counter lives as long as the job and must not keep the memory of a model that
         # the program deleted. If the leader was deleted, the next parameter becomes the leader.
         self._leader: weakref.ref[Any] | None = None
@@ -49,12 +54,11 @@ class StepCounter:
         A training step may consist of several optimizer steps. Only those count that update one chosen
         parameter, the leader. This method must be called exactly once for each optimizer step.
         """
-        parameter = _first_parameter(
-            optimizer
-        )  # stands for all parameters that this optimizer step updated
-        leader = (
-            self._leader() if self._leader is not None else None
-        )  # None if the program deleted it
+        # It stands for all parameters that this optimizer step has updated.
+        parameter = _first_parameter(optimizer)
+        leader = None
+        if self._leader is not None:
+            leader = self._leader()  # None if the program has deleted it
         is_updated_again = any(other() is parameter for other in self._updated_since_leader)
         if leader is None or is_updated_again:  # this parameter becomes the leader
             leader = parameter
@@ -82,10 +86,25 @@ QUESTIONS = 5
 Clock = Callable[[], float]
 
 
+class Offset(NamedTuple):
+    """Offset of this node's clock."""
+
+    offset_s: float  # this clock + offset_s = the clock of rank 0's node
+    error_s: float  # largest error of the offset
+
+
 def answer(
     store: Any, prefix: str, nodes: Sequence[int], timeout_s: float, clock: Clock = time.monotonic
 ) -> None:
-    """Rank 0: answer every node's questions, one after the other; who does not ask in time is left out."""
+    """Answer the questions of all other nodes, one node after the other. Rank 0 calls this.
+
+    Args:
+        store: The job's key-value store.
+        prefix: Prefix of the store's keys.
+        nodes: Numbers of the other nodes.
+        timeout_s: Seconds after which a node that does not ask is skipped.
+        clock: The clock of this node.
+    """
     for node in nodes:
         try:
             for number in range(QUESTIONS):
@@ -97,14 +116,32 @@ def answer(
 
 def ask(
     store: Any, prefix: str, node: int, timeout_s: float, clock: Clock = time.monotonic
-) -> tuple[float, float]:
-    """(offset, error) in seconds: this clock + offset is rank 0's. RuntimeError: nobody answers in time."""
-    best = (float("inf"), 0.0)
+) -> Offset:
+    """Return the offset of this node's clock from that of rank 0's node.
+
+    Args:
+        store: The job's key-value store.
+        prefix: Prefix of the store's keys.
+        node: Number of this node.
+        timeout_s: Seconds to wait for an answer.
+        clock: The clock of this node.
+
+    Raises:
+        RuntimeError: Rank 0 does not answer in time.
+    """
+    shortest_trip_s = float("inf")
+    offset_s = 0.0
     for number in range(QUESTIONS):
-        asked = clock()
+        asked_at = clock()
         store.set(f"{prefix}/ask/{node}/{number}", "")
         store.wait([f"{prefix}/answer/{node}/{number}"], timedelta(seconds=timeout_s))
-        theirs, now = float(store.get(f"{prefix}/answer/{node}/{number}")), clock()
-        if number:  # the first one waits for its turn
-            best = min(best, (now - asked, theirs - (asked + now) / 2))
-    return best[1], best[0] / 2
+        remote_time = float(store.get(f"{prefix}/answer/{node}/{number}"))
+        answered_at = clock()
+        if number == 0:  # rank 0 may have answered other nodes before, so this trip is too long
+            continue
+        trip_s = answered_at - asked_at
+        new_offset_s = remote_time - (asked_at + answered_at) / 2
+        if (trip_s, new_offset_s) < (shortest_trip_s, offset_s):
+            shortest_trip_s = trip_s
+            offset_s = new_offset_s
+    return Offset(offset_s, error_s=shortest_trip_s / 2)

@@ -1,13 +1,22 @@
-"""Measures the network between every two clusters of the running job, by TCP on Ethernet NICs.
+"""Measures the network between every two clusters of the running job, by TCP over Ethernet NICs.
 
-    round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c      pairs of a round share no uplink
+Pairs of clusters are measured in rounds. The pairs of a round share no cluster, so they share no uplink:
 
-For each pair: round trips of one byte, then one stream of one node, then as many nodes as both have
-(MOST_NODES at most) with STREAMS among them. Of a stream what arrives in WINDOW_S (WINDOW_TRIPS round trips
-at least) counts, once TCP has had LEAD_S and LEAD_TRIPS round trips to open its window: of PARTS equal parts
-of that time the median, so that what piled up behind a lost packet or a busy host and then came at once is no
-rate of the link. One process of each node takes part, the others wait. Where streams move PROGRAM_BPS each,
-this program may be what bounds them: then the stated rate counts, if it is higher.
+    round 1:  a-b  c-d      round 2:  a-c  b-d      round 3:  a-d  b-c
+
+For each pair, in this order:
+
+    1. one node sends single bytes there and back: the round-trip time
+    2. one node sends one stream
+    3. as many nodes as both clusters have, at most MOST_NODES, send STREAMS streams in all
+
+The rate of a stream is measured at the receiver. A lead of LEAD_S seconds, or LEAD_TRIPS round trips if
+that is longer, is not counted: TCP opens its window. The following WINDOW_S seconds, or WINDOW_TRIPS
+round trips, are divided into PARTS equal parts, and their median counts. So data that was held up by a
+lost packet or a busy host and then arrives at once is not taken for the rate of the link.
+
+One process of each node takes part; the other processes wait. If every stream moves PROGRAM_BPS, this
+program may be the bottleneck: then the rate of the cluster file counts, if it is higher.
 """
 
 from __future__ import annotations
@@ -20,157 +29,249 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.wan import MeasuredPair
 from holmes_ext.runtime.session import Session
 
-PINGS, STREAMS, MOST_NODES = 11, 8, 8
-LEAD_S, LEAD_TRIPS, WINDOW_S, WINDOW_TRIPS, PARTS = 0.8, 15, 1.0, 10, 10
-#: Seconds after which a peer that says nothing has gone.
+PINGS = 11  # round trips; the first one is not counted
+STREAMS = 8  # of all nodes of a cluster together
+MOST_NODES = 8  # of a cluster
+LEAD_S = 0.8
+LEAD_TRIPS = 15
+WINDOW_S = 1.0
+WINDOW_TRIPS = 10
+PARTS = 10
+#: Seconds after which a peer that sends nothing counts as lost.
 PATIENCE_S = 60.0
-#: A pair whose one-way latency is above this many seconds, or whose nodes together get less than this part of
-#: their NICs, is no flat network.
-FLAT_S, FLAT_SHARE = 1e-3, 0.8
-#: Bits/s of a stream that one thread of Python moves on any server of today.
+#: Largest one-way latency of a flat network, in seconds.
+FLAT_S = 1e-3
+#: Smallest rate of a flat network, as a share of the rate of the nodes' NICs together.
+FLAT_SHARE = 0.8
+#: Bits/s of a stream that one thread of Python reaches on any current server.
 PROGRAM_BPS = 4e9
-_CHUNK = bytes(1 << 18)
-_HEAD = struct.Struct("cdd")  # b"p" (echo bytes) or b"f" (flood), lead and window in seconds
+
+_CHUNK = bytes(1 << 18)  # that a sender passes to the kernel at once
+_BUFFER_BYTES = 1 << 20  # of a receiver
+_ECHO = b"p"  # first byte of a connection that wants each byte back
+_FLOOD = b"f"  # first byte of a connection that sends a stream
+_HEAD = struct.Struct("cdd")  # _ECHO or _FLOOD, lead and window in seconds
 _RATES = struct.Struct(f"{PARTS}d")
+_LINGER = struct.Struct("ii")  # struct linger: on or off, seconds
+
+#: Bits/s in each part of the measured time.
 _Rates = Sequence[float]
+#: First rank of each node of a cluster.
 _Cluster = Sequence[int]
+#: Indices of two clusters that are measured.
+_Pair = tuple[int, int]
 
 
-def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """All pairs of `count` clusters, by round: none is in two pairs of a round (the circle method)."""
-    circle: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+class PairResult(NamedTuple):
+    """What one rank has measured in a round. Values that it has not measured are 0."""
+
+    trip_s: float  # round-trip time
+    stream_bps: float  # of one stream
+    rates: _Rates  # bits/s of all streams of this sender, in each part of the time
+
+
+def rounds(count: int) -> list[list[_Pair]]:
+    """Return all pairs of clusters in rounds, so that no cluster is in two pairs of a round.
+
+    This is the circle method of round-robin tournaments.
+
+    Args:
+        count: Number of clusters. The pairs consist of the numbers 0 to count - 1.
+    """
+    circle: list[int | None] = list(range(count))
+    if count % 2:
+        circle.append(None)  # the cluster that is paired with None has a break
     schedule = []
     for _ in range(len(circle) - 1):
-        pairs = [(circle[place], circle[-1 - place]) for place in range(len(circle) // 2)]
-        schedule.append(
-            sorted((min(a, b), max(a, b)) for a, b in pairs if a is not None and b is not None)
-        )
+        pairs = []
+        for position in range(len(circle) // 2):
+            first = circle[position]
+            second = circle[-1 - position]
+            if first is not None and second is not None:
+                pairs.append((min(first, second), max(first, second)))
+        schedule.append(sorted(pairs))
         circle.insert(1, circle.pop())
     return schedule
 
 
 def is_flat(site: Site, pairs: Sequence[MeasuredPair]) -> bool:
-    """Whether the pairs show no more than the nodes' NICs."""
-    count = {name: sum(node.cluster == name for node in site.nodes) for name in site.clusters}
-    nodes = [min(MOST_NODES, *(count[name] for name in pair.clusters)) for pair in pairs]
-    nic = site.fabric_by_name[ETHERNET].rate_bps
-    least = [FLAT_SHARE * nic * number for number in nodes]
-    return all(
-        pair.latency_s <= FLAT_S and pair.rate_bps >= rate for pair, rate in zip(pairs, least)
-    )
+    """Return whether the clusters are connected like nodes of one network.
+
+    Then latencies are short, and nodes reach most of their NICs' rate between all pairs of clusters.
+    """
+    node_counts = {name: len(_nodes_of(site, name)) for name in site.clusters}
+    nic_bps = site.fabric_by_name[ETHERNET].rate_bps
+    for pair in pairs:
+        senders = min(MOST_NODES, *(node_counts[name] for name in pair.clusters))
+        if pair.latency_s > FLAT_S or pair.rate_bps < FLAT_SHARE * nic_bps * senders:
+            return False
+    return True
+
+
+def _nodes_of(site: Site, cluster: str) -> list[str]:
+    return [node.name for node in site.nodes if node.cluster == cluster]
 
 
 def streams_of(nodes: int) -> int:
-    """Streams of each of `nodes` nodes that send at once."""
+    """Return the number of streams that each of `nodes` nodes sends at the same time."""
     return max(1, STREAMS // max(1, nodes))
 
 
 def stated_bps(site: Site, source: str, target: str, nodes: int) -> float:
-    """What the file says that `nodes` nodes of cluster `source` together get to `target`."""
-    nics = nodes * site.fabric_by_name[ETHERNET].rate_bps
-    return min([nics, *(hop.rate_bps for hop in site.wan.hops(source, target))])
+    """Return the rate between two clusters that the cluster file states, in bits/s.
+
+    Args:
+        site: Nodes and networks.
+        source: Cluster that sends.
+        target: Cluster that receives.
+        nodes: Nodes that send at the same time.
+    """
+    nics_bps = nodes * site.fabric_by_name[ETHERNET].rate_bps
+    hops_bps = [hop.rate_bps for hop in site.wan.hops(source, target)]
+    return min([nics_bps, *hops_bps])
+
+
+def _print_nothing(text: str) -> None:
+    """Ignore a line about the progress."""
 
 
 def measure(
-    session: Session, tell: Callable[[str], None] = lambda text: None
+    session: Session, tell: Callable[[str], None] = _print_nothing
 ) -> tuple[MeasuredPair, ...]:
-    """Every pair of clusters, alike on all ranks (all call it); () for one cluster. OSError: no answer."""
+    """Measure every pair of clusters. All ranks call this function and get the same result.
+
+    Args:
+        session: The session of this process.
+        tell: Called with a line about each round.
+
+    Returns:
+        The pairs; empty if there is one cluster.
+
+    Raises:
+        OSError: A node does not answer.
+    """
     import torch.distributed as dist
 
-    site, plan = session.site, session.plan
-    rank, node = dist.get_rank(), plan.nodes[dist.get_rank() // plan.processes]
-    first = {name: index * plan.processes for index, name in enumerate(plan.nodes)}
-    clusters = [
-        [first[name] for name in plan.nodes if site.node_by_name[name].cluster == cluster]
-        for cluster in site.clusters
-    ]
-    if len(clusters) < 2:
+    site = session.site
+    plan = session.plan
+    rank = dist.get_rank()
+    first_ranks = {name: index * plan.processes for index, name in enumerate(plan.nodes)}
+    clusters: list[_Cluster] = []
+    for cluster in site.clusters:
+        nodes = [name for name in plan.nodes if site.node_by_name[name].cluster == cluster]
+        clusters.append([first_ranks[name] for name in nodes])
+    if len(clusters) < 2:  # noqa: PLR2004 - a pair
         return ()
-    server = socket.create_server(
-        (site.node_by_name[node].port(ETHERNET).address, 0), backlog=2 * STREAMS
-    )
+
+    own_node = site.node_by_name[plan.nodes[rank // plan.processes]]
+    server = socket.create_server((own_node.port(ETHERNET).address, 0), backlog=2 * STREAMS)
     server.settimeout(PATIENCE_S)
     addresses: list = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, server.getsockname()[:2])
-    measured, my_results = [], []
-    for number, pairs in enumerate(schedule := rounds(len(clusters)), start=1):
-        listed = ", ".join(f"{site.clusters[a]}-{site.clusters[b]}" for a, b in pairs)
-        tell(f"round {number} of {len(schedule)} between the clusters: {listed}")
-        sides = next(
-            ((clusters[a], clusters[b]) for a, b in pairs if rank in (*clusters[a], *clusters[b])),
-            None,
-        )
-        my_results.append(_pair(rank, sides, server, addresses, dist.barrier))
-    all_results: list = [None] * dist.get_world_size()
-    dist.all_gather_object(all_results, my_results)
-    for number, pairs in enumerate(schedule):
-        for a, b in pairs:
-            ends = list(zip(clusters[a], clusters[b]))[:MOST_NODES]
-            trip, stream, _ = all_results[ends[0][0]][number]
-            together = _median([all_results[sender][number][2] for sender, _ in ends])
-            names = site.clusters[a], site.clusters[b]
-            if together >= PROGRAM_BPS * len(ends) * streams_of(len(ends)):
-                together = max(together, stated_bps(site, *names, len(ends)))
-            measured.append(MeasuredPair(names, round(together), trip / 2, round(stream)))
+
+    schedule = rounds(len(clusters))
+    own_results = []
+    for number, pairs in enumerate(schedule, start=1):
+        names = ", ".join(f"{site.clusters[a]}-{site.clusters[b]}" for a, b in pairs)
+        tell(f"round {number} of {len(schedule)} between the clusters: {names}")
+        sides = None
+        for first, second in pairs:
+            if rank in clusters[first] or rank in clusters[second]:
+                sides = (clusters[first], clusters[second])
+        own_results.append(_measure_pair(rank, sides, server, addresses, dist.barrier))
+    all_results: list[list[PairResult]] = [[]] * dist.get_world_size()  # rank -> round -> result
+    dist.all_gather_object(all_results, own_results)
     server.close()
-    return tuple(
-        sorted(measured, key=lambda pair: [site.clusters.index(name) for name in pair.clusters])
-    )
+
+    measured = []
+    for round_index, pairs in enumerate(schedule):
+        results = [rank_results[round_index] for rank_results in all_results]
+        for first, second in pairs:
+            ends = list(zip(clusters[first], clusters[second]))[:MOST_NODES]
+            senders = [sender for sender, _ in ends]
+            rate_bps = _median([results[sender].rates for sender in senders])
+            cluster_names = (site.clusters[first], site.clusters[second])
+            if rate_bps >= PROGRAM_BPS * len(ends) * streams_of(len(ends)):
+                rate_bps = max(rate_bps, stated_bps(site, *cluster_names, len(ends)))
+            leader = results[senders[0]]
+            latency_s = leader.trip_s / 2
+            pair = MeasuredPair(cluster_names, round(rate_bps), latency_s, round(leader.stream_bps))
+            measured.append(pair)
+
+    def position(pair: MeasuredPair) -> list[int]:
+        return [site.clusters.index(name) for name in pair.clusters]
+
+    return tuple(sorted(measured, key=position))
 
 
-def _pair(
+def _measure_pair(
     rank: int,
     sides: tuple[_Cluster, _Cluster] | None,
     server: socket.socket,
     addresses: Sequence[Any],
     barrier: Callable[[], object],
-) -> tuple[float, float, _Rates]:
-    """(seconds of a round trip, bits/s of one stream, of all this sender's in each part of the time), 0 where
-    not measured. All ranks pass the same barriers."""
-    ends = list(zip(*sides))[:MOST_NODES] if sides else []
-    receiver = next((there for here, there in ends if here == rank), None)
-    receives = rank in [there for _, there in ends]
-    leads = bool(ends) and rank in ends[0]
-    trip, results = 0.0, []
+) -> PairResult:
+    """Measure one pair of clusters. All ranks of the job call this function, and pass the same barriers.
+
+    Args:
+        rank: This rank.
+        sides: The cluster that sends and the one that receives; None if this rank is in no pair.
+        server: This node's listening socket.
+        addresses: Rank -> address of its node's listening socket.
+        barrier: Waits for all ranks.
+    """
+    ends = list(zip(*sides))[:MOST_NODES] if sides is not None else []  # (sender, receiver)
+    receiver = next((other for sender, other in ends if sender == rank), None)
+    is_receiver = any(other == rank for _, other in ends)
+    is_in_first_end = bool(ends) and rank in ends[0]
+    trip_s = 0.0
+    results = []
     if receiver is not None:
-        trip = _ping(addresses[receiver])
-    elif receives:
+        trip_s = _ping(addresses[receiver])
+    elif is_receiver:
         _serve(server, 1)
-    for streams, part in ((1, leads), (streams_of(len(ends)), True)):
+    # First one stream of the first sender, then the streams of all senders.
+    for streams, takes_part in ((1, is_in_first_end), (streams_of(len(ends)), True)):
         barrier()
-        if part and receiver is not None:
-            results.append(_flood(addresses[receiver], streams, trip))
-        elif part and receives:
+        if takes_part and receiver is not None:
+            results.append(_flood(addresses[receiver], streams, trip_s))
+        elif takes_part and is_receiver:
             _serve(server, streams)
     barrier()
-    stream = _median(results[:1]) if leads else 0.0
-    return trip, stream, results[-1] if results else (0.0,) * PARTS
+    stream_bps = _median(results[:1]) if is_in_first_end else 0.0
+    rates = results[-1] if results else (0.0,) * PARTS
+    return PairResult(trip_s, stream_bps, rates)
 
 
 def _median(rates: Sequence[_Rates]) -> float:
-    """Bits/s of these together, over the parts of the time; their mean where most parts brought nothing."""
-    together = [float(sum(part)) for part in zip(*rates)] or [0.0]
-    return statistics.median(together) or statistics.mean(together)
+    """Return the bits/s of several senders together, as the median over the parts of the time.
+
+    If nothing arrived in most parts, the mean is returned.
+    """
+    sums = [float(sum(part)) for part in zip(*rates)] or [0.0]
+    return statistics.median(sums) or statistics.mean(sums)
 
 
 def _connect(
-    address: tuple[str, int], kind: bytes, lead: float = 0.0, window: float = 0.0
+    address: tuple[str, int], kind: bytes, lead_s: float = 0.0, window_s: float = 0.0
 ) -> socket.socket:
+    """Connect to another node's server, and send the head that says what the connection is for."""
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HEAD.pack(kind, lead, window))
+    connection.sendall(_HEAD.pack(kind, lead_s, window_s))
     return connection
 
 
 def _ping(address: tuple[str, int]) -> float:
-    with _connect(address, b"p") as connection:
+    """Return the median round-trip time of one byte, in seconds."""
+    with _connect(address, _ECHO) as connection:
         times = []
         for _ in range(PINGS):
             begin = time.perf_counter()
@@ -180,55 +281,91 @@ def _ping(address: tuple[str, int]) -> float:
     return statistics.median(times[1:])
 
 
-def _flood(address: tuple[str, int], streams: int, trip: float) -> _Rates:
-    """Bits/s of all the streams that arrived, in each part of the time; trip: seconds there and back."""
-    rates: list[_Rates] = []
-    lead, window = max(LEAD_S, LEAD_TRIPS * trip), max(WINDOW_S, WINDOW_TRIPS * trip)
+def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
+    """Send streams to another node, and return the bits/s that arrived there, in each part of the time.
+
+    Args:
+        address: The other node's server.
+        streams: Number of streams.
+        trip_s: Round-trip time in seconds.
+
+    Raises:
+        OSError: A stream broke off.
+    """
+    rates: list[_Rates] = []  # of each stream
+    lead_s = max(LEAD_S, LEAD_TRIPS * trip_s)
+    window_s = max(WINDOW_S, WINDOW_TRIPS * trip_s)
 
     def send() -> None:
-        with _connect(address, b"f", lead, window) as connection:
+        with _connect(address, _FLOOD, lead_s, window_s) as connection:
             begin = time.monotonic()
-            while time.monotonic() - begin < lead + window:
+            while time.monotonic() - begin < lead_s + window_s:
                 connection.sendall(_CHUNK)
             connection.shutdown(socket.SHUT_WR)
-            rates.append(_RATES.unpack(_exactly(connection, _RATES.size)))
-            # What is still queued here is dropped; the reset comes when what is on its way has arrived.
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            rates.append(_RATES.unpack(_receive_exactly(connection, _RATES.size)))
+            # Without lingering, data that is still queued here is dropped. The receiver gets a reset
+            # after the data that is on its way.
+            linger = _LINGER.pack(1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
 
     _together([send] * streams)
     if len(rates) < streams:
         raise OSError(f"a stream to {address[0]} broke off")
-    return tuple(map(sum, zip(*rates)))
+    return tuple(sum(part) for part in zip(*rates))
 
 
 def _serve(server: socket.socket, streams: int) -> None:
+    """Accept and answer so many connections of another node."""
     connections = [server.accept()[0] for _ in range(streams)]
     _together([partial(_answer, connection) for connection in connections])
 
 
 def _answer(connection: socket.socket) -> None:
+    """Send bytes back, or measure a stream and send its rates, as the head of the connection says."""
     with connection:
         connection.settimeout(PATIENCE_S)
-        kind, lead, window = _HEAD.unpack(_exactly(connection, _HEAD.size))
-        if kind == b"p":
+        kind, lead_s, window_s = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))
+        if kind == _ECHO:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while connection.recv(1):
                 connection.sendall(b"\0")
             return
-        buffer, begin = bytearray(1 << 20), time.monotonic() + lead
-        part_s, counted = window / PARTS, [0] * PARTS
-        while (size := connection.recv_into(buffer)) and (
-            passed := time.monotonic() - begin
-        ) < window:
-            if passed >= 0:
-                counted[min(PARTS - 1, int(passed / part_s))] += size
-        connection.sendall(_RATES.pack(*(8 * size / part_s for size in counted)))
-        with contextlib.suppress(ConnectionResetError):  # how the sender ends it
-            while connection.recv_into(buffer):
-                pass
+        rates = _received_rates(connection, lead_s, window_s)
+        connection.sendall(_RATES.pack(*rates))
+        with contextlib.suppress(
+            ConnectionResetError
+        ):  # the sender ends the connection with a reset
+            _discard(connection)
 
 
-def _exactly(connection: socket.socket, size: int) -> bytes:
+def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -> list[float]:
+    """Receive a stream, and return its bits/s in each part of the window after the lead."""
+    buffer = bytearray(_BUFFER_BYTES)
+    window_begin = time.monotonic() + lead_s
+    part_s = window_s / PARTS
+    received_bytes = [0] * PARTS
+    while True:
+        size = connection.recv_into(buffer)
+        if not size:
+            break
+        passed_s = time.monotonic() - window_begin
+        if passed_s >= window_s:
+            break
+        if passed_s >= 0:
+            part = min(PARTS - 1, int(passed_s / part_s))
+            received_bytes[part] += size
+    return [8 * size / part_s for size in received_bytes]
+
+
+def _discard(connection: socket.socket) -> None:
+    """Receive until the sender closes the connection."""
+    buffer = bytearray(_BUFFER_BYTES)
+    while connection.recv_into(buffer):
+        pass
+
+
+def _receive_exactly(connection: socket.socket, size: int) -> bytes:
+    """Return `size` bytes; raise ConnectionError if the connection ends before."""
     data = connection.recv(size, socket.MSG_WAITALL)
     if len(data) < size:
         raise ConnectionError("the other node has gone")
@@ -236,6 +373,7 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
 
 
 def _together(calls: Sequence[Callable[[], None]]) -> None:
+    """Call functions in threads, and wait until all have returned."""
     threads = [threading.Thread(target=call, daemon=True) for call in calls]
     for thread in threads:
         thread.start()

@@ -1,20 +1,28 @@
-"""Operations over NCCL: the host launches them and goes on, the GPU carries them out; what is known of that.
+"""Measures operations over NCCL, which the host launches and the GPU carries out later.
+
+CUDA events are recorded on the program's current stream, at the points in brackets:
 
     async_op=True    current stream    [began] ...........  [before] wait [after]
                      torch's stream            [operation]
     async_op=False   current stream    [began] [operation] [ended]           since torch 2.8; there is no Work
 
-torch's Work is never kept: it owns its outputs (ProcessGroupNCCL.cpp: WorkNCCL::outputs_), so FSDP's and ZeRO
-3's gathered weights would live as long as it does here. Marks tell instead; every launch
-looks whether the oldest of its group is over, so that nothing piles up in programs without steps. An
-asynchronous operation ends when torch says so, asked at launches and waits while the program holds the Work;
-else where the stream has waited for it: an upper bound. With TORCH_NCCL_ENABLE_TIMING and the Work at hand
-its own duration counts.
+When an asynchronous operation ends:
 
-The clocks of the GPU and of the host are compared by bounds: an event cannot be over before it was recorded,
-nor after it was seen to be over. The first holds with equality wherever the GPU has nothing else to do. Every
-step begins from an event of its own, since elapsed_time() is a float32 of milliseconds. (Not run on a GPU so
-far: tests/runtime/measure/ runs it with events that a test ends.)
+    1. The Work is asked whether it is completed, at launches and waits, while the program holds it.
+    2. Without the Work, the operation has ended when the stream has waited for it ([after]), which is an
+    upper
+       bound.
+    3. With TORCH_NCCL_ENABLE_TIMING, the Work also has the duration of the operation itself.
+
+The Work is never kept here, because it owns its outputs (WorkNCCL::outputs_ in ProcessGroupNCCL.cpp): the
+weights that FSDP and ZeRO 3 gather would live too long. Every launch checks whether the oldest operations
+of its group are over, so that nothing piles up in programs without training steps.
+
+GPU times are converted to host times by bounds: an event cannot be over before it was recorded, nor after
+it was seen to be over. The first bound is exact whenever the GPU is idle. Every step counts from an event
+of its own, because elapsed_time() is a float32 of milliseconds.
+
+The tests run this module with simulated events (tests/runtime/measure/); it has not run on a GPU so far.
 """
 
 from __future__ import annotations
@@ -22,28 +30,42 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.runtime.measure.operations import GroupTraffic, Mark, Op
 
+_MS_PER_S = 1e3  # torch returns the times of events and Works in milliseconds
+
+#: A part of a training step: (kind, begin, end), with times in seconds or as Marks.
+Span = tuple[str, Any, Any]
+
+
+class TimedSpans(NamedTuple):
+    """Spans whose times are known, and those that the GPU has not completed."""
+
+    done: list[tuple[str, float, float]]  # (kind, begin, end) in seconds
+    open: list[Span]
+
 
 class DeviceClock:
-    """Marks on the current CUDA stream, in seconds of `clock`; from any thread of one device."""
+    """Makes marks on CUDA streams, and converts them to seconds of the host's clock."""
 
     def __init__(self, clock: Callable[[], float]):
+        """Create a clock for the current GPU; `clock` returns the host's time in seconds."""
         import torch
 
-        self.clock, self._cuda = clock, torch.cuda
-        #: Whether what is launched now goes into a CUDA graph instead: events cannot be asked there.
+        self.clock = clock
+        self._cuda = torch.cuda
+        #: Returns whether a CUDA graph captures what is launched now. Then events cannot be queried.
         self.capturing = torch.cuda.is_current_stream_capturing
-        self._free: list[Any] = []
-        self._base: Mark | None = None  # what elapsed times are counted from
-        self._base_s = 0.0  # its time
-        self._next: Mark | None = None  # the next base, once it is over
+        self._free: list[Any] = []  # events that can be used again
+        self._base: Mark | None = None  # elapsed times are counted from this mark
+        self._base_s = 0.0  # time of the base in seconds
+        self._next: Mark | None = None  # becomes the base when the GPU has completed it
         self._compute: Any = None  # the stream on which steps end
 
     def mark(self) -> Mark:
-        """Here on the current stream."""
+        """Record and return a mark at this point of the current stream."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -52,151 +74,193 @@ class DeviceClock:
         event.record(stream)
         mark = Mark(event, stream, self.clock())
         if self._base is None:
-            self._base, self._base_s = mark, mark.at
+            self._base = mark
+            self._base_s = mark.at
             return self.mark()
         return mark
 
     def give_back(self, *marks: Mark | None) -> None:
-        """Nobody asks for these again."""
+        """Allow the events of marks that are not needed any more to be used again."""
         self._free += [mark.event for mark in marks if mark is not None]
 
     def over(self, mark: Mark) -> bool:
-        """Whether the stream has come by; then its time can be told."""
+        """Return whether the GPU has completed everything before a mark. Then time_of() works."""
         return bool(mark.event.query() and self._base is not None and self._base.event.query())
 
     def time_of(self, mark: Mark) -> float:
-        """Of a mark that is over()."""
+        """Return the time in seconds at which the GPU reached a mark that is over().
+
+        The time is kept between the moment when the mark was recorded and now. If it has to be moved, the
+        base moves, too.
+        """
         assert self._base is not None
-        at = self._base_s + self._base.event.elapsed_time(mark.event) / 1e3
-        bounded = min(max(at, mark.at), self.clock())
-        self._base_s += bounded - at
-        return bounded
+        time_s = self._base_s + self._base.event.elapsed_time(mark.event) / _MS_PER_S
+        bounded_s = min(max(time_s, mark.at), self.clock())
+        self._base_s += bounded_s - time_s
+        return bounded_s
 
     def stood_still(self, first: Mark, last: Mark) -> float:
-        """Between two marks that are over(), on the compute stream; other streams' waits cost nothing."""
-        computes = self._compute is None or first.stream == self._compute
-        return float(first.event.elapsed_time(last.event)) / 1e3 if computes else 0.0
+        """Return the seconds between two marks that are over(), if they are on the compute stream; else 0.
+
+        The waits of other streams do not delay the computation.
+        """
+        if self._compute is not None and first.stream != self._compute:
+            return 0.0
+        return float(first.event.elapsed_time(last.event)) / _MS_PER_S
 
     def step_done(self) -> None:
-        """Count from about here on, on the compute stream."""
+        """Count elapsed times from this training step on, and take the current stream as compute stream."""
         if self._base is None or self.capturing():
             return
         self._compute = self._cuda.current_stream()
         if self._next is not None and self.over(self._next):
-            at, old = self.time_of(self._next), self._base
-            self._base, self._base_s, self._next = self._next, at, None
-            self.give_back(old)
+            next_s = self.time_of(self._next)
+            self.give_back(self._base)
+            self._base = self._next
+            self._base_s = next_s
+            self._next = None
         if self._next is None:
             self._next = self.mark()
 
 
 class OnDevice:
-    """Of one Recorder. Called from any thread: the watchdog's looks too."""
+    """Measures the operations of one Recorder that run over NCCL. Any thread may call its methods."""
 
     def __init__(self, recorder: Any, clock: DeviceClock):
-        self._recorder, self._clock = recorder, clock
-        self._polling = threading.RLock()
-        self.captures, self.step_done, self.mark = clock.capturing, clock.step_done, clock.mark
+        """Create the part of a Recorder that measures on the GPU."""
+        self._recorder = recorder
+        self._clock = clock
+        self._polling = threading.RLock()  # held while operations end
+        self.captures = clock.capturing
+        self.step_done = clock.step_done
+        self.mark = clock.mark
 
-    def timed(
-        self, spans: list[tuple[str, Any, Any]]
-    ) -> tuple[list[tuple[str, float, float]], list[Any]]:
-        """(those that the GPU has come by, in seconds; the others). Spans in seconds are as they are."""
-        done, left = [], []
-        for kind, begun, ended in spans:
-            if not isinstance(begun, Mark) or not isinstance(ended, Mark):
-                done.append((kind, begun, ended))
-            elif self._clock.over(ended) and self._clock.over(begun):
-                start = self._clock.time_of(begun)
-                done.append((kind, start, start + begun.event.elapsed_time(ended.event) / 1e3))
-                self._clock.give_back(begun, ended)
+    def timed(self, spans: list[Span]) -> TimedSpans:
+        """Return the times of spans that the GPU has completed, and the other spans.
+
+        Spans whose times are in seconds already are returned as they are.
+        """
+        done: list[tuple[str, float, float]] = []
+        still_open: list[Span] = []
+        for kind, begin, end in spans:
+            if not isinstance(begin, Mark) or not isinstance(end, Mark):
+                done.append((kind, begin, end))
+            elif self._clock.over(end) and self._clock.over(begin):
+                start_s = self._clock.time_of(begin)
+                duration_s = begin.event.elapsed_time(end.event) / _MS_PER_S
+                done.append((kind, start_s, start_s + duration_s))
+                self._clock.give_back(begin, end)
             else:
-                left.append((kind, begun, ended))
-        return done, left
+                still_open.append((kind, begin, end))
+        return TimedSpans(done, still_open)
 
     def launch(self, op: Op) -> None:
-        """Before its launch."""
+        """Mark the begin of an operation, directly before it is launched."""
         self.poll(op.group)
         op.began = self._clock.mark()
 
     def launched(self, op: Op) -> None:
-        """After it; without a Work it runs on the compute stream."""
+        """Mark the end of an operation without a Work, which runs on the current stream."""
         if op.work is None:
             op.ended = self._clock.mark()
         op.group.on_device.append(op)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
-        """wait() makes the compute stream wait."""
+        """Call `wait`, which makes the current stream wait for an operation, between two marks."""
         if op.end or self.captures():
             return wait()
-        self._is_over(op)
+        self._is_over(op)  # asks the Work while the program holds it
         before = self._clock.mark()
         result = wait()
         after = self._clock.mark()
         op.waits.append((before, after))
-        op.ended = op.ended or after
+        if op.ended is None:
+            op.ended = after
         return result
 
     def is_at(self, op: Op) -> bool:
-        """Whether it has begun, and is not over as far as anybody knows."""
+        """Return whether an operation has begun and is not known to be over."""
         return not op.end and not op.seen_over and self.has_begun(op)
 
     def has_begun(self, op: Op) -> bool:
-        """Whether the compute stream has come to it."""
+        """Return whether the GPU has reached an operation."""
         return op.began is None or self._clock.over(op.began)
 
     def poll(self, group: GroupTraffic) -> None:
-        """End what is over by now: a communicator works in order, so one that was dropped ends with a later
-        one."""
+        """Record the end of a group's operations that are over.
+
+        A communicator works in the order of the launches. So an operation whose Work was deleted ends with a
+        later one, whose end can be observed.
+        """
         with self._polling:
-            while count := self._first_known(group):
+            while True:
+                count = self._count_to_observable(group)
+                if count == 0:
+                    return
                 last = group.on_device[count - 1]
-                if not self._is_over(last) or not all(
-                    self._clock.over(after) for _, after in last.waits
-                ):
+                has_waited = all(self._clock.over(after) for _, after in last.waits)
+                if not self._is_over(last) or not has_waited:
                     return
                 for _ in range(count):
                     self._end(group.on_device.popleft(), last)
 
-    def _first_known(self, group: GroupTraffic) -> int:
-        """How many operations there are up to the first whose end can be told; 0 for none."""
-        ops = enumerate(group.on_device, 1)
-        return next(
-            (
-                n
-                for n, op in ops
-                if op.ended is not None or (op.work is not None and op.work() is not None)
-            ),
-            0,
-        )
+    def _count_to_observable(self, group: GroupTraffic) -> int:
+        """Return the position, from 1, of the first operation whose end can be observed; 0 without any."""
+        for position, op in enumerate(group.on_device, start=1):
+            has_work = op.work is not None and op.work() is not None
+            if op.ended is not None or has_work:
+                return position
+        return 0
 
     def _is_over(self, op: Op) -> bool:
+        """Return whether an operation is over. If its Work exists, take its duration from there."""
         work = op.work() if op.work is not None else None
         if not op.seen_over and work is not None and work.is_completed():
             op.seen_over = self._recorder.clock()
             if self._recorder.keeps:
                 with suppress(RuntimeError):  # without TORCH_NCCL_ENABLE_TIMING
-                    op.duration = work._get_duration() / 1e3
+                    op.duration = work._get_duration() / _MS_PER_S
         return op.seen_over > 0 or (op.ended is not None and self._clock.over(op.ended))
 
     def _end(self, op: Op, last: Op) -> None:
-        """End `op`: `last`, the same operation or a later one, is over."""
-        clock, ops = self._clock, (*op.block, op)
-        began = ops[0].began
+        """Record start, end and time of waiting of an operation.
+
+        Args:
+            op: The operation. It stands for its block, too.
+            last: The same operation, or a later one of the communicator, whose end was observed.
+        """
+        clock = self._clock
+        members = (*op.block, op)
+        began = members[0].began
         assert began is not None
-        end = last.seen_over or self._recorder.clock()
+
+        end_s = last.seen_over or self._recorder.clock()
         if last.ended is not None and clock.over(last.ended):
-            end = min(end, clock.time_of(last.ended))
-        start = min(end, clock.time_of(began)) if clock.over(began) else op.start
-        if op.duration:  # from where it was its turn
-            start = max(start, min(op.group.last_end, end))
-            end = min(end, start + op.duration)
-        op.group.last_end = end
-        ran = [(began, op.ended)] if op.work is None and op.ended is not None else op.waits
-        op.waited = sum(clock.stood_still(*pair) for pair in ran)
-        marks = [member.began for member in ops] + [mark for pair in op.waits for mark in pair]
-        clock.give_back(*marks, op.ended if op.work is None else None)
-        op.ended, op.waits = None, []
-        for member in ops:
-            member.start, member.began = start, None
-        self._recorder.end(op, end)
+            end_s = min(end_s, clock.time_of(last.ended))
+        start_s = op.start
+        if clock.over(began):
+            start_s = min(end_s, clock.time_of(began))
+        if op.duration:
+            # The communicator may have been busy with the operation before, which ended at last_end.
+            start_s = max(start_s, min(op.group.last_end, end_s))
+            end_s = min(end_s, start_s + op.duration)
+        op.group.last_end = end_s
+
+        runs_on_current_stream = op.work is None and op.ended is not None
+        if runs_on_current_stream:
+            assert op.ended is not None
+            op.waited = clock.stood_still(began, op.ended)
+        else:
+            op.waited = sum(clock.stood_still(before, after) for before, after in op.waits)
+
+        clock.give_back(*[member.began for member in members])
+        for before, after in op.waits:
+            clock.give_back(before, after)
+        if op.work is None:
+            clock.give_back(op.ended)
+        op.ended = None
+        op.waits = []
+        for member in members:
+            member.start = start_s
+            member.began = None
+        self._recorder.end(op, end_s)

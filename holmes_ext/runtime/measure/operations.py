@@ -1,19 +1,19 @@
-"""One operation of torch.distributed and its process group, as telemetry and the watchdog see them.
+"""Describes operations of torch.distributed and their process groups, for telemetry and the watchdog.
 
-What a group is for follows from its ranks and the job's sizes; sent_bytes() is what an operation sends:
+The kind of a group says what it is for. A description of the program counts: megatron-core's group_desc, the
+dimension of a DeviceMesh, or the name of a group of holmes. Otherwise the kind is derived from the
+group's ranks and the parallel sizes of the job:
 
-    ranks of one data-parallel group -> "data"     (first stage, last stage) of a
-                                                   longer pipeline -> "embedding"
-    two neighbouring stages          -> "pipeline" everything                                     -> "world"
-
-Where the program itself says what a group is for (megatron-core's group_desc, a DeviceMesh's dimension,
-holmes's own groups), that counts.
+    ranks of a data-parallel group                       "data"; other parallel dimensions likewise
+    neighbouring stages of a pipeline                    "pipeline"
+    first and last stage of a pipeline with more stages  "embedding"
+    all ranks                                            "world"
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +22,8 @@ from holmes_ext.runtime import session
 from holmes_ext.runtime.backend import backend_of, traits_of
 
 KINDS = ("data", "tensor", "pipeline", "context", "expert", "embedding", "world", "other")
-#: Words of a group's description (lower case) and its kind; the first that fits counts.
-_WORDS = (
+#: (part of a group's description in lower case, kind of the group). The first part that is found counts.
+_DESCRIPTIONS = (
     ("embedding", "embedding"),
     ("hierarchical", "data"),
     ("pipeline pair", "pipeline"),
@@ -42,9 +42,10 @@ _WORDS = (
     ("pipeline_model_parallel", "pipeline"),
     ("default_pg", "world"),
 )
-#: Parts of a mesh dimension's name (PyTorch's tutorials, torchtitan) and its kind; the first that is among
-#: them counts: a group of "dp_shard_cp" shards weights.
-_DIMENSIONS = {
+#: Part of the name of a DeviceMesh's dimension, as PyTorch's tutorials and torchtitan use it -> kind of its
+#: groups. The first one that the name contains counts: a group of "dp_shard_cp" shards weights, so it is
+#: "data".
+_MESH_DIMENSIONS = {
     "dp": "data",
     "replicate": "data",
     "shard": "data",
@@ -57,49 +58,80 @@ _DIMENSIONS = {
 
 
 def kind_of(ranks: Sequence[int], description: str, sizes: Sizes | None, world_size: int) -> str:
-    """One of KINDS. sizes: complete, or None where nobody told them."""
+    """Return what a process group is for: one of KINDS.
+
+    Args:
+        ranks: Members of the group.
+        description: The program's description of the group; "" if there is none.
+        sizes: Parallel sizes, including the data-parallel size; None if they are unknown.
+        world_size: Ranks of the job.
+    """
     return described(description) or kind_of_ranks(ranks, sizes, world_size)
 
 
 def described(description: str) -> str:
-    """The kind that a description tells, "" when it tells none."""
+    """Return the kind of a process group that its description contains; "" if it contains none."""
     text = description.lower()
-    if text.startswith("mesh_"):
+    if text.startswith("mesh_"):  # torch's description of a group of a DeviceMesh
         parts = text.split("_")
-        return next((kind for part, kind in _DIMENSIONS.items() if part in parts), "")
-    return next((kind for word, kind in _WORDS if word in text), "")
+        for name, kind in _MESH_DIMENSIONS.items():
+            if name in parts:
+                return kind
+        return ""
+    for words, kind in _DESCRIPTIONS:
+        if words in text:
+            return kind
+    return ""
 
 
 def kind_of_ranks(ranks: Sequence[int], sizes: Sizes | None, world_size: int) -> str:
-    """The same from the ranks alone. A group of all ranks is "world", unless one axis is all there is."""
+    """Return what a process group without a description is for: one of KINDS.
+
+    A group of all ranks is "world", unless the job has only one kind of parallelism.
+
+    Args:
+        ranks: Members of the group.
+        sizes: Parallel sizes, including the data-parallel size; None if they are unknown.
+        world_size: Ranks of the job.
+    """
     members = tuple(sorted(ranks))
     if sizes is not None and len(members) > 1:
-        for axis, kind in AXES.items():
-            group = sizes.group(members[0], axis)
-            if members == tuple(sorted(group)):
-                return kind
-        stages = sorted(sizes.group(members[0], "pp"))
-        if set(members) <= set(stages):
-            places = [stages.index(rank) for rank in members]
-            return "embedding" if places == [0, len(stages) - 1] and len(stages) > 2 else "pipeline"
-        spans = {
-            axis
-            for axis in AXES
-            if any(set(sizes.group(members[0], axis)) & {rank} for rank in members[1:])
-        }
-        if spans == {"dp"} or (
-            spans == {"dp", "cp"} and len(members) == sizes.data * sizes.context < world_size
-        ):
-            return "data"
+        kind = _kind_by_sizes(members, sizes, world_size)
+        if kind:
+            return kind
     return "world" if len(members) == world_size else "other"
 
 
-#: Bytes that a rank of a group of n sends, for each byte of the payload (see PAYLOAD in telemetry's patches):
-#: what ring algorithms move (Thakur, Rabenseifner and Gropp 2005). For rooted ones the mean over the ranks.
-_RING = {
+def _kind_by_sizes(members: tuple[int, ...], sizes: Sizes, world_size: int) -> str:
+    """Return the kind of a group of two or more ranks; "" if it is no group of a parallel dimension."""
+    first = members[0]
+    for axis, kind in AXES.items():
+        if members == tuple(sorted(sizes.group(first, axis))):
+            return kind
+
+    pipeline = sorted(sizes.group(first, "pp"))
+    if set(members) <= set(pipeline):
+        stages = [pipeline.index(rank) for rank in members]
+        last_stage = len(pipeline) - 1
+        if stages == [0, last_stage] and last_stage > 1:
+            return "embedding"
+        return "pipeline"
+
+    # Dimensions in which a member differs from the first one, and from it only in this dimension.
+    axes = {axis for axis in AXES if set(sizes.group(first, axis)) & set(members[1:])}
+    is_whole_dp_cp_group = len(members) == sizes.data * sizes.context < world_size
+    if axes == {"dp"} or (axes == {"dp", "cp"} and is_whole_dp_cp_group):
+        return "data"
+    return ""
+
+
+#: Operation -> bytes that a rank of a group of n ranks sends, for each byte of the payload. These are the
+#: numbers of ring algorithms (Thakur, Rabenseifner and Gropp 2005). For operations with a root it is the mean
+#: over all ranks. The payload of all_gather and reduce_scatter is this rank's share.
+_SENT_PER_PAYLOAD_BYTE: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
-    "all_gather": lambda n: n - 1,  # of this rank's share
-    "reduce_scatter": lambda n: n - 1,  # of this rank's share
+    "all_gather": lambda n: n - 1,
+    "reduce_scatter": lambda n: n - 1,
     "broadcast": lambda n: (n - 1) / n,
     "reduce": lambda n: (n - 1) / n,
     "gather": lambda n: (n - 1) / n,
@@ -110,19 +142,28 @@ _RING = {
 
 
 def sent_bytes(operation: str, payload: int, ranks: int, backend: str) -> float:
-    """Bytes that one rank sends in `operation` among `ranks`; gloo's reduce-scatter is an all-reduce."""
-    factor = (
-        _RING[operation](ranks) if operation in _RING and (ranks > 1 or operation == "send") else 0
-    )
+    """Return the bytes that one rank sends in an operation.
+
+    Args:
+        operation: Name of the operation, such as "all_reduce".
+        payload: Bytes of the rank's tensors.
+        ranks: Ranks of the process group.
+        backend: Backend of the process group. gloo's reduce-scatter is an all-reduce, which sends twice
+        as much.
+    """
+    if operation not in _SENT_PER_PAYLOAD_BYTE or (ranks <= 1 and operation != "send"):
+        return 0
+    factor = _SENT_PER_PAYLOAD_BYTE[operation](ranks)
     if operation == "reduce_scatter" and backend == "gloo":
         factor *= 2
     return payload * factor
 
 
 class GroupTraffic:
-    """A process group as this rank sees it: members, transport, operations started."""
+    """A process group as this rank sees it: members, network, and operations started so far."""
 
     def __init__(self, process_group: Any):
+        """Read the members and the network of a process group of torch."""
         import torch.distributed as dist
 
         current = session.require()
@@ -133,63 +174,72 @@ class GroupTraffic:
         self.is_on_device = traits.is_nccl  # its operations run on CUDA streams
         self.is_nccl2 = traits.is_nccl2
         self.description = str(process_group.group_desc or "").replace("undefined", "")
-        made = [
-            r.transport
-            for r in current.groups
-            if r.ranks == self.ranks and r.backend == self.backend
+        transports = [
+            record.transport
+            for record in current.groups
+            if record.ranks == self.ranks and record.backend == self.backend
         ]
-        self.transport = made[-1] if made else current.transport(self.ranks, self.backend)
+        if transports:
+            self.transport = transports[-1]
+        else:
+            self.transport = current.transport(self.ranks, self.backend)
         self.world_size = current.plan.world_size
-        self.collectives = 0
-        self.messages: dict[
-            tuple[str, int], int
-        ] = {}  # ("send" or "receive", the other's rank) -> how many
-        self.on_device: deque[Op] = (
-            deque()
-        )  # over NCCL: those under way, in the order of their launch
-        self.last_end = 0.0  # of those: one communicator works in that order
+        self.collectives = 0  # started so far
+        #: ("send" or "receive", rank of the other end) -> messages started so far.
+        self.messages: dict[tuple[str, int], int] = {}
+        #: NCCL: operations under way, in the order of their launch.
+        self.on_device: deque[Op] = deque()
+        #: NCCL: end of the last operation, in seconds. A communicator works in the order of launches.
+        self.last_end = 0.0
 
     def kind(self, sizes: Sizes | None, peer: int | None, rank: int) -> str:
-        """What it is for; a message between two ranks may belong to the pipeline over any group."""
-        if (
-            peer is not None
-            and len(self.ranks) > 2
-            and described(self.description) in ("", "world")
-        ):
-            return kind_of_ranks((rank, peer), sizes, self.world_size) if sizes else "other"
+        """Return what an operation of the group is for: one of KINDS.
+
+        A message between two ranks may belong to the pipeline although the group is larger.
+
+        Args:
+            sizes: Parallel sizes of the job, if known.
+            peer: Rank of the other end of a send or receive; None for a collective.
+            rank: This rank.
+        """
+        has_no_purpose = described(self.description) in ("", "world")
+        if peer is not None and len(self.ranks) > 2 and has_no_purpose:  # noqa: PLR2004 - more than a pair
+            if sizes is None:
+                return "other"
+            return kind_of_ranks((rank, peer), sizes, self.world_size)
         return kind_of(self.ranks, self.description, sizes, self.world_size)
 
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """payload, sent: bytes (sent_bytes); peer: of a send or receive; number: which of the group's
-    collectives, or messages with the peer; end: 0 while under way; block: began and ended with it."""
+    """An operation that the program has started. All times are in seconds."""
 
     group: GroupTraffic
-    name: str
-    payload: int
-    sent: float
-    peer: int | None
-    number: int
+    name: str  # such as "all_reduce"
+    payload: int  # bytes of this rank's tensors
+    sent: float  # bytes that this rank sends
+    peer: int | None  # rank of the other end of a send or receive; None for a collective
+    number: int  # among the group's collectives, or among the messages with `peer`
     start: float
-    end: float = 0.0
-    waited: float = 0.0
-    work: Any = None
-    background: bool = False
+    end: float = 0.0  # 0 while it is under way
+    waited: float = 0.0  # for which the program, or the GPU's compute stream, stood still
+    work: Any = None  # weak reference to torch's Work
+    background: bool = False  # started by another thread than the main thread
     is_synchronous: bool = False  # called without async_op=True
-    block: Sequence[Op] = ()
-    # NCCL: before its launch; ended: after it, or after the stream has waited for it
-    began: Mark | None = None
-    ended: Mark | None = None
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # NCCL: around the stream's waits
-    seen_over: float = 0.0  # NCCL: when torch said so, and what it took
-    duration: float = 0.0
+    block: Sequence[Op] = ()  # coalesced operations that begin and end with this one
+
+    # The following fields are used with NCCL only.
+    began: Mark | None = None  # before the launch
+    ended: Mark | None = None  # after the launch, or after the stream has waited for the operation
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)  # around each wait of the stream
+    seen_over: float = 0.0  # time at which torch said that it is over
+    duration: float = 0.0  # as torch measured it; 0 if unknown
 
 
 @dataclass(slots=True)
 class Mark:
-    """A CUDA event, its stream, and the clock when it was recorded."""
+    """A recorded CUDA event."""
 
     event: Any
     stream: Any
-    at: float
+    at: float  # host time, in seconds, when it was recorded

@@ -1,14 +1,16 @@
-"""How long messages take in the running job: for `holmes probe`, and a profile's reductions.
+"""Measures messages and all-reduces in the running job: for `holmes probe`, and for a profile.
 
-    send   two nodes of a fabric (on Ethernet of two clusters if there are), there and back: half of it
-    ring   one rank of every node of a fabric: an all-reduce of
-           B bytes among n is 2 (n - 1) steps of B / n bytes
+    send   a message between two nodes of a fabric, there and back; half of the time counts. On Ethernet
+    the nodes
+           are in two clusters, if there are two.
+    ring   an all-reduce among one rank of every node of a fabric. An all-reduce of B bytes among n ranks is
+           2 (n - 1) steps of B / n bytes; the time of one step counts.
 
-Where there is a WAN, runtime/measure/crossings.py measures it, and Ethernet is measured in a cluster that has
-nothing faster (where there is none, it has its stated rate).
+If clusters are connected by a WAN, runtime/measure/crossings.py measures that. Ethernet is then measured
+inside a cluster that has no faster network; if there is none, the rate of the cluster file counts.
 
-One fabric at a time, the others wait. Every figure is a median. Holmes must be active: it picks the NIC of
-each group made here.
+One fabric is measured at a time, while other ranks wait. Every number is a median. holmes must be active,
+because it chooses the NIC of each process group that is made here.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.wan import MeasuredLink
@@ -25,116 +28,197 @@ from holmes_ext.plan.cost.links import fit
 from holmes_ext.runtime.session import Session
 
 SEND_BYTES = tuple(1024 * 4**power for power in range(9))  # 1 KiB to 64 MiB
-#: A size is measured for so many seconds, but at least and at most so often; sizes that take longer than
-#: LONGEST_S are the last.
-SECONDS, LEAST, MOST, LONGEST_S = 0.25, 4, 50, 0.3
-#: What a profile's reduction is tried with at most, in bytes.
+#: Each size is repeated for about SECONDS, but at least LEAST and at most MOST times.
+SECONDS = 0.25
+LEAST = 4
+MOST = 50
+#: A size that takes longer than this many seconds is the last one.
+LONGEST_S = 0.3
+_SHORTEST_S = 1e-6  # a time of 0 would divide by 0
+_FLOAT32_BYTES = 4
+#: Bytes of the all-reduce with which a profile measures reductions.
 _LARGEST_REDUCTION = 64 << 20
+_SMALLEST_REDUCTION = 4096
+_SMALL_SHARE = 4  # the smaller one of the two all-reduces has this part of the bytes
+_REDUCTIONS = 4  # of each size; the first one is not counted
+_TRANSFERS = 6  # of an activation; the first one is not counted
+
+#: Runs an operation once with (tensor, ranks, group), and returns the part of its time that counts.
+Run = Callable[[Any, tuple[int, ...], Any], float]
+
+
+class Point(NamedTuple):
+    """A point of a curve."""
+
+    size_bytes: float
+    seconds: float
+
+
+class ReductionTime(NamedTuple):
+    """Time of an all-reduce as a linear function of its bytes."""
+
+    s_per_byte: float
+    latency_s: float
 
 
 def pairs(session: Session, flat: bool = True) -> dict[str, tuple[int, int]]:
-    """fabric -> first ranks of two nodes to measure between; Ethernet in one cluster unless it is flat."""
-    site, plan = session.site, session.plan
-    chosen: dict[str, tuple[tuple[str, str], bool]] = {}
+    """Return two ranks for each fabric, between which messages are measured.
+
+    Args:
+        session: The session of this process.
+        flat: Whether clusters are connected like nodes of one network. Then Ethernet is measured between two
+            clusters, if there are two, else inside one.
+
+    Returns:
+        Fabric -> the first ranks of two nodes.
+    """
+    site = session.site
+    plan = session.plan
+    nodes_of: dict[str, tuple[str, str]] = {}  # fabric -> two nodes
     for source, target in itertools.combinations(plan.nodes, 2):
         fabric = site.shared_fabric((source, target)).name
-        crossing = site.node_by_name[source].cluster != site.node_by_name[target].cluster
-        if fabric == ETHERNET and crossing and not flat:
+        crosses = site.node_by_name[source].cluster != site.node_by_name[target].cluster
+        if fabric == ETHERNET and crosses and not flat:
             continue
-        if fabric not in chosen or (fabric == ETHERNET and crossing and not chosen[fabric][1]):
-            chosen[fabric] = (source, target), crossing
-    first = {node: index * plan.processes for index, node in enumerate(plan.nodes)}
+        is_better = False
+        if fabric == ETHERNET and crosses and fabric in nodes_of:
+            first, second = nodes_of[fabric]
+            is_better = site.node_by_name[first].cluster == site.node_by_name[second].cluster
+        if fabric not in nodes_of or is_better:
+            nodes_of[fabric] = (source, target)
+    first_ranks = {node: index * plan.processes for index, node in enumerate(plan.nodes)}
     return {
-        fabric: (first[source], first[target]) for fabric, ((source, target), _) in chosen.items()
+        fabric: (first_ranks[source], first_ranks[target])
+        for fabric, (source, target) in nodes_of.items()
     }
 
 
 def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
-    """fabric -> first rank of every node whose best it is; for Ethernet all nodes if it is flat between
-    clusters, else one cluster's."""
-    site, plan = session.site, session.plan
-    members: dict[str, list[int]] = {}
-    first_cluster: dict[str, str] = {}
+    """Return the ranks of each fabric among which all-reduces are measured.
+
+    Args:
+        session: The session of this process.
+        flat: Whether clusters are connected like nodes of one network. Then Ethernet is measured among
+        all nodes,
+            else among those of one cluster that has no faster network.
+
+    Returns:
+        Fabric -> the first rank of every node for which it is the fastest. A fabric of one node is left out.
+    """
+    site = session.site
+    plan = session.plan
+    ranks_of: dict[str, list[int]] = {}
+    ethernet_cluster = None  # the first cluster that has no faster network
     for index, node in enumerate(plan.nodes):
-        fabric, cluster = site.shared_fabric((node,)).name, site.node_by_name[node].cluster
-        if flat or fabric != ETHERNET or first_cluster.setdefault(fabric, cluster) == cluster:
-            members.setdefault(fabric, []).append(index * plan.processes)
+        fabric = site.shared_fabric((node,)).name
+        cluster = site.node_by_name[node].cluster
+        if fabric == ETHERNET and not flat:
+            if ethernet_cluster is None:
+                ethernet_cluster = cluster
+            if cluster != ethernet_cluster:
+                continue
+        ranks_of.setdefault(fabric, []).append(index * plan.processes)
     if flat:
-        members[site.shared_fabric(plan.nodes).name] = [
-            index * plan.processes for index in range(len(plan.nodes))
-        ]
-    return {fabric: tuple(ranks) for fabric, ranks in members.items() if len(ranks) > 1}
+        common_fabric = site.shared_fabric(plan.nodes).name
+        ranks_of[common_fabric] = [index * plan.processes for index in range(len(plan.nodes))]
+    return {fabric: tuple(ranks) for fabric, ranks in ranks_of.items() if len(ranks) > 1}
+
+
+def _print_nothing(text: str) -> None:
+    """Ignore a line about the progress."""
 
 
 def measure(
     session: Session,
     largest: int,
-    tell: Callable[[str], None] = lambda text: None,
+    tell: Callable[[str], None] = _print_nothing,
     flat: bool = True,
 ) -> dict[str, MeasuredLink]:
-    """Every fabric's curves, alike on all ranks (all call it). largest: bytes; flat: between clusters."""
+    """Measure every fabric. All ranks call this function and get the same result.
+
+    Args:
+        session: The session of this process.
+        largest: Bytes of the largest message.
+        tell: Called with a line about each measurement.
+        flat: Whether clusters are connected like nodes of one network.
+
+    Returns:
+        Fabric -> its curves: seconds over bytes, of messages and of all-reduces.
+    """
     import torch
     import torch.distributed as dist
 
-    rank, on_gpu = dist.get_rank(), torch.accelerator.is_available()
-    device = torch.accelerator.current_accelerator() if on_gpu else torch.device("cpu")
+    rank = dist.get_rank()
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        device = torch.accelerator.current_accelerator()
     sizes = [size for size in SEND_BYTES if size <= largest]
-    samples: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    measured = (
-        ("send", pairs(session, flat), _there_and_back),
+    samples: dict[str, dict[str, list[Point]]] = {}  # fabric -> "send" or "ring" -> curve
+    measurements: tuple[tuple[str, dict[str, Any], Run], ...] = (
+        ("send", pairs(session, flat), _send_there_and_back),
         ("ring", rings(session, flat), _all_reduce),
     )
-    for key, groups, run in measured:
-        for fabric, ranks in groups.items():
+    for name, ranks_of, run in measurements:
+        for fabric, ranks in ranks_of.items():
             group = dist.new_group(list(ranks))
-            tell(f"{fabric}: {key} among {len(ranks)} ranks")
-            points: list[tuple[float, float]] = []
+            tell(f"{fabric}: {name} among {len(ranks)} ranks")
+            points: list[Point] = []
             if rank in ranks:
-                shares = len(ranks) if key == "ring" else 1
-                curve = _curve(run, [size * shares for size in sizes], ranks, group, device)
-                points = [(size / shares, seconds) for size, seconds in curve]
+                # An all-reduce of n times the size has steps of this size.
+                factor = len(ranks) if name == "ring" else 1
+                curve = _curve(run, [size * factor for size in sizes], ranks, group, device)
+                points = [Point(size_bytes / factor, seconds) for size_bytes, seconds in curve]
             all_points: list = [None] * dist.get_world_size()
-            dist.all_gather_object(all_points, points)  # and a barrier: the others wait here
-            samples.setdefault(fabric, {})[key] = all_points[ranks[0]]
+            dist.all_gather_object(all_points, points)  # other ranks wait here
+            samples.setdefault(fabric, {})[name] = all_points[ranks[0]]
     dist.barrier()
     links = {}
     for fabric, curves in samples.items():
-        links[fabric] = MeasuredLink(
-            **{key: fit(sampled, f"fabric {fabric}").points for key, sampled in curves.items()}
-        )
+        fitted = {}
+        for name, curve in curves.items():
+            fitted[name] = fit(curve, f"fabric {fabric}").points
+        links[fabric] = MeasuredLink(**fitted)
     return links
 
 
 def _curve(
-    run: Callable, sizes: list[int], ranks: tuple[int, ...], group, device
-) -> list[tuple[float, float]]:
-    """(bytes, median seconds) until a size takes too long; all ranks of the group decide alike."""
+    run: Run, sizes: Sequence[int], ranks: tuple[int, ...], group: Any, device: Any
+) -> list[Point]:
+    """Return the median seconds of an operation for each size, until a size takes longer than LONGEST_S.
+
+    All ranks of the group call this function. Their first rank decides how often a size is repeated.
+
+    Args:
+        run: The operation.
+        sizes: Bytes of its tensor.
+        ranks: Members of the group.
+        group: The process group.
+        device: Device of the tensor.
+    """
     import torch
     import torch.distributed as dist
 
-    points: list[tuple[float, float]] = []
+    points: list[Point] = []
     for size in sizes:
-        tensor = torch.zeros(max(1, size // 4), device=device)
-        part = run(tensor, ranks, group)  # connects
-        again = lambda: run(tensor, ranks, group)  # noqa: B023, E731
-        (once,) = seconds_of(again, 1, device)
-        count = torch.tensor(
-            [max(LEAST, min(MOST, int(SECONDS / max(part * once, 1e-6))))], device=device
-        )
+        tensor = torch.zeros(max(1, size // _FLOAT32_BYTES), device=device)
+        run_once = partial(run, tensor, ranks, group)
+        share = run_once()  # the first call connects the ranks
+        (first_s,) = seconds_of(run_once, 1, device)
+        repetitions = int(SECONDS / max(share * first_s, _SHORTEST_S))
+        count = torch.tensor([max(LEAST, min(MOST, repetitions))], device=device)
         dist.broadcast(count, ranks[0], group=group)
-        seconds = part * statistics.median(seconds_of(again, int(count), device))
-        median = torch.tensor(
-            [seconds], dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device
-        )
+        seconds = share * statistics.median(seconds_of(run_once, int(count), device))
+        dtype = torch.float64 if device.type == "cpu" else torch.float32
+        median = torch.tensor([seconds], dtype=dtype, device=device)
         dist.broadcast(median, ranks[0], group=group)
-        points.append((float(size), float(median)))
+        points.append(Point(float(size), float(median)))
         if float(median) > LONGEST_S and len(points) > 1:
             break
     return points
 
 
 def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
-    """Of each of `times` calls; on a GPU until what they started has ended."""
+    """Return the seconds of each of several calls; on a GPU, until the work that a call started is done."""
     import torch
 
     durations = []
@@ -147,57 +231,109 @@ def seconds_of(run: Callable[[], Any], times: int, device: Any) -> list[float]:
     return durations
 
 
-def _there_and_back(tensor, ranks: tuple[int, ...], group) -> float:
-    """The part of the time that one message is."""
+def _send_there_and_back(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
+    """Send a tensor from the first rank to the second one, and back.
+
+    Returns:
+        The part of the time that one message takes.
+    """
     import torch.distributed as dist
 
-    other = ranks[1] if dist.get_rank() == ranks[0] else ranks[0]
-    for step in (dist.send, dist.recv) if other == ranks[1] else (dist.recv, dist.send):
-        step(tensor, other, group=group)
+    is_first = dist.get_rank() == ranks[0]
+    if is_first:
+        dist.send(tensor, ranks[1], group=group)
+        dist.recv(tensor, ranks[1], group=group)
+    else:
+        dist.recv(tensor, ranks[0], group=group)
+        dist.send(tensor, ranks[0], group=group)
     return 0.5
 
 
-def _all_reduce(tensor, ranks: tuple[int, ...], group) -> float:
+def _all_reduce(tensor: Any, ranks: tuple[int, ...], group: Any) -> float:
+    """All-reduce a tensor.
+
+    Returns:
+        The part of the time that one step of a ring all-reduce takes.
+    """
     import torch.distributed as dist
 
     dist.all_reduce(tensor, group=group)
     return 1 / (2 * (len(ranks) - 1))
 
 
-def reduction(group: Any, size_bytes: int, device: Any) -> tuple[float, float]:
-    """(seconds of a byte, of latency) of an all-reduce in `group`, from two sizes (all bytes where noise
-    hides the difference); zeros for one rank."""
+def reduction(group: Any, size_bytes: int, device: Any) -> ReductionTime:
+    """Measure all-reduces of two sizes in a process group. All ranks of the group call this function.
+
+    Args:
+        group: The process group.
+        size_bytes: Bytes of gradients that the group reduces in a step.
+        device: Device of the gradients.
+
+    Returns:
+        The line through both times. If noise hides their difference, the whole time counts for the bytes.
+        Zeros if the group has one rank.
+    """
     import torch
     import torch.distributed as dist
 
     if size_bytes <= 0 or dist.get_world_size(group) == 1:
-        return 0.0, 0.0
-    timings = []
-    for count in (large := max(4096, min(size_bytes, _LARGEST_REDUCTION)) // 4, large // 4):
-        tensor = torch.zeros(count, device=device)
-        times = seconds_of(lambda: dist.all_reduce(tensor, group=group), 4, device)  # noqa: B023
-        timings.append(
-            (count * 4, statistics.median(times[1:]))
-        )  # the first one brings the ranks together
-    (big, long), (small, short) = timings
-    per_byte = (long - short) / (big - small) if long > short else long / big
-    return per_byte, max(0.0, long - per_byte * big)
+        return ReductionTime(0.0, 0.0)
+
+    def median_of(elements: int) -> Point:
+        tensor = torch.zeros(elements, device=device)
+        times = seconds_of(lambda: dist.all_reduce(tensor, group=group), _REDUCTIONS, device)
+        # In the first one, ranks wait for each other.
+        return Point(elements * _FLOAT32_BYTES, statistics.median(times[1:]))
+
+    largest_bytes = max(_SMALLEST_REDUCTION, min(size_bytes, _LARGEST_REDUCTION))
+    large = median_of(largest_bytes // _FLOAT32_BYTES)
+    small = median_of(largest_bytes // _FLOAT32_BYTES // _SMALL_SHARE)
+    if large.seconds > small.seconds:
+        s_per_byte = (large.seconds - small.seconds) / (large.size_bytes - small.size_bytes)
+    else:
+        s_per_byte = large.seconds / large.size_bytes
+    latency_s = max(0.0, large.seconds - s_per_byte * large.size_bytes)
+    return ReductionTime(s_per_byte, latency_s)
 
 
 def stage_link(
-    stage: int, stages: int, size_bytes: int, device: Any, send: Callable, receive: Callable
+    stage: int,
+    stages: int,
+    size_bytes: int,
+    device: Any,
+    send: Callable[[Any, int], Any],
+    receive: Callable[[Any, int], Any],
 ) -> float:
-    """Seconds of an activation to the next stage, one way (0 on the last). All stages call it; send(tensor,
-    stage) and receive(tensor, stage) block."""
+    """Measure the transfer of an activation to the next pipeline stage. All stages call this function.
+
+    Args:
+        stage: This stage.
+        stages: Pipeline stages.
+        size_bytes: Bytes of an activation.
+        device: Device of the activation.
+        send: Sends a tensor to a stage, and returns when it is sent.
+        receive: Receives a tensor from a stage, and returns when it has arrived.
+
+    Returns:
+        Seconds in one direction; 0 on the last stage.
+    """
     import torch
 
-    tensor, result = torch.zeros(max(1, size_bytes // 4), device=device), 0.0
+    tensor = torch.zeros(max(1, size_bytes // _FLOAT32_BYTES), device=device)
+
+    def send_first(other: int) -> None:
+        send(tensor, other)
+        receive(tensor, other)
+
+    def receive_first(other: int) -> None:
+        receive(tensor, other)
+        send(tensor, other)
+
+    link_s = 0.0
     for first in range(stages - 1):
-        if stage not in (first, first + 1):
-            continue
-        calls = (send, receive) if stage == first else (receive, send)
-        other = first + 1 if stage == first else first
-        times = seconds_of(lambda: [call(tensor, other) for call in calls], 6, device)  # noqa: B023
         if stage == first:
-            result = statistics.median(times[1:]) / 2
-    return result
+            times = seconds_of(partial(send_first, first + 1), _TRANSFERS, device)
+            link_s = statistics.median(times[1:]) / 2
+        elif stage == first + 1:
+            seconds_of(partial(receive_first, first), _TRANSFERS, device)
+    return link_s

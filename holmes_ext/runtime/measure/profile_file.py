@@ -1,4 +1,12 @@
-"""profile.json of a job: every rank's report through the job's store, merged and written by rank 0."""
+"""Writes profile.json: rank 0 collects the measurements of all ranks through the job's key-value store.
+
+    1. every rank   measures reductions and stage links, and stores its report    -> PREFIX/reports
+    2. rank 0       waits for all reports, writes the file, and stores "" or an error -> PREFIX/error
+    3. every rank   waits for PREFIX/error, and says that it is done              -> PREFIX/left
+    4. store's host waits for all ranks, since the store ends with its process
+
+Every wait has a timeout.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +23,14 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime import session
 from holmes_ext.runtime.measure import probe
 from holmes_ext.runtime.measure.profiler import Label, Profiler
-from holmes_ext.runtime.start.store import awaited, gathered, put_in
+from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 from holmes_ext.words import some_of, tell_user
 
-#: How long rank 0 waits for the others' reports.
+#: Seconds that rank 0 waits for the reports of other ranks.
 _COLLECT_SECONDS = 120.0
-#: How long the launcher's rank 0, whose process may serve the store, waits for the others to go.
+#: Seconds that the launcher's rank 0, which may host the store, waits for other ranks at the end.
 _LEAVE_SECONDS = 30.0
+#: Parts of a step of which a profile has the seconds.
 _TOTALS = ("send", "receive", "reduce", "tied", "optimizer", "idle")
 
 
@@ -37,47 +46,87 @@ def publish(
     send: Callable[[Any, int], Any],
     receive: Callable[[Any, int], Any],
 ) -> None:
-    """Time `group`'s reduction and the stage links alone, and report; rank 0 writes the profile. report: has
-    "framework", "stage" (of `stages`), "tensor" (size), "micro_batches", "activation_bytes"; send, receive:
-    take a tensor and a stage, and block. Exits with 0 where the options say so (`holmes tune`)."""
+    """Measure reductions and stage links alone, and write the profile of the job.
+
+    All ranks call this function after the last measured step. With `holmes tune`, the process then exits.
+
+    Args:
+        current: The session of this process.
+        profiler: Has measured the training steps.
+        report: Has "framework", "stage", "tensor" (tensor-parallel size), "micro_batches" and
+            "activation_bytes". The measurements are added to it.
+        stages: Pipeline stages.
+        gradient_bytes: Layer -> bytes of its gradients on this rank.
+        group: Process group that reduces the gradients.
+        device: Device of the gradients.
+        send: Sends a tensor to a stage, and returns when it is sent.
+        receive: Receives a tensor from a stage, and returns when it has arrived.
+
+    Raises:
+        HolmesError: On rank 0: a rank did not report, or the file cannot be written.
+        RemoteError: The error of rank 0, on all other ranks.
+    """
+    link_s = probe.stage_link(
+        report["stage"], stages, report["activation_bytes"], device, send, receive
+    )
     report |= {
         "steps": profiler.steps,
         "gradient_bytes": [[label, size] for label, size in gradient_bytes.items()],
-        "stage_link_s": probe.stage_link(
-            report["stage"], stages, report["activation_bytes"], device, send, receive
-        ),
+        "stage_link_s": link_s,
         "reduction": probe.reduction(group, int(sum(gradient_bytes.values())), device),
         **profiler.medians(),
     }
-    world, path, error = current.plan.world_size, current.options.profile_file, ""
-    if world == 1:
+    path = current.options.profile_file
+    error = ""
+    if current.plan.world_size == 1:
         write(current, [report], path)
     else:
-        store, prefix = current.store, f"{current.round}/profile"
-        put_in(store, f"{prefix}/reports", json.dumps([current.rank, report]).encode(), 1, world)
-        if current.rank == 0:
-            try:
-                write(current, _reports(store, prefix, world), path)
-            except HolmesError as problem:
-                error = str(problem)
-            store.set(f"{prefix}/error", error)
-        store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
-        error = store.get(f"{prefix}/error").decode()
-        put_in(store, f"{prefix}/left", b"", 1, world)
-        if current.process.rank == 0:  # it may serve the store: it is the last to go
-            awaited(store, f"{prefix}/left/all", _LEAVE_SECONDS)
+        error = _write_together(current, report, path)
     if error:
-        raise HolmesError(error) if current.rank == 0 else RemoteError(error)
+        if current.rank == 0:
+            raise HolmesError(error)
+        raise RemoteError(error)
     if current.options.profile_stops:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(0)  # not through the interpreter's end: threads of gloo may still be in it
+        # The interpreter's normal exit could meet threads of gloo that are still running.
+        os._exit(0)
 
 
-def _reports(store: Any, prefix: str, world: int) -> list[dict[str, Any]]:
-    """Of all ranks, in their order."""
-    reports = dict(map(json.loads, gathered(store, f"{prefix}/reports", _COLLECT_SECONDS)))
-    if missing := [rank for rank in range(world) if rank not in reports]:
+def _write_together(current: session.Session, report: dict[str, Any], path: str) -> str:
+    """Let rank 0 write the profile from the reports of all ranks.
+
+    Returns:
+        The error of rank 0; "" if the file was written.
+    """
+    world = current.plan.world_size
+    store = current.store
+    prefix = f"{current.round}/profile"
+    entry = json.dumps([current.rank, report]).encode()
+    append_entry(store, f"{prefix}/reports", entry, 1, world)
+    if current.rank == 0:
+        error = ""
+        try:
+            write(current, _collect_reports(store, prefix, world), path)
+        except HolmesError as problem:
+            error = str(problem)
+        store.set(f"{prefix}/error", error)
+    store.wait([f"{prefix}/error"], timedelta(seconds=2 * _COLLECT_SECONDS))
+    stored_error: str = store.get(f"{prefix}/error").decode()
+    append_entry(store, f"{prefix}/left", b"", 1, world)
+    if current.process.rank == 0:  # it may host the store, so it must end last
+        wait_for_value(store, f"{prefix}/left/all", _LEAVE_SECONDS)
+    return stored_error
+
+
+def _collect_reports(store: Any, prefix: str, world: int) -> list[dict[str, Any]]:
+    """Return the reports of all ranks in rank order; raise HolmesError if some are missing."""
+    reports: dict[int, dict[str, Any]] = {}  # rank -> its report
+    for entry in collect_entries(store, f"{prefix}/reports", _COLLECT_SECONDS):
+        rank, report = json.loads(entry)
+        reports[rank] = report
+    missing = [rank for rank in range(world) if rank not in reports]
+    if missing:
         raise HolmesError(
             f"--holmes-profile: rank {some_of(missing)} did not report what it measured"
         )
@@ -85,7 +134,7 @@ def _reports(store: Any, prefix: str, world: int) -> list[dict[str, Any]]:
 
 
 def write(current: session.Session, reports: list[dict[str, Any]], path: str) -> None:
-    """profile.json of all ranks' reports."""
+    """Write the profile of all ranks' reports into a file, and print a line about it."""
     profile = merge(current, reports)
     profile.save(path)
     text = f"{path}: the profile of {profile.steps} steps, {profile.step_s:.4g} s each"
@@ -95,45 +144,59 @@ def write(current: session.Session, reports: list[dict[str, Any]], path: str) ->
 
 
 def merge(current: session.Session, reports: list[dict[str, Any]]) -> Profile:
-    """Of a stage's ranks the slowest counts. Sizes that nobody told holmes are the framework's."""
-    plan, first = current.plan, reports[0]
-    stages = 1 + max(report["stage"] for report in reports)
-    ranks = [
-        [rank for rank, report in enumerate(reports) if report["stage"] == stage]
-        for stage in range(stages)
-    ]
-    gradients = _most(reports, "gradient_bytes")
-    blocks = sum(isinstance(label, int) for label in gradients)
+    """Return the profile of a job. The slowest rank of each stage counts.
+
+    Args:
+        current: The session of this process.
+        reports: Reports of all ranks, in rank order.
+    """
+    first = reports[0]
+    stage_count = 1 + max(report["stage"] for report in reports)
+    gradient_bytes = _largest_of_layers(reports, "gradient_bytes")
+    block_count = sum(isinstance(label, int) for label in gradient_bytes)
+    labels: list[Label] = ["before", *range(block_count), "after"]
+    # If the user has given no parallel sizes, those of the framework count.
+    sizes = current.plan.sizes or Sizes(pipeline=stage_count, tensor=first["tensor"])
+    stages = []
+    for stage in range(stage_count):
+        ranks = [rank for rank, report in enumerate(reports) if report["stage"] == stage]
+        stages.append(_stage_times(current, ranks, [reports[rank] for rank in ranks]))
     return Profile(
         framework=first["framework"],
         site=current.site.to_dict(),
-        sizes=(plan.sizes or Sizes(pipeline=stages, tensor=first["tensor"])).complete(
-            plan.world_size
-        ),
+        sizes=sizes.complete(current.plan.world_size),
         micro_batches=first["micro_batches"],
         steps=first["steps"],
-        gradient_bytes=tuple(
-            gradients.get(label, 0.0) for label in ("before", *range(blocks), "after")
-        ),
+        gradient_bytes=tuple(gradient_bytes.get(label, 0.0) for label in labels),
         activation_bytes=first["activation_bytes"],
         step_s=max(report["totals"]["step"] for report in reports),
-        stages=tuple(_stage(current, mine, [reports[rank] for rank in mine]) for mine in ranks),
+        stages=tuple(stages),
     )
 
 
-def _most(reports: list[dict[str, Any]], name: str) -> dict[Label, float]:
+def _largest_of_layers(reports: list[dict[str, Any]], name: str) -> dict[Label, float]:
+    """Return the largest value of each layer over all reports, e.g. of "forward" (seconds)."""
     largest: dict[Label, float] = {}
     for report in reports:
-        largest |= {label: max(value, largest.get(label, 0.0)) for label, value in report[name]}
+        for label, value in report[name]:
+            largest[label] = max(value, largest.get(label, 0.0))
     return largest
 
 
-def _stage(current: session.Session, ranks: list[int], reports: list[dict[str, Any]]) -> StageTimes:
-    forward, backward = _most(reports, "forward"), _most(reports, "backward")
+def _stage_times(
+    current: session.Session, ranks: list[int], reports: list[dict[str, Any]]
+) -> StageTimes:
+    """Return the times of one pipeline stage, from the reports of its ranks."""
+    forward = _largest_of_layers(reports, "forward")
+    backward = _largest_of_layers(reports, "backward")
     blocks = tuple(sorted(label for label in forward if isinstance(label, int)))
     nodes = tuple(dict.fromkeys(current.plan.node_of(rank) for rank in ranks))
+    clusters = tuple(dict.fromkeys(current.site.node_by_name[node].cluster for node in nodes))
+    totals = {}
+    for kind in _TOTALS:
+        totals[f"{kind}_s"] = max(report["totals"].get(kind, 0.0) for report in reports)
     return StageTimes(
-        clusters=tuple(dict.fromkeys(current.site.node_by_name[node].cluster for node in nodes)),
+        clusters=clusters,
         nodes=nodes,
         blocks=blocks,
         forward_s=tuple(forward[block] for block in blocks),
@@ -143,8 +206,5 @@ def _stage(current: session.Session, ranks: list[int], reports: list[dict[str, A
         reduction_s_per_byte=max(report["reduction"][0] for report in reports),
         reduction_latency_s=max(report["reduction"][1] for report in reports),
         stage_link_s=max(report["stage_link_s"] for report in reports),
-        **{
-            f"{kind}_s": max(report["totals"].get(kind, 0.0) for report in reports)
-            for kind in _TOTALS
-        },
+        **totals,
     )

@@ -1,18 +1,21 @@
-"""--holmes-profile N: what each layer, transfer and reduction takes, for `holmes plan --profile`.
+"""Measures the time of each layer, transfer and reduction: --holmes-profile N, for `holmes plan --profile`.
 
-    warm-up (2 steps) | N measured steps | reduction and transfers by themselves | profile.json, by rank 0
+    warm-up (2 steps) | N measured steps | reductions and transfers alone | rank 0 writes profile.json
 
-A Profiler is framework-neutral: patches/*/profile.py tell it where a step, a pass or a send begins and ends,
-and which modules are which layers. A pass is cut at the layers, so that their times add up to it:
+A Profiler knows no framework. patches/*/profile.py call it when a step, a pass or a send begins and ends, and
+tell it which modules are which layers. A forward or backward pass is cut at the layers, so that their
+times add up to the time of the pass:
 
-    forward     a layer begins where its module is called, and ends where the next one begins or the pass ends
-    backward    a layer ends where its input's gradient is ready,
-                and begins where the one behind it ended or the pass
+    forward     A layer begins when its module is called. It ends when the next layer begins, or with the
+    pass. backward    A layer ends when the gradient of its input is ready. It begins when the layer
+    behind it has ended,
+                or with the pass.
 
-so what stands between modules counts for its neighbour, recomputation for the layers that are recomputed. On
-a GPU the borders are CUDA events, read when the step has ended: nothing waits for them. Of all micro-batches
-the median counts, of a stage's ranks the slowest (profile_file.py). Sends and receives include waiting for
-the other; that is why stage links and reductions are timed once more, alone, after the last step (probe.py).
+So code between two modules counts for a neighbouring layer, and recomputation for the layers that are
+recomputed. On a GPU the cuts are CUDA events, which are read after the step: nothing waits for them. The
+median over all micro-batches counts, and the slowest rank of a stage (profile_file.py). Sends and
+receives include waiting for the other stage. Therefore probe.py measures stage links and reductions once
+more, alone, after the last step.
 """
 
 from __future__ import annotations
@@ -20,138 +23,188 @@ from __future__ import annotations
 import functools
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-WARM_UP = 2
-#: "before" the first block, the block's number, "after" the last.
+WARM_UP = 2  # steps that are not measured
+_MS_PER_S = 1e3  # CUDA events return milliseconds
+#: Label of a layer: "before" for layers before the first transformer block, the number of a block, or
+#: "after" for layers after the last block.
 Label = str | int
 
 
+class _Cut(NamedTuple):
+    """A point in time at which a layer begins (forward) or ends (backward)."""
+
+    label: Label | None  # None: begin or end of the whole span
+    time: Any  # what the Profiler's clock() returned
+
+
+@dataclass
+class _Span:
+    """A part of a step, such as a forward pass, and its cuts in the order of time."""
+
+    kind: str
+    cuts: list[_Cut]
+
+
+def _difference(begin: float, end: float) -> float:
+    """Return the seconds between two times of a host clock."""
+    return end - begin
+
+
 class Profiler:
-    """The times of one rank. clock() -> a mark; seconds(a, b) between two marks, once the step has ended."""
+    """Measures the training steps of one rank."""
 
     def __init__(
         self,
         steps: int,
         clock: Callable[[], Any] = time.perf_counter,
-        seconds: Callable[[Any, Any], float] = lambda a, b: b - a,
+        seconds: Callable[[Any, Any], float] = _difference,
     ):
-        self.steps, self.clock, self.seconds = steps, clock, seconds
-        self.done = 0  # steps, warm-up included
-        self.totals: dict[str, list[float]] = {}  # kind -> seconds of each measured step
-        # of each micro-batch
+        """Create a profiler.
+
+        Args:
+            steps: Steps to measure, after WARM_UP steps.
+            clock: Returns the current time, as a number or e.g. as a CUDA event.
+            seconds: Returns the seconds between two results of clock(). It is called after a step.
+        """
+        self.steps = steps
+        self.clock = clock
+        self.seconds = seconds
+        self.done = 0  # steps so far, with those of the warm-up
+        #: Kind of a part of the step -> seconds in each measured step.
+        self.totals: dict[str, list[float]] = {}
+        #: Kind of the pass -> layer -> seconds in each micro-batch.
         self.passes: dict[str, dict[Label, list[float]]] = {"forward": {}, "backward": {}}
-        self._open: tuple[str, list] | None = None
-        self._spans: list[tuple[str, list]] = []
-        self._handles: list[Any] = []
+        self._open: _Span | None = None
+        self._spans: list[_Span] = []  # of the current step
+        self._hooks: list[Any] = []  # torch's handles
 
     @property
     def finished(self) -> bool:
+        """Whether all steps have been measured."""
         return self.done >= WARM_UP + self.steps
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One training step."""
-        self._spans, begin = [], self.clock()
+        """Measure the block of a `with` statement as one training step."""
+        self._spans = []
+        begin = self.clock()
         yield
-        self._close(begin, self.clock())
+        self._close_step(begin, self.clock())
 
     @contextmanager
     def span(self, kind: str) -> Iterator[None]:
-        """A part of the step: "forward", "backward" (cut at the layers), "send", "receive", "reduce", "tied",
-        "optimizer". Nested ones count outside."""
+        """Measure the block of a `with` statement as a part of the step.
+
+        Args:
+            kind: "forward" or "backward", which are cut at the layers, "send", "receive", "reduce", "tied" or
+                "optimizer". A span inside another one counts for the outer one.
+        """
         if self._open is not None:
             yield
             return
-        self._open = (kind, [(None, self.clock())])
+        current = _Span(kind, [_Cut(None, self.clock())])
+        self._open = current
         try:
             yield
         finally:
-            self._open[1].append((None, self.clock()))
-            self._spans.append(self._open)
+            current.cuts.append(_Cut(None, self.clock()))
+            self._spans.append(current)
             self._open = None
 
     def watch(self, modules: Sequence[tuple[Label, Any]]) -> None:
-        """Cut passes at these modules, from now on."""
+        """Cut forward and backward passes at these modules from now on.
+
+        Args:
+            modules: Layers with their modules.
+        """
         for label, module in modules:
-            enter = functools.partial(self._enter, label)
-            self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            on_forward = functools.partial(self._on_forward, label)
+            self._hooks.append(module.register_forward_pre_hook(on_forward, with_kwargs=True))
 
     def release(self) -> None:
-        """The modules are again as they were."""
-        while self._handles:
-            self._handles.pop().remove()
+        """Remove the hooks from all modules."""
+        while self._hooks:
+            self._hooks.pop().remove()
 
-    def _enter(self, label: Label, module: Any, args: tuple, kwargs: dict) -> None:
-        self._mark("forward", label)
-        inside = args[0] if args and isinstance(args[0], (tuple, list)) else ()
-        for value in (*args, *kwargs.values(), *inside):
+    def _on_forward(self, label: Label, module: Any, args: tuple, kwargs: dict) -> None:
+        """Cut the forward pass here, and the backward pass where the gradient of the input is ready."""
+        self._cut("forward", label)
+        # Some frameworks pass all inputs as one tuple.
+        first_arguments = args[0] if args and isinstance(args[0], (tuple, list)) else ()
+        for value in (*args, *kwargs.values(), *first_arguments):
             if getattr(value, "requires_grad", False):
-                value.register_hook(lambda _: self._mark("backward", label))
+                value.register_hook(lambda _: self._cut("backward", label))
                 return
 
-    def _mark(self, kind: str, label: Label) -> None:
-        if self._open is not None and self._open[0] == kind:
-            self._open[1].append((label, self.clock()))
+    def _cut(self, kind: str, label: Label) -> None:
+        """Add a cut to the open span, if it is a pass of this kind."""
+        if self._open is not None and self._open.kind == kind:
+            self._open.cuts.append(_Cut(label, self.clock()))
 
-    def _close(self, begin: Any, end: Any) -> None:
-        """The step has ended: read its marks, unless it was one of the warm-up."""
+    def _close_step(self, begin: Any, end: Any) -> None:
+        """Read the cuts of a step that has ended, unless it was one of the warm-up."""
         self.done += 1
-        spans, self._spans = self._spans, []
-        total = self.seconds(begin, end)  # waits, on a GPU, for the last mark
+        spans = self._spans
+        self._spans = []
+        step_s = self.seconds(begin, end)  # on a GPU, this waits for the end
         if self.done <= WARM_UP:
             return
-        sums: dict[str, float] = {}
-        for kind, marks in spans:
-            sums[kind] = sums.get(kind, 0.0) + self.seconds(marks[0][1], marks[-1][1])
-            if kind in self.passes:
-                for label, seconds in self._cut(kind, marks).items():
-                    self.passes[kind].setdefault(label, []).append(seconds)
-        for kind, seconds in {
-            **sums,
-            "step": total,
-            "idle": max(0.0, total - sum(sums.values())),
-        }.items():
+        sums: dict[str, float] = defaultdict(float)  # kind -> seconds
+        for span in spans:
+            sums[span.kind] += self.seconds(span.cuts[0].time, span.cuts[-1].time)
+            if span.kind in self.passes:
+                layers = self.passes[span.kind]
+                for label, seconds in self._seconds_of_layers(span).items():
+                    layers.setdefault(label, []).append(seconds)
+        idle_s = max(0.0, step_s - sum(sums.values()))
+        for kind, seconds in {**sums, "step": step_s, "idle": idle_s}.items():
             self.totals.setdefault(kind, []).append(seconds)
 
-    def _cut(self, kind: str, marks: list) -> dict[Label, float]:
-        """Seconds of each layer in one pass, from the marks in it."""
-        by_layer: dict[Label, float] = {}
-        labels = [label for label, _ in marks[1:-1]]
+    def _seconds_of_layers(self, span: _Span) -> dict[Label, float]:
+        """Return the seconds of each layer in one forward or backward pass."""
+        labels = [cut.label for cut in span.cuts if cut.label is not None]
         if not labels:
             return {}
-        if (
-            kind == "forward"
-        ):  # a mark is where its layer begins; what comes before the first is the first's
+        if span.kind == "forward":
+            # A cut is the begin of its layer. The time before the first cut counts for the first layer.
             owners = [labels[0], *labels]
         else:
-            # a mark is where its layer ends; what comes after the last is of the layer in front, which has
-            # no gradient
-            first = next(iter(self.passes["forward"]), labels[-1])
-            owners = [*labels, first if first not in labels else labels[-1]]
-        for owner, (_, a), (_, b) in zip(owners, marks, marks[1:]):
-            by_layer[owner] = by_layer.get(owner, 0.0) + self.seconds(a, b)
-        return by_layer
+            # A cut is the end of its layer. The time after the last cut belongs to the first layer of the
+            # stage, whose input has no gradient.
+            first_layer = next(iter(self.passes["forward"]), labels[-1])
+            if first_layer in labels:
+                first_layer = labels[-1]
+            owners = [*labels, first_layer]
+        seconds_of: dict[Label, float] = defaultdict(float)
+        for owner, begin, end in zip(owners, span.cuts, span.cuts[1:]):
+            seconds_of[owner] += self.seconds(begin.time, end.time)
+        return dict(seconds_of)
 
     def medians(self) -> dict[str, Any]:
-        """For JSON: layers as [label, seconds] pairs."""
-        padded = {
-            kind: values + [0.0] * (self.steps - len(values))
-            for kind, values in self.totals.items()
-        }
-        return {
-            "totals": {kind: statistics.median(values) for kind, values in padded.items()},
-            **{
-                kind: [[label, statistics.median(values)] for label, values in by_layer.items()]
-                for kind, by_layer in self.passes.items()
-            },
-        }
+        """Return the medians of all measurements, for JSON.
+
+        Returns:
+            "totals": kind of a part -> median seconds in a step; a step without the part counts as 0.
+            "forward" and "backward": a list [layer, median seconds] for each layer.
+        """
+        totals = {}
+        for kind, values in self.totals.items():
+            absent_steps = self.steps - len(values)
+            totals[kind] = statistics.median(values + [0.0] * absent_steps)
+        medians: dict[str, Any] = {"totals": totals}
+        for kind, layers in self.passes.items():
+            medians[kind] = [[label, statistics.median(values)] for label, values in layers.items()]
+        return medians
 
 
 def profiler(steps: int) -> Profiler:
-    """One whose marks are CUDA events where there is a GPU."""
+    """Return a profiler for `steps` steps; it uses CUDA events if there is a GPU."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.cuda is None:
@@ -162,8 +215,8 @@ def profiler(steps: int) -> Profiler:
         event.record()
         return event
 
-    def seconds(a: Any, b: Any) -> float:
-        b.synchronize()
-        return a.elapsed_time(b) / 1e3
+    def seconds(begin: Any, end: Any) -> float:
+        end.synchronize()
+        return begin.elapsed_time(end) / _MS_PER_S
 
     return Profiler(steps, clock, seconds)

@@ -1,4 +1,4 @@
-"""Describes the pipeline stage of one rank, as its engine tells it to what measures training steps."""
+"""Describes the pipeline stage of a rank, for code that measures training steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ class Stage:
 
     @property
     def blocks(self) -> list[int]:
+        """Numbers of the transformer blocks of this stage."""
         return [label for label in self.gradient_bytes if isinstance(label, int)]
 
     @property
     def neighbours(self) -> list[int]:
+        """Ranks of the previous and the next stage in this rank's pipeline."""
         return [rank for rank, stage in self.stages.items() if abs(stage - self.stage) == 1]

@@ -1,15 +1,22 @@
-"""What every operation of torch.distributed cost, step by step: bytes, time, and what the program waited for.
+"""Records each operation of torch.distributed: bytes, start and end, and how long the program waited for it.
 
-    launch(), launched() -> the operation is under way      waited() -> the program stood still for it
-    finish(op)           -> it is over                      step_done() -> what is over belongs to this step
+The patches of torch and of the training engines call the Recorder of this process:
 
-patches/*/telemetry.py call these from torch's process groups and from the engines; runtime/watch/watchdog.py
-looks at what is under way, telemetry_file.py writes what is over. One Recorder for each process, `recorder`,
-None while nobody wants to know.
+    launch(), launched()   the program has started an operation
+    wait()                 the program waits for its end
+    finish()               the operation is over
+    step_done()            a training step is over: its operations go to telemetry_file.py
 
-Times are time.monotonic() seconds of this node. An operation is over when the backend says so (gloo's
-collectives), for gloo's sends and receives, which do not tell, when the program's wait() returned, and over
-NCCL when the GPU has come by (on_device.py): `waited` is then how long the compute stream stood still.
+runtime/watch/watchdog.py looks at the operations that are not over. `recorder` is None while nothing
+needs it.
+
+Times are in seconds of time.monotonic() on this node. An operation is over
+
+    gloo, collectives           when gloo says so
+    gloo, sends and receives    when the program's wait() has returned, because gloo does not say it
+    NCCL                        when the GPU has completed it (on_device.py). The time of waiting is the
+    time for
+                                which the compute stream stood still.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holmes_ext.runtime.groups.callbacks import before_exit
 from holmes_ext.runtime.measure.on_device import DeviceClock, OnDevice
@@ -30,18 +37,28 @@ from holmes_ext.runtime.measure.operations import GroupTraffic, Op, sent_bytes
 if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
 
-#: Who can end a step, the most trusted last: once a later one has, those before it are not listened to.
+#: Sources of the information that a step is over, from the least to the most reliable. Once a source has said
+#: it, the sources before it are ignored.
 SOURCES = ("optimizer", "reducer", "engine", "program")
 #: Kind of the span in which DistributedDataParallel's last bucket is launched: its backward pass ends there.
 LAST_BUCKET = "last bucket"
-#: Steps whose duration the median is taken of.
-_KEPT = 50
+_MEDIAN_STEPS = 50  # the last steps, of which the median duration is taken
+_FEWEST_STEPS = 3  # for a median
+_POLL_S = 0.002
+
+
+class SpanMark(NamedTuple):
+    """Begin or end of a span, e.g. of a forward pass."""
+
+    time: Any  # seconds, or a Mark on the GPU's stream
+    memory_bytes: int  # GPU memory in use; 0 if spans are not measured on the GPU
 
 
 class Recorder:
-    """Operations under way and those finished since the last step; called from any thread. on_step: what is
-    called of every step with (step, begin, end, tokens, operations, spans, reduction); none of them: for the
-    watchdog only."""
+    """Records the operations of this process: those under way, and those that ended since the last step.
+
+    Any thread may call its methods.
+    """
 
     def __init__(
         self,
@@ -50,73 +67,100 @@ class Recorder:
         on_step: Callable[..., None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.rank, self.sizes, self.clock = rank, sizes, clock
+        """Create a recorder.
+
+        Args:
+            rank: Rank of this process.
+            sizes: Parallel sizes of the job, if known. The purpose of a process group is derived from them.
+            on_step: Called after each training step with (step, begin, end, tokens, operations, spans,
+                reduction). None: only the watchdog uses this recorder, and ended operations are forgotten.
+            clock: Returns the time in seconds.
+        """
+        self.rank = rank
+        self.sizes = sizes
+        self.clock = clock
         self.on_step = [on_step] if on_step is not None else []
-        self.on_round: Callable[[dict[str, Any]], None] | None = (
-            None  # told of rounds with other jobs
-        )
+        #: Called with the figures of a round with joined jobs.
+        self.on_round: Callable[[dict[str, Any]], None] | None = None
         self.device = OnDevice(self, DeviceClock(clock))
-        self.groups: dict[int, GroupTraffic] = {}
-        self.open: dict[int, Op] = {}  # by id(op)
-        self.by_work: dict[int, Op] = {}  # by id(work)
-        self.coalescing: dict[int, list[Op]] = {}  # by id(process group)
-        self.done: list[Op] = []
+        self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
+        self.open: dict[int, Op] = {}  # id(op) -> an operation under way
+        self.by_work: dict[int, Op] = {}  # id(work) -> its operation
+        self.coalescing: dict[
+            int, list[Op]
+        ] = {}  # id(process group) -> operations of an open block
+        self.done: list[Op] = []  # ended since the last step
         self.behind: list[Op] = []  # under way when the last step ended
-        # kind, begin, end: seconds, or marks where spans are the GPU's
+        #: (kind, begin, end) of spans since the last step; times in seconds, or Marks of the GPU.
         self.spans: list[tuple[str, Any, Any]] = []
-        self.spans_on_device, self.device_index = False, 0
-        # of the GPU's memory by the last micro-batch's forward pass, where spans are the GPU's
+        self.spans_on_device = False  # whether spans are measured on the GPU
+        self.device_index = 0  # the GPU of the spans
+        #: Bytes by which GPU memory grew in the last forward pass, if spans are measured on the GPU.
         self.kept_bytes = 0
-        self.reduction: dict[str, Any] | None = None
+        self.reduction: dict[str, Any] | None = None  # GradientReducer's figures of this step
         self.step = 0
-        # the step's: where the last one ended; where the program entered it
-        self.began = self.entered = self.clock()
-        self.armed = False  # whether the program is inside a step, as far as anybody said
-        self.durations: deque[float] = deque(maxlen=_KEPT)
-        self._untold: set[Op] = set()  # whose end a thread of the backend has yet to tell
-        self._ending = threading.RLock()
-        self._source = 0
-        self._main = threading.main_thread().ident
-        self._removed: list[Any] = []
+        self.began = self.clock()  # of the step: when the last one ended
+        self.entered = self.began  # when the program entered the step
+        self.armed = False  # whether the program is inside a step, as far as its source says
+        self.durations: deque[float] = deque(maxlen=_MEDIAN_STEPS)  # seconds of the last steps
+        self._awaiting_callback: set[Op] = set()  # whose end a thread of gloo will record
+        self._end_lock = threading.RLock()  # held while an operation ends
+        self._source = 0  # index in SOURCES of the most reliable source so far
+        self._main_thread = threading.main_thread().ident
+        self._group_references: list[Any] = []  # weak references, which report deleted groups
 
     @property
     def keeps(self) -> bool:
-        """Whether anybody wants what is over."""
+        """Whether ended operations are kept for on_step."""
         return bool(self.on_step)
 
     # Operations
 
     def group(self, process_group: Any) -> GroupTraffic:
+        """Return the traffic of a process group."""
         key = id(process_group)
         traffic = self.groups.get(key)
         if traffic is None:
-            traffic = self.groups[key] = GroupTraffic(process_group)
-            self._removed.append(weakref.ref(process_group, lambda _: self._group_gone(key)))
+            traffic = GroupTraffic(process_group)
+            self.groups[key] = traffic
+            reference = weakref.ref(process_group, lambda _: self._remove_group(key))
+            self._group_references.append(reference)
         return traffic
 
-    def _group_gone(self, key: int) -> None:
+    def _remove_group(self, key: int) -> None:
+        """Forget a deleted process group, whose operations are over."""
         for op in self.groups.pop(key).on_device:
             self.finish(op)
 
     def kind(self, op: Op) -> str:
-        """What the operation's group is for, one of KINDS."""
+        """Return what the operation's group is for, e.g. "data": one of operations.KINDS."""
         return op.group.kind(self.sizes, op.peer, self.rank)
 
     def ends(self, op: Op) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return (
-            op.group.ranks
-            if op.peer is None or op.peer < 0
-            else tuple(sorted((self.rank, op.peer)))
-        )
+        """Return the ranks that take part in an operation."""
+        if op.peer is None or op.peer < 0:
+            return op.group.ranks
+        return tuple(sorted((self.rank, op.peer)))
 
     def launch(self, process_group: Any, name: str, payload: int, to: int | None) -> Op | None:
-        """It is about to be started. to: the other's rank in the group (send, receive). None: a CUDA graph
-        takes it, and it is not seen when that runs."""
-        group, peer = self.group(process_group), None
+        """Record that the program is about to start an operation.
+
+        Args:
+            process_group: The operation's process group.
+            name: Name of the operation, such as "all_reduce".
+            payload: Bytes of the operation's tensors.
+            to: Rank of the other end in the group, for a send or receive; negative if it may be any rank.
+            None
+                for a collective.
+
+        Returns:
+            The operation. None if a CUDA graph captures it: it cannot be observed when the graph runs.
+        """
+        group = self.group(process_group)
         if group.is_on_device and self.device.captures():
             return None
         if to is None:
+            peer = None
             number = group.collectives
             group.collectives = number + 1
         else:
@@ -125,7 +169,7 @@ class Recorder:
             group.messages[name, peer] = number + 1
         sent = sent_bytes(name, payload, len(group.ranks), group.backend) if self.keeps else 0
         op = Op(group, name, payload, sent, peer, number, self.clock())
-        op.background = threading.get_ident() != self._main
+        op.background = threading.get_ident() != self._main_thread
         if group.is_on_device:
             self.device.launch(op)
         self.open[id(op)] = op
@@ -135,7 +179,9 @@ class Recorder:
         """Record that an operation was started.
 
         Args:
+            op: The operation.
             work: The Work that torch returned; None for a synchronous operation of nccl-legacy.
+            process_group: The operation's process group.
             is_synchronous: Whether the program called the operation without async_op=True.
         """
         op.is_synchronous = is_synchronous
@@ -162,189 +208,237 @@ class Recorder:
         """Let wait() find the operation of a Work. The Work is not kept alive."""
         key = id(work)
         self.by_work[key] = op
-        op.work = weakref.ref(work, lambda _: self._dropped(key, op))
+        op.work = weakref.ref(work, lambda _: self._work_deleted(key, op))
 
     def _finish_with_future(self, op: Op, work: Any) -> None:
         """Let a thread of gloo record the end of an operation, by the future of its Work."""
-        self._untold.add(op)
+
+        def record_end(future: Any) -> None:
+            self.finish(op)
+            self._awaiting_callback.discard(op)
+
+        self._awaiting_callback.add(op)
         try:
-            work.get_future().add_done_callback(before_exit(lambda _: self._told(op)))
+            work.get_future().add_done_callback(before_exit(record_end))
         except RuntimeError:  # gloo's reduce-scatter has no future: wait() records its end
-            self._untold.discard(op)
+            self._awaiting_callback.discard(op)
 
     def block_ended(self, process_group: Any, work: Any) -> None:
-        """A block of operations was started, all at once: the last one stands for them."""
-        if ops := self.coalescing.pop(id(process_group), []):
-            ops[-1].block = ops[:-1]
-            is_synchronous = all(op.is_synchronous for op in ops)
-            self.launched(ops[-1], work, process_group, is_synchronous)
-
-    def _told(self, op: Op) -> None:
-        self.finish(op)
-        self._untold.discard(op)
+        """Record that a block of coalesced operations was started; the last operation stands for all."""
+        ops = self.coalescing.pop(id(process_group), [])
+        if not ops:
+            return
+        last = ops[-1]
+        last.block = ops[:-1]
+        is_synchronous = all(op.is_synchronous for op in ops)
+        self.launched(last, work, process_group, is_synchronous)
 
     def failed(self, op: Op) -> None:
+        """Forget an operation that could not be started."""
         self.open.pop(id(op), None)
 
     def finish(self, op: Op) -> None:
-        """It is over, now."""
+        """Record that an operation is over now."""
         self.end(op, self.clock())
 
     def end(self, op: Op, end: float) -> None:
-        """It was over at `end`, and its block with it."""
-        # the backend's thread and the program's may both see it: the second waits until it is noted
-        with self._ending:
+        """Record that an operation, and the block for which it stands, was over at time `end`."""
+        # A thread of the backend and the program may both see the end. The second one waits for the lock.
+        with self._end_lock:
             for member in (*op.block, op):
-                if not member.end:
-                    member.end = end
-                    if self.open.pop(id(member), None) is not None and self.keeps:
-                        self.done.append(member)
+                if member.end:
+                    continue
+                member.end = end
+                was_open = self.open.pop(id(member), None) is not None
+                if was_open and self.keeps:
+                    self.done.append(member)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
-        """The program waits for the operation: wait()."""
+        """Call `wait`, by which the program waits for an operation, and measure how long it takes."""
         if op.group.is_on_device:
             return self.device.wait(op, wait)
         start = self.clock()
         result = wait()
-        if not op.background and threading.get_ident() == self._main:
+        if not op.background and threading.get_ident() == self._main_thread:
             op.waited += self.clock() - start
         self.finish(op)
         return result
 
     def settle(self, seconds: float) -> None:
-        """Return when the backend's threads have told the end of every operation that they tell of, and what
-        the last step left under way is over, or after so long."""
-        limit = time.monotonic() + seconds
-        while (self._untold or any(not op.end for op in self.behind)) and time.monotonic() < limit:
-            self.poll()
-            time.sleep(0.002)
+        """Wait for operations whose end the backend records, and for those that the last step left under way.
 
-    def _dropped(self, key: int, op: Op) -> None:
-        """Nobody holds the work any more: it was waited for, or never will be."""
+        Args:
+            seconds: The longest time to wait.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            has_open_operations = any(not op.end for op in self.behind)
+            if not self._awaiting_callback and not has_open_operations:
+                return
+            self.poll()
+            time.sleep(_POLL_S)
+
+    def _work_deleted(self, key: int, op: Op) -> None:
+        """Forget a Work that the program has deleted; it has waited for it, or never will."""
         if self.by_work.get(key) is op:
             del self.by_work[key]
         if not op.group.is_on_device:
             self.finish(op)
 
     def on_gpu(self, on: bool) -> None:
-        """From now on spans are the GPU's, of this thread's device."""
+        """Measure spans on the GPU of the calling thread from now on, or on the host if `on` is False."""
         self.spans_on_device = on
         if on:
             import torch
 
             self.device_index = torch.cuda.current_device()
 
-    def span_mark(self) -> tuple[Any, int]:
-        """(now, bytes of the GPU's memory in use), on the GPU where spans are the GPU's."""
+    def span_mark(self) -> SpanMark:
+        """Return a mark for the begin or end of a span, at this point of the program."""
         if not self.spans_on_device or self.device.captures():
-            return self.clock(), 0
+            return SpanMark(self.clock(), memory_bytes=0)
         import torch
 
-        return self.device.mark(), torch.cuda.memory_allocated()
+        return SpanMark(self.device.mark(), torch.cuda.memory_allocated())
 
     # Steps
 
     def step_begins(self, exactly: bool = True) -> None:
-        """The program enters a step, exactly here; or where the last one ended, unless much lies between."""
-        self.entered, self.armed = self.clock(), True
-        # who says where it begins will say where it ends
+        """Record that the program enters a training step.
+
+        Args:
+            exactly: Whether the step begins here. Otherwise it began where the last one ended, unless
+            more than
+                the median duration of a step has passed since then.
+        """
+        self.entered = self.clock()
+        self.armed = True
+        # A source that says where steps begin will also say where they end.
         self._source = max(self._source, SOURCES.index("engine"))
         if exactly or self.entered - self.began > (self.median_s() or 0.0):
             self.began = self.entered
 
     def median_s(self) -> float | None:
-        """Of the last steps, None before three are done (the first one does not count)."""
-        known = list(self.durations)
-        return statistics.median(known) if len(known) >= 3 else None
+        """Return the median duration of the last steps, in seconds; None if there are too few steps.
+
+        The first step does not count.
+        """
+        durations = list(self.durations)
+        if len(durations) < _FEWEST_STEPS:
+            return None
+        return statistics.median(durations)
 
     def step_done(self, source: str, tokens: int = 0) -> None:
-        """A step is over. tokens: that all ranks together trained in it, 0 where nobody knows."""
-        place = SOURCES.index(source)
-        if place < self._source:
+        """Record that a training step is over, and pass its operations on.
+
+        Args:
+            source: Who says so: one of SOURCES. The call is ignored if a more reliable source exists.
+            tokens: Tokens on which all ranks together have trained in this step; 0 if unknown.
+        """
+        reliability = SOURCES.index(source)
+        if reliability < self._source:
             return
-        self._source = place
+        self._source = reliability
         now = self.clock()
-        if self.step:
+        if self.step > 0:
             self.durations.append(now - self.began)
         self.poll()
         self.device.step_done()
         if self.on_step:
-            done, self.done = self.done, []
+            done = self.done
+            self.done = []
             spans, self.spans = self.device.timed(self.spans)
-            for told in self.on_step:
-                told(self.step, self.began, now, tokens, done, spans, self.reduction)
+            for on_step in self.on_step:
+                on_step(self.step, self.began, now, tokens, done, spans, self.reduction)
             self.behind = list(self.open.values())
         self.reduction = None
         self.step += 1
-        self.began = self.entered = now
+        self.began = now
+        self.entered = now
         self.armed = source != "engine"
 
     def poll(self) -> None:
-        """End what the GPU is done with."""
+        """Record the end of operations that the GPU has completed."""
         for group in list(self.groups.values()):
             self.device.poll(group)
 
     def in_flight(self) -> list[Op]:
-        """Begun and not over, the oldest first; over NCCL what the GPU is at, not the host."""
+        """Return the operations that have begun and are not over, the oldest first.
+
+        Over NCCL, an operation begins when the GPU reaches it, not when the host launches it.
+        """
         self.poll()
-        ops = (op for op in list(self.open.values()) if self.device.is_at(op))
+        ops = [op for op in list(self.open.values()) if self.device.is_at(op)]
         return sorted(ops, key=lambda op: op.start)
 
     def not_begun(self) -> list[Op]:
-        """What was launched over NCCL and the GPU has not come to."""
+        """Return the operations that were launched over NCCL and that the GPU has not reached."""
         return [op for op in list(self.open.values()) if not self.device.has_begun(op)]
 
 
-#: This process's recorder; the patches look here, so None costs one look.
+#: This process's recorder. The patches read it at every operation; None means that nothing is recorded.
 recorder: Recorder | None = None
 
 
 def set_recorder(new: Recorder | None) -> None:
+    """Set this process's recorder; None stops recording."""
     global recorder
     recorder = new
 
 
 @contextmanager
 def span(kind: str) -> Iterator[None]:
-    """Around something of the program's own: "forward", "backward", "optimizer"."""
+    """Measure the block of a `with` statement as a part of the training step.
+
+    Args:
+        kind: The part, such as "forward", "backward" or "optimizer".
+    """
     active = recorder
     if active is None or not active.keeps:
         yield
         return
-    begun, before = active.span_mark()
+    begin = active.span_mark()
     yield
-    ended, after = active.span_mark()
-    active.spans.append((kind, begun, ended))
+    end = active.span_mark()
+    active.spans.append((kind, begin.time, end.time))
     if kind == "forward":
-        active.kept_bytes = after - before
+        active.kept_bytes = end.memory_bytes - begin.memory_bytes
 
 
 def learn_sizes(sizes: Sizes | None) -> None:
-    """The framework's own parallel sizes, where the plan was made without."""
+    """Take the framework's parallel sizes, if the plan was made without sizes."""
     if recorder is not None:
         recorder.sizes = recorder.sizes or sizes
 
 
 def reduction_done(times: Any, on_host: bool) -> None:
-    """GradientReducer.finish's own figures. on_host: its times are the reduction's, not only launches'."""
-    if recorder is not None:
-        recorder.reduction = {"bytes": times.bytes, "early": times.early, "buckets": times.buckets}
-        if on_host:
-            recorder.reduction |= {"seconds": times.seconds, "exposed": times.exposed_s}
-        recorder.step_done("reducer")
+    """Record the figures of a GradientReducer, and that a training step is over.
+
+    Args:
+        times: What GradientReducer.finish() returns.
+        on_host: Whether its times are those of the reduction. Otherwise they are those of launches on a GPU.
+    """
+    if recorder is None:
+        return
+    recorder.reduction = {"bytes": times.bytes, "early": times.early, "buckets": times.buckets}
+    if on_host:
+        recorder.reduction |= {"seconds": times.seconds, "exposed": times.exposed_s}
+    recorder.step_done("reducer")
 
 
 def outer_round(figures: dict[str, Any]) -> None:
-    """Of a round with other jobs (join)."""
+    """Record the figures of a round with joined jobs."""
     if recorder is not None and recorder.on_round is not None:
         recorder.on_round({"outer": figures})
 
 
 def step_done(tokens: int = 0) -> None:
-    """For training loops that no framework runs: the step is over. Nothing happens without telemetry.
+    """Record that a training step is over, in a training loop that no framework runs.
+
+    Nothing happens without telemetry.
 
     Args:
-        tokens: Trained by all ranks together in this step; 0: not known.
+        tokens: Tokens on which all ranks together have trained in this step; 0 if unknown.
     """
     if recorder is not None:
         recorder.step_done("program", tokens)

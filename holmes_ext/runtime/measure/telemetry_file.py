@@ -1,23 +1,28 @@
-"""The files of a run's telemetry: one for each rank, JSON lines, each written whole.
+"""Writes the telemetry of a run: one file of JSON lines for each rank, DIR/RUN/rank3.jsonl.
 
-    DIR/RUN/rank3.jsonl, a line each:
+    {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}    first line: describes the rank
+    {"clock": [offset_s, error_s]}                         this node's clock + offset_s = the clock of rank 0
+    {"done": {"reductions", "in_flight", "differences"}}   differences between job and plan (as_planned.py)
+    {"outer": {"round", "exposed", "bytes", ...}}          a round with joined jobs (join)
+    {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}   a change of the plan (rank 0)
+    {"model": {...}, "stage links": [...]}                 a measured profile (plan/profile.py), and the
+    stages
+                                                           whose link to the next stage is in it
+    {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}   a
+    training step
 
-    {"holmes_telemetry": 1, "run": RUN, "rank": 3, ...}    the head, once
-    {"clock": [offset_s, error_s]}                         this node's clock + offset = rank 0's
-    {"done": {"reductions", "in_flight", "differences"}}   what of the plan (as_planned.py)
-    {"outer": {"round", "exposed", "bytes", ...}}          a round with other jobs (join)
-    {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}        a change (rank 0)
-    {"model": {...}, "stage links": [...]}                       what was measured: a profile
-                                                                 (plan/profile.py), the
-                                                           stages whose stage link to the next one is in it
-    {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}
+Parts of the line of a training step:
 
-groups: [kind, fabric, "inside" or "across" clusters, operations, payload bytes, bytes sent, seconds with one
-of them under way, exposed seconds]. between, where clusters differ: [from, to, bytes sent, exposed seconds];
-the head's: [from, to, bits/s that all share (0: no limit), seconds one way]. spans and ops (on traced steps
-only): [kind, start, end]; [kind, fabric, operation, group, number, peer or null, start, end or 0, waited,
-bytes sent]. Seconds of the node's monotonic clock. A rank that is killed leaves whole lines, or one cut at
-the end.
+    groups     for each kind of group and network: [kind, fabric, "inside" or "across" clusters, operations,
+               payload bytes, bytes sent, seconds with one or more operations under way, exposed seconds]
+    between    for each pair of clusters, if there are several: [from, to, bytes sent, exposed seconds]
+    spans      only in traced steps: [kind, start, end]
+    ops        only in traced steps: [kind, fabric, operation, group, number, peer or null, start, end or 0,
+               seconds of waiting, bytes sent]
+
+"between" in the first line describes links: [from, to, bits/s that all share (0: no limit), seconds one
+way]. All times are seconds of the node's monotonic clock. Each line is written as a whole. If a rank is
+killed, at most its last line is cut.
 """
 
 from __future__ import annotations
@@ -27,12 +32,13 @@ import os
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.node_report import lab_scale
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
@@ -41,24 +47,43 @@ from holmes_ext.units import union_s
 from holmes_ext.words import tell_user
 
 VERSION = 1
-#: Bytes of one rank's file; from half of it on no more steps are traced.
+#: Largest file of a rank, in bytes. After half of it, no more steps are traced.
 LIMIT_BYTES = 64 << 20
-#: Operations listed of a traced step.
-_LISTED = 5000
+_MOST_LISTED = 5000  # operations, and spans, of a traced step
 _FIRST_TRACED = (2, 5)
 _TRACED_EVERY = 25
 _AXES = ("pipeline", "tensor", "context", "expert", "data")
+_DIGITS = 7  # of seconds after the decimal point
+_CLOSE_S = 10  # that close() waits for the thread
+_FILE_MODE = 0o644
+
+
+class _GroupKey(NamedTuple):
+    """What operations have in common that are added up in a step's "groups"."""
+
+    kind: str
+    fabric: str
+    where: str  # "inside" a cluster or "across" clusters
+
+
+def _ignore(document: dict[str, Any]) -> None:
+    """Ignore a line, if nothing but the file gets it."""
+
+
+def _no_board() -> None:
+    """Return no SummaryWriter, where nothing is written for TensorBoard."""
 
 
 def traced(step: int) -> bool:
-    """Whether every operation of this step is listed (on all ranks the same steps)."""
+    """Return whether every operation of a step is listed. All ranks list the same steps."""
     return step in _FIRST_TRACED or (step > 0 and step % _TRACED_EVERY == 0)
 
 
 class Writer:
-    """Writes one rank's file (and a SummaryWriter of make_board()) from its own thread; what goes wrong is a
-    line on stderr. path: None where take(document) alone gets the lines; head: of the first line;
-    cluster_of(rank): its name."""
+    """Thread that writes the telemetry file of one rank, and scalars for TensorBoard.
+
+    An error of the file ends it with a line for the user. Training goes on.
+    """
 
     def __init__(
         self,
@@ -66,62 +91,95 @@ class Writer:
         head: dict[str, Any],
         recorder: Recorder,
         cluster_of: Callable[[int], str],
-        make_board: Callable[[], Any] = lambda: None,
+        make_board: Callable[[], Any] = _no_board,
         limit: int = LIMIT_BYTES,
-        take: Callable[[dict[str, Any]], None] = lambda document: None,
+        take: Callable[[dict[str, Any]], None] = _ignore,
     ):
-        self.path, self.recorder = path, recorder
-        self.cluster_of, self.limit = cluster_of, limit
+        """Create the file with its first line, and start the thread.
+
+        Args:
+            path: The file; None if only `take` gets the lines.
+            head: Content of the first line.
+            recorder: Records the operations of this rank.
+            cluster_of: Returns the name of a rank's cluster.
+            make_board: Returns a SummaryWriter of TensorBoard, or None. It is called after the first step.
+            limit: Largest file, in bytes.
+            take: Gets each line after the first one.
+
+        Raises:
+            OSError: The file cannot be created.
+        """
+        self.path = path
+        self.recorder = recorder
+        self.cluster_of = cluster_of
+        self.limit = limit
         self.take = take
-        self.written, self._file = 0, -1
+        self.written = 0  # bytes
+        self._file = -1  # file descriptor; -1 if no file is open
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+            self._file = os.open(path, flags, _FILE_MODE)
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        self._line({"holmes_telemetry": VERSION, **head})
+        self._write_line({"holmes_telemetry": VERSION, **head})
         self._thread = threading.Thread(
             target=self._serve, args=(make_board,), name="holmes telemetry", daemon=True
         )
         self._thread.start()
 
     def on_step(self, *step: Any) -> None:
-        """A Recorder's on_step: hands over, so that the training thread does not format."""
+        """Queue a training step of the Recorder. The line is made by this writer's thread, to save time here.
+
+        Args:
+            step: The arguments of Recorder's on_step.
+        """
         self._queue.put(step)
 
     def put(self, document: dict[str, Any]) -> None:
-        """Any other line."""
+        """Queue a line that is no training step."""
         self._queue.put(document)
 
     def close(self) -> None:
-        """Write what is left, and what the last step left under way; at most some seconds."""
-        if late := [op for op in self.recorder.behind if op.end]:
-            self.put(
-                {
-                    "late": self.recorder.step - 1,
-                    "groups": self.totals(late),
-                    "between": self.between(late),
-                }
-            )
+        """Write all queued lines, and the operations that were under way when the last step ended.
+
+        This takes at most some seconds.
+        """
+        late = [op for op in self.recorder.behind if op.end]
+        if late:
+            document = {
+                "late": self.recorder.step - 1,
+                "groups": self.totals(late),
+                "between": self.between(late),
+            }
+            self.put(document)
         self._queue.put(None)
-        self._thread.join(10)
+        self._thread.join(_CLOSE_S)
 
     def _serve(self, make_board: Callable[[], Any]) -> None:
-        board, first = None, True
-        while (item := self._queue.get()) is not None:
-            document = item if isinstance(item, dict) else self._step(*item)
-            self._line(document)
+        """Write queued lines until close()."""
+        board = None
+        is_first_step = True
+        while True:
+            item = self._queue.get()
+            if item is None:
+                break
+            document = item if isinstance(item, dict) else self._step_document(*item)
+            self._write_line(document)
             self.take(document)
             if "step" in document:
-                board, first = (make_board() if first else board), False
+                if is_first_step:
+                    board = make_board()
+                    is_first_step = False
                 _add_scalars(board, document)
         if self._file >= 0:
-            self._line({"end": "closed"})
+            self._write_line({"end": "closed"})
             os.close(self._file)
             self._file = -1
         if board is not None:
             board.close()
 
-    def _line(self, document: dict[str, Any]) -> None:
+    def _write_line(self, document: dict[str, Any]) -> None:
+        """Write a line into the file, if it is open. An error closes the file."""
         if self._file < 0:
             return
         data = (json.dumps(document, separators=(",", ":")) + "\n").encode()
@@ -130,14 +188,15 @@ class Writer:
                 raise OSError(0, f"the file has reached {self.limit >> 20} MiB")
             while data:
                 count = os.write(self._file, data)
-                self.written, data = self.written + count, data[count:]
+                self.written += count
+                data = data[count:]
         except OSError as error:
             message = f"telemetry of rank {self.recorder.rank} ends here ({error.strerror}); training goes on"
             tell_user(f"{self.path}: {message}")
             os.close(self._file)
             self._file = -1
 
-    def _step(
+    def _step_document(
         self,
         step: int,
         begin: float,
@@ -147,6 +206,17 @@ class Writer:
         spans: list,
         reduction: dict | None,
     ) -> dict[str, Any]:
+        """Return the line of a training step.
+
+        Args:
+            step: Number of the step.
+            begin: Time in seconds.
+            end: Time in seconds.
+            tokens: Tokens on which all ranks together have trained.
+            done: Operations that ended in the step.
+            spans: Parts of the step, as [kind, begin, end].
+            reduction: Figures of a GradientReducer, if there is one.
+        """
         document = {
             "step": step,
             "begin": begin,
@@ -154,75 +224,118 @@ class Writer:
             "tokens": tokens,
             "groups": self.totals(done),
         }
-        if crossed := self.between(done):
-            document["between"] = crossed
+        between = self.between(done)
+        if between:
+            document["between"] = between
         if reduction:
             document["reduction"] = reduction
         if self._file >= 0 and traced(step) and self.written < self.limit / 2:
-            document["spans"] = spans[:_LISTED]
-            document["ops"] = [self._op(op) for op in done[:_LISTED]]
+            document["spans"] = spans[:_MOST_LISTED]
+            document["ops"] = [self._op_entry(op) for op in done[:_MOST_LISTED]]
         return document
 
     def totals(self, done: list[Op]) -> list[list[Any]]:
-        """The "groups" of a step's line."""
-        sums: dict[tuple[str, str, str], list[Op]] = {}
+        """Return the "groups" of a step's line: sums over operations of the same kind and network."""
+        ops_of: dict[_GroupKey, list[Op]] = defaultdict(list)
         for op in done:
-            where = (
-                "across" if len(set(map(self.cluster_of, self.recorder.ends(op)))) > 1 else "inside"
-            )
-            sums.setdefault((self.recorder.kind(op), op.group.transport.fabric, where), []).append(
-                op
-            )
-        return [
-            [
-                *place,
-                len(ops),
-                sum(op.payload for op in ops),
-                round(sum(op.sent for op in ops)),
-                round(union_s([(op.start, op.end) for op in ops]), 7),
-                round(sum(op.waited for op in ops), 7),
-            ]
-            for place, ops in sorted(sums.items())
-        ]
+            clusters = {self.cluster_of(rank) for rank in self.recorder.ends(op)}
+            where = "across" if len(clusters) > 1 else "inside"
+            key = _GroupKey(self.recorder.kind(op), op.group.transport.fabric, where)
+            ops_of[key].append(op)
+        rows = []
+        for key, ops in sorted(ops_of.items()):
+            payload_bytes = sum(op.payload for op in ops)
+            sent_bytes = round(sum(op.sent for op in ops))
+            busy_s = round(union_s([(op.start, op.end) for op in ops]), _DIGITS)
+            exposed_s = round(sum(op.waited for op in ops), _DIGITS)
+            rows.append([*key, len(ops), payload_bytes, sent_bytes, busy_s, exposed_s])
+        return rows
 
     def between(self, done: list[Op]) -> list[list[Any]]:
-        """The "between" of a step's line. A collective counts with what it sends to the group's next rank, if
-        that is in another cluster; its exposed seconds count for the next other cluster."""
-        sums: dict[tuple[str, str], list[float]] = {}
-        cluster = self.cluster_of(self.recorder.rank)
+        """Return the "between" of a step's line: bytes and exposed seconds for each pair of clusters.
+
+        A collective counts with the bytes that it sends to the group's next rank, if that is in another
+        cluster. Its exposed seconds count for the cluster of the next rank that is in another one.
+        """
+        own_cluster = self.cluster_of(self.recorder.rank)
+        sent_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> bytes
+        waited_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> seconds
         for op in done:
             if op.peer is not None and op.peer < 0:
-                continue  # from whoever sends first
+                continue  # a message from any rank
             if op.peer is not None:
-                other, sent = self.cluster_of(op.peer), op.sent
+                other = self.cluster_of(op.peer)
+                sent = op.sent
             else:
-                ranks = op.group.ranks
-                at = ranks.index(self.recorder.rank) + 1
-                following = [self.cluster_of(rank) for rank in (*ranks[at:], *ranks[:at])]
-                other = next((name for name in following if name != cluster), cluster)
-                sent = op.sent if following[0] == other else 0.0
-            if other != cluster:
-                received = op.peer is not None and not op.sent
-                total = sums.setdefault(
-                    (other, cluster) if received else (cluster, other), [0.0, 0.0]
-                )
-                total[:] = total[0] + sent, total[1] + op.waited
+                position = op.group.ranks.index(self.recorder.rank)
+                next_ranks = op.group.ranks[position + 1 :] + op.group.ranks[: position + 1]
+                next_clusters = [self.cluster_of(rank) for rank in next_ranks]
+                others = [cluster for cluster in next_clusters if cluster != own_cluster]
+                other = others[0] if others else own_cluster
+                sent = op.sent if next_clusters[0] == other else 0.0
+            if other == own_cluster:
+                continue
+            is_received = op.peer is not None and not op.sent
+            direction = (other, own_cluster) if is_received else (own_cluster, other)
+            sent_of[direction] += sent
+            waited_of[direction] += op.waited
         return [
-            [*pair, round(sent), round(waited, 7)] for pair, (sent, waited) in sorted(sums.items())
+            [*direction, round(sent_of[direction]), round(waited_of[direction], _DIGITS)]
+            for direction in sorted(sent_of)
         ]
 
-    def _op(self, op: Op) -> list[Any]:
-        times = (round(op.start, 7), round(op.end, 7), round(op.waited, 7))
-        place = (self.recorder.kind(op), op.group.transport.fabric)
-        return [*place, op.name, op.group.name, op.number, op.peer, *times, round(op.sent)]
+    def _op_entry(self, op: Op) -> list[Any]:
+        """Return an operation for the "ops" of a traced step."""
+        return [
+            self.recorder.kind(op),
+            op.group.transport.fabric,
+            op.name,
+            op.group.name,
+            op.number,
+            op.peer,
+            round(op.start, _DIGITS),
+            round(op.end, _DIGITS),
+            round(op.waited, _DIGITS),
+            round(op.sent),
+        ]
 
 
 def open_writer(
     current: Session, run: str, recorder: Recorder, take: Callable[[dict[str, Any]], None]
 ) -> Writer:
-    """This rank's, in the folder `run` of --holmes-telemetry ("": take(document) alone); OSError: no file."""
-    site, node, sizes, scale = current.site, current.node, current.plan.sizes, lab_scale(os.environ)
+    """Return the writer of this rank, which gets the training steps of a Recorder.
+
+    Args:
+        current: The session of this process.
+        run: Name of the run's folder in that of --holmes-telemetry; "" if no file is written.
+        recorder: Records the operations of this rank.
+        take: Gets each line.
+
+    Raises:
+        OSError: The file cannot be created.
+    """
+
+    def cluster_of(rank: int) -> str:
+        return current.site.node_by_name[current.plan.node_of(rank)].cluster
+
     folder = Path(current.options.telemetry).absolute() / run
+    path = None
+    make_board: Callable[[], Any] = _no_board
+    if run:
+        path = folder / f"rank{current.rank}.jsonl"
+        if current.rank == 0:
+            make_board = partial(tensorboard_writer, folder / "tensorboard")
+    writer = Writer(path, _head(current, run), recorder, cluster_of, make_board, take=take)
+    recorder.on_step.append(writer.on_step)
+    recorder.on_round = writer.put
+    return writer
+
+
+def _head(current: Session, run: str) -> dict[str, Any]:
+    """Return the content of a telemetry file's first line: this rank, its node and the networks."""
+    node = current.node
+    sizes = current.plan.sizes
+    scale = lab_scale(os.environ)  # 1 outside of the lab, which emulates slower networks
     head = {
         "run": run,
         "rank": current.rank,
@@ -231,55 +344,48 @@ def open_writer(
         "cluster": node.cluster,
         "wall": time.time(),
         "sizes": {axis: getattr(sizes, axis) for axis in _AXES} if sizes else None,
-        **({"scale": scale} if scale != 1 else {}),
-        "fabrics": {
-            fabric.name: [fabric.kind, round(fabric.rate_bps * scale)] for fabric in site.fabrics
-        },
-        "between": [
-            [
-                *pair,
-                min((hop.rate_bps for hop in hops if hop.rate_bps < inf), default=0) * scale,
-                sum(hop.latency_s for hop in hops),
-            ]
-            for pair in permutations(site.clusters, 2)
-            if (hops := current.plan.wan.hops(*pair))
-        ],
     }
-
-    def cluster_of(rank: int) -> str:
-        return site.node_by_name[current.plan.node_of(rank)].cluster
-
-    make_board = (
-        partial(tensorboard_writer, folder / "tensorboard")
-        if run and current.rank == 0
-        else lambda: None
-    )
-    path = folder / f"rank{current.rank}.jsonl" if run else None
-    writer = Writer(path, head, recorder, cluster_of, make_board, take=take)
-    recorder.on_step.append(writer.on_step)
-    recorder.on_round = writer.put
-    return writer
+    if scale != 1:
+        head["scale"] = scale
+    head["fabrics"] = {
+        fabric.name: [fabric.kind, round(fabric.rate_bps * scale)]
+        for fabric in current.site.fabrics
+    }
+    links = []
+    for source, target in permutations(current.site.clusters, 2):
+        hops = current.plan.wan.hops(source, target)
+        if hops:
+            limits_bps = [hop.rate_bps for hop in hops if hop.rate_bps < inf]
+            latency_s = sum(hop.latency_s for hop in hops)
+            links.append([source, target, min(limits_bps, default=0) * scale, latency_s])
+    head["between"] = links
+    return head
 
 
 def tensorboard_writer(directory: Path) -> Any:
-    """A SummaryWriter, or None where tensorboard is not installed."""
+    """Return a SummaryWriter of TensorBoard; None if TensorBoard is not installed or broken."""
     try:
         from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(directory))
-    except Exception:  # noqa: BLE001 - not installed, or broken: it is an extra
+    except Exception:  # noqa: BLE001 - any error: TensorBoard is optional
         return None
 
 
 def _add_scalars(board: Any, line: dict[str, Any]) -> None:
-    """A step's totals to TensorBoard."""
+    """Write the sums of a training step for TensorBoard.
+
+    Args:
+        board: A SummaryWriter, or None.
+        line: The line of the step.
+    """
     if board is None:
         return
     step = line["step"]
     board.add_scalar("holmes/step_s", line["end"] - line["begin"], step)
-    for kind, fabric, where, _, _, sent, busy, exposed in line["groups"]:
+    for kind, fabric, where, _, _, sent_bytes, busy_s, exposed_s in line["groups"]:
         name = f"holmes/{kind} {where} ({fabric})"
-        board.add_scalar(f"{name}/exposed_s", exposed, step)
-        board.add_scalar(f"{name}/MB_sent", sent / 1e6, step)
-        if busy:
-            board.add_scalar(f"{name}/Gbps", sent * 8 / busy / 1e9, step)
+        board.add_scalar(f"{name}/exposed_s", exposed_s, step)
+        board.add_scalar(f"{name}/MB_sent", sent_bytes / 1e6, step)
+        if busy_s:
+            board.add_scalar(f"{name}/Gbps", sent_bytes * 8 / busy_s / 1e9, step)

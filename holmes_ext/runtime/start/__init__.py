@@ -1,1 +1,1 @@
-"""The start of a job: this process, the store, the vote of all ranks, the planned rank, the preflight."""
+"""Start of a job: identity of this process, agreement of all ranks on a plan, and a test of connections."""

@@ -1,238 +1,474 @@
-"""Every rank reports, the launcher's rank 0 decides, every rank learns the verdict: all by the store.
+"""Collects a report of every rank on the launcher's rank 0 and distributes its verdict, at a job's start.
 
-    rank 0:   holmes/round           + 1: this start of the job; holmes/BEFORE/over,
-                                     for those that wait in the last one
-    a node:   holmes/ROUND/reports   + who its ranks are, what they were given (and its NICs), by one
-                                     that speaks for it (neighbours.py); once all ranks are counted
-                                     rank 0 reads them at once (store.py)
-    rank 0:   compares, makes the plan
-    rank 0:   holmes/ROUND/verdict   = "+" and {"site": ..., "plan": ...}, or "!" and one line of an error
-    a node:   waits for the verdict, tells its other ranks; an error ends it
+Messages go through the job's key-value store (torch's TCPStore). PREFIX is "holmes/N" at the N-th start:
 
-A rank that fails before it can report sends its error instead, so that nobody waits for it in vain.
+    1. rank 0      adds 1 to holmes/round and thereby gets N
+    2. all ranks   send their reports: which node and local rank they are, their flags and versions, and from
+                   local rank 0 the NICs of its node          -> PREFIX/reports
+    3. rank 0      reads all reports at once as soon as all ranks are counted, compares them, makes the plan
+    4. rank 0      stores the plan as a document, or one line of an error  -> PREFIX/verdict
+    5. all ranks   wait for PREFIX/verdict; an error ends the job on every rank
 
-Why rounds: torchrun's agents keep one store over the restarts of a job, and do not agree on
-TORCHELASTIC_RESTART_COUNT (an agent that restarts because another one did does not count it). So a rank may
-find what the job left there before. A verdict that is there before the rank has reported is such a leftover,
-since none is made without its report: it waits for the next round. So does one that reported in a round whose
-rank 0 did not live to its verdict.
+A rank that fails before it can report sends its error as the report, so that no other rank waits for it.
+Every wait has a deadline.
 
-Thousands wait for one key: a wait that times out costs milliseconds (torch writes down the C++ stack), and
-stands in the way of all others. So nobody waits for less than it has left.
+Reports of one node are combined, so that the store serves a node like a single rank. The node's local rank 0
+is its leader:
+
+    1. leader        listens on an abstract Unix socket, which the kernel removes when the process ends
+    2. other ranks   send their reports to the leader, and get an acknowledgement
+    3. leader        reports for itself and all ranks that it acknowledged, and waits for the verdict
+    4. leader        sends the verdict to these ranks; its document goes as the descriptor of a memory file
+
+A rank that gets no acknowledgement within HEARD_SECONDS sends its report to the store itself: its leader was
+started without holmes or too late, or is in another network namespace or job, or belongs to another user.
+Every acknowledged report has been counted, so no rank is counted twice.
+
+The key holmes/round exists because torchrun's agents keep one store over all restarts of a job. So a rank may
+find keys of an earlier start. (The agents do not agree on TORCHELASTIC_RESTART_COUNT: an agent that restarts
+because another one did does not count it.) A verdict that exists before the rank has reported belongs to an
+earlier start, since no verdict is made without the rank's report: the rank waits for the next round. The next
+round's rank 0 also sets PREFIX/over of the round before, for ranks whose rank 0 died without a verdict.
+
+Thousands of ranks may wait for one key. A wait that times out costs the store milliseconds (torch formats the
+C++ stack) and delays all other ranks. So every wait uses all the time that is left instead of polling.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import socket
+import struct
+import time
 import zlib
+from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.node_report import NodeReport
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.preflight import (
-    HEARD_SECONDS,
-    Neighbours,
-    name_of,
-    speaker_hears,
-    told,
-)
-from holmes_ext.runtime.start.store import awaited, gathered, put_in
+from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 from holmes_ext.words import some_of
 
-#: What rank 0 makes of all reports: the verdict's content.
+#: Makes the content of the verdict from the reports of all ranks (in rank order) and of all nodes.
 Decide = Callable[[list[dict[str, Any]], list[NodeReport]], dict[str, Any]]
-_ROUND = "holmes/round"
-#: How a verdict begins that is a document, one that is an error; and that of a round that the next one
-#: overtook.
-_GOOD, _BAD, _OVER = b"+", b"!", b"over"
-#: How long a verdict that does not count this rank's report may stand until it is taken for one that gave the
-#: rank up, in seconds.
+
+#: Seconds that the ranks of a node wait for each other before the leader reports without the missing ones.
+HEARD_SECONDS = 10.0
+_ACKNOWLEDGED = b"heard"
+_MOST_MESSAGE_BYTES = 1 << 17  # of a report, or of a verdict without its document
+_MOST_WAITING_RANKS = 1024  # in the queue of the leader's socket
+_RETRY_S = 0.02  # seconds until the next try to connect to the leader
+_LEAST_WAIT_S = 0.1
+_PEER_CREDENTIALS = struct.Struct("3i")  # process id, user id, group id: struct ucred of unix(7)
+
+_ROUND_KEY = "holmes/round"
+#: First byte of a verdict with a document, and of one with an error message.
+_GOOD = b"+"
+_BAD = b"!"
+#: Value of a verdict's key if the next round began before there was a verdict.
+_OVER = b"over"
+#: Seconds that a rank waits for the next round if the current one has a verdict without the rank's report.
+#: After that, the verdict counts: rank 0 gave this rank up because its report came too late.
 _LEFTOVER_SECONDS = 10.0
-#: How much longer than rank 0, which may itself use up the time and then says who was missing, the others
-#: wait.
-_LONGER_SECONDS = 15.0
+#: Seconds that other ranks wait longer than rank 0, which may use all its time before it names missing ranks.
+_EXTRA_WAIT_S = 15.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """round: prefix of what this start puts into the store; packed: what rank 0 decided, for all."""
+    """Decision of rank 0 that every rank of the job follows."""
 
-    round: str
-    packed: bytes
+    round: str  # prefix of the store's keys of this start, such as "holmes/1"
+    packed: bytes  # the document, as compressed JSON
 
     def content(self) -> dict[str, Any]:
+        """Return the document."""
         content: dict[str, Any] = json.loads(zlib.decompress(self.packed))
         return content
+
+
+class _StoredVerdict(NamedTuple):
+    """A verdict as the store has it."""
+
+    round: str  # prefix of the keys of its start
+    value: bytes  # _GOOD and a compressed document, or _BAD and an error message
 
 
 def exchange(
     store: Any, process: Process, report: dict[str, Any], decide: Decide, timeout_s: float
 ) -> Verdict:
-    """The verdict on all ranks' reports, which hold at least node, identity, local_rank, `agreed` (a flat
-    dict, the same everywhere) and, from local rank 0, `nics_of_node`; or only `error`. HolmesError on rank 0,
-    RemoteError elsewhere."""
-    limit = Deadline(timeout_s if process.rank == 0 else timeout_s + _LONGER_SECONDS)
-    said = json.dumps({**report, "rank": process.rank}, separators=(",", ":")).encode()
-    if process.local_world_size < 2:
-        return _spoken(store, process, [said], decide, limit)
+    """Report this rank to the launcher's rank 0, and return the verdict for all ranks.
+
+    All ranks call this function at the start of a job. The reports of one node's ranks are sent together by
+    the node's local rank 0, its leader.
+
+    Args:
+        store: The job's key-value store.
+        process: This rank, as the launcher numbered it.
+        report: Has the keys "node", "identity", "local_rank", "agreed" (a flat dictionary that must be the
+            same on all ranks) and, on local rank 0, "nics_of_node". Or it has "error": the message of a
+            failure on this rank, which ends the job.
+        decide: Makes the verdict's document. It is called on rank 0 only.
+        timeout_s: Seconds that rank 0 waits for the reports.
+
+    Raises:
+        HolmesError: On rank 0: a rank did not report, the reports contradict each other, or `decide` failed.
+            On other ranks: there was no verdict.
+        RemoteError: On other ranks: rank 0 has decided that the job ends. Rank 0 prints the message.
+    """
+    if process.rank == 0:
+        deadline = Deadline(timeout_s)
+    else:
+        deadline = Deadline(timeout_s + _EXTRA_WAIT_S)
+    own_report = json.dumps({**report, "rank": process.rank}, separators=(",", ":")).encode()
+    if process.local_world_size <= 1:  # 0: the launcher does not say how many ranks the node has
+        return _exchange_through_store(store, process, [own_report], decide, deadline)
+
     node = f"{report['node']}/{report.get('identity', '')}"
-    name, patience = (
-        name_of(node, process.master_addr, process.master_port),
-        min(HEARD_SECONDS, timeout_s / 4),
-    )
-    if process.local_rank:
-        if speaker := speaker_hears(name, said, patience):
-            return _learned(process, speaker, limit)
-        return _spoken(store, process, [said], decide, limit)
-    neighbours = Neighbours(name)
-    reports = [said, *neighbours.hear(process.local_world_size - 1, patience)]
+    socket_name = leader_socket_name(node, process.master_addr, process.master_port)
+    patience_s = min(HEARD_SECONDS, timeout_s / 4)
+    if process.local_rank > 0:
+        connection = report_to_leader(socket_name, own_report, patience_s)
+        if connection is not None:
+            return _verdict_from_leader(process, connection, deadline)
+        return _exchange_through_store(store, process, [own_report], decide, deadline)
+
+    leader = NodeLeader(socket_name)
+    other_reports = leader.collect_reports(process.local_world_size - 1, patience_s)
     try:
-        verdict = _spoken(store, process, reports, decide, limit)
+        verdict = _exchange_through_store(
+            store, process, [own_report, *other_reports], decide, deadline
+        )
     except HolmesError as error:
-        neighbours.tell(_BAD + str(error).encode())
+        leader.send_to_all(_BAD + str(error).encode())
         raise
-    neighbours.tell(_GOOD + verdict.round.encode(), verdict.packed)
+    leader.send_to_all(_GOOD + verdict.round.encode(), document=verdict.packed)
     return verdict
 
 
-def _learned(process: Process, speaker: socket.socket, limit: Deadline) -> Verdict:
-    """From the one that spoke for this rank too."""
-    said, document = told(speaker, limit.left)
-    if not said:
-        who = f"rank {process.rank - process.local_rank}"
-        raise HolmesError(
-            f"rank {process.rank} got no verdict from {who}, which spoke for its node; is it alive?"
-        )
-    if said[:1] == _BAD:
-        raise RemoteError(said[1:].decode())
-    return Verdict(said[1:].decode(), document)
+# Inside a node: between the leader and the other ranks
 
 
-def _spoken(
-    store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline
+def leader_socket_name(node: str, master_addr: str, master_port: int) -> str:
+    """Return the name of the abstract Unix socket on which a node's leader listens.
+
+    The name differs for each user, node and job. A job is identified by the address of its store.
+    """
+    identity = f"{os.geteuid()} {node} {master_addr}:{master_port}"
+    return f"\0holmes-{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
+
+
+class NodeLeader:
+    """Local rank 0 of a node: takes the reports of the node's other ranks, and sends them the verdict."""
+
+    def __init__(self, socket_name: str):
+        """Listen on the abstract Unix socket `socket_name`, unless another process has that name."""
+        self._connections: list[socket.socket] = []  # to the ranks whose reports were acknowledged
+        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listener.bind(socket_name)
+            self._listener.listen(_MOST_WAITING_RANKS)
+        except OSError:  # the name is taken: every rank reports for itself
+            self._stop_listening()
+
+    def collect_reports(self, count: int, seconds: float) -> list[bytes]:
+        """Return the reports that arrive before `seconds` have passed, but at most `count`.
+
+        Each report is acknowledged. Ranks that connect later are refused.
+        """
+        reports: list[bytes] = []
+        deadline = Deadline(seconds)
+        while self._listener is not None and len(reports) < count:
+            left_s = deadline.left
+            if left_s == 0:
+                break
+            self._listener.settimeout(left_s)
+            with suppress(OSError):  # no rank connected, or it ended before its report arrived
+                connection, _ = self._listener.accept()
+                if _user_at_other_end(connection) != os.geteuid():
+                    connection.close()
+                    continue
+                connection.settimeout(left_s)
+                report = connection.recv(_MOST_MESSAGE_BYTES)
+                connection.sendall(_ACKNOWLEDGED)
+                self._connections.append(connection)
+                reports.append(report)
+        self._stop_listening()
+        return reports
+
+    def send_to_all(self, message: bytes, document: bytes = b"") -> None:
+        """Send a message and a document to all acknowledged ranks, and close the connections to them."""
+        self._stop_listening()
+        descriptor = os.memfd_create("holmes-verdict")
+        with open(descriptor, "wb", buffering=0) as file:
+            file.write(document)
+            for connection in self._connections:
+                with connection, suppress(OSError):  # the rank has ended
+                    socket.send_fds(connection, [message], [descriptor])
+        self._connections.clear()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+
+def report_to_leader(socket_name: str, report: bytes, patience_s: float) -> socket.socket | None:
+    """Send this rank's report to the leader of its node.
+
+    Args:
+        socket_name: The abstract Unix socket on which the leader listens.
+        report: This rank's report.
+        patience_s: Seconds to wait for a leader that does not listen yet.
+
+    Returns:
+        The connection to the leader, which has acknowledged the report and will send the verdict. None if
+        there is no leader, or if it does not take the report: then this rank must report for itself.
+    """
+    deadline = Deadline(patience_s)
+    while True:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.settimeout(2 * HEARD_SECONDS)
+        may_listen_later = False
+        try:
+            connection.connect(socket_name)
+            if _user_at_other_end(connection) == os.geteuid():
+                connection.sendall(report)
+                if connection.recv(len(_ACKNOWLEDGED)) == _ACKNOWLEDGED:
+                    return connection
+        except ConnectionRefusedError:
+            may_listen_later = True
+        except OSError:  # the leader takes no more reports, or hangs
+            pass
+        connection.close()
+        if not may_listen_later or deadline.passed:
+            return None
+        time.sleep(_RETRY_S)
+
+
+class LeaderMessage(NamedTuple):
+    """Message of a node's leader to another rank of the node."""
+
+    text: (
+        bytes  # _GOOD and the round's prefix, or _BAD and an error message; empty: no message came
+    )
+    document: bytes = b""  # the verdict's document
+
+
+def receive_from_leader(connection: socket.socket, seconds: float) -> LeaderMessage:
+    """Return the leader's message, or an empty one if the leader ends or sends none within `seconds`."""
+    with connection:
+        connection.settimeout(max(_LEAST_WAIT_S, seconds))
+        try:
+            text, descriptors, _, _ = socket.recv_fds(connection, _MOST_MESSAGE_BYTES, maxfds=1)
+        except OSError:
+            return LeaderMessage(b"")
+    document = b""
+    for descriptor in descriptors:
+        # All ranks share the file's position, so pread() names the offset.
+        document = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+        os.close(descriptor)
+    return LeaderMessage(text, document)
+
+
+def _user_at_other_end(connection: socket.socket) -> int:
+    """Return the user id of the process at the other end of a Unix socket."""
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size
+    )
+    _, user, _ = _PEER_CREDENTIALS.unpack(credentials)
+    return int(user)
+
+
+def _verdict_from_leader(
+    process: Process, connection: socket.socket, deadline: Deadline
 ) -> Verdict:
-    """The verdict for this rank, and for those of its node whose reports it has."""
-    answer: tuple[str, bytes] | None = None
+    """Return the verdict that the node's leader sends, after it has reported for this rank."""
+    message = receive_from_leader(connection, deadline.left)
+    if not message.text:
+        leader = f"rank {process.rank - process.local_rank}"
+        raise HolmesError(
+            f"rank {process.rank} got no verdict from {leader}, which reported for its node; is it alive?"
+        )
+    if message.text.startswith(_BAD):
+        raise RemoteError(message.text.removeprefix(_BAD).decode())
+    return Verdict(message.text.removeprefix(_GOOD).decode(), message.document)
+
+
+# Between nodes: through the job's store
+
+
+def _exchange_through_store(
+    store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
+) -> Verdict:
+    """Send reports through the job's store, and return the verdict of rank 0.
+
+    Args:
+        store: The job's key-value store.
+        process: This rank.
+        reports: This rank's report, and those of the node's other ranks for which it reports.
+        decide: Makes the verdict's document, on rank 0.
+        deadline: Ends all waiting.
+
+    Raises:
+        HolmesError: See exchange().
+        RemoteError: See exchange().
+    """
+    stored: _StoredVerdict | None = None
     try:
         if process.rank == 0:
-            return _lead(store, process, reports, decide, limit)
-        answer = _await_verdict(store, process, reports, limit)
-    except (
-        RuntimeError
-    ):  # the store, or the host of it, is gone; torch.distributed.DistError is one
+            return _lead_round(store, process, reports, decide, deadline)
+        stored = _follow_round(store, process, reports, deadline)
+    except RuntimeError:  # the store is lost, e.g. with its host (torch.distributed.DistError)
         pass
-    if answer is None:
+    if stored is None:
+        node = json.loads(reports[0]).get("node", "?")
         raise HolmesError(
-            f"rank {process.rank} on {json.loads(reports[0]).get('node', '?')} got no verdict from rank 0 at"
+            f"rank {process.rank} on {node} got no verdict from rank 0 at"
             f" {process.master_addr}:{process.master_port}; was rank 0 started with --holmes, and is it "
             f"alive?"
         )
-    prefix, verdict = answer
-    if verdict[:1] == _BAD:
-        raise RemoteError(verdict[1:].decode())
-    return Verdict(prefix, verdict[1:])
+    if stored.value.startswith(_BAD):
+        raise RemoteError(stored.value.removeprefix(_BAD).decode())
+    return Verdict(stored.round, stored.value.removeprefix(_GOOD))
 
 
-def _lead(
-    store: Any, process: Process, reports: list[bytes], decide: Decide, limit: Deadline
+def _lead_round(
+    store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    number = store.add(_ROUND, 1)
-    prefix, before = f"holmes/{number}", f"holmes/{number - 1}"
-    if number > 1:
-        store.set(f"{before}/over", b"1")
-        store.compare_set(f"{before}/verdict", "", _OVER)
+    """Begin a round, wait for the reports of all ranks, and store the verdict. Only rank 0 calls this."""
+    round_number = store.add(_ROUND_KEY, 1)
+    prefix = f"holmes/{round_number}"
+    if round_number > 1:
+        # Ranks may still wait for the verdict of the round before, whose rank 0 has ended without one.
+        previous = f"holmes/{round_number - 1}"
+        store.set(f"{previous}/over", b"1")
+        store.compare_set(f"{previous}/verdict", "", _OVER)
     try:
-        put_in(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
-        decided = _decide(_collect(store, prefix, process, limit), decide)
+        append_entry(store, f"{prefix}/reports", _pack(reports), len(reports), process.world_size)
+        all_reports = _collect_reports(store, prefix, process, deadline)
+        document = _make_document(all_reports, decide)
     except HolmesError as error:
         store.set(f"{prefix}/verdict", _BAD + str(error).encode())
         raise
-    packed = zlib.compress(json.dumps(decided, separators=(",", ":")).encode(), 1)
+    packed = zlib.compress(json.dumps(document, separators=(",", ":")).encode(), 1)
     store.set(f"{prefix}/verdict", _GOOD + packed)
     return Verdict(prefix, packed)
 
 
-def _await_verdict(
-    store: Any, process: Process, reports: list[bytes], limit: Deadline
-) -> tuple[str, bytes] | None:
-    """Report in the round that is under way, or the next: its prefix and verdict; None when none came."""
+def _follow_round(
+    store: Any, process: Process, reports: list[bytes], deadline: Deadline
+) -> _StoredVerdict | None:
+    """Report in the current round, or in the next one if that is over, and return the round's verdict.
+
+    Returns:
+        The verdict; None if there is none before the deadline.
+    """
     packed = _pack(reports)
-    while (left := limit.left) > 0 and (number := awaited(store, _ROUND, left)):
-        prefix = f"holmes/{int(number)}"
-        key = f"{prefix}/verdict"
-        if store.check([key]):
-            if not awaited(store, f"{prefix}/over", min(left, _LEFTOVER_SECONDS)):
-                given_up = store.get(key)
-                if given_up[:1] == _BAD:
-                    return prefix, given_up
+    while True:
+        left_s = deadline.left
+        if left_s == 0:
+            return None
+        round_number = wait_for_value(store, _ROUND_KEY, left_s)
+        if not round_number:
+            return None
+        prefix = f"holmes/{int(round_number)}"
+        verdict_key = f"{prefix}/verdict"
+        if store.check([verdict_key]):  # a verdict without this rank's report
+            patience_s = min(left_s, _LEFTOVER_SECONDS)
+            if not wait_for_value(store, f"{prefix}/over", patience_s):
+                leftover = store.get(verdict_key)
+                if leftover.startswith(_BAD):
+                    return _StoredVerdict(prefix, leftover)
             continue
-        put_in(store, f"{prefix}/reports", packed, len(reports), process.world_size)
-        if (verdict := awaited(store, key, left)) != _OVER:
-            return (prefix, verdict) if verdict else None
-    return None
+        append_entry(store, f"{prefix}/reports", packed, len(reports), process.world_size)
+        value = wait_for_value(store, verdict_key, left_s)
+        if not value:
+            return None
+        if value != _OVER:
+            return _StoredVerdict(prefix, value)
 
 
 def _pack(reports: list[bytes]) -> bytes:
+    """Return JSON objects as one compressed JSON list."""
     return zlib.compress(b"[" + b",".join(reports) + b"]", 1)
 
 
-def _collect(store: Any, prefix: str, process: Process, limit: Deadline) -> list[dict[str, Any]]:
-    """Reports of all ranks in rank order; HolmesError names those that did not come in time."""
-    entries, world = gathered(store, f"{prefix}/reports", limit.left), process.world_size
-    reports: dict[int, dict[str, Any]] = {}
-    for report in (report for entry in entries for report in json.loads(zlib.decompress(entry))):
-        if (other := reports.setdefault(report["rank"], report)) is not report:
-            where = f"on {other['node']} and {report['node']}"
-            raise HolmesError(
-                f"rank {report['rank']} reported twice, {where}: how were they started?"
-            )
-    if missing := [rank for rank in range(world) if rank not in reports]:
+def _collect_reports(
+    store: Any, prefix: str, process: Process, deadline: Deadline
+) -> list[dict[str, Any]]:
+    """Return the reports of all ranks, in rank order.
+
+    Raises:
+        HolmesError: A rank did not report before the deadline, or two processes have the same rank.
+    """
+    world = process.world_size
+    reports: dict[int, dict[str, Any]] = {}  # rank -> its report
+    for entry in collect_entries(store, f"{prefix}/reports", deadline.left):
+        for report in json.loads(zlib.decompress(entry)):
+            rank = report["rank"]
+            if rank in reports:
+                nodes = f"on {reports[rank]['node']} and {report['node']}"
+                raise HolmesError(f"rank {rank} reported twice, {nodes}: how were they started?")
+            reports[rank] = report
+    missing = [rank for rank in range(world) if rank not in reports]
+    if missing:
         raise HolmesError(
-            f"{len(missing)} of {world} ranks did not report within {limit.seconds:g} s: rank "
+            f"{len(missing)} of {world} ranks did not report within {deadline.seconds:g} s: rank "
             f"{some_of(missing)}; were they started, with --holmes, and can they reach "
             f"{process.master_addr}:{process.master_port}?"
         )
     return [reports[rank] for rank in range(world)]
 
 
-def _decide(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
+def _make_document(reports: list[dict[str, Any]], decide: Decide) -> dict[str, Any]:
+    """Return the verdict's document, or raise the error that a rank has reported."""
     for report in reports:
         if "error" in report:
             raise HolmesError(f"rank {report['rank']} on {report['node']}: {report['error']}")
-    _compare(reports)
+    _check_agreement(reports)
     return decide(reports, _nodes(reports))
 
 
-def _compare(reports: list[dict[str, Any]]) -> None:
+def _check_agreement(reports: list[dict[str, Any]]) -> None:
+    """Raise HolmesError if flags, files or versions differ between rank 0 and another rank."""
     first = reports[0]
-    for report in (report for report in reports[1:] if report["agreed"] != first["agreed"]):
+    for report in reports[1:]:
         for key in sorted({*first["agreed"], *report["agreed"]}):
-            here, there = first["agreed"].get(key), report["agreed"].get(key)
-            if here != there:
+            first_value = first["agreed"].get(key)
+            value = report["agreed"].get(key)
+            if value != first_value:
                 raise HolmesError(
-                    f"the ranks disagree on {key}: rank 0 on {first['node']} has {here!r}, rank "
-                    f"{report['rank']} on {report['node']} has {there!r}; start all with the same"
+                    f"the ranks disagree on {key}: rank 0 on {first['node']} has {first_value!r}, rank "
+                    f"{report['rank']} on {report['node']} has {value!r}; start all with the same"
                 )
 
 
 def _nodes(reports: list[dict[str, Any]]) -> list[NodeReport]:
-    """One NodeReport for each node, in the order of its lowest rank, its processes counted."""
-    by_identity: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    """Return a report for each node with the number of its processes, in the order of their lowest ranks.
+
+    Raises:
+        HolmesError: The local ranks of a node are not 0, 1, 2 and so on.
+    """
+    members_of: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)  # node -> reports
     for report in reports:
-        by_identity.setdefault((report["node"], report["identity"]), []).append(report)
+        members_of[report["node"], report["identity"]].append(report)
     nodes = []
-    for members in by_identity.values():
-        name, local = members[0]["node"], sorted(member["local_rank"] for member in members)
-        if local != list(range(len(members))):
-            count = len(members)
+    for members in members_of.values():
+        name = members[0]["node"]
+        count = len(members)
+        local_ranks = sorted(member["local_rank"] for member in members)
+        if local_ranks != list(range(count)):
             raise HolmesError(
-                f"node {name!r}: its {count} processes have local ranks {local}, not 0 to {count - 1}"
+                f"node {name!r}: its {count} processes have local ranks {local_ranks}, not 0 to {count - 1}"
             )
         leader = next(member for member in members if member["local_rank"] == 0)
-        nodes.append(NodeReport.from_dict(leader["nics_of_node"], len(members)))
+        nodes.append(NodeReport.from_dict(leader["nics_of_node"], count))
     return nodes

@@ -1,13 +1,11 @@
-"""Who this process is, by the environment of torchrun, the deepspeed launcher, srun or mpirun.
+"""Reads this process's rank from the environment of torchrun, the deepspeed launcher, srun or mpirun.
 
-The deepspeed launcher's hostfile is checked, as far as a rank can see it: are its hosts the nodes of
-cluster.toml?
+It also checks the hostfile of the deepspeed launcher against the nodes of cluster.toml. A rank finds the
+hosts in the command line of its parent process:
 
-    deepspeed --hostfile FILE train.py ...                              reads FILE, reaches every host of it
-      -> python -m deepspeed.launcher.launch --world_info=BASE64 ...    on each host: {"a0":
-                                                                        [0, 1], "b0": [0, 1]}
-           -> python train.py ...                                       a rank; the hosts are
-                                                                        in its parent's command
+    deepspeed --hostfile FILE train.py ...                              reads FILE, and on each host starts
+      -> python -m deepspeed.launcher.launch --world_info=BASE64 ...    with e.g. {"a0": [0, 1], "b0": [0, 1]}
+           -> python train.py ...                                       a rank
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.cluster.spec import SiteSpec
@@ -28,64 +27,113 @@ from holmes_ext.errors import HolmesError
 
 @dataclass(frozen=True)
 class Process:
-    """Identity as the launcher gave it. local_world_size 0: the launcher does not say."""
+    """Identity of this process, as its launcher numbered it."""
 
     rank: int
     world_size: int
     local_rank: int
-    local_world_size: int
+    local_world_size: int  # 0 if the launcher does not say it
     master_addr: str
     master_port: int
-    launcher: str
-    agent_store: bool = False
+    launcher: str  # name, for messages
+    agent_store: bool = False  # whether torchrun's agent hosts the job's store, instead of rank 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
+        """Raise HolmesError if the rank is not below the world size."""
         if not 0 <= self.rank < self.world_size:
             raise HolmesError(
                 f"{self.launcher}: rank {self.rank} is not below the world size {self.world_size}"
             )
 
 
+class _Variables(NamedTuple):
+    """Names of a launcher's environment variables."""
+
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+
+
 NONE = "no launcher"
+_HYDRA = "mpirun (Hydra)"
+_SRUN = "srun"
 _JOB_NODES = "SLURM_JOB_NODELIST"
-#: For each launcher: names of rank, world size, local rank, local world size. mpirun inside a Slurm
-#: allocation starts its own daemons by srun, so its ranks have Slurm's variables too, those of the daemon:
-#: mpirun's come first.
+_DEFAULT_PORT = 29500  # torch's default for MASTER_PORT
+_LOCAL_ADDRESS = "127.0.0.1"
+#: Ports for Slurm jobs without MASTER_PORT: the first one, and how many.
+_FIRST_SLURM_PORT = 10000
+_SLURM_PORT_COUNT = 20000
+#: Launchers and their variables, in the order in which they are looked for. mpirun comes before srun:
+#: inside a Slurm allocation, mpirun starts its daemons by srun, so its ranks have Slurm's variables of
+#: the daemon, too.
 VARIABLES = {
-    "mpirun (Open MPI)": tuple(
-        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    "mpirun (Open MPI)": _Variables(
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    "mpirun (Hydra)": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+    _HYDRA: _Variables(
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    ),
+    _SRUN: _Variables(
+        rank="SLURM_PROCID",
+        world_size="SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        local_world_size="SLURM_NTASKS_PER_NODE",
+    ),
 }
-#: What scripts read to learn their rank; the MPI library's own (PMI_RANK, PMIX_RANK) stay as they are.
+#: Variables from which training scripts read their rank. PMI_RANK and PMIX_RANK are not among them: the MPI
+#: library needs their original values.
 RANK_VARIABLES = ("RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 
 
 def detect(environ: Mapping[str, str]) -> Process:
-    """The Process of `environ`, a single one without a launcher; HolmesError: variables are missing or no
-    numbers."""
+    """Return this process's identity, as the environment variables of its launcher give it.
+
+    Without a launcher, it is the only process of a job.
+
+    Raises:
+        HolmesError: A variable of the launcher is missing, or is no number.
+    """
     if "RANK" in environ and "WORLD_SIZE" in environ:
         return _from_torch(environ)
-    in_step = "SLURM_STEP_ID" in environ  # what srun starts; a batch script has SLURM_PROCID=0 too
+    # A batch script has SLURM_PROCID=0, too, but only what srun starts is in a step.
+    is_in_step = "SLURM_STEP_ID" in environ
     for launcher, names in VARIABLES.items():
-        pmi_of_srun = (
-            launcher == "mpirun (Hydra)" and in_step and names[2] not in environ
-        )  # srun --mpi=pmi2
-        if (
-            names[0] in environ
-            and names[1] in environ
-            and not pmi_of_srun
-            and (in_step or launcher != "srun")
-        ):
-            return _from_mpi_like(environ, launcher, names)
-    return Process(0, 1, 0, 1, "127.0.0.1", 0, NONE)
+        if names.rank not in environ or names.world_size not in environ:
+            continue
+        if launcher == _SRUN and not is_in_step:
+            continue
+        if launcher == _HYDRA and is_in_step and names.local_rank not in environ:
+            continue  # srun --mpi=pmi2 sets PMI_RANK and PMI_SIZE
+        return _from_mpi_like(environ, launcher, names)
+    return Process(
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        local_world_size=1,
+        master_addr=_LOCAL_ADDRESS,
+        master_port=0,
+        launcher=NONE,
+    )
 
 
 def _number(
     environ: Mapping[str, str], name: str, launcher: str, default: int | None = None
 ) -> int:
-    text = environ.get(name, "" if default is None else str(default))
+    """Return the number in an environment variable of a launcher.
+
+    Raises:
+        HolmesError: The variable is no number, or it is not set and has no default.
+    """
+    if name not in environ and default is not None:
+        return default
+    text = environ.get(name, "")
     if not text.isdecimal():
         state = f"is {text!r}, not a number" if text else "is not set"
         raise HolmesError(f"{launcher}: environment variable {name} {state}")
@@ -93,94 +141,129 @@ def _number(
 
 
 def _from_torch(environ: Mapping[str, str]) -> Process:
-    by = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
-    launcher = next((name for variable, name in by.items() if variable in environ), "environment")
+    """Return the identity of a process with torchrun's variables, which other launchers set, too."""
+    if "TORCHELASTIC_RUN_ID" in environ:
+        launcher = "torchrun"
+    elif "CROSS_RANK" in environ:
+        launcher = "deepspeed"
+    else:
+        launcher = "environment"
     world_size = _number(environ, "WORLD_SIZE", launcher)
     if world_size > 1 and not environ.get("MASTER_ADDR"):
         raise HolmesError(
             f"{launcher}: environment variable MASTER_ADDR is not set; it names rank 0's host"
         )
-    local_size = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
+    default_local_rank = 0 if world_size == 1 else None
+    local_size_name = "LOCAL_WORLD_SIZE" if "LOCAL_WORLD_SIZE" in environ else "LOCAL_SIZE"
     return Process(
         rank=_number(environ, "RANK", launcher),
         world_size=world_size,
-        local_rank=_number(environ, "LOCAL_RANK", launcher, 0 if world_size == 1 else None),
-        local_world_size=_number(environ, local_size, launcher, 0),
-        master_addr=environ.get("MASTER_ADDR", "127.0.0.1"),
-        master_port=_number(environ, "MASTER_PORT", launcher, 29500),
+        local_rank=_number(environ, "LOCAL_RANK", launcher, default=default_local_rank),
+        local_world_size=_number(environ, local_size_name, launcher, default=0),
+        master_addr=environ.get("MASTER_ADDR", _LOCAL_ADDRESS),
+        master_port=_number(environ, "MASTER_PORT", launcher, default=_DEFAULT_PORT),
         launcher=launcher,
         agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
-def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: tuple[str, ...]) -> Process:
-    rank, size, local, per_node = names
-    address = environ.get("MASTER_ADDR") or (
-        _first_of_step if launcher == "srun" else _first_of_job
-    )(environ)
-    world_size = _number(environ, size, launcher)
-    if world_size > 1 and not address:
+def _from_mpi_like(environ: Mapping[str, str], launcher: str, names: _Variables) -> Process:
+    """Return the identity of a process that srun or mpirun started."""
+    master_addr = environ.get("MASTER_ADDR", "")
+    if not master_addr:
+        if launcher == _SRUN:
+            master_addr = _first_node_of_step(environ)
+        else:
+            master_addr = _first_node_of_job(environ)
+    world_size = _number(environ, names.world_size, launcher)
+    if world_size > 1 and not master_addr:
         raise HolmesError(
             f"{launcher}: environment variable MASTER_ADDR is not set; export the name of rank 0's host"
         )
-    # Without MASTER_PORT: one port for each Slurm job, as in the launch scripts of PyTorch's Slurm examples.
-    port = (
-        10000 + int(environ["SLURM_JOB_ID"]) % 20000
-        if environ.get("SLURM_JOB_ID", "").isdecimal()
-        else 29500
+    default_port = _DEFAULT_PORT
+    job_id = environ.get("SLURM_JOB_ID", "")
+    if job_id.isdecimal():
+        # Each Slurm job has its own port, as in the launch scripts of PyTorch's Slurm examples.
+        default_port = _FIRST_SLURM_PORT + int(job_id) % _SLURM_PORT_COUNT
+    # Slurm may append the number of nodes, as in "8(x4)".
+    local_size_text = re.sub(r"\(x\d+\)$", "", environ.get(names.local_world_size, "0"))
+    local_size = _number(
+        {names.local_world_size: local_size_text}, names.local_world_size, launcher
     )
     return Process(
-        rank=_number(environ, rank, launcher),
+        rank=_number(environ, names.rank, launcher),
         world_size=world_size,
-        local_rank=_number(environ, local, launcher),
-        local_world_size=_number(
-            {per_node: re.sub(r"\(x\d+\)$", "", environ.get(per_node, "0"))}, per_node, launcher
-        ),
-        master_addr=address or "127.0.0.1",
-        master_port=_number(environ, "MASTER_PORT", launcher, port),
+        local_rank=_number(environ, names.local_rank, launcher),
+        local_world_size=local_size,
+        master_addr=master_addr or _LOCAL_ADDRESS,
+        master_port=_number(environ, "MASTER_PORT", launcher, default=default_port),
         launcher=launcher,
     )
 
 
-def _first_of_job(environ: Mapping[str, str]) -> str:
-    """Of an mpirun inside a Slurm job, which takes its nodes in order; else "". (The step is its
-    daemons'.)"""
-    return next(iter(expand(environ.get(_JOB_NODES, ""), f"environment variable {_JOB_NODES}")), "")
+def _first_node_of_job(environ: Mapping[str, str]) -> str:
+    """Return the first node of the Slurm job in which mpirun runs; "" outside of Slurm.
 
-
-def _first_of_step(environ: Mapping[str, str]) -> str:
-    """The host of rank 0 of what srun started. HolmesError where Slurm does not tell.
-
-    srun numbers tasks from the first node of the step's list on; of a heterogeneous step's (which is sorted)
-    from the first one of its first component; with --distribution=arbitrary as the lines of SLURM_HOSTFILE
-    stand.
+    mpirun takes the job's nodes in order. The nodes of the Slurm step are not used: the step belongs to
+    mpirun's daemons.
     """
-    if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
-        return _first_of_hostfile(environ.get("SLURM_HOSTFILE", ""))
-    name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
-    nodes = expand(environ.get(name, ""), f"environment variable {name}")
-    for group in range(_number(environ, "SLURM_HET_SIZE", "srun", 0)):
-        variables = (f"SLURM_JOB_NODELIST_{kind}_GROUP_{group}" for kind in ("HET", "PACK"))
-        variable = next((name for name in variables if name in environ), None)
-        members = expand(environ[variable], f"environment variable {variable}") if variable else []
-        if here := [node for node in members if node in nodes]:
-            return here[0]
+    nodes = expand(environ.get(_JOB_NODES, ""), f"environment variable {_JOB_NODES}")
     return nodes[0] if nodes else ""
 
 
-def _first_of_hostfile(path: str) -> str:
-    """The first line's host."""
+def _first_node_of_step(environ: Mapping[str, str]) -> str:
+    """Return the node of rank 0 of the processes that srun started; "" if Slurm's variables do not name it.
+
+    srun numbers its tasks from the first node of the step's list on. There are two exceptions:
+
+        heterogeneous job          the list is sorted; numbers begin at the first node of the first component
+        --distribution=arbitrary   numbers follow the lines of SLURM_HOSTFILE
+
+    Raises:
+        HolmesError: The file that SLURM_HOSTFILE should name is not set or cannot be read.
+    """
+    if environ.get("SLURM_DISTRIBUTION") == "arbitrary":
+        return _first_host_in(environ.get("SLURM_HOSTFILE", ""))
+    list_name = "SLURM_STEP_NODELIST" if environ.get("SLURM_STEP_NODELIST") else _JOB_NODES
+    nodes = expand(environ.get(list_name, ""), f"environment variable {list_name}")
+    for component in range(_number(environ, "SLURM_HET_SIZE", _SRUN, default=0)):
+        for kind in ("HET", "PACK"):  # PACK: the name before Slurm 20.02
+            variable = f"SLURM_JOB_NODELIST_{kind}_GROUP_{component}"
+            if variable not in environ:
+                continue
+            component_nodes = expand(environ[variable], f"environment variable {variable}")
+            step_nodes = [node for node in component_nodes if node in nodes]
+            if step_nodes:
+                return step_nodes[0]
+            break
+    return nodes[0] if nodes else ""
+
+
+def _first_host_in(path: str) -> str:
+    """Return the host in the first line of srun's hostfile that is not empty.
+
+    Raises:
+        HolmesError: The path is empty, or the file cannot be read.
+    """
     advice = "export MASTER_ADDR, the host of its first line, for all ranks"
     if not path:
         raise HolmesError(
             f"srun --distribution=arbitrary: SLURM_HOSTFILE is not set where the ranks run; {advice}"
         )
-    lines = [line.strip() for line in read_text(path, advice).splitlines()]
-    return next((line for line in lines if line), "")
+    for line in read_text(path, advice).splitlines():
+        if line.strip():
+            return line.strip()
+    return ""
 
 
 def exported(process: Process, rank: int, processes: int) -> dict[str, str]:
-    """Environment variables, torchrun's, of `process` as `rank` on a node with `processes` of them."""
+    """Return torchrun's environment variables for a process.
+
+    Args:
+        process: The process, as its launcher numbered it.
+        rank: Its new rank.
+        processes: Processes on its node.
+    """
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(process.world_size),
@@ -195,46 +278,72 @@ _WORLD_INFO = "--world_info"
 
 
 def launched_hosts(pid: int | None = None) -> dict[str, int]:
-    """Host -> processes, in order, of a deepspeed launcher `pid` (default: the parent); else empty."""
-    place = Path("/proc", str(os.getppid() if pid is None else pid), "cmdline")
+    """Return the hosts and their numbers of processes that the deepspeed launcher has read from its hostfile.
+
+    Args:
+        pid: Process id of the launcher; None for the parent of this process.
+
+    Returns:
+        Host -> processes, in the hostfile's order. It is empty if the process is no deepspeed launcher.
+    """
+    launcher_pid = os.getppid() if pid is None else pid
     try:
-        arguments = place.read_bytes().decode(errors="replace").split("\0")
+        command_line = Path(f"/proc/{launcher_pid}/cmdline").read_bytes()
     except OSError:
         return {}
-    for item, following in zip(arguments, [*arguments[1:], ""]):
-        name, equals, value = item.partition("=")
+    arguments = command_line.decode(errors="replace").split("\0")
+    for argument, next_argument in zip(arguments, [*arguments[1:], ""]):
+        name, equals, value = argument.partition("=")
         if name == _WORLD_INFO:
-            return _slots_of_hosts(value if equals else following)
+            return _processes_of_hosts(value if equals else next_argument)
     return {}
 
 
-def _slots_of_hosts(text: str) -> dict[str, int]:
+def _processes_of_hosts(world_info: str) -> dict[str, int]:
+    """Return the number of processes of each host in the value of deepspeed's flag --world_info.
+
+    The value is JSON in base64: {host: [GPU numbers]}. The result is empty if the value is something else,
+    because it belongs to another program's flag of the same name.
+    """
     try:
-        return {
-            host: len(slots) for host, slots in json.loads(base64.urlsafe_b64decode(text)).items()
-        }
+        gpus_of_hosts = json.loads(base64.urlsafe_b64decode(world_info))
+        return {host: len(gpus) for host, gpus in gpus_of_hosts.items()}
     except (ValueError, AttributeError, TypeError):
-        return {}  # another program's flag of that name
+        return {}
 
 
 def check_hosts(hosts: dict[str, int], spec: SiteSpec) -> None:
-    """HolmesError when hostfile and cluster.toml cannot be the same nodes (aliases may be meant)."""
+    """Check that a hostfile and cluster.toml may describe the same nodes.
+
+    A host with a name that cluster.toml does not have may be an alias of a node. So it is an error only if
+    there are more hosts than nodes.
+
+    Args:
+        hosts: Host -> processes, from the hostfile of the deepspeed launcher. Empty: nothing is checked.
+        spec: The content of cluster.toml.
+
+    Raises:
+        HolmesError: They contradict each other.
+    """
     if not hosts:
         return
-    known = {host: name for host in hosts if (name := spec.known_as(host))}
-    count = len(spec.owner)
-    counts = (
-        f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {count} nodes"
-    )
-    if len(hosts) > count:
-        extra = next(name for name in hosts if name not in known)
-        way_out = "add it to a cluster's nodes, or take it out of the hostfile"
-        raise HolmesError(f"{counts}: host {extra!r} is in no cluster; {way_out}")
-    for host, name in known.items():
+    known_names: dict[str, str] = {}  # host -> its name in cluster.toml
+    for host in hosts:
+        name = spec.known_as(host)
+        if name:
+            known_names[host] = name
+    node_count = len(spec.owner)
+    if len(hosts) > node_count:
+        extra = next(host for host in hosts if host not in known_names)
+        raise HolmesError(
+            f"the deepspeed launcher's hostfile has {len(hosts)} hosts, {spec.source} {node_count} nodes: "
+            f"host {extra!r} is in no cluster; add it to a cluster's nodes, or take it out of the hostfile"
+        )
+    for host, name in known_names.items():
         cluster = spec.cluster_of(name)
         if hosts[host] != cluster.processes:
-            key = f"in {spec.source} key 'cluster.{cluster.name}.processes' is {cluster.processes}"
-            started = (
-                f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}"
+            raise HolmesError(
+                f"the deepspeed launcher's hostfile starts {hosts[host]} processes on {host!r}, but in "
+                f"{spec.source} key 'cluster.{cluster.name}.processes' is {cluster.processes}; make the "
+                "slots and the key agree"
             )
-            raise HolmesError(f"{started}, but {key}; make the slots and the key agree")

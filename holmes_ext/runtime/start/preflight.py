@@ -1,43 +1,35 @@
-"""Before training: do the neighbours of every group reach each other over the NIC that was chosen for it?
+"""Tests before training whether neighbours in every planned group reach each other over their planned NICs.
 
-    pairs of nodes       neighbours in the ring of every planned group,
-                         one for each fabric; each over Ethernet too
-    local rank 0         listens on its node's address of each fabric, connects to the other end of
-                         its pairs from its own, and tells the launcher's rank 0 what did not
-                         answer (all through the job's store)
-    launcher's rank 0    decides, for all: nothing | these ports are left
-                         out, on all ranks of a group | the job ends
+    1. local rank 0 of each node   lists the pairs of nodes to test: neighbours in the ring of every planned
+                                   group, over the group's fabric, and also over Ethernet
+    2. local rank 0 of each node   listens on its node's address on every fabric, and stores the ports
+    3. local rank 0 of each node   connects to the second node of every pair whose first node is its own, and
+                                   stores the results
+    4. rank 0 of the launcher      collects the results of all nodes and stores a verdict, which all ranks
+                                   follow:
+                                       Ethernet failed         the job ends
+                                       a fast network failed   the ports at fault are excluded, and their
+                                                               groups use the next fastest network
+                                                               (with --holmes-fallback fail the job ends)
 
-Sockets only: what gloo uses, and NCCL over Ethernet. Of RDMA it shows that the fabric carries IP between the
-two ports (IPoIB, RoCE's net device), not that verbs work; ports without an address cannot be tried at all,
-which is said. Where a stream's window carries less than a link between clusters, one line says so
-(cluster/addresses.py). Every wait has an end.
+Nodes exchange addresses and results through the job's key-value store. Every wait has a deadline, so no rank
+waits for ever for a node that has failed.
 
-One rank of a node speaks for it: its neighbours report to it, and learn from it what was decided.
-
-    local rank 0     listens on an abstract socket of the node, which
-                     ends with its process and leaves nothing behind
-    its neighbours   say their report          ->   heard
-                     wait                      <-   the verdict; its document as a memory file's descriptor
-
-So the job's store serves a node as it would serve one rank. A neighbour that is not heard within
-HEARD_SECONDS speaks for itself: local rank 0 came without holmes or late, or is in another network namespace,
-another user's or another job's. Whoever was heard was counted, so nobody is counted twice.
+The test uses sockets, as gloo does, and NCCL over Ethernet. For RDMA it shows only that the fabric carries IP
+between two ports (IPoIB, or the network device of a RoCE NIC), not that verbs work. A port without an IP
+address cannot be tested; a line says so. Another line warns if TCP windows are too small for a link between
+clusters (cluster/addresses.py).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import socket
-import struct
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -46,8 +38,8 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.plan.traffic import NETWORK_APIS
 from holmes_ext.runtime.deadline import Deadline
-from holmes_ext.runtime.sockets import Listener, listen
-from holmes_ext.runtime.start.store import awaited, gathered, put_in
+from holmes_ext.runtime.sockets import Listener, answer_hello, exchange_hello, listen
+from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 from holmes_ext.words import some_of
 
 if TYPE_CHECKING:
@@ -59,279 +51,56 @@ if TYPE_CHECKING:
     from holmes_ext.runtime.sockets import Guest
     from holmes_ext.runtime.start.launcher import Process
 
-#: How long a node's ranks wait for each other before those that are there speak, in seconds.
-HEARD_SECONDS = 10.0
-_HEARD = b"heard"
-_LONGEST = 1 << 17  # bytes of a report, or of what is said without a document
-
-
-def name_of(node: str, address: str, port: int) -> str:
-    """Of the socket of a node in the job whose store is there."""
-    said = f"{os.geteuid()} {node} {address}:{port}"
-    return f"\0holmes-{hashlib.sha256(said.encode()).hexdigest()[:32]}"
-
-
-class Neighbours:
-    """On local rank 0: those that it speaks for."""
-
-    def __init__(self, name: str):
-        self._heard: list[socket.socket] = []
-        self._listener: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            self._listener.bind(name)
-            self._listener.listen(1024)
-        except OSError:  # another process has that name: nobody is heard here
-            self._close()
-
-    def hear(self, count: int, seconds: float) -> list[bytes]:
-        """What they report: so many, or those that came in so many seconds; who comes later is refused."""
-        reports: list[bytes] = []
-        limit = Deadline(seconds)
-        while self._listener and len(reports) < count and (left := limit.left) > 0:
-            self._listener.settimeout(left)
-            with suppress(OSError):  # none came, or it went away before it was heard
-                connection, _ = self._listener.accept()
-                if _user_of(connection) != os.geteuid():
-                    connection.close()
-                    continue
-                connection.settimeout(left)
-                report = connection.recv(_LONGEST)
-                connection.sendall(_HEARD)
-                self._heard.append(connection)
-                reports.append(report)
-        self._close()
-        return reports
-
-    def tell(self, said: bytes, document: bytes = b"") -> None:
-        """To all that were heard; ends what ties them to this one."""
-        self._close()
-        fd = os.memfd_create("holmes-verdict")
-        with open(fd, "wb", buffering=0) as file:
-            file.write(document)
-            for connection in self._heard:
-                with connection, suppress(OSError):  # it has ended
-                    socket.send_fds(connection, [said], [fd])
-        self._heard.clear()
-
-    def _close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-
-
-def speaker_hears(name: str, report: bytes, patience: float) -> socket.socket | None:
-    """The connection to local rank 0 that has heard `report`; None: none in `patience` seconds."""
-    limit = Deadline(patience)
-    while True:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        connection.settimeout(2 * HEARD_SECONDS)
-        try:
-            connection.connect(name)
-            if _user_of(connection) == os.geteuid():
-                connection.sendall(report)
-                if connection.recv(len(_HEARD)) == _HEARD:
-                    return connection
-            limit = Deadline(0.0)  # one that is not for this rank, or ended
-        except ConnectionRefusedError:  # not there yet
-            pass
-        except OSError:  # it did not hear: it speaks already, or is stopped
-            limit = Deadline(0.0)
-        connection.close()
-        if limit.passed:
-            return None
-        time.sleep(0.02)
-
-
-def told(connection: socket.socket, seconds: float) -> tuple[bytes, bytes]:
-    """What the speaker says, and the document; (b"", b"") where it ended or was silent so long."""
-    with connection:
-        connection.settimeout(max(0.1, seconds))
-        try:
-            said, fds, _, _ = socket.recv_fds(connection, _LONGEST, 1)
-        except OSError:
-            return b"", b""
-    document = b""
-    for fd in fds:
-        document = os.pread(fd, os.fstat(fd).st_size, 0)  # all neighbours share its position
-        os.close(fd)
-    return said, document
-
-
-def _user_of(connection: socket.socket) -> int:
-    """Who is at the other end."""
-    _, user, _ = struct.unpack(
-        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    )
-    return int(user)
-
-
-#: (fabric, the node that tried, the node that was tried, "" or what went wrong)
-Finding = tuple[str, str, str, str]
-
-
-def decide(
-    site: Site,
-    plan: Plan,
-    todo: Sequence[Any],
-    findings: Sequence[Finding],
-    options: Options,
-    engine: EngineTraits,
-    maker: PlanMaker,
-) -> dict[str, Any]:
-    """{"faults": [[node, fabric, what]], "lines": [text]}; HolmesError where that is to end the job."""
-    first = {(pair.fabric, pair.first, pair.second): pair for pair in todo}
-    lines = _not_tried(site, todo)
-    bad = {
-        finding: _tell(site, plan, first[finding[:3]], finding[3])
-        for finding in findings
-        if finding[3]
-    }
-    if not bad:
-        return {"faults": [], "lines": lines}
-    if ethernet := [text for finding, text in bad.items() if finding[0] == ETHERNET]:
-        way_out = "fix its cable, VLAN, addresses or firewall, or name the right interface in cluster.toml"
-        needed = f"every node must reach the others over Ethernet: {way_out}"
-        raise HolmesError(f"preflight: {some_of(ethernet, 3, '; ')}; {needed}")
-    summary = f"preflight: {some_of(bad.values(), 3, '; ')}"
-    if options.fallback == "fail":
-        raise HolmesError(f"{summary}; fix that, or use --holmes-fallback ethernet to avoid it")
-    faults = lost(findings)
-    moved = _moved(plan, maker.on_ports(plan, site.without(faults), options, engine=engine))
-    therefore = f"therefore {some_of(moved, 3, '; ')}" if moved else "no planned group needs it"
-    lines = [f"{summary}; {therefore} (--holmes-fallback fail would end the job)", *lines]
-    return {
-        "faults": [[*end, f"found by the preflight: {why}"] for end, why in faults.items()],
-        "lines": lines,
-    }
-
-
-def lost(findings: Sequence[Finding]) -> dict[tuple[str, str], str]:
-    """{(node, fabric): why} of the ports to leave out: of a node that no neighbour reaches; of both ends
-    where that is not clear."""
-    tried: dict[tuple[str, str], list[str]] = {}
-    for fabric, first, second, problem in findings:
-        for node in (first, second):
-            tried.setdefault((node, fabric), []).append(problem)
-    # With one neighbour both ends look the same: only a node that two or more do not reach can be told from
-    # those.
-    blamed = {end for end, problems in tried.items() if all(problems) and len(problems) > 1}
-    faults: dict[tuple[str, str], str] = {}
-    for fabric, first, second, problem in findings:
-        ends = [(first, fabric), (second, fabric)]
-        if problem:
-            for end in [end for end in ends if end in blamed] or ends:
-                other = second if end[0] == first else first
-                faults.setdefault(end, f"between it and {other}: {problem}")
-    return faults
-
-
-def _tell(site: Site, plan: Plan, pair: Any, problem: str) -> str:
-    """Both ends, the group, and what was tried."""
-    ends = []
-    for name in (pair.first, pair.second):
-        port = site.node_by_name[name].port(pair.fabric)
-        here = [rank for rank in pair.ranks if plan.node_of(rank) == name]
-        ranks = str(here[0]) if len(here) == 1 else f"{here[0]} to {here[-1]}"
-        ends.append(f"node {name} (rank {ranks}, {port.name}, {port.address})")
-    group = f"for the {pair.kind} group of ranks {some_of(pair.ranks)}"
-    return f"{ends[0]} does not reach {ends[1]} over {pair.fabric}, {group}: {problem}"
-
-
-def _moved(before: Plan, after: Plan) -> list[str]:
-    """The planned groups that travel on another fabric now."""
-    lines = []
-    for kind, ranks in before.groups():
-        networks = [
-            (before.fabric_of(ranks, network_api), after.fabric_of(ranks, network_api))
-            for network_api in NETWORK_APIS
-        ]
-        if now := [new.name for old, new in networks if old and new and old.name != new.name]:
-            lines.append(
-                f"the {kind} group of ranks {some_of(ranks)} goes over {now[0]} on all its ranks"
-            )
-    if not lines and before.sizes is None:  # the script makes its groups as it likes
-        lines = [
-            "every group that needs it goes over the next fastest fabric that its ranks share, on all "
-            "of them"
-        ]
-    return lines
-
-
-def _not_tried(site: Site, todo: Sequence[Any]) -> list[str]:
-    """Fabrics on which sockets could not be tried, with an example."""
-    without: dict[str, dict[str, str]] = {}  # fabric -> node -> its port
-    for pair in todo:
-        for node in (pair.first, pair.second):
-            port = site.node_by_name[node].port(pair.fabric)
-            if not port.address and pair.fabric != ETHERNET:
-                without.setdefault(pair.fabric, {})[node] = port.name
-    lines = []
-    for fabric, nodes in without.items():
-        (node, name), more = next(iter(nodes.items())), len(nodes) - 1
-        others = (
-            f", and {more} more {'nodes have' if more > 1 else 'node has'} none" if more else ""
-        )
-        text = (
-            f"{node} ({name}) has no IP address there{others}; the ports are up, no more is known"
-        )
-        lines.append(f"preflight: not tried on {fabric}: {text}")
-    return lines
-
-
-#: Seconds: until the kernel at the other end must have answered (no process needs to run for that; two lost
-#: packets are made good), until the process there must have, until a node must have said where it listens,
-#: and until rank 0 must have every node's findings.
-CONNECT_S, ANSWER_S, LISTEN_S, FINDINGS_S = 5.0, 10.0, 15.0, 25.0
-#: Pairs that a node tries at a time, and others that may try it.
-_THREADS, _ASKING = 16, 1024
+#: Seconds until the other end's kernel must accept a connection; enough for two lost packets.
+CONNECT_S = 5.0
+#: Seconds until the process at the other end must answer.
+ANSWER_S = 10.0
+#: Seconds until a node must have stored the ports on which it listens.
+LISTEN_S = 15.0
+#: Seconds until rank 0 must have the results of every node.
+FINDINGS_S = 25.0
+#: Seconds that other ranks wait for the verdict after FINDINGS_S.
+_VERDICT_S = 10.0
+_LEAST_WAIT_S = 0.05
+_MOST_THREADS = 16  # pairs that a node tests at the same time
+_MOST_CONNECTIONS = 1024  # of other nodes to one port of this node
+_MOST_NAMED = 3  # failures or groups that one message lists
 
 
 @dataclass(frozen=True)
-class Pair:
-    """Two nodes that must reach each other over a fabric, and the first group (ranks) that needs it."""
+class NeighbourPair:
+    """Two nodes that must reach each other over a fabric."""
 
     fabric: str
-    first: str
-    second: str
+    first: str  # name of the node that connects
+    second: str  # name of the node that listens
+    #: The first group that needs the connection: its kind, such as "data", and its ranks.
     kind: str
     ranks: tuple[int, ...]
 
 
-def pairs(plan: Plan) -> list[Pair]:
-    """What to try, the same list on every rank; each pair of nodes once for each fabric."""
-    to_try: dict[tuple[str, frozenset[str]], Pair] = {}
-    for kind, ranks in tried_groups(plan):
-        for pair in zip(ranks, ranks[1:] + ranks[:1]):
-            first, second = map(plan.node_of, pair)
-            # two stages may have a group of their own
-            groups = [ranks, pair] if kind == "pipeline" else [ranks]
-            used = (
-                [
-                    plan.fabric_of(group, network_api)
-                    for group in groups
-                    for network_api in NETWORK_APIS
-                ]
-                if first != second
-                else []
-            )
-            for name in dict.fromkeys(fabric.name for fabric in used if fabric is not None):
-                to_try.setdefault(
-                    (name, frozenset((first, second))), Pair(name, first, second, kind, ranks)
-                )
-    for known in list(to_try.values()):
-        to_try.setdefault(
-            (ETHERNET, frozenset((known.first, known.second))), replace(known, fabric=ETHERNET)
-        )
-    return list(to_try.values())
+class ConnectionAttempt(NamedTuple):
+    """Result of the connection that one node tried to open to another."""
+
+    fabric: str
+    first: str  # name of the node that tried to connect
+    second: str  # name of the node to which it tried to connect
+    error: str  # empty if the connection worked
 
 
-def tried_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
-    """(kind, ranks) of every group of the plan; without sizes of the clusters and of all ranks."""
-    if plan.sizes is None:
-        yield from (
-            ("cluster", tuple(ranks)) for ranks in plan.by_cluster(range(plan.world_size)).values()
-        )
-    yield from plan.groups()
+class NodeResults(NamedTuple):
+    """Results of the preflight that one node stores."""
+
+    node: str
+    attempts: list[ConnectionAttempt]
+    tcp_warning: str  # about TCP windows that are too small for a link; "" if they suffice
+
+
+class PortKey(NamedTuple):
+    """A node's port on one fabric."""
+
+    node: str
+    fabric: str
 
 
 def run(
@@ -345,185 +114,387 @@ def run(
     engine: EngineTraits,
     maker: PlanMaker,
 ) -> tuple[Site, Plan, list[str]]:
-    """Try all pairs; the site and plan to go on with, the same on all ranks, and lines for the user.
+    """Test all neighbours, and return the site and plan without the ports that failed.
 
-    host: this rank's node as `site` calls it. HolmesError on the launcher's rank 0, RemoteError elsewhere,
-    where Ethernet does not reach, or a fast NIC does not under --holmes-fallback fail; within half a minute.
+    All ranks call this function, and get the same result within FINDINGS_S and _VERDICT_S.
+
+    Args:
+        store: The job's key-value store.
+        prefix: Prefix of the store's keys of this start of the job.
+        process: This rank, as the launcher numbered it.
+        host: Name of this rank's node in `site`.
+        site: The nodes, their ports and fabrics.
+        plan: The plan for all ports of `site`.
+        options, engine, maker: Make the plan for the ports that are left.
+
+    Returns:
+        The site, the plan, and lines for the user.
+
+    Raises:
+        HolmesError: On the launcher's rank 0: two nodes do not reach each other over Ethernet, or over a fast
+            network and --holmes-fallback is "fail". On other ranks: there was no verdict.
+        RemoteError: The error of rank 0, on all other ranks.
     """
-    prefix, limit = f"{prefix}/preflight", Deadline(FINDINGS_S)
-    todo = pairs(plan) if process.local_rank == 0 else []
+    prefix = f"{prefix}/preflight"
+    deadline = Deadline(FINDINGS_S)
+    pairs = neighbour_pairs(plan) if process.local_rank == 0 else []
     listeners = None
     try:
         try:
             if process.local_rank == 0:
-                listeners = Listeners(site, host, todo, token=prefix)
+                listeners = NodeListeners(site, host, pairs, token=prefix)
                 store.set(f"{prefix}/ports/{host}", json.dumps(listeners.ports))
-                report = (
-                    host,
-                    _try_mine(store, prefix, site, host, todo),
-                    tcp_line(plan, site, host),
-                )
-                put_in(store, f"{prefix}/findings", json.dumps(report).encode(), 1, len(plan.nodes))
+                attempts = _test_pairs_of(store, prefix, site, host, pairs)
+                results = NodeResults(host, attempts, tcp_warning(plan, site, host))
+                entry = json.dumps(results).encode()
+                append_entry(store, f"{prefix}/findings", entry, 1, len(plan.nodes))
             if process.rank == 0:
-                verdict = _judge(store, prefix, site, plan, todo, options, engine, maker, limit)
+                try:
+                    all_results = _collect_results(store, prefix, plan, deadline)
+                    verdict = decide(site, plan, pairs, all_results, options, engine, maker)
+                except HolmesError as error:
+                    verdict = {"error": str(error)}
                 store.set(f"{prefix}/verdict", json.dumps(verdict))
-            said = awaited(store, f"{prefix}/verdict", FINDINGS_S + 10)
-        except (dist.DistError, RuntimeError):
-            said = b""
-        if not said:
+            stored_verdict = wait_for_value(store, f"{prefix}/verdict", FINDINGS_S + _VERDICT_S)
+        except (dist.DistError, RuntimeError):  # the store is lost
+            stored_verdict = b""
+        if not stored_verdict:
             raise HolmesError(
                 f"preflight: rank {process.rank} on {host} got no verdict from the launcher's rank 0 at"
                 f" {process.master_addr}:{process.master_port}; is it alive?"
             )
-        verdict = json.loads(said)
+        verdict = json.loads(stored_verdict)
     finally:
         if listeners is not None:
             listeners.close()
     if "error" in verdict:
-        raise RemoteError(verdict["error"]) if process.rank else HolmesError(verdict["error"])
-    if faults := {(node, fabric): fault for node, fabric, fault in verdict["faults"]}:
+        if process.rank == 0:
+            raise HolmesError(verdict["error"])
+        raise RemoteError(verdict["error"])
+    faults = {PortKey(node, fabric): reason for node, fabric, reason in verdict["faults"]}
+    if faults:
         site = site.without(faults)
         plan = maker.on_ports(plan, site, options, engine=engine)
     return site, plan, verdict["lines"]
 
 
-class Listeners:
-    """A listening socket for each fabric on which others try this node: who sends a line is answered with the
-    node's name. ports: fabric -> port number, or why there is none."""
+# The connections to test
 
-    def __init__(self, site: Site, host: str, todo: Iterable[Pair], token: str):
+
+def neighbour_pairs(plan: Plan) -> list[NeighbourPair]:
+    """Return the pairs of nodes to test: each pair once for each fabric. All ranks get the same list."""
+    pairs: dict[tuple[str, frozenset[str]], NeighbourPair] = {}  # (fabric, both nodes) -> pair
+    for kind, ranks in tested_groups(plan):
+        next_ranks = ranks[1:] + ranks[:1]
+        for rank, next_rank in zip(ranks, next_ranks):
+            first = plan.node_of(rank)
+            second = plan.node_of(next_rank)
+            if first == second:
+                continue
+            groups = [ranks]
+            if kind == "pipeline":  # two neighbouring stages may have a group that only they are in
+                groups.append((rank, next_rank))
+            for fabric in _fabrics_of(plan, groups):
+                key = (fabric, frozenset((first, second)))
+                pairs.setdefault(key, NeighbourPair(fabric, first, second, kind, ranks))
+    for pair in list(pairs.values()):
+        key = (ETHERNET, frozenset((pair.first, pair.second)))
+        pairs.setdefault(key, replace(pair, fabric=ETHERNET))
+    return list(pairs.values())
+
+
+def tested_groups(plan: Plan) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """Yield the kind and the ranks of every planned group.
+
+    If the plan has no parallel sizes yet, each cluster and all ranks together count as groups.
+    """
+    if plan.sizes is None:
+        for ranks in plan.by_cluster(range(plan.world_size)).values():
+            yield "cluster", tuple(ranks)
+    yield from plan.groups()
+
+
+def _fabrics_of(plan: Plan, groups: Sequence[tuple[int, ...]]) -> list[str]:
+    """Return the names of the fabrics that groups of ranks may use, with verbs or with sockets."""
+    names = []
+    for ranks in groups:
+        for network_api in NETWORK_APIS:
+            fabric = plan.fabric_of(ranks, network_api)
+            if fabric is not None and fabric.name not in names:
+                names.append(fabric.name)
+    return names
+
+
+# The test of one node
+
+
+class NodeListeners:
+    """Listening sockets of this node, one for each fabric on which other nodes test it.
+
+    A client sends one line and gets a line with this node's name.
+    """
+
+    def __init__(self, site: Site, host: str, pairs: Iterable[NeighbourPair], token: str):
+        """Listen on the addresses of node `host` on every fabric of `pairs` whose second node it is.
+
+        `token` identifies the job and its start in the answers.
+        """
         self._listeners: list[Listener] = []
+        #: Fabric -> number of the TCP port, or the reason why there is none.
         self.ports: dict[str, int | str] = {}
-        self._answer = json.dumps({"node": host, "token": token}).encode() + b"\n"
-        for fabric in dict.fromkeys(pair.fabric for pair in todo if pair.second == host):
-            if address := site.node_by_name[host].port(fabric).address:
-                try:
-                    listening = listen(address, 0)
-                except OSError as error:
-                    self.ports[fabric] = (
-                        f"cannot listen on its own address {address}: {error.strerror}"
-                    )
-                    continue
-                listener = Listener(listening, self._reply, "holmes-preflight", _ASKING, _ASKING)
-                listener.start()
-                self._listeners.append(listener)
-                self.ports[fabric] = listener.port
+        self._hello = {"node": host, "token": token}
+        for fabric in dict.fromkeys(pair.fabric for pair in pairs if pair.second == host):
+            address = site.node_by_name[host].port(fabric).address
+            if not address:
+                continue
+            try:
+                listening = listen(address, 0)
+            except OSError as error:
+                reason = f"cannot listen on its own address {address}: {error.strerror}"
+                self.ports[fabric] = reason
+                continue
+            listener = Listener(
+                listening,
+                self._reply,
+                "holmes-preflight",
+                strangers=_MOST_CONNECTIONS,
+                per_address=_MOST_CONNECTIONS,
+            )
+            listener.start()
+            self._listeners.append(listener)
+            self.ports[fabric] = listener.port
 
     def _reply(self, guest: Guest) -> None:
-        guest.socket.settimeout(ANSWER_S)
-        guest.socket.makefile("rb").readline(4096)
-        guest.socket.sendall(self._answer)
+        answer_hello(guest, self._hello, ANSWER_S)
 
     def close(self) -> None:
+        """Stop listening."""
         for listener in self._listeners:
             listener.close()
 
 
-def _try_mine(store: Any, prefix: str, site: Site, host: str, todo: list[Pair]) -> list[Finding]:
-    """Of the pairs that begin at `host`, all tried at the same time."""
-    ports: dict[str, dict[str, Any]] = {}
-    limit = Deadline(LISTEN_S)
+def _test_pairs_of(
+    store: Any, prefix: str, site: Site, host: str, pairs: list[NeighbourPair]
+) -> list[ConnectionAttempt]:
+    """Connect from node `host` to the second node of each pair whose first node is `host`.
 
-    def attempt(pair: Pair) -> Finding:
-        source, target = addresses(pair)
-        port = ports[pair.second].get(
-            pair.fabric, "the process there has not come to its preflight"
-        )
-        problem = port
-        if not isinstance(port, str):
-            problem = exchange_hello(source, target, port, host, pair.second, prefix)
-        return pair.fabric, pair.first, pair.second, problem
+    All pairs are tested at the same time. Pairs with a port that has no IP address are skipped.
+    """
+    ports: dict[str, dict[str, Any]] = {}  # node -> fabric -> TCP port, or why there is none
+    deadline = Deadline(LISTEN_S)
 
-    def addresses(pair: Pair) -> Iterator[str]:
-        return (
-            site.node_by_name[name].port(pair.fabric).address for name in (pair.first, pair.second)
-        )
+    def attempt(pair: NeighbourPair) -> ConnectionAttempt:
+        absent = "the process there has not come to its preflight"
+        port = ports[pair.second].get(pair.fabric, absent)
+        if isinstance(port, str):
+            error = port
+        else:
+            source, target = _addresses(site, pair)
+            hello = {"node": host, "token": prefix}
+            expected = {"node": pair.second, "token": prefix}
+            error = exchange_hello(source, (target, port), hello, expected, CONNECT_S, ANSWER_S)
+        return ConnectionAttempt(pair.fabric, pair.first, pair.second, error)
 
-    mine = [pair for pair in todo if pair.first == host and all(addresses(pair))]
-    for other in dict.fromkeys(pair.second for pair in mine):
-        said = awaited(store, f"{prefix}/ports/{other}", max(0.05, limit.left))
-        ports[other] = json.loads(said or b"{}")
-    if not mine:
+    own_pairs = [pair for pair in pairs if pair.first == host and all(_addresses(site, pair))]
+    for other in dict.fromkeys(pair.second for pair in own_pairs):
+        left_s = max(_LEAST_WAIT_S, deadline.left)
+        stored_ports = wait_for_value(store, f"{prefix}/ports/{other}", left_s)
+        ports[other] = json.loads(stored_ports or b"{}")
+    if not own_pairs:
         return []
-    with ThreadPoolExecutor(min(_THREADS, len(mine))) as pool:
-        return list(pool.map(attempt, mine))
+    with ThreadPoolExecutor(min(_MOST_THREADS, len(own_pairs))) as pool:
+        return list(pool.map(attempt, own_pairs))
 
 
-def exchange_hello(source: str, target: str, port: int, me: str, other: str, token: str) -> str:
-    """Have a message between two addresses answered by node `other` of this job; "" or what went wrong."""
-    try:
-        connection = socket.create_connection(
-            (target, port), timeout=CONNECT_S, source_address=(source, 0)
-        )
-    except TimeoutError:
-        return f"no answer to connect within {CONNECT_S:g} s"
-    except OSError as error:
-        return f"connect: {error.strerror or error}"
-    with connection:
-        try:
-            connection.settimeout(ANSWER_S)
-            connection.sendall(json.dumps({"node": me, "token": token}).encode() + b"\n")
-            answer = json.loads(connection.makefile("rb").readline(4096))
-        except TimeoutError:
-            return f"connected, but no answer within {ANSWER_S:g} s"
-        except (OSError, ValueError) as error:
-            return (
-                f"connected, but the answer failed: "
-                f"{getattr(error, 'strerror', None) or 'it is not of this job'}"
-            )
-    if answer == {"node": other, "token": token}:
-        return ""
-    if isinstance(answer, dict):
-        return f"the address is answered by node {answer.get('node')!r}, so two nodes have it"
-    return "not of this job"
+def _addresses(site: Site, pair: NeighbourPair) -> list[str]:
+    """Return the IP addresses of both nodes on the pair's fabric; "" for a port without an address."""
+    nodes = (pair.first, pair.second)
+    return [site.node_by_name[node].port(pair.fabric).address for node in nodes]
 
 
-def tcp_line(plan: Plan, site: Site, host: str) -> str:
-    """Where TCP carries least of a link between clusters, and the way out; "": it carries all."""
-    clusters = {name: len(nodes) for name, nodes in plan.clusters.items()}
-    rate, here = site.fabric_by_name[ETHERNET].rate_bps, site.node_by_name[host].cluster
+def tcp_warning(plan: Plan, site: Site, host: str) -> str:
+    """Return a warning if TCP windows of node `host` are too small for a link between clusters; else "".
+
+    It names the link that loses the largest share of its rate.
+    """
     if not plan.wan:
         return ""
-    shortages = shortfalls(plan.wan, rate, clusters, here, read_limits(), sockets(os.environ))
-    worst = min(shortages, key=lambda short: short.carries_bps / short.rate_bps, default=None)
-    return f"node {host}: {worst.what}; {worst.mend}" if worst else ""
+    node_counts = {name: len(nodes) for name, nodes in plan.clusters.items()}
+    ethernet_bps = site.fabric_by_name[ETHERNET].rate_bps
+    cluster = site.node_by_name[host].cluster
+    streams = sockets(os.environ)  # parallel TCP connections that NCCL opens between two ranks
+    shortages = list(
+        shortfalls(plan.wan, ethernet_bps, node_counts, cluster, read_limits(), streams)
+    )
+    if not shortages:
+        return ""
+    worst = min(shortages, key=lambda shortage: shortage.carries_bps / shortage.rate_bps)
+    return f"node {host}: {worst.what}; {worst.mend}"
 
 
-def _judge(
-    store: Any,
-    prefix: str,
+# The verdict of rank 0
+
+
+def _collect_results(store: Any, prefix: str, plan: Plan, deadline: Deadline) -> list[NodeResults]:
+    """Return the results of all nodes in the plan's order; raise HolmesError if a node is missing."""
+    results: dict[str, NodeResults] = {}
+    for entry in collect_entries(store, f"{prefix}/findings", deadline.left):
+        node, attempts, warning = json.loads(entry)
+        results[node] = NodeResults(node, [ConnectionAttempt(*one) for one in attempts], warning)
+    missing = [node for node in plan.nodes if node not in results]
+    if not missing:
+        return [results[node] for node in plan.nodes]
+
+    # A node that has not even stored its ports delays its neighbours: it is the cause, so it is named.
+    without_ports = [node for node in missing if not store.check([f"{prefix}/ports/{node}"])]
+    node = without_ports[0] if without_ports else missing[0]
+    rank = plan.nodes.index(node) * plan.processes
+    raise HolmesError(
+        f"preflight: node {node} (rank {rank}) did not finish it within {FINDINGS_S:g} s; "
+        "is its process alive? (--holmes-preflight off skips it)"
+    )
+
+
+def decide(
     site: Site,
     plan: Plan,
-    todo: list[Pair],
+    pairs: Sequence[NeighbourPair],
+    results: Sequence[NodeResults],
     options: Options,
     engine: EngineTraits,
     maker: PlanMaker,
-    limit: Deadline,
 ) -> dict[str, Any]:
-    """Rank 0: every node's findings -> what all go on with."""
-    findings: list[Finding] = []
-    short: list[str] = []
-    reports = {
-        node: report
-        for node, *report in map(json.loads, gathered(store, f"{prefix}/findings", limit.left))
-    }
-    if missing := [node for node in plan.nodes if node not in reports]:
-        # Who has not even said where it listens keeps its neighbours waiting: that one is to be named.
-        node = next(
-            (name for name in missing if not store.check([f"{prefix}/ports/{name}"])), missing[0]
+    """Return the verdict that all ranks follow, as a JSON document.
+
+    Returns:
+        "faults": a list [node, fabric, reason] for each port to exclude. "lines": lines for the user.
+
+    Raises:
+        HolmesError: Ethernet failed between two nodes, or a fast network failed and the user forbids a
+            fallback.
+    """
+    lines = _untested_fabrics(site, pairs)
+    warnings = [result.tcp_warning for result in results if result.tcp_warning]
+    if warnings:  # one line is enough: nodes usually have the same settings
+        count = f" ({len(warnings)} nodes are short of it)" if len(warnings) > 1 else ""
+        lines.append(f"preflight: TCP{count}: {warnings[0]}")
+    attempts = [attempt for result in results for attempt in result.attempts]
+    failures = [attempt for attempt in attempts if attempt.error]
+    if not failures:
+        return {"faults": [], "lines": lines}
+
+    pair_of = {(pair.fabric, pair.first, pair.second): pair for pair in pairs}
+    descriptions = {}  # failure -> its description
+    for failure in failures:
+        pair = pair_of[failure.fabric, failure.first, failure.second]
+        descriptions[failure] = _describe(site, plan, pair, failure.error)
+    on_ethernet = [text for failure, text in descriptions.items() if failure.fabric == ETHERNET]
+    if on_ethernet:
+        raise HolmesError(
+            f"preflight: {some_of(on_ethernet, _MOST_NAMED, '; ')}; every node must reach the "
+            "others over Ethernet: fix its cable, VLAN, addresses or firewall, or name the right interface "
+            "in cluster.toml"
         )
-        who = f"node {node} (rank {plan.nodes.index(node) * plan.processes})"
-        advice = "is its process alive? (--holmes-preflight off skips it)"
-        return {"error": f"preflight: {who} did not finish it within {FINDINGS_S:g} s; {advice}"}
-    for tried, tcp in (reports[node] for node in plan.nodes):  # in one order, whoever came first
-        findings += map(tuple, tried)
-        short += [tcp] if tcp else []
-    try:
-        verdict = decide(site, plan, todo, findings, options, engine, maker)
-        alike = f" ({len(short)} nodes are short of it)" if len(short) > 1 else ""
-        return {
-            **verdict,
-            "lines": [*verdict["lines"], *(f"preflight: TCP{alike}: {line}" for line in short[:1])],
-        }
-    except HolmesError as error:
-        return {"error": str(error)}
+    summary = f"preflight: {some_of(descriptions.values(), _MOST_NAMED, '; ')}"
+    if options.fallback == "fail":
+        raise HolmesError(f"{summary}; fix that, or use --holmes-fallback ethernet to avoid it")
+
+    faults = ports_at_fault(attempts)
+    new_plan = maker.on_ports(plan, site.without(faults), options, engine=engine)
+    moved = _moved_groups(plan, new_plan)
+    consequence = "no planned group needs it"
+    if moved:
+        consequence = f"therefore {some_of(moved, _MOST_NAMED, '; ')}"
+    message = f"{summary}; {consequence} (--holmes-fallback fail would end the job)"
+    return {
+        "faults": [
+            [port.node, port.fabric, f"found by the preflight: {reason}"]
+            for port, reason in faults.items()
+        ],
+        "lines": [message, *lines],
+    }
+
+
+def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[PortKey, str]:
+    """Return the ports to exclude, each with the reason.
+
+    A port is at fault if two or more connections with it were tried and all failed. If neither end of a
+    failed connection is at fault by this rule, both ends are excluded, since either may be the cause.
+    """
+    errors_of: dict[PortKey, list[str]] = defaultdict(list)
+    for attempt in attempts:
+        for node in (attempt.first, attempt.second):
+            errors_of[PortKey(node, attempt.fabric)].append(attempt.error)
+    unreachable = {port for port, errors in errors_of.items() if len(errors) > 1 and all(errors)}
+
+    reasons: dict[PortKey, str] = {}
+    for attempt in attempts:
+        if not attempt.error:
+            continue
+        first = PortKey(attempt.first, attempt.fabric)
+        second = PortKey(attempt.second, attempt.fabric)
+        suspects = [port for port in (first, second) if port in unreachable]
+        if not suspects:
+            suspects = [first, second]
+        for port in suspects:
+            other_end = second if port == first else first
+            reasons.setdefault(port, f"between it and {other_end.node}: {attempt.error}")
+    return reasons
+
+
+def _describe(site: Site, plan: Plan, pair: NeighbourPair, error: str) -> str:
+    """Return a failed connection in words: both ends, the fabric, the group that needs it, the error."""
+    first = _describe_end(site, plan, pair, pair.first)
+    second = _describe_end(site, plan, pair, pair.second)
+    group = f"the {pair.kind} group of ranks {some_of(pair.ranks)}"
+    return f"{first} does not reach {second} over {pair.fabric}, for {group}: {error}"
+
+
+def _describe_end(site: Site, plan: Plan, pair: NeighbourPair, node: str) -> str:
+    """Return one end of a pair in words, e.g. "node b0 (rank 2, eth0, 10.0.0.3)"."""
+    port = site.node_by_name[node].port(pair.fabric)
+    ranks = [rank for rank in pair.ranks if plan.node_of(rank) == node]
+    numbers = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    return f"node {node} (rank {numbers}, {port.name}, {port.address})"
+
+
+def _moved_groups(before: Plan, after: Plan) -> list[str]:
+    """Return one clause for every planned group that uses another fabric in the new plan."""
+    clauses = []
+    for kind, ranks in before.groups():
+        for network_api in NETWORK_APIS:
+            old = before.fabric_of(ranks, network_api)
+            new = after.fabric_of(ranks, network_api)
+            if old is not None and new is not None and old.name != new.name:
+                clauses.append(
+                    f"the {kind} group of ranks {some_of(ranks)} goes over {new.name} on all its ranks"
+                )
+                break
+    if not clauses and before.sizes is None:  # without sizes, the plan does not know the groups
+        clauses.append(
+            "every group that needs it goes over the next fastest fabric that its ranks share, on all of them"
+        )
+    return clauses
+
+
+def _untested_fabrics(site: Site, pairs: Iterable[NeighbourPair]) -> list[str]:
+    """Return one line for every fast fabric with ports that have no IP address: sockets cannot test those."""
+    ports_without_address: dict[str, dict[str, str]] = defaultdict(dict)  # fabric -> node -> port
+    for pair in pairs:
+        for node in (pair.first, pair.second):
+            port = site.node_by_name[node].port(pair.fabric)
+            if not port.address and pair.fabric != ETHERNET:
+                ports_without_address[pair.fabric][node] = port.name
+
+    lines = []
+    for fabric, port_of in ports_without_address.items():
+        node, port_name = next(iter(port_of.items()))
+        more = len(port_of) - 1
+        others = ""
+        if more:
+            others = f", and {more} more {'nodes have' if more > 1 else 'node has'} none"
+        lines.append(
+            f"preflight: not tried on {fabric}: {node} ({port_name}) has no IP address there{others}; "
+            "the ports are up, no more is known"
+        )
+    return lines

@@ -1,6 +1,12 @@
-"""Start-up of a rank: report, learn the plan, take the planned rank - all before the script's first line.
+"""Starts holmes on one rank, before the first line of the training script runs.
 
-launcher's rank r, local rank l, on node n   ->   rank = position of n in plan.nodes x processes + l
+    1. This rank reports its node, NICs, flags and versions (exchange.py).
+    2. Rank 0 makes the plan from all reports; every rank gets it.
+    3. Neighbours test their connections (preflight.py); the plan avoids ports that fail.
+    4. This rank takes its planned rank: environment variables such as RANK change.
+
+The new rank is the position of the rank's node in plan.nodes, times the processes of a node, plus the
+local rank.
 """
 
 from __future__ import annotations
@@ -33,10 +39,15 @@ if TYPE_CHECKING:
     from holmes_ext.cluster.spec import SiteSpec
     from holmes_ext.runtime.planning import JobRequest, PlanMaker
 
-#: How long a rank that has only an error to report waits for somebody to report it to, in seconds.
+#: Seconds that a rank with an error to report waits for the job's store.
 _ERROR_SECONDS = 30.0
-#: How much longer than its own limit a wait for the store may take until the store is taken for a silent one.
+#: Seconds after the end of a wait for the store until the store counts as silent: it accepts connections
+#: and does not answer, and torch's client would wait for ever.
 _SILENT_SECONDS = 10.0
+#: Seconds that ranks other than rank 0 may take longer for the exchange, and for the preflight.
+_EXTRA_EXCHANGE_S = 15.0
+_EXTRA_PREFLIGHT_S = 10.0
+_MOST_NAMED_NODES = 4
 
 
 def start(
@@ -47,73 +58,85 @@ def start(
     failure: HolmesError | None = None,
     environ: MutableMapping[str, str] = os.environ,
 ) -> tuple[session.Session, list[str]]:
-    """Agree with all ranks, renumber this one in `environ`, and make the session active; returns it and lines
-    for the user. agreed: what else must be the same on all ranks; failure: what went wrong on this rank so
-    far, which ends the job. HolmesError (RemoteError where rank 0 tells)."""
-    options, store, again = request.options, None, list[str]()
+    """Agree on a plan with all ranks, give this process its planned rank, and make its session active.
+
+    Args:
+        request: The flags of this rank, and the function that makes the plan.
+        maker: Functions that derive another plan from a plan.
+        process: This process, as the launcher numbered it.
+        agreed: Values that must be the same on all ranks, in addition to flags and versions.
+        failure: An error that this rank has met before. It ends the job on all ranks.
+        environ: The environment variables, of which RANK and others are changed.
+
+    Returns:
+        The session, and lines for the user.
+
+    Raises:
+        HolmesError: The job cannot start. It is a RemoteError if rank 0 prints the message.
+    """
+    options = request.options
     report = _own_report(request, process, agreed, failure, environ)
+    store = None
+    restart_lines: list[str] = []
 
-    def decide(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
-        site, plan = request.make_plan(nodes)
-        forced = {
-            n.nccl.forced_net: f"{n.nccl.forced_in} of node {n.name}"
-            for n in nodes
-            if n.nccl.forced_net
-        }
-        remarks = [*_left_out(request.spec, site), *_down(nodes, site), *nccl_remarks(site, nodes)]
-        lines = [*remarks, *apart_by_subnet(site)]
-        document = {
-            "plan": plan.to_json(),
-            "source": plan.source,
-            "lines": lines,
-            "forced_nets": forced,
-        }
-        return {"site": site.to_dict(), **document}
+    def make_verdict(reports: list[dict[str, Any]], nodes: list[NodeReport]) -> dict[str, Any]:
+        return _make_verdict(request, nodes)
 
+    silent_store = _silent_store_message(process, report)
     if process.world_size == 1:
-        prefix, verdict = (
-            "holmes/1",
-            decide([report], [NodeReport.from_dict(report["nics_of_node"], 1)]),
-        )
+        round_prefix = "holmes/1"
+        node_report = NodeReport.from_dict(report["nics_of_node"], 1)
+        verdict = make_verdict([report], [node_report])
     else:
-        silent, patience = (
-            _silent(process, report),
-            _ERROR_SECONDS if "error" in report else options.timeout_s,
+        store = _open_store(process, report, options.timeout_s, silent_store)
+        if (
+            process.agent_store
+        ):  # this store outlives a restart, so the start before may have left layers
+            options, restart_lines = request.start_again(*left_layers(store))
+        agreement = within(
+            options.timeout_s + _EXTRA_EXCHANGE_S + _SILENT_SECONDS,
+            silent_store,
+            exchange,
+            store,
+            process,
+            report,
+            make_verdict,
+            options.timeout_s,
         )
-        try:
-            store = within(2 * patience + _SILENT_SECONDS, silent, open_store, process, patience)
-        except HolmesError:
-            if "error" in report:  # nobody to tell it to
-                raise HolmesError(report["error"]) from None
-            raise
-        if process.agent_store:  # it outlives a restart
-            options, again = request.start_again(*left_layers(store))
-        limit = options.timeout_s + 15 + _SILENT_SECONDS
-        decision = within(
-            limit, silent, exchange, store, process, report, decide, options.timeout_s
-        )
-        prefix, verdict = decision.round, decision.content()
-    site, lines = Site.from_dict(verdict["site"]), [*again, *verdict["lines"]]
+        round_prefix = agreement.round
+        verdict = agreement.content()
+
+    lines = [*restart_lines, *verdict["lines"]]
+    site = Site.from_dict(verdict["site"])
     plan = parse_plan(verdict["plan"], verdict["source"])
-    here = next(
-        node.name for node in site.nodes if short_name(node.name) == short_name(report["node"])
-    )
+    own_name = short_name(report["node"])
+    node = next(node.name for node in site.nodes if short_name(node.name) == own_name)
     if store is not None and options.preflight == "on":
-        limit = preflight.FINDINGS_S + 10 + _SILENT_SECONDS
-        arguments = store, prefix, process, here, site, plan, options, request.engine, maker
-        site, plan, said = within(limit, silent, preflight.run, *arguments)
-        lines = [*lines, *said]
-    rank = plan.nodes.index(here) * plan.processes + process.local_rank
-    if process.launcher != launcher.NONE:
-        environ.update(launcher.exported(process, rank, site.processes))
-    environ.update({name: str(rank) for name in launcher.RANK_VARIABLES if name in environ})
+        site, plan, preflight_lines = within(
+            preflight.FINDINGS_S + _EXTRA_PREFLIGHT_S + _SILENT_SECONDS,
+            silent_store,
+            preflight.run,
+            store,
+            round_prefix,
+            process,
+            node,
+            site,
+            plan,
+            options,
+            request.engine,
+            maker,
+        )
+        lines += preflight_lines
+
+    rank = plan.nodes.index(node) * plan.processes + process.local_rank
+    _set_rank(environ, process, rank, site.processes)
     current = session.Session(
         options,
         process,
         site,
         plan,
         rank,
-        round=prefix,
+        round=round_prefix,
         store=store,
         model=request.model,
         engine=request.engine,
@@ -124,6 +147,59 @@ def start(
     return current, [*lines, *node_environment(current.node, environ)]
 
 
+def _open_store(
+    process: launcher.Process, report: dict[str, Any], timeout_s: float, silent_store: str
+) -> Any:
+    """Return the job's store; without one, raise the error of this rank's report if it has one."""
+    patience_s = _ERROR_SECONDS if "error" in report else timeout_s
+    try:
+        return within(
+            2 * patience_s + _SILENT_SECONDS, silent_store, open_store, process, patience_s
+        )
+    except HolmesError:
+        if "error" in report:  # it cannot be reported to rank 0
+            raise HolmesError(report["error"]) from None
+        raise
+
+
+def _make_verdict(request: JobRequest, nodes: list[NodeReport]) -> dict[str, Any]:
+    """Make the plan for the nodes of a job, and return a JSON document with it for all ranks.
+
+    Returns:
+        "site": nodes, ports and fabrics. "plan" and "source": the plan, and where it comes from. "lines":
+        lines for the user. "forced_nets": name of a NCCL network -> the file that forces it.
+    """
+    site, plan = request.make_plan(nodes)
+    forced_nets = {}
+    for node in nodes:
+        if node.nccl.forced_net:
+            forced_nets[node.nccl.forced_net] = f"{node.nccl.forced_in} of node {node.name}"
+    lines = [
+        *_absent_nodes(request.spec, site),
+        *_lost_nics(nodes, site),
+        *nccl_remarks(site, nodes),
+        *apart_by_subnet(site),
+    ]
+    return {
+        "site": site.to_dict(),
+        "plan": plan.to_json(),
+        "source": plan.source,
+        "lines": lines,
+        "forced_nets": forced_nets,
+    }
+
+
+def _set_rank(
+    environ: MutableMapping[str, str], process: launcher.Process, rank: int, processes: int
+) -> None:
+    """Set the environment variables from which the training script reads its rank."""
+    if process.launcher != launcher.NONE:
+        environ.update(launcher.exported(process, rank, processes))
+    for name in launcher.RANK_VARIABLES:
+        if name in environ:
+            environ[name] = str(rank)
+
+
 def _own_report(
     request: JobRequest,
     process: launcher.Process,
@@ -131,8 +207,13 @@ def _own_report(
     failure: HolmesError | None,
     environ: MutableMapping[str, str],
 ) -> dict[str, Any]:
-    """What this rank tells the others; an error on the way is the report."""
-    base = {
+    """Return this rank's report for rank 0; if it cannot be made, a report with the error.
+
+    Returns:
+        "node", "identity" and "local_rank". Also "agreed": flags, digests of files and versions, which
+        must be the same on all ranks. On local rank 0 also "nics_of_node". Or "error": a message.
+    """
+    report: dict[str, Any] = {
         "node": node_name(environ),
         "identity": node_identity(),
         "local_rank": process.local_rank,
@@ -143,62 +224,71 @@ def _own_report(
         request.read_files()
         if request.spec is not None:
             launcher.check_hosts(launcher.launched_hosts(), request.spec)
-        given = {
+        flags = {
             f"{key} (flag --holmes-{key})": value for key, value in request.options.agreed().items()
         }
-        versions = {"holmes_ext version": __version__, "Python version": platform.python_version()}
-        alike = {**given, **request.digests, **versions, **agreed, "world size": process.world_size}
-        report = {**base, "agreed": alike}
+        agreed_by_all = {
+            **flags,
+            **request.digests,
+            "holmes_ext version": __version__,
+            "Python version": platform.python_version(),
+            **agreed,
+            "world size": process.world_size,
+        }
+        nics = {}
         if process.local_rank == 0:
-            report["nics_of_node"] = report_node(environ, process.master_addr).to_dict()
-        return report
+            nics = {"nics_of_node": report_node(environ, process.master_addr).to_dict()}
+        return {**report, "agreed": agreed_by_all, **nics}
     except HolmesError as error:
         if process.world_size == 1:
             raise
-        return {**base, "error": str(error)}
+        return {**report, "error": str(error)}
 
 
-def _left_out(spec: SiteSpec | None, site: Site) -> list[str]:
-    """A line where cluster.toml knows more nodes than this job has."""
-    here = {node.name for node in site.nodes}
-    absent = (
-        [name for cluster in spec.clusters for name in cluster.nodes if name not in here]
-        if spec
-        else []
-    )
+def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
+    """Return a line if cluster.toml has more nodes than the job; else no line."""
+    if spec is None:
+        return []
+    present = {node.name for node in site.nodes}
+    absent = [name for cluster in spec.clusters for name in cluster.nodes if name not in present]
     if not absent:
         return []
-    known = len(here) + len(absent)
-    return [
-        f"{len(here)} of the {known} nodes of {site.source}; not in this job: {some_of(absent, 4)}"
+    total = len(present) + len(absent)
+    names = some_of(absent, _MOST_NAMED_NODES)
+    return [f"{len(present)} of the {total} nodes of {site.source}; not in this job: {names}"]
+
+
+def _lost_nics(reports: list[NodeReport], site: Site) -> list[str]:
+    """Return a line for every fast NIC that is slower than declared or that the plan avoids as faulty."""
+    lines = [
+        f"node {name}: {text}; the plan counts on what the file says"
+        for name, text in slower_than_declared(site, reports)
     ]
-
-
-def _down(reports: list[NodeReport], site: Site) -> list[str]:
-    """On every fast NIC that the plan does without as it is down, and those slower than declared."""
-    slow = slower_than_declared(site, reports)
-    lines = [f"node {name}: {text}; the plan counts on what the file says" for name, text in slow]
     for node in site.nodes:
         for port in node.ports:
             if port.fault:
                 effect = "works with what is left" if port.usable else "uses Ethernet instead"
-                text = f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect}"
-                lines.append(f"{text} (--holmes-fallback fail would end the job)")
-    if site.source == Site.source:  # worked out from the NICs that are up
+                lines.append(
+                    f"node {node.name}: {port.fault}; on fabric {port.fabric} it {effect} "
+                    "(--holmes-fallback fail would end the job)"
+                )
+    is_derived_from_nics = site.source == Site.source  # the default: there is no cluster.toml
+    if is_derived_from_nics:
         for report in reports:
-            fast = [nic for nic in report.nics if nic.kind != "ethernet" and not nic.skipped]
-            if fast and not any(nic.up for nic in fast):
-                nic = f"{fast[0].name} ({fast[0].kind}) is {fast[0].state_text}"
-                lines.append(f"node {report.name}: {nic}, so it uses Ethernet alone")
+            fast_nics = [nic for nic in report.nics if nic.kind != "ethernet" and not nic.skipped]
+            if fast_nics and not any(nic.up for nic in fast_nics):
+                first = fast_nics[0]
+                lines.append(
+                    f"node {report.name}: {first.name} ({first.kind}) is {first.state_text}, so it uses "
+                    "Ethernet alone"
+                )
     return lines
 
 
-def _silent(process: launcher.Process, report: dict[str, Any]) -> str:
-    where = (
-        f"the job's store at {process.master_addr}:{process.master_port} takes connections and does not "
-        f"answer"
-    )
+def _silent_store_message(process: launcher.Process, report: dict[str, Any]) -> str:
+    """Return the error for a store that accepts connections and does not answer."""
     return (
-        f"rank {process.rank} on {report['node']}: {where}; is rank 0 stopped, or another program on that "
-        f"port?"
+        f"rank {process.rank} on {report['node']}: the job's store at "
+        f"{process.master_addr}:{process.master_port} takes connections and does not answer; is rank 0 "
+        "stopped, or another program on that port?"
     )

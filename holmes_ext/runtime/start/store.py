@@ -1,14 +1,14 @@
-"""The job's own TCPStore, opened before init_process_group, with errors that name the rank and the address.
+"""Opens the job's key-value store (torch's TCPStore) before init_process_group, and waits for its keys.
 
-    launcher's rank 0 hosts the store (torchrun's agent already does) | every rank connects to
-    MASTER_ADDR:MASTER_PORT
+The launcher's rank 0 hosts the store, or torchrun's agent does. Every rank connects to
+MASTER_ADDR:MASTER_PORT. Errors name the rank and the address.
 
-The host stays where the launcher put it, whatever ranks the processes get afterwards: the later env://
-rendezvous finds this same server (torch.distributed.rendezvous._create_c10d_store; patches/torch/groups.py
-sees to the hosting).
+The host stays where the launcher put it, even if holmes renumbers the ranks: torch's env:// rendezvous finds
+the same server (torch.distributed.rendezvous._create_c10d_store; patches/torch/groups.py makes the right
+process the host).
 
-torchrun's agents keep the store while they start the job again (--holmes-restart auto). A job leaves in it
-the layers of each stage for its next start.
+torchrun's agents keep the store when they start the job again (--holmes-restart auto). So a job leaves the
+layers of each pipeline stage there for its next start.
 """
 
 from __future__ import annotations
@@ -27,115 +27,175 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.start.launcher import Process
 
-#: Seconds that the store may take to answer a thread that looks on while the job trains, and in which such a
-#: thread has ended once it is told to: one that came back from the store while the interpreter ends would
-#: abort the process (status 134).
+#: Seconds that a thread that runs beside the training waits for an answer of the store.
 STORE_S = 10.0
+#: Seconds after which such a thread has ended when it is stopped. It must end before the interpreter does: a
+#: thread that returns from the store later would abort the process (status 134).
 ENDED_S = STORE_S + 5.0
-#: Kept alive as long as the process: the store's server lives in this object on the launcher's rank 0.
+_CONNECT_S = 5.0  # seconds of one try to connect to the store's host
+_RETRY_S = 0.02  # seconds between two tries
+_LEAST_WAIT_S = 0.1
+_LENGTH_BYTES = 4  # of the length before each entry that append_entry() adds
+#: The store's server lives in this object on the launcher's rank 0. It is kept as long as the process.
 _opened: list[Any] = []
 
 
 def open_store(process: Process, timeout_s: float) -> Any:
-    """Of `process`'s job, hosted or connected; HolmesError when it cannot be had in `timeout_s` seconds."""
-    hosts = process.rank == 0 and not process.agent_store
-    if not hosts:
-        _await_listener(process, timeout_s)
+    """Host the job's store on the launcher's rank 0, or connect to it on other ranks.
+
+    Returns:
+        A torch.distributed.TCPStore.
+
+    Raises:
+        HolmesError: The store cannot be hosted, or does not answer within `timeout_s` seconds.
+    """
+    is_host = process.rank == 0 and not process.agent_store
+    if not is_host:
+        _wait_for_listener(process, timeout_s)
     try:
-        _opened.append(connect(process, timeout_s, hosts))
+        _opened.append(connect(process, timeout_s, is_host=is_host))
     except (RuntimeError, ValueError) as error:  # torch.distributed.DistError is a RuntimeError
         reason = str(error).splitlines()[0]
-        role = "host" if hosts else "reach"
+        action = "host" if is_host else "reach"
         raise HolmesError(
-            f"rank {process.rank} on {socket.gethostname()} cannot {role} the job's store at"
+            f"rank {process.rank} on {socket.gethostname()} cannot {action} the job's store at"
             f" {process.master_addr}:{process.master_port} ({reason}); check MASTER_ADDR and MASTER_PORT"
         ) from None
     return _opened[-1]
 
 
-def connect(process: Process, timeout_s: float, hosts: bool = False) -> Any:
-    """A TCPStore for a thread that waits, which keeps others from its own. Raises what torch does."""
+def connect(process: Process, timeout_s: float, is_host: bool = False) -> Any:
+    """Return a new client of the job's store.
+
+    A client serves one call at a time. A thread that may wait long for a key must have its own client.
+
+    Args:
+        process: This process; it has the address of the store.
+        timeout_s: Seconds that each call may take.
+        is_host: Start the store's server in this process, too.
+
+    Raises:
+        RuntimeError: The store cannot be reached or hosted (torch.distributed.DistError).
+    """
     import torch.distributed as dist
 
-    limit = timedelta(seconds=timeout_s)
-    where = process.master_addr, process.master_port, process.world_size
     return dist.TCPStore(
-        *where, is_master=hosts, timeout=limit, wait_for_workers=False, multi_tenant=True
+        process.master_addr,
+        process.master_port,
+        process.world_size,
+        is_master=is_host,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
     )
 
 
 @contextmanager
 def until_gone(process: Process, store: Any) -> Iterator[None]:
-    """Inside, the store that torch opened is dropped; behind, no rank can meet its server any more: its host
-    drops it when all others have a connection to it, whose end tells them. An agent's server stays."""
-    watch = None
+    """Drop a torch store inside the block, and leave the block only after the store's server has ended.
+
+    Then no rank can connect to the old server by mistake when the program makes a new store at the same
+    address. The ranks agree on the end like this:
+
+        1. every other rank   opens a plain connection to the server, and adds 1 to holmes/leave
+        2. the last of them   sets holmes/leave/all
+        3. the host           waits for this key, then drops the server
+        4. every other rank   sees its plain connection end
+
+    The server of a torchrun agent is not waited for: it outlives the job.
+    """
+    connection = None
     if process.rank > 0 and not process.agent_store:
-        with suppress(OSError):  # the program has its store elsewhere
-            watch = socket.create_connection(
-                (process.master_addr, process.master_port), timeout=STORE_S
-            )
+        with suppress(OSError):  # the program's store has another address
+            address = (process.master_addr, process.master_port)
+            connection = socket.create_connection(address, timeout=STORE_S)
         if store.add("holmes/leave", 1) == process.world_size - 1:
             store.set("holmes/leave/all", b"1")
     elif process.world_size > 1 and not process.agent_store:
         store.get("holmes/leave/all")
     del store
     yield
-    if watch is not None:
-        with watch, suppress(OSError):
-            watch.recv(1)
+    if connection is not None:
+        with connection, suppress(OSError):
+            connection.recv(1)
 
 
-def awaited(store: Any, key: str, seconds: float) -> bytes:
-    """What stands under `key` as soon as it does, empty after so many seconds; one message less than wait and
-    get (there are thousands of ranks). Raises what the store does when it is gone."""
-    before = store.timeout
+def wait_for_value(store: Any, key: str, seconds: float) -> bytes:
+    """Return the value of a key as soon as the key is set; b"" if it is not set within `seconds`.
+
+    Only get() is called, which waits by itself: it needs one message less than wait() and get(), and there
+    may be thousands of ranks.
+
+    Raises:
+        RuntimeError: The store is lost (torch.distributed.DistError).
+    """
+    previous_timeout = store.timeout
     store.set_timeout(timedelta(seconds=seconds))
     try:
         value: bytes = store.get(key)
-    except RuntimeError:
-        value = store.get(key) if store.check([key]) else b""  # check raises when the store is gone
+    except RuntimeError:  # no value in time, or the store is lost: then check() raises, too
+        value = store.get(key) if store.check([key]) else b""
     finally:
-        store.set_timeout(before)
+        store.set_timeout(previous_timeout)
     return value
 
 
-def put_in(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
-    """Add `entry`, which stands for `count` of `total`, to what gathered() finds under `key`."""
-    store.append(f"{key}/entries", len(entry).to_bytes(4, "big") + entry)
+def append_entry(store: Any, key: str, entry: bytes, count: int, total: int) -> None:
+    """Append an entry to a list in the store, from which collect_entries() reads.
+
+    Args:
+        store: The job's store.
+        key: Prefix of the list's keys.
+        entry: Content of the entry.
+        count: Number of ranks for which the entry stands.
+        total: Number of ranks after which the list is complete.
+    """
+    store.append(f"{key}/entries", len(entry).to_bytes(_LENGTH_BYTES, "big") + entry)
     if store.add(f"{key}/count", count) >= total:
         store.set(f"{key}/all", b"1")
 
 
-def gathered(store: Any, key: str, seconds: float) -> list[bytes]:
-    """All entries that put_in() added, once they are complete, or those there after so many seconds."""
-    whole = awaited(store, f"{key}/all", max(0.1, seconds))
-    kept = memoryview(
-        store.get(f"{key}/entries") if whole or store.check([f"{key}/entries"]) else b""
-    )
+def collect_entries(store: Any, key: str, seconds: float) -> list[bytes]:
+    """Return the entries that append_entry() added, as soon as the list is complete.
+
+    After `seconds`, the entries of an incomplete list are returned.
+    """
+    is_complete = bool(wait_for_value(store, f"{key}/all", max(_LEAST_WAIT_S, seconds)))
+    packed = b""
+    if is_complete or store.check([f"{key}/entries"]):
+        packed = store.get(f"{key}/entries")
+    rest = memoryview(packed)
     entries = []
-    while kept:
-        end = 4 + int.from_bytes(kept[:4], "big")
-        entries.append(bytes(kept[4:end]))
-        kept = kept[end:]
+    while rest:
+        end = _LENGTH_BYTES + int.from_bytes(rest[:_LENGTH_BYTES], "big")
+        entries.append(bytes(rest[_LENGTH_BYTES:end]))
+        rest = rest[end:]
     return entries
 
 
-def _await_listener(process: Process, timeout_s: float) -> None:
-    """Plain connects until somebody listens: TCPStore's errors are pages of C++ frames."""
-    limit = Deadline(timeout_s)
+def _wait_for_listener(process: Process, timeout_s: float) -> None:
+    """Wait until the store's host accepts connections.
+
+    Plain sockets are used because an error of TCPStore is several pages of C++ stack.
+
+    Raises:
+        HolmesError: The host accepts no connection within `timeout_s` seconds.
+    """
+    deadline = Deadline(timeout_s)
+    address = (process.master_addr, process.master_port)
     while True:
         try:
-            socket.create_connection((process.master_addr, process.master_port), timeout=5).close()
+            socket.create_connection(address, timeout=_CONNECT_S).close()
             return
         except OSError as error:
-            if limit.passed:
+            if deadline.passed:
                 raise HolmesError(
                     f"rank {process.rank} on {socket.gethostname()} cannot reach the job's store at"
                     f" {process.master_addr}:{process.master_port} within {timeout_s:g} s "
                     f"({error.strerror or error}); is rank 0 running with --holmes, and do MASTER_ADDR and "
                     f"MASTER_PORT name its host?"
                 ) from None
-            time.sleep(0.02)
+            time.sleep(_RETRY_S)
 
 
 _RESTART_KEY = "holmes/restart"

@@ -1,1 +1,1 @@
-"""What is watched while a job runs: NICs, failures, steps that hang."""
+"""Checks while a job trains: failed NICs and communication, late steps, differences from the plan."""

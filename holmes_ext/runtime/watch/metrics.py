@@ -1,13 +1,14 @@
-"""What Prometheus is told while a job runs: --holmes-metrics, by local rank 0 of each node.
+"""Exports metrics of a running job to Prometheus: --holmes-metrics, on local rank 0 of each node.
 
-    PORT        http://127.0.0.1:PORT/metrics, for a Prometheus, or its agent, on this node
-    HOST:PORT   the same at this node's address HOST, 0.0.0.0 for all: for whoever reaches it
-    FILE.prom   the same text in a file, for node_exporter's textfile collector; written whole, at most once a
-                second, and when the job ends
+    PORT        http://127.0.0.1:PORT/metrics, for a Prometheus server or agent on this node
+    HOST:PORT   the same at this node's address HOST; 0.0.0.0 for all addresses
+    FILE.prom   the same text in a file, for the textfile collector of node_exporter. The file is replaced
+    as a
+                whole, at most once a second, and when the job ends.
 
-All but the states of NICs comes from the documents that telemetry_file.py makes of steps and rounds; each NIC
-is looked at when somebody asks. Counters count from the job's start. prometheus_client is an extra: pip
-install 'holmes_ext[metrics]'.
+Most values come from the documents that telemetry_file.py makes of training steps and rounds. The state of a
+NIC is read when Prometheus asks for it. Counters begin at the start of the job. The package prometheus_client
+is optional: pip install 'holmes_ext[metrics]'.
 """
 
 from __future__ import annotations
@@ -30,56 +31,70 @@ from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.watch import nics
 from holmes_ext.words import tell_user, why
 
-#: Seconds between two writings of the file.
+#: Seconds between two writes of the file.
 _EVERY_S = 1.0
-#: Requests at a time, in all and from one address; seconds that one may take; bytes of one.
-_ASKING, _ASKING_EACH = 16, 8
-_REQUEST_S = 10.0
-_LONGEST_REQUEST = 8192
-#: Of Prometheus's text format.
-_CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+_MOST_REQUESTS = 16  # that are handled at the same time
+_MOST_REQUESTS_OF_ADDRESS = 8
+_REQUEST_S = 10.0  # longest time of a request
+_MOST_REQUEST_BYTES = 8192
+_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus's text format
 
 
 class Family(NamedTuple):
-    """A metric: a counter where its name ends in _total, else a gauge; labels beside node and cluster."""
+    """A metric of Prometheus. If its name ends in _total, it is a counter, else a gauge."""
 
     help: str
-    labels: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()  # beside "node" and "cluster", which all metrics have
 
 
-_GROUP, _WAY = ("kind", "where", "fabric"), ("from", "to")
+class Sample(NamedTuple):
+    """A value of a metric."""
+
+    name: str
+    labels: tuple[str, ...]  # values of the family's labels
+    value: float
+
+
+_GROUP = ("kind", "where", "fabric")
+_DIRECTION = ("from", "to")
 FAMILIES = {
-    "holmes_job_info": Family("1; which job this is", ("rank", "world_size", "version")),
+    "holmes_job_info": Family(
+        "always 1; the labels identify the job", ("rank", "world_size", "version")
+    ),
     "holmes_steps_total": Family("steps that this rank has finished"),
-    "holmes_step_seconds_total": Family("seconds that these steps took"),
+    "holmes_step_seconds_total": Family("seconds that all finished steps took"),
     "holmes_last_step_seconds": Family("seconds of the last step"),
     "holmes_tokens_total": Family(
-        "tokens that all ranks together trained in, where the framework tells"
+        "tokens that all ranks together have trained on, if the framework reports them"
     ),
     "holmes_exposed_seconds_total": Family(
         "seconds the program was blocked on communication", _GROUP
     ),
-    "holmes_under_way_seconds_total": Family("seconds with one or more of them under way", _GROUP),
+    "holmes_under_way_seconds_total": Family(
+        "seconds with one or more operations under way", _GROUP
+    ),
     "holmes_sent_bytes_total": Family("bytes that this rank's operations sent", _GROUP),
-    "holmes_operations_total": Family("operations of a kind of group, where, on a fabric", _GROUP),
+    "holmes_operations_total": Family(
+        "collectives and messages, by kind of group and fabric", _GROUP
+    ),
     "holmes_reducer_exposed_seconds_total": Family(
-        "seconds that GradientReducer's threads were waited for"
+        "seconds the program was blocked on GradientReducer's threads"
     ),
     "holmes_between_sent_bytes_total": Family(
-        "bytes that this rank sent from a cluster to another", _WAY
+        "bytes that this rank sent from a cluster to another", _DIRECTION
     ),
     "holmes_between_exposed_seconds_total": Family(
-        "seconds blocked on traffic between clusters", _WAY
+        "seconds blocked on traffic between clusters", _DIRECTION
     ),
-    "holmes_rounds_total": Family("rounds with joined jobs, by how they ended", ("verdict",)),
+    "holmes_rounds_total": Family("rounds with joined jobs, by verdict", ("verdict",)),
     "holmes_round_sent_bytes_total": Family("bytes sent in rounds with joined jobs"),
-    "holmes_round_seconds_total": Family("seconds that these rounds were under way"),
+    "holmes_round_seconds_total": Family("seconds that rounds with joined jobs were under way"),
     "holmes_round_exposed_seconds_total": Family("seconds the program was blocked on rounds"),
     "holmes_plan_changes_total": Family(
-        "changes of the running job's plan; of rank 0", ("in_flight",)
+        "changes of the running job's plan; only on rank 0", ("in_flight",)
     ),
     "holmes_plan_predicted_step_seconds": Family(
-        "seconds of a step that the last change was to bring"
+        "seconds of a step that the plan's last change predicts"
     ),
     "holmes_nic_up": Family(
         "1: the NIC carries data now; 0: it has no link, or is down", ("nic", "fabric")
@@ -89,103 +104,108 @@ FAMILIES = {
         "bytes that an interface and its HCAs carried", ("interface",)
     ),
     "holmes_fabric_bits_per_second": Family(
-        "a node's rate on a fabric, as planned with", ("fabric",)
+        "rate of a node on a fabric, as the plan assumes", ("fabric",)
     ),
 }
 
 
 class Collector:
-    """prometheus_client's: sums over the documents taken, and what the NICs say when asked."""
+    """Collector of prometheus_client: sums over the documents of telemetry, and the current state of NICs."""
 
     def __init__(self) -> None:
-        self._sums: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._lock = threading.Lock()
+        """Create a collector without values."""
+        self._values: dict[tuple[str, tuple[str, ...]], float] = {}  # (metric, labels) -> value
+        self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
     def take(self, document: dict[str, Any]) -> None:
-        """A line of telemetry_file.py: of a step, or of a round with other jobs; others say nothing here."""
+        """Add a document of telemetry_file.py: a step, a change of the plan, or a round with joined jobs.
+
+        Other documents are ignored.
+        """
         with self._lock:
             if "step" in document:
                 self._take_step(document)
             elif "plan" in document:
                 change = document["plan"]
-                self._sums["holmes_plan_predicted_step_seconds", ()] = change["then_s"]
-                held = "+".join(map(str, change["in_flight"]))
-                self._add("plan_changes", 1, "sums" if change.get("sums") else held)
+                self._values["holmes_plan_predicted_step_seconds", ()] = change["then_s"]
+                in_flight = "+".join(map(str, change["in_flight"]))
+                self._add("plan_changes", 1, "sums" if change.get("sums") else in_flight)
             elif "outer" in document:
                 figures = document["outer"]
                 self._add("rounds", 1, str(figures["verdict"]))
-                for name, key in (
-                    ("sent_bytes", "bytes"),
-                    ("seconds", "seconds"),
-                    ("exposed_seconds", "exposed"),
-                ):
-                    self._add(f"round_{name}", figures[key])
+                self._add("round_sent_bytes", figures["bytes"])
+                self._add("round_seconds", figures["seconds"])
+                self._add("round_exposed_seconds", figures["exposed"])
 
     def _take_step(self, document: dict[str, Any]) -> None:
+        """Add the document of a training step. The caller holds the lock."""
         seconds = document["end"] - document["begin"]
-        self._sums["holmes_last_step_seconds", ()] = seconds
+        self._values["holmes_last_step_seconds", ()] = seconds
         self._add("steps", 1)
         self._add("step_seconds", seconds)
         self._add("tokens", document["tokens"])
         for kind, fabric, where, operations, _, sent, busy, exposed in document["groups"]:
-            values = {"operations": operations, "sent_bytes": sent, "under_way_seconds": busy}
-            values["exposed_seconds"] = exposed
-            for name, value in values.items():
-                self._add(name, value, kind, where, fabric)
+            labels = (kind, where, fabric)
+            self._add("operations", operations, *labels)
+            self._add("sent_bytes", sent, *labels)
+            self._add("under_way_seconds", busy, *labels)
+            self._add("exposed_seconds", exposed, *labels)
         for source, target, sent, exposed in document.get("between", ()):
             self._add("between_sent_bytes", sent, source, target)
             self._add("between_exposed_seconds", exposed, source, target)
-        if exposed := (document.get("reduction") or {}).get("exposed"):
-            self._add("reducer_exposed_seconds", exposed)
+        reduction = document.get("reduction") or {}
+        if reduction.get("exposed"):
+            self._add("reducer_exposed_seconds", reduction["exposed"])
 
     def _add(self, name: str, value: float, *labels: str) -> None:
-        key = f"holmes_{name}_total", labels
-        self._sums[key] = self._sums.get(key, 0.0) + value
+        """Add to the counter holmes_NAME_total."""
+        key = (f"holmes_{name}_total", labels)
+        self._values[key] = self._values.get(key, 0.0) + value
 
     def collect(self) -> Iterator[Any]:
-        """prometheus_client's metric families."""
+        """Yield the metric families, as prometheus_client calls this for each request."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         current = session.active()
-        if current is None:  # it was switched off
+        if current is None:  # holmes has been switched off
             return
         with self._lock:
-            values = dict(self._sums)
-        values |= {(name, labels): value for name, labels, value in _of_now(current)}
+            values = dict(self._values)
+        for sample in _current_samples(current):
+            values[sample.name, sample.labels] = sample.value
         for name, family in FAMILIES.items():
             metric_class = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
             metric = metric_class(name, family.help, labels=("node", "cluster", *family.labels))
-            for (family_name, labels), value in sorted(values.items()):
-                if family_name == name:
+            for (sample_name, labels), value in sorted(values.items()):
+                if sample_name == name:
                     metric.add_metric((current.node.name, current.node.cluster, *labels), value)
             if metric.samples:
                 yield metric
 
 
-def _of_now(current: session.Session) -> Iterator[tuple[str, tuple[str, ...], float]]:
-    """(metric, labels, value) of what does not come from steps."""
-    yield "holmes_job_info", (str(current.rank), str(current.process.world_size), __version__), 1
+def _current_samples(current: session.Session) -> Iterator[Sample]:
+    """Yield the values that do not come from training steps: the job, its NICs and their rates."""
+    job_labels = (str(current.rank), str(current.process.world_size), __version__)
+    yield Sample("holmes_job_info", job_labels, 1)
     ports = nics.in_use(current)
     for port in ports:
-        yield "holmes_nic_up", (port.name, port.fabric), float(not nics.trouble(port))
+        is_up = not nics.trouble(port)
+        yield Sample("holmes_nic_up", (port.name, port.fabric), float(is_up))
     for name, counters in nics.counters(ports).items():
         for counter, value in counters.items():
-            yield "holmes_nic_errors_total", (name, counter), value
-    used = {port.interface for port in ports}
+            yield Sample("holmes_nic_errors_total", (name, counter), value)
+    used_interfaces = {port.interface for port in ports}
     for interface, count in nics.bytes_carried(current.node).items():
-        if interface in used:
-            yield "holmes_nic_bytes_total", (interface,), count
+        if interface in used_interfaces:
+            yield Sample("holmes_nic_bytes_total", (interface,), count)
     rates = {fabric.name: fabric.rate_bps for fabric in current.site.fabrics}
     for port in ports:
-        yield (
-            "holmes_fabric_bits_per_second",
-            (port.fabric,),
-            rates[port.fabric] * lab_scale(os.environ),
-        )
+        rate_bps = rates[port.fabric] * lab_scale(os.environ)
+        yield Sample("holmes_fabric_bits_per_second", (port.fabric,), rate_bps)
 
 
 class Metrics:
-    """place: for the user; write: into the file, None where a port is open; shut: closes the port."""
+    """Metrics of this process, which are exported through a port or a file."""
 
     def __init__(
         self,
@@ -194,17 +214,28 @@ class Metrics:
         write: Callable[[], None] | None,
         shut: Callable[[], None],
     ):
-        self.place, self._collector, self._write, self._shut = place, collector, write, shut
-        self._written = float("-inf")
+        """Combine a collector with the port or file through which it is exported.
+
+        Args:
+            collector: Holds the values.
+            place: URL or path, for messages.
+            write: Writes the file; None if a port is open.
+            shut: Closes the port.
+        """
+        self.place = place
+        self._collector = collector
+        self._write = write
+        self._shut = shut
+        self._written = float("-inf")  # time of the last write
 
     def take(self, document: dict[str, Any]) -> None:
-        """From telemetry's thread."""
+        """Add a document of telemetry. Telemetry's thread calls this."""
         self._collector.take(document)
         if time.monotonic() - self._written >= _EVERY_S:
             self.write()
 
     def write(self) -> None:
-        """The file, where there is one; what goes wrong ends it with one line, and training goes on."""
+        """Write the file, if there is one. After an error, print a line and stop writing."""
         if self._write is None:
             return
         self._written = time.monotonic()
@@ -217,13 +248,22 @@ class Metrics:
             self._write = None
 
     def close(self) -> None:
+        """Write the file for the last time, or close the port."""
         self.write()
         self._shut()
 
 
+def _nothing_to_close() -> None:
+    """Do nothing, where a file is written and no port is open."""
+
+
 def open_metrics(options: Options, process: Process) -> Metrics | None:
-    """Of this process, None where it tells nothing. HolmesError: no prometheus_client, the port is taken, the
-    file's folder is not there."""
+    """Return the metrics that this process exports; None if it exports none.
+
+    Raises:
+        HolmesError: prometheus_client is not installed, the port is in use, or the file's folder cannot be
+            written.
+    """
     if not options.metrics or process.local_rank:
         return None
     flag = f"--holmes-metrics {options.metrics}"
@@ -233,8 +273,10 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
         raise HolmesError(
             f"{flag}: prometheus_client is not installed; pip install 'holmes_ext[metrics]'"
         ) from None
-    collector, registry = Collector(), CollectorRegistry(auto_describe=False)
+    collector = Collector()
+    registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
+
     if options.metrics.endswith(".prom"):
         path = Path(options.metrics).absolute()
         if not os.access(path.parent, os.W_OK | os.X_OK) or path.is_dir():
@@ -242,49 +284,75 @@ def open_metrics(options: Options, process: Process) -> Metrics | None:
                 f"{flag}: {path.parent} is no folder that can be written; name a file in node_exporter's"
                 " --collector.textfile.directory"
             )
-        return Metrics(
-            collector, str(path), lambda: write_to_textfile(str(path), registry), lambda: None
-        )
+
+        def write() -> None:
+            write_to_textfile(str(path), registry)
+
+        return Metrics(collector, str(path), write, _nothing_to_close)
+
     host, port = options.metrics_address
-    where = address_text(host, port)
+    address = address_text(host, port)
     try:
         listening = listen(host, port)
     except OSError as error:
         raise HolmesError(
-            f"{flag}: {where} cannot be listened on ({why(error)}); name another port, and each job of a"
+            f"{flag}: {address} cannot be listened on ({why(error)}); name another port, and each job of a"
             " node its own"
         ) from None
-    limits = {"strangers": _ASKING, "per_address": _ASKING_EACH}
+
+    def answer(guest: Guest) -> None:
+        _answer(guest, lambda: generate_latest(registry))
+
     listener = Listener(
         listening,
-        lambda guest: _answer(guest, lambda: generate_latest(registry)),
+        answer,
         "holmes-metrics",
-        **limits,
+        strangers=_MOST_REQUESTS,
+        per_address=_MOST_REQUESTS_OF_ADDRESS,
     )
     listener.start()
-    return Metrics(collector, f"http://{where}/metrics", None, listener.close)
+    return Metrics(collector, f"http://{address}/metrics", write=None, shut=listener.close)
 
 
-def _answer(guest: Guest, text: Callable[[], bytes]) -> None:
-    """One HTTP request. OSError, also where it does not come whole within its deadline."""
-    deadline, request = Deadline(_REQUEST_S, "a request"), b""
-    while b"\r\n\r\n" not in request and len(request) < _LONGEST_REQUEST:
+def _answer(guest: Guest, metrics_text: Callable[[], bytes]) -> None:
+    """Answer one HTTP request.
+
+    Args:
+        guest: The connection.
+        metrics_text: Returns all metrics in Prometheus's text format.
+
+    Raises:
+        OSError: The connection fails, or request and answer take longer than _REQUEST_S.
+    """
+    deadline = Deadline(_REQUEST_S, "a request")
+    request = b""
+    while b"\r\n\r\n" not in request and len(request) < _MOST_REQUEST_BYTES:
         deadline.limit(guest.socket)
-        if not (some := guest.socket.recv(_LONGEST_REQUEST)):
+        received = guest.socket.recv(_MOST_REQUEST_BYTES)
+        if not received:
             return
-        request += some
+        request += received
+
     method, _, rest = request.partition(b" ")
-    path = rest.split(b" ", 1)[0].partition(b"?")[0]
-    status, body = (
-        ("200 OK", text()) if path in (b"/metrics", b"/") else ("404 Not Found", b"see /metrics\n")
-    )
+    path = rest.split(b" ", 1)[0].partition(b"?")[0]  # without the query
+    if path in (b"/metrics", b"/"):
+        status = "200 OK"
+        body = metrics_text()
+    else:
+        status = "404 Not Found"
+        body = b"see /metrics\n"
     if method not in (b"GET", b"HEAD"):
-        status, body = "405 Method Not Allowed", b"only GET\n"
+        status = "405 Method Not Allowed"
+        body = b"only GET\n"
     head = (
-        f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT}\r\nContent-Length: {len(body)}\r\nConnection: "
-        f"close\r\n\r\n"
+        f"HTTP/1.1 {status}\r\nContent-Type: {_CONTENT_TYPE}\r\nContent-Length: {len(body)}\r\n"
+        "Connection: close\r\n\r\n"
     )
-    data = memoryview(head.encode() + (b"" if method == b"HEAD" else body))
-    while data:
+    answer = head.encode()
+    if method != b"HEAD":
+        answer += body
+    remaining = memoryview(answer)
+    while remaining:
         deadline.limit(guest.socket)
-        data = data[guest.socket.send(data) :]
+        sent = guest.socket.send(remaining)
+        remaining = remaining[sent:]

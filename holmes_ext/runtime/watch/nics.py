@@ -1,7 +1,11 @@
-"""This node's NICs while the job runs: link, counters, and whether a neighbour still answers.
+"""Reads the state of this node's NICs while the job runs: link, error counters, and answers of neighbours.
 
-The kernel is asked, not the framework: the flags of the net device (of this process's network namespace), the
-state of the HCA port, and whether the other end answers a connection attempt (a refusal is an answer).
+The kernel is the source, not the training framework:
+
+    link       the flags of the network interface (in this process's network namespace), and the state of each
+               port of an HCA, i.e. of the RDMA device of the same NIC
+    counters   /sys/class/net and /sys/class/infiniband
+    answers    a connection attempt to a neighbour. A refusal is an answer: the neighbour's kernel is alive.
 """
 
 from __future__ import annotations
@@ -12,7 +16,7 @@ import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 
@@ -20,11 +24,24 @@ if TYPE_CHECKING:
     from holmes_ext.cluster.site import Node, Port
     from holmes_ext.runtime.session import Session
 
-_SIOCGIFFLAGS, _IFF_UP, _IFF_RUNNING = 0x8913, 0x1, 0x40
+# Linux: ioctl(SIOCGIFFLAGS) fills struct ifreq (name, flags), see netdevice(7).
+_SIOCGIFFLAGS = 0x8913
+_IFF_UP = 0x1
+_IFF_RUNNING = 0x40
+_IFREQ = struct.Struct("16sH14x")
+_LONGEST_NAME = 15  # bytes of an interface's name
+#: Fields of a line of /proc/net/dev, after the interface's name.
+_RECEIVED_BYTES = 0
+_SENT_BYTES = 8
+_HEADER_LINES = 2  # of /proc/net/dev
+_BYTES_PER_DATA_UNIT = 4  # of the InfiniBand counters port_xmit_data and port_rcv_data
+
+#: Seconds until a neighbour's kernel must answer.
 PROBE_S = 3.0
-_PROBED_PORT = 9  # discard: nearly always closed, so that the kernel at the other end refuses
+#: TCP port "discard" to which neighbours are connected. It is nearly always closed, so the kernel refuses.
+_PROBED_PORT = 9
 _MOST_PROBES = 8
-#: What tells of a bad link, where it grows: under class/net/DEVICE and under class/infiniband/HCA/ports/N.
+#: Error counters below /sys/class/net/INTERFACE. If they grow, the link is bad.
 _NET_COUNTERS = (
     "carrier_down_count",
     "statistics/rx_errors",
@@ -33,6 +50,7 @@ _NET_COUNTERS = (
     "statistics/rx_dropped",
     "statistics/tx_dropped",
 )
+#: Error counters below /sys/class/infiniband/HCA/ports/NUMBER.
 _HCA_COUNTERS = (
     "counters/link_downed",
     "counters/link_error_recovery",
@@ -42,56 +60,60 @@ _HCA_COUNTERS = (
     "hw_counters/local_ack_timeout_err",
     "hw_counters/packet_seq_err",
 )
-#: Of each port by its name, as the job started: what they show beyond that belongs to it.
+#: Name of a port -> counter -> value at the start of the job.
 _at_start: dict[str, dict[str, int]] = {}
 
 
 def in_use(current: Session) -> list[Port]:
-    """The ports of this node that its groups travel on; all usable ones while there are no groups yet."""
+    """Return the ports of this node that its process groups use, and those of Ethernet.
+
+    While there are no groups yet, all usable ports are returned.
+    """
     fabrics = {record.transport.fabric for record in current.groups}
-    ports = [port for port in current.node.ports if port.usable]
-    return [
-        port for port in ports if not fabrics or port.fabric in fabrics or port.fabric == ETHERNET
-    ]
+    usable_ports = [port for port in current.node.ports if port.usable]
+    if not fabrics:
+        return usable_ports
+    return [port for port in usable_ports if port.fabric in fabrics or port.fabric == ETHERNET]
 
 
 def trouble(port: Port) -> str:
-    """Why the port carries nothing now ("has no link"), or ""."""
-    if port.interface and (problem := _interface_trouble(port.interface)):
-        return problem
+    """Return why a port cannot carry data, in words such as "has no link"; "" if it can."""
+    if port.interface:
+        problem = _interface_trouble(port.interface)
+        if problem:
+            return problem
     for hca in port.hcas:
-        state = _read(_folder(hca) / "state")
+        state = _read(_hca_folder(hca) / "state")
         if state is not None and "ACTIVE" not in state:
             return f"has its port {hca} in state {state}"
     return ""
 
 
 def _interface_trouble(name: str) -> str:
+    """Return why a network interface cannot carry data, in words; "" if it can."""
+    request = _IFREQ.pack(name.encode()[:_LONGEST_NAME], 0)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         try:
-            answer = fcntl.ioctl(
-                any_socket, _SIOCGIFFLAGS, struct.pack("16sH14x", name.encode()[:15], 0)
-            )
+            answer = fcntl.ioctl(any_socket, _SIOCGIFFLAGS, request)
         except OSError as error:
             return f"is gone ({error.strerror})"
-    flags = struct.unpack("16sH14x", answer)[1]
-    return (
-        "is set down" if not flags & _IFF_UP else "has no link" if not flags & _IFF_RUNNING else ""
-    )
+    _, flags = _IFREQ.unpack(answer)
+    if not flags & _IFF_UP:
+        return "is set down"
+    if not flags & _IFF_RUNNING:
+        return "has no link"
+    return ""
 
 
-def _folder(hca: str) -> Path:
+def _hca_folder(hca: str) -> Path:
+    """Return the sysfs folder of an HCA's port, which is written as "mlx5_0:1"; the default port is 1."""
     device, _, number = hca.partition(":")
-    return (
-        Path(os.environ.get("HOLMES_SYSFS") or "/sys")
-        / "class/infiniband"
-        / device
-        / "ports"
-        / (number or "1")
-    )
+    sysfs = Path(os.environ.get("HOLMES_SYSFS") or "/sys")
+    return sysfs / "class/infiniband" / device / "ports" / (number or "1")
 
 
 def _read(path: Path) -> str | None:
+    """Return the content of a file without white space around it; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, ValueError):
@@ -99,104 +121,164 @@ def _read(path: Path) -> str | None:
 
 
 def counters(ports: list[Port]) -> dict[str, dict[str, int]]:
-    """Error counters of every port, by its name, as far as kernel and driver have them."""
-    by_port: dict[str, dict[str, int]] = {}
+    """Return the error counters of ports, as far as the kernel and the driver have them.
+
+    Returns:
+        Name of a port -> counter -> value. Counters of several HCAs of a port are added up.
+    """
+    counters_of: dict[str, dict[str, int]] = {}
     for port in ports:
-        values = by_port.setdefault(port.name, {})
-        places = (
-            [(Path("/sys/class/net") / port.interface, _NET_COUNTERS)] if port.interface else []
-        )
-        for place, names in [*places, *((_folder(hca), _HCA_COUNTERS) for hca in port.hcas)]:
-            for name in names:
-                text = _read(place / name)
-                if text is not None and text.isdecimal():
-                    key = name.rpartition("/")[2]
-                    values[key] = values.get(key, 0) + int(text)
-    return by_port
+        values = counters_of.setdefault(port.name, {})
+        files = []
+        if port.interface:
+            interface_folder = Path("/sys/class/net") / port.interface
+            files += [interface_folder / name for name in _NET_COUNTERS]
+        for hca in port.hcas:
+            files += [_hca_folder(hca) / name for name in _HCA_COUNTERS]
+        for file in files:
+            text = _read(file)
+            if text is not None and text.isdecimal():
+                values[file.name] = values.get(file.name, 0) + int(text)
+    return counters_of
 
 
 def remember_counters(current: Session) -> None:
-    """Call as the job starts."""
+    """Store the error counters of this node's ports at the start of the job, for grown()."""
     _at_start.update(counters([port for port in current.node.ports if port.usable]))
 
 
 def grown(now: dict[str, dict[str, int]], port: Port) -> str:
-    """ "carrier_down_count +1, tx_errors +3" of a port since the start, or ""."""
-    old = _at_start.get(port.name, {})
-    grew = {key: value - old.get(key, value) for key, value in now.get(port.name, {}).items()}
-    return ", ".join(f"{key} +{value}" for key, value in grew.items() if value > 0)
+    """Return which error counters of a port have grown since the start of the job, in words.
+
+    Args:
+        now: The result of counters().
+        port: The port.
+
+    Returns:
+        E.g. "carrier_down_count +1, tx_errors +3"; "" if none has grown.
+    """
+    before = _at_start.get(port.name, {})
+    increases = []
+    for name, value in now.get(port.name, {}).items():
+        increase = value - before.get(name, value)
+        if increase > 0:
+            increases.append(f"{name} +{increase}")
+    return ", ".join(increases)
 
 
 def bytes_carried(node: Node) -> dict[str, int]:
-    """Interface of this node -> bytes received and sent, by its HCAs if it has some (sockets miss those)."""
+    """Return the bytes that each network interface of this node has received and sent.
+
+    RDMA traffic is not in the counters of an interface, so those of its HCAs are added.
+    """
     carried: dict[str, int] = {}
-    for line in (_read(Path("/proc/self/net/dev")) or "").splitlines()[2:]:
+    table = _read(Path("/proc/self/net/dev")) or ""
+    for line in table.splitlines()[_HEADER_LINES:]:
         name, _, rest = line.partition(":")
         fields = rest.split()
-        carried[name.strip()] = int(fields[0]) + int(fields[8])
+        carried[name.strip()] = int(fields[_RECEIVED_BYTES]) + int(fields[_SENT_BYTES])
     for port in node.ports:
-        for hca in port.hcas if port.interface in carried else ():
-            for counter in ("port_xmit_data", "port_rcv_data"):  # in units of four bytes
-                carried[port.interface] += 4 * int(_read(_folder(hca) / "counters" / counter) or 0)
+        if port.interface not in carried:
+            continue
+        for hca in port.hcas:
+            for counter in ("port_xmit_data", "port_rcv_data"):
+                units = int(_read(_hca_folder(hca) / "counters" / counter) or 0)
+                carried[port.interface] += _BYTES_PER_DATA_UNIT * units
     return carried
 
 
 def say(node: Node, port: Port) -> str:
-    """ "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
-    return (
-        f"NIC {port.name} of node {node.name} (fabric "
-        f"{port.fabric}{f', {port.address}' if port.address else ''})"
-    )
+    """Return a port in words, such as "NIC roce0 (mlx5_0:1) of node b1 (fabric b, 10.101.0.4)"."""
+    address = f", {port.address}" if port.address else ""
+    return f"NIC {port.name} of node {node.name} (fabric {port.fabric}{address})"
+
+
+class _Target(NamedTuple):
+    """A neighbour's NIC that should answer."""
+
+    node: str
+    fabric: str
 
 
 def unreachable(current: Session) -> list[str]:
-    """Neighbours that do not answer over their group's NIC, half a sentence each; in about PROBE_S
-    seconds."""
-    todo: dict[tuple[str, str], Port] = {}  # (node, fabric) -> its port
-    for record in current.groups:
-        if record.transport.fabric not in current.node.fabrics or current.rank not in record.ranks:
-            continue
-        place = record.ranks.index(current.rank)
-        for rank in (record.ranks[place - 1], record.ranks[(place + 1) % len(record.ranks)]):
-            name = current.plan.node_of(rank)
-            for fabric in (record.transport.fabric, ETHERNET) if name != current.node.name else ():
-                todo.setdefault((name, fabric), current.site.node_by_name[name].port(fabric))
-    todo = dict(list(todo.items())[:_MOST_PROBES])
-    if not todo:
+    """Return a clause for each neighbour that does not answer over the fabrics of its groups or Ethernet.
+
+    Neighbours are the previous and the next rank in each process group of this rank. All are tried at the
+    same time, which takes about PROBE_S seconds.
+    """
+    port_of = _neighbour_ports(current)
+    if not port_of:
         return []
-    sources = [current.node.port(fabric).address for _, fabric in todo]
-    with ThreadPoolExecutor(len(todo)) as pool:
-        answers = dict(
-            zip(todo, pool.map(answers_at, sources, [port.address for port in todo.values()]))
+    sources = [current.node.port(target.fabric).address for target in port_of]
+    addresses = [port.address for port in port_of.values()]
+    with ThreadPoolExecutor(len(port_of)) as pool:
+        answers = dict(zip(port_of, pool.map(answers_at, sources, addresses)))
+
+    clauses = []
+    for node in dict.fromkeys(target.node for target in port_of):
+        targets = [target for target in port_of if target.node == node]
+        silent = [target for target in targets if not answers[target]]
+        answering = [target for target in targets if answers[target]]
+        if not silent:
+            continue
+        silent_ports = [port_of[target] for target in silent]
+        silent_text = " and ".join(f"{port.name} {port.address}" for port in silent_ports)
+        if answering:
+            answering_text = " and ".join(port_of[target].name for target in answering)
+            rest = f"but does over {answering_text}"
+        else:
+            rest = "over no NIC: the node is lost"
+        source = current.node.port(silent[0].fabric)
+        clauses.append(
+            f"node {node} does not answer on {silent_text} (from {source.name} {source.address}) within "
+            f"{PROBE_S:g} s, {rest}"
         )
-    lines = []
-    for name in dict.fromkeys(name for name, _ in todo):
-        silent = [fabric for node, fabric in todo if node == name and not answers[node, fabric]]
-        alive = [fabric for node, fabric in todo if node == name and answers[node, fabric]]
-        if silent:
-            dead = " and ".join(
-                f"{todo[name, fabric].name} {todo[name, fabric].address}" for fabric in silent
-            )
-            over = " and ".join(todo[name, fabric].name for fabric in alive)
-            rest = f"but does over {over}" if alive else "over no NIC: the node is lost"
-            mine = current.node.port(silent[0])
-            source = f"(from {mine.name} {mine.address}) within {PROBE_S:g} s"
-            lines.append(f"node {name} does not answer on {dead} {source}, {rest}")
-    return lines
+    return clauses
+
+
+def _neighbour_ports(current: Session) -> dict[_Target, Port]:
+    """Return the ports of the neighbours of this rank on other nodes, but at most _MOST_PROBES."""
+    port_of: dict[_Target, Port] = {}
+    for record in current.groups:
+        fabric = record.transport.fabric
+        if fabric not in current.node.fabrics or current.rank not in record.ranks:
+            continue
+        position = record.ranks.index(current.rank)
+        previous_rank = record.ranks[position - 1]
+        next_rank = record.ranks[(position + 1) % len(record.ranks)]
+        for rank in (previous_rank, next_rank):
+            node = current.plan.node_of(rank)
+            if node == current.node.name:
+                continue
+            for name in (fabric, ETHERNET):
+                port_of.setdefault(_Target(node, name), current.site.node_by_name[node].port(name))
+    return dict(list(port_of.items())[:_MOST_PROBES])
 
 
 def answers_at(
     source: str, target: str, port: int = _PROBED_PORT, seconds: float = PROBE_S
 ) -> bool:
-    """Whether the kernel at `target` answers a connection from `source`; True where one has no address."""
+    """Return whether the kernel at `target` answers a connection attempt from `source`.
+
+    Args:
+        source: IP address of this node.
+        target: IP address of the other node.
+        port: TCP port of the other node.
+        seconds: Seconds to wait for the answer.
+
+    Returns:
+        True if the port accepts or refuses the connection. Also True if an address is empty: nothing is
+        known then.
+    """
     if not source or not target:
         return True
     try:
-        socket.create_connection(
+        connection = socket.create_connection(
             (target, port), timeout=seconds, source_address=(source, 0)
-        ).close()
-        return True
+        )
     except ConnectionRefusedError:
         return True
     except OSError:
         return False
+    connection.close()
+    return True

@@ -1,4 +1,4 @@
-"""Starts and stops telemetry, the watchdog, and the watch over this node's NICs."""
+"""Starts and stops telemetry, the watchdog, the comparison with the plan, and the watch over NICs."""
 
 from __future__ import annotations
 
@@ -30,49 +30,66 @@ if TYPE_CHECKING:
     from holmes_ext.runtime.measure.telemetry_file import Writer
     from holmes_ext.runtime.watch.metrics import Metrics
 
-#: How long telemetry waits for the others at the start, in seconds.
+#: Takes a document of telemetry, such as that of a training step.
+Take = Callable[[dict[str, Any]], None]
+#: Seconds that telemetry waits for other ranks at the start.
 _START_S = 60.0
-#: How long stop() waits for operations under way, in seconds.
+#: Seconds that stop() waits for operations that are not over.
 _SETTLE_S = 0.5
 
 
 class _Running:
-    """What is on in this process."""
+    """Everything that start() has started in this process."""
 
     writer: Writer | None = None
     watchdog: Watchdog | None = None
     nics: NicWatch | None = None
     metrics: Metrics | None = None
-    hooks: list[Any] = []
+    hooks: list[Any] = []  # torch's handles of optimizer hooks
+
+
+def _ignore(document: dict[str, Any]) -> None:
+    """Ignore a document of telemetry, if no metrics are exported."""
 
 
 def start(current: Session, metrics: Metrics | None = None) -> list[str]:
-    """Switch on what the options ask for, and tell `metrics`; returns lines for the user."""
-    several = current.process.world_size > 1
-    limits = current.options.watchdog_limits if several else None
-    lines: list[str] = []
-    _Running.metrics, take = metrics, metrics.take if metrics is not None else lambda document: None
+    """Start what the options of holmes require: telemetry, metrics, watchdog, and the watch over NICs.
+
+    Args:
+        current: The session of this process.
+        metrics: Exports metrics; None if this process exports none.
+
+    Returns:
+        Lines for the user.
+    """
+    has_other_ranks = current.process.world_size > 1
+    watchdog_limits = current.options.watchdog_limits if has_other_ranks else None
+    _Running.metrics = metrics
     hooks.activate(extensions.hooks_of(current))
-    if (
-        current.options.telemetry
-        or limits is not None
+    needs_recorder = (
+        bool(current.options.telemetry)
+        or watchdog_limits is not None
         or metrics is not None
         or hooks.follow_steps()
-    ):
+    )
+    lines: list[str] = []
+    if needs_recorder:
         recorder = telemetry.Recorder(current.rank, current.plan.sizes)
+        take = _ignore if metrics is None else metrics.take
         if current.options.telemetry:
             lines = _start_telemetry(current, recorder, take)
         if metrics is not None:
             lines.append(f"metrics: {metrics.place}, of local rank 0 on every node")
-            if _Running.writer is None:
+            if _Running.writer is None:  # metrics without telemetry: no file is written
                 _Running.writer = _open_writer(current, "", recorder, take)
         telemetry.set_recorder(recorder)
         hook_optimizers(recorder)
-        atexit.register(stop)  # a thread that comes to Python while the interpreter ends aborts it
-        if limits is not None:
-            _Running.watchdog = _watchdog(current, recorder, *limits)
+        # A thread that enters Python while the interpreter shuts down would abort the process.
+        atexit.register(stop)
+        if watchdog_limits is not None:
+            _Running.watchdog = _make_watchdog(current, recorder, *watchdog_limits)
             _Running.watchdog.start()
-    if several:
+    if has_other_ranks:
         compare_with_plan(current)
         nics.remember_counters(current)
         watch_nics(current.options.link_timeout_s)
@@ -80,10 +97,12 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
 
 
 def stop(reason: str = "training is over") -> None:
-    """Switch off; what is recorded gets written, after a moment for the backend's threads.
+    """Stop everything that start() has started, and write what is recorded.
+
+    Operations that are not over get a moment to end before that.
 
     Args:
-        reason: Why, for the hooks of extensions.
+        reason: Passed to the hooks of extensions.
     """
     atexit.unregister(stop)
     hooks.deactivate(reason)
@@ -91,7 +110,7 @@ def stop(reason: str = "training is over") -> None:
     recorder = telemetry.recorder
     telemetry.set_recorder(None)
     if recorder is not None:
-        with suppress(RuntimeError):  # of a device that has failed
+        with suppress(RuntimeError):  # a GPU has failed
             recorder.settle(_SETTLE_S)
     unhook_optimizers()
     if _Running.watchdog is not None:
@@ -100,16 +119,24 @@ def stop(reason: str = "training is over") -> None:
         _Running.writer.close()
     if _Running.metrics is not None:
         _Running.metrics.close()
-    _Running.writer = _Running.watchdog = _Running.metrics = None
+    _Running.writer = None
+    _Running.watchdog = None
+    _Running.metrics = None
 
 
 def watch_nics(patience_s: float) -> None:
+    """Start the watch over this node's NICs, in place of one that runs.
+
+    Args:
+        patience_s: Seconds after which a failed NIC ends the process. 0: never.
+    """
     unwatch_nics()
     _Running.nics = NicWatch(patience_s)
     _Running.nics.start()
 
 
 def unwatch_nics() -> None:
+    """Stop the watch over this node's NICs, if it runs."""
     if _Running.nics is not None:
         _Running.nics.stop()
     _Running.nics = None
@@ -124,9 +151,8 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
     """
     from torch.optim import optimizer
 
-    open_spans: list[
-        Any
-    ] = []  # a stack: an optimizer's step() may call the step() of another optimizer
+    # A stack, because an optimizer's step() may call the step() of another optimizer.
+    open_spans: list[Any] = []
     counter = StepCounter()  # a training step may consist of several optimizer steps
 
     def before_step(*_: Any) -> None:
@@ -171,16 +197,23 @@ def compare_with_plan(current: Session) -> None:
 
 
 def unhook_optimizers() -> None:
+    """Remove the optimizer hooks that hook_optimizers() and compare_with_plan() have installed."""
     while _Running.hooks:
         _Running.hooks.pop().remove()
 
 
-def _watchdog(
+def _make_watchdog(
     current: Session, recorder: telemetry.Recorder, factor: float, floor_s: float
 ) -> Watchdog:
-    process, plan = current.process, current.plan
-    # the rank that the launcher's rank 0 has now
-    first = plan.nodes.index(current.site.nodes[0].name) * plan.processes
+    """Return the watchdog of this process; `factor` and `floor_s` say when a step is late."""
+    process = current.process
+    plan = current.plan
+    # The launcher's rank 0 hosts the store. It may have another rank now.
+    first_node = current.site.nodes[0].name
+    host: int | None = plan.nodes.index(first_node) * plan.processes
+    if process.agent_store:
+        host = None
+    scale = lab_scale(os.environ)
     return Watchdog(
         recorder,
         factor,
@@ -188,54 +221,75 @@ def _watchdog(
         connect=lambda: connect(process, STORE_S),
         prefix=f"{current.round}/watchdog",
         node_of=plan.node_of,
-        rates={
-            fabric.name: round(fabric.rate_bps * lab_scale(os.environ))
-            for fabric in current.site.fabrics
-        },
+        rates={fabric.name: round(fabric.rate_bps * scale) for fabric in current.site.fabrics},
         carried=lambda: nics.bytes_carried(current.node),
-        host=None if process.agent_store else first,
+        host=host,
         dump_hint=lambda: flight_recorder.dump_hint(current.rank),
     )
 
 
-def _open_writer(*arguments: Any) -> Writer:
+def _open_writer(current: Session, run: str, recorder: telemetry.Recorder, take: Take) -> Writer:
     """Call open_writer of telemetry_file.py, which is imported only in a job that writes telemetry."""
-    return extensions.load("holmes_ext.runtime.measure.telemetry_file:open_writer")(*arguments)
+    open_writer = extensions.load("holmes_ext.runtime.measure.telemetry_file:open_writer")
+    writer: Writer = open_writer(current, run, recorder, take)
+    return writer
 
 
-def _start_telemetry(
-    current: Session, recorder: telemetry.Recorder, take: Callable[[dict[str, Any]], None]
-) -> list[str]:
-    """Open this rank's file; the clocks are compared meanwhile, in a thread."""
+def _start_telemetry(current: Session, recorder: telemetry.Recorder, take: Take) -> list[str]:
+    """Open this rank's telemetry file, and measure the offset of this node's clock in a thread.
+
+    If the file cannot be opened, a line is printed, and the job runs without telemetry of this rank.
+
+    Args:
+        current: The session of this process.
+        recorder: Records the operations of this process.
+        take: Gets each document that is written.
+
+    Returns:
+        Lines for the user.
+    """
     os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
-    process, directory = current.process, current.options.telemetry
-    prefix, store = f"{current.round}/telemetry", None
+    process = current.process
+    directory = current.options.telemetry
+    prefix = f"{current.round}/telemetry"
+    store = None
     run = time.strftime("%Y%m%d-%H%M%S-") + uuid.uuid4().hex[:6]
     try:
         if process.world_size > 1:
             store = connect(process, _START_S)
+            # All ranks take the name of the rank that was first.
             run = store.compare_set(f"{prefix}/run", "", run).decode()
-        _Running.writer = writer = _open_writer(current, run, recorder, take)
-    except (OSError, RuntimeError) as error:  # of this rank alone, so rank 0 does not tell it
+        writer = _open_writer(current, run, recorder, take)
+    except (OSError, RuntimeError) as error:  # on this rank only, so it prints the line itself
         message = f"rank {current.rank} trains without telemetry ({why(error).splitlines()[0]})"
         tell_user(f"--holmes-telemetry {directory}: {message}")
         return []
+    _Running.writer = writer
     if store is not None and process.local_rank == 0:
-        arguments = (current, store, prefix, writer)
-        threading.Thread(
-            target=_compare_clocks, args=arguments, name="holmes clock", daemon=True
-        ).start()
+        thread = threading.Thread(
+            target=_compare_clocks,
+            args=(current, store, prefix, writer),
+            name="holmes clock",
+            daemon=True,
+        )
+        thread.start()
     return [f"telemetry: {Path(directory).absolute() / run} (holmes report {directory})"]
 
 
 def _compare_clocks(current: Session, store: Any, prefix: str, writer: Writer) -> None:
+    """Measure how far this node's clock is from that of rank 0's node, and write it into the telemetry.
+
+    The node of rank 0 answers the other nodes. Without an answer nothing is written, and the report says that
+    the times of this node are not aligned.
+    """
     nodes = current.plan.nodes
-    mine, offset = nodes.index(current.node.name), (0.0, 0.0)
+    node_index = nodes.index(current.node.name)
     try:
-        if mine == 0:  # rank 0's node
+        if node_index == 0:
             clock.answer(store, prefix, range(1, len(nodes)), _START_S)
+            offset = clock.Offset(0.0, 0.0)
         else:
-            offset = clock.ask(store, prefix, mine, _START_S * 2)
+            offset = clock.ask(store, prefix, node_index, _START_S * 2)
         writer.put({"clock": offset})
-    except RuntimeError:  # no answer: the report says that this node's times are not aligned
+    except RuntimeError:
         pass

@@ -1,15 +1,21 @@
-"""Says who holds the job up, while it is held up: one line that names group, rank and NIC.
+"""Watchdog: says which rank or NIC holds the job up while a training step is late.
 
-    every rank's thread looks at the clock some times a second, and does nothing else
-    the step takes over K times the median (and a floor): the rank puts what it waits for into the job's
-    store; one that is stuck follows the chain:
+    1. A thread on every rank looks at the clock a few times a second. It does nothing else while steps are on
+       time: no connection is made, and the job's key-value store is not touched.
+    2. A step is late if it takes much longer than the median step. Every rank whose step is late stores its
+       state: the operations that it waits in, how many it has started, and what its NICs carry.
+    3. A rank that is stuck follows the chain of waiting ranks, from state to state:
 
-        rank 0 waits for 2 in the data group -> rank 2 waits for 3 in its pipeline -> rank 3 waits for nobody:
-        rank 3 it is
+           rank 0 waits for rank 2 in the data group -> rank 2 waits for rank 3 in its pipeline group
+           -> rank 3 waits for no other rank: rank 3 is the cause
 
-The store is not touched, and no connection made, before a step is late. What is under way comes from
-telemetry's Recorder, which counts the operations of every group: who has started fewer than the one that is
-waited for has not arrived.
+    4. One rank prints one line with the cause. The key PREFIX/said decides which rank does.
+
+A rank has not reached an operation if it has started fewer operations in the same process group. The
+counts come from telemetry's Recorder.
+
+No rank waits for another one here: a rank that does not store its state within four looks is reported as not
+answering. If the store itself does not answer, the lowest waiting rank prints what it sees alone.
 """
 
 from __future__ import annotations
@@ -19,174 +25,247 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.runtime.start.store import ENDED_S
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of, tell_user
 
-#: Longest operation under way, at least: so old must the oldest one be for a late step to count as stuck (or
-#: the median).
+#: Smallest age, in seconds, of the oldest operation with which a late step counts as stuck. If the median
+#: step is longer, the median counts.
 STUCK_S = 1.0
-#: Floors that a step may take while the median is not known: the first ones compile, tune and make
-#: communicators.
+#: A step is late after so many times `floor_s` while the median is unknown: the first steps compile kernels,
+#: tune them and make communicators.
 FIRST_FLOORS = 12
-#: Operations that a rank tells of, the oldest first; lines in one job at most.
-_TOLD, LINES = 8, 20
+#: Most lines that a job prints.
+LINES = 20
+_MOST_OPERATIONS = 8  # that a rank stores, the oldest first
+_MOST_RANKS = 1024  # whose states a rank reads
+_MOST_NICS = 4  # that a line lists
+_LOOKS = 4  # for which the other ranks get time to store their state
+_LONGEST_PAUSE_S = 2.0  # between two looks
+_SHORTEST_PAUSE_S = 0.25
+_PAUSES_PER_FLOOR = 8
+_LONGEST_MEDIAN_S = 10.0  # that is waited for: ranks may be late up to a step after each other
+_NO_LINE_YET = "none -2 0"  # first value of PREFIX/said: RANK STEP LINES
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """One operation under way. number: which of the group's (or of messages with `peer`); age: seconds."""
+    """An operation of torch.distributed that a rank has started and that is not over."""
 
-    group: str
-    kind: str
-    operation: str
-    ranks: tuple[int, ...]
-    number: int
-    peer: int | None
-    age: float
+    group: str  # torch's name of the process group
+    kind: str  # what the group is for, such as "data"
+    operation: str  # such as "all_reduce"
+    ranks: tuple[int, ...]  # of the group; of a send or receive both ends
+    number: int  # of the operation among the group's collectives, or among the messages with `peer`
+    peer: int | None  # the other end of a send or receive; None for a collective
+    age: float  # seconds since its start
     fabric: str
-    interface: str
+    interface: str  # network interface of this node; "" if unknown
 
     @property
     def awaited(self) -> tuple[int, ...]:
+        """Ranks without which the operation cannot end."""
         return self.ranks if self.peer is None else (self.peer,)
 
     def __str__(self) -> str:
-        over = f"{self.fabric} over {self.interface}" if self.interface else self.fabric
-        return f"the {self.kind} group of ranks {some_of(self.ranks)} ({self.operation} on {over})"
+        """Return the operation in words, such as "the data group of ranks 0, 1 (all_reduce on ib)"."""
+        network = f"{self.fabric} over {self.interface}" if self.interface else self.fabric
+        return (
+            f"the {self.kind} group of ranks {some_of(self.ranks)} ({self.operation} on {network})"
+        )
 
 
 @dataclass(frozen=True)
 class State:
-    """Of a rank whose step is late. started: operations by group; messages: "send GROUP PEER" -> count; nics:
-    interface -> bits/s, both ways; look: grows while the rank is alive."""
+    """State of a rank whose step is late, as it is stored for other ranks."""
 
     rank: int
     node: str
     step: int
-    look: int
-    waiting: tuple[Waiting, ...] = ()
-    started: Mapping[str, int] = field(default_factory=dict)
+    look: int  # counts the rank's states: it grows while the rank is alive
+    waiting: tuple[Waiting, ...] = ()  # the oldest first
+    started: Mapping[str, int] = field(default_factory=dict)  # group -> collectives started
+    #: "send GROUP PEER" or "receive GROUP PEER" -> messages started.
     messages: Mapping[str, int] = field(default_factory=dict)
-    nics: Mapping[str, float] = field(default_factory=dict)
+    nics: Mapping[str, float] = field(default_factory=dict)  # interface -> bits/s, both directions
 
     def has_reached(self, wait: Waiting, rank: int) -> bool:
-        """Whether this rank has come to the operation that `rank` waits in."""
+        """Return whether this rank has started its part of the operation in which `rank` waits."""
         if wait.peer is None:
             return self.started.get(wait.group, 0) > wait.number
-        other = "receive" if wait.operation == "send" else "send"
-        return self.messages.get(f"{other} {wait.group} {rank}", 0) > wait.number
+        counterpart = "receive" if wait.operation == "send" else "send"
+        return self.messages.get(f"{counterpart} {wait.group} {rank}", 0) > wait.number
 
     def dump(self) -> str:
+        """Return the state as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> State:
+        """Return the state that dump() has written."""
         document = json.loads(text)
-        waiting = tuple(
-            Waiting(**{**entry, "ranks": tuple(entry["ranks"])})
-            for entry in document.pop("waiting")
-        )
-        return cls(**document, waiting=waiting)
+        waiting = []
+        for entry in document.pop("waiting"):
+            ranks = tuple(entry.pop("ranks"))
+            waiting.append(Waiting(**entry, ranks=ranks))
+        return cls(**document, waiting=tuple(waiting))
 
 
-#: State of a rank, None when it does not answer.
+#: Returns the state of a rank; None if the rank does not answer.
 Ask = Callable[[int], State | None]
 
 
+class MissingRank(NamedTuple):
+    """A rank that has not reached an operation in which another rank waits."""
+
+    rank: int
+    wait: Waiting  # the operation of the other rank
+
+
 def blame(rank: int, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]) -> str:
-    """Who holds `rank` up, in words, following who waits for whom; "": nobody. rates: of each fabric."""
-    path: list[int] = []
-    seen_in: Waiting | None = None
+    """Return the cause for which a rank waits, in words.
+
+    The chain of waiting ranks is followed: from `rank` to a rank that it waits for, and so on.
+
+    Args:
+        rank: The rank that is stuck.
+        ask: Returns the state of a rank.
+        node_of: Returns the name of a rank's node.
+        rates: Fabric -> its rate in bits/s.
+
+    Returns:
+        The cause; "" if `rank` does not wait.
+    """
+    path: list[int] = []  # the ranks that were followed so far
+    wait: Waiting | None = None  # the operation in which the last of them waits
     while True:
-        state, who = ask(rank), f"rank {rank} on {node_of(rank)}"
+        state = ask(rank)
+        name = f"rank {rank} on {node_of(rank)}"
         if state is None:
             return (
-                f"{seen_in} waits for {who}, which does not answer: stopped, dead, or cut off from the "
-                f"job's store"
+                f"{wait} waits for {name}, which does not answer: stopped, dead, or cut off from the "
+                "job's store"
             )
         if not state.waiting:
-            idle = f"{seen_in} waits for {who}, which is in no operation: it computes, loads data or writes"
-            return idle if seen_in else ""
+            if wait is None:
+                return ""
+            return f"{wait} waits for {name}, which is in no operation: it computes, loads data or writes"
         path.append(rank)
-        following = next(filter(None, (_late_one(rank, wait, ask) for wait in state.waiting)), None)
-        if following is None:
-            return _slow(rank, state.waiting[0], ask, node_of, rates)
-        rank, seen_in = following
+        missing = _first_missing_rank(rank, state.waiting, ask)
+        if missing is None:
+            return _slow_network(rank, state.waiting[0], ask, node_of, rates)
+        rank, wait = missing
         if rank in path:
             circle = ", ".join(map(str, path[path.index(rank) :]))
-            where = f"{seen_in} waits for rank {rank} on {node_of(rank)}"
-            return f"ranks {circle} wait for each other in a circle: {where}"
+            return (
+                f"ranks {circle} wait for each other in a circle: {wait} waits for rank {rank} on "
+                f"{node_of(rank)}"
+            )
 
 
-def _late_one(rank: int, wait: Waiting, ask: Ask) -> tuple[int, Waiting] | None:
-    """Who has not come to the operation that `rank` waits in; one that does not answer before others."""
-    states = {other: ask(other) for other in wait.awaited if other != rank}
-    late = [
-        other
-        for other, state in states.items()
-        if state is None or not state.has_reached(wait, rank)
-    ]
-    late.sort(key=lambda other: states[other] is not None)
-    return (late[0], wait) if late else None
+def _first_missing_rank(rank: int, operations: tuple[Waiting, ...], ask: Ask) -> MissingRank | None:
+    """Return a rank that has not reached one of the operations in which `rank` waits; None if all have.
+
+    The oldest operation with such a rank counts. Of its missing ranks, one that does not answer is preferred.
+    """
+    for wait in operations:
+        late_ranks = []
+        for other in wait.awaited:
+            if other == rank:
+                continue
+            state = ask(other)
+            if state is None:
+                return MissingRank(other, wait)
+            if not state.has_reached(wait, rank):
+                late_ranks.append(other)
+        if late_ranks:
+            return MissingRank(late_ranks[0], wait)
+    return None
 
 
-def _slow(
+def _slow_network(
     rank: int, wait: Waiting, ask: Ask, node_of: Callable[[int], str], rates: Mapping[str, int]
 ) -> str:
-    """Everybody is there and still it takes long: the network, with what each member's NIC carries."""
-    seen = []
+    """Return the message for an operation that all ranks have reached and that still takes long.
+
+    It lists the slowest NICs of the ranks that take part.
+    """
+    rates_seen = []  # (bits/s, the rank and its NIC in words)
     for member in dict.fromkeys((rank, *wait.awaited)):
         state = ask(member)
-        waits = state.waiting if state else ()
-        its_wait = next((other for other in waits if other.group == wait.group), wait)
-        if state and (carries := state.nics.get(its_wait.interface)) is not None:
-            moves = f"moves {format_rate(round(carries))} over {its_wait.interface}"
-            seen.append((carries, f"rank {member} on {node_of(member)} {moves}"))
-    slowest = ", ".join(text for _, text in sorted(seen)[:4])
-    rate = f" of {format_rate(rates[wait.fabric])}" if wait.fabric in rates else ""
-    return f"{wait}: all have arrived, the network is slow{': ' if slowest else ''}{slowest}{rate}"
+        if state is None:
+            continue
+        same_group = [other for other in state.waiting if other.group == wait.group]
+        interface = same_group[0].interface if same_group else wait.interface
+        rate_bps = state.nics.get(interface)
+        if rate_bps is not None:
+            text = f"moves {format_rate(round(rate_bps))} over {interface}"
+            rates_seen.append((rate_bps, f"rank {member} on {node_of(member)} {text}"))
+    message = f"{wait}: all have arrived, the network is slow"
+    if rates_seen:
+        message += ": " + ", ".join(text for _, text in sorted(rates_seen)[:_MOST_NICS])
+    if wait.fabric in rates:
+        message += f" of {format_rate(rates[wait.fabric])}"
+    return message
+
+
+def _no_hint() -> str:
+    return ""
 
 
 @dataclass(eq=False)
 class Watchdog:
-    """A step is late after max(factor x the median step, floor_s) seconds; one of the first, before there is
-    a median, after FIRST_FLOORS x floor_s."""
+    """Thread of one rank that reports late steps.
+
+    A step is late after `factor` times the median step, but at least `floor_s` seconds. While there is no
+    median yet, it is late after FIRST_FLOORS times `floor_s`.
+    """
 
     recorder: Recorder
     factor: float
     floor_s: float
-    connect: Callable[[], Any]  # a client of the store of its own, made when first needed
-    prefix: str  # of its keys
-    node_of: Callable[[int], str]
-    rates: Mapping[str, int]  # bits/s of each fabric
-    carried: Callable[[], Mapping[str, int]]  # interface -> bytes moved so far
-    host: int | None = None  # the rank whose process is the store's server
+    #: Returns a new client of the job's store. It is called when the first step is late.
+    connect: Callable[[], Any]
+    #: Prefix of the watchdog's keys in the store.
+    prefix: str
+    node_of: Callable[[int], str]  # rank -> name of its node
+    rates: Mapping[str, int]  # fabric -> bits/s
+    carried: Callable[[], Mapping[str, int]]  # returns: interface -> bytes moved so far
+    #: The rank whose process hosts the store; None if torchrun's agent does.
+    host: int | None = None
     say: Callable[[str], None] = tell_user
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
-    dump_hint: Callable[[], str] = lambda: (
-        ""
-    )  # says where torch's flight recorder writes; "" if nowhere
+    #: Returns a message that says where torch's flight recorder writes; "" if it does not.
+    dump_hint: Callable[[], str] = _no_hint
 
     def __post_init__(self) -> None:
-        self.pause_s = min(2.0, max(0.25, self.floor_s / 8))
+        """Set the state of a watchdog that has not looked yet."""
+        pause_s = max(_SHORTEST_PAUSE_S, self.floor_s / _PAUSES_PER_FLOOR)
+        self.pause_s = min(_LONGEST_PAUSE_S, pause_s)
         self._store: Any = None
-        self._looks, self._alone_at = 0, -1
+        self._looks = 0
+        self._alone_at = -1  # the step for which say_alone() has printed a line
         self._has_said_dump_hint = False
+        #: Time of the last look at a late step, and what the NICs had carried then.
         self._carried: tuple[float, Mapping[str, int]] | None = None
         self._ended = threading.Event()
 
     def start(self) -> None:
+        """Start the thread."""
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="holmes watchdog", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Returns when the thread has ended: in the store while the interpreter ends it would abort (134)."""
+        """End the thread, and wait until it has ended.
+
+        A thread that returns from the store while the interpreter shuts down would abort the process (status
+        134).
+        """
         self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(ENDED_S)
@@ -195,100 +274,116 @@ class Watchdog:
         while not self._ended.wait(self.pause_s):
             try:
                 self.look()
-            except Exception:  # noqa: BLE001 - the store does not answer, or went before the job
+            except Exception:  # noqa: BLE001 - the store does not answer, or has ended before the job
                 self._store = None
                 self.say_alone()
 
     def look(self) -> None:
-        """One look at the clock; of a late step tell the others, and say who is behind if nobody has."""
+        """Check once whether the step is late; if so, store this rank's state, and report the cause."""
         if not self._late():
             self._carried = None
             return
         state = self.state()
         self.tell(state)
-        median = self.recorder.median_s()
-        stuck = max(STUCK_S, self._limit_s() if median is None else median)
-        if self.recorder.armed and state.waiting and state.waiting[0].age >= stuck:
+        median_s = self.recorder.median_s()
+        stuck_s = max(STUCK_S, self._limit_s() if median_s is None else median_s)
+        is_stuck = bool(state.waiting) and state.waiting[0].age >= stuck_s
+        if self.recorder.armed and is_stuck:
             self._explain(state)
 
     def _late(self) -> bool:
         return self._so_far() >= self._limit_s()
 
     def _limit_s(self) -> float:
-        """What a step may take until it is late."""
-        median = self.recorder.median_s()
-        return (
-            FIRST_FLOORS * self.floor_s
-            if median is None
-            else max(self.factor * median, self.floor_s)
-        )
+        """Return the seconds after which a step is late."""
+        median_s = self.recorder.median_s()
+        if median_s is None:
+            return FIRST_FLOORS * self.floor_s
+        return max(self.factor * median_s, self.floor_s)
 
     def _so_far(self) -> float:
+        """Return the seconds since the current step began."""
         return self.clock() - self.recorder.entered
 
     def state(self) -> State:
-        """This rank's, now."""
-        recorder, now = self.recorder, self.clock()
-        for op in list(recorder.open.values()):
-            work = op.work() if op.work is not None else None
-            is_on_host = not op.group.is_on_device
-            if work is not None and op.peer is None and is_on_host and work.is_completed():
-                recorder.finish(op)
-        ops, groups = recorder.in_flight(), list(recorder.groups.values())
-        self._looks += 1
+        """Return the current state of this rank."""
+        recorder = self.recorder
+        now = self.clock()
+        self._finish_completed()
+        operations = recorder.in_flight()
+        groups = list(recorder.groups.values())
         started = {group.name: group.collectives for group in groups}
-        messages = {
-            (group.name, way, peer): count
-            for group in groups
-            for (way, peer), count in list(group.messages.items())
-        }
-        for op in recorder.not_begun():  # launched by the host, which is ahead
+        messages: dict[
+            tuple[str, str, int], int
+        ] = {}  # (group, "send" or "receive", peer) -> count
+        for group in groups:
+            for (direction, peer), count in list(group.messages.items()):
+                messages[group.name, direction, peer] = count
+        # The host launches operations ahead of the GPU. Those that the GPU has not reached do not count.
+        for op in recorder.not_begun():
             if op.peer is None:
                 started[op.group.name] -= 1
             else:
                 messages[op.group.name, op.name, op.peer] -= 1
+        self._looks += 1
         return State(
             rank=recorder.rank,
             node=self.node_of(recorder.rank),
             step=recorder.step,
             look=self._looks,
-            waiting=tuple(self._waiting(op, now) for op in ops[:_TOLD]),
+            waiting=tuple(self._waiting(op, now) for op in operations[:_MOST_OPERATIONS]),
             started=started,
             messages={
-                f"{way} {name} {peer}": count for (name, way, peer), count in messages.items()
+                f"{direction} {group_name} {peer}": count
+                for (group_name, direction, peer), count in messages.items()
             },
-            nics=self._rates(now),
+            nics=self._nic_rates(now),
         )
+
+    def _finish_completed(self) -> None:
+        """Record the end of collectives on the host for whose end the program has not waited yet."""
+        for op in list(self.recorder.open.values()):
+            if op.work is None or op.peer is not None or op.group.is_on_device:
+                continue
+            work = op.work()  # a weak reference
+            if work is not None and work.is_completed():
+                self.recorder.finish(op)
 
     def _waiting(self, op: Op, now: float) -> Waiting:
-        name, kind, transport = op.group.name, self.recorder.kind(op), op.group.transport
-        age, ranks = now - op.start, self.recorder.ends(op)
+        transport = op.group.transport
         return Waiting(
-            name,
-            kind,
-            op.name,
-            ranks,
-            op.number,
-            op.peer,
-            age,
-            transport.fabric,
-            transport.interface,
+            group=op.group.name,
+            kind=self.recorder.kind(op),
+            operation=op.name,
+            ranks=self.recorder.ends(op),
+            number=op.number,
+            peer=op.peer,
+            age=now - op.start,
+            fabric=transport.fabric,
+            interface=transport.interface,
         )
 
-    def _rates(self, now: float) -> dict[str, float]:
-        """Bits/s of each interface since the last look."""
-        carried, before = self.carried(), self._carried
+    def _nic_rates(self, now: float) -> dict[str, float]:
+        """Return the bits/s of each interface since the last look; empty at the first look at a late step."""
+        carried = self.carried()
+        previous = self._carried
         self._carried = (now, carried)
-        if before is None or now <= before[0]:
+        if previous is None:
             return {}
-        seconds, known = now - before[0], before[1]
-        return {
-            name: (carried[name] - known[name]) * 8 / seconds for name in carried if name in known
-        }
+        previous_time, previous_carried = previous
+        seconds = now - previous_time
+        if seconds <= 0:
+            return {}
+        rates = {}
+        for interface, count in carried.items():
+            if interface in previous_carried:
+                rates[interface] = (count - previous_carried[interface]) * 8 / seconds
+        return rates
 
-    # The job's store
+    # Exchange with other ranks, through the job's store
 
     def tell(self, state: State) -> None:
+        """Store this rank's state for the other ranks."""
         if self._store is None:
             self._store = self.connect()
         self._store.set(self._key(state.rank), state.dump())
@@ -296,56 +391,72 @@ class Watchdog:
     def _key(self, rank: int) -> str:
         return f"{self.prefix}/state/{rank}"
 
-    def _get(self, rank: int) -> State | None:
-        return (
-            State.load(self._store.get(self._key(rank)).decode())
-            if self._store.check([self._key(rank)])
-            else None
-        )
+    def _stored_state(self, rank: int) -> State | None:
+        """Return the state that a rank has stored; None if there is none."""
+        key = self._key(rank)
+        if not self._store.check([key]):
+            return None
+        return State.load(self._store.get(key).decode())
 
     def _explain(self, state: State) -> None:
-        """Say the line unless another rank has; who is alive gets time to tell of itself twice."""
-        key, late = f"{self.prefix}/said", state.step
-        last = self._store.compare_set(key, "", "none -2 0").decode()
-        _, step, lines = last.split()
-        if int(step) >= late - 1 or int(lines) >= LINES:
+        """Print the cause of a late step, unless another rank does.
+
+        1. This rank claims the line for this step in PREFIX/said. If another rank has, nothing is printed.
+        2. It waits for some looks, so that other ranks can store new states. A rank that has stored none
+           meanwhile is not alive.
+        3. If the step is still late, it prints the cause. Otherwise it gives the claim back.
+        """
+        said_key = f"{self.prefix}/said"
+        late_step = state.step
+        previous_claim = self._store.compare_set(said_key, "", _NO_LINE_YET).decode()
+        _, said_step, line_count = previous_claim.split()
+        if int(said_step) >= late_step - 1 or int(line_count) >= LINES:
             return
-        mine = f"{state.rank} {late} {int(lines) + 1}"
-        if self._store.compare_set(key, last, mine).decode() != mine:
+        claim = f"{state.rank} {late_step} {int(line_count) + 1}"
+        if self._store.compare_set(said_key, previous_claim, claim).decode() != claim:
             return
-        ranks = sorted(
-            {rank for group in list(self.recorder.groups.values()) for rank in group.ranks}
-        )[:1024]
-        looks = {rank: known.look for rank in ranks if (known := self._get(rank)) is not None}
-        median = self.recorder.median_s()
-        for _ in range(4):  # ranks are late up to a step after each other
-            self.sleep(self.pause_s + min(10.0, median or 0.0) / 4)
+
+        first_looks = self._stored_looks()
+        median_s = self.recorder.median_s()
+        for _ in range(_LOOKS):
+            self.sleep(self.pause_s + min(_LONGEST_MEDIAN_S, median_s or 0.0) / _LOOKS)
             state = self.state()
             self.tell(state)
         if (
-            not state.waiting or state.step != late
-        ):  # it went on meanwhile; the next step may be as late
-            self._store.compare_set(key, mine, last)
+            not state.waiting or state.step != late_step
+        ):  # the job goes on; the next step may be late
+            self._store.compare_set(said_key, claim, previous_claim)
             return
 
         def ask(rank: int) -> State | None:
-            """Who has not told of itself since the first look is not alive."""
-            known = state if rank == state.rank else self._get(rank)
-            return (
-                known
-                if known is not None and (known is state or known.look > looks.get(rank, 0))
-                else None
-            )
+            if rank == state.rank:
+                return state
+            other = self._stored_state(rank)
+            is_alive = other is not None and other.look > first_looks.get(rank, 0)
+            return other if is_alive else None
 
-        if cause := blame(state.rank, ask, self.node_of, self.rates):
-            usual = (
-                "no step's time is known yet" if median is None else f"the median is {median:.2f} s"
-            )
-            self.say(
-                f"step {late} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
-                f"{state.rank})"
-            )
-            self._say_dump_hint()
+        cause = blame(state.rank, ask, self.node_of, self.rates)
+        if not cause:
+            return
+        if median_s is None:
+            usual = "no step's time is known yet"
+        else:
+            usual = f"the median is {median_s:.2f} s"
+        self.say(
+            f"step {late_step} takes {self._so_far():.1f} s so far, {usual}: {cause} (seen by rank "
+            f"{state.rank})"
+        )
+        self._say_dump_hint()
+
+    def _stored_looks(self) -> dict[int, int]:
+        """Return the number of the last look of each rank that shares a group with this one."""
+        ranks = {rank for group in list(self.recorder.groups.values()) for rank in group.ranks}
+        looks = {}
+        for rank in sorted(ranks)[:_MOST_RANKS]:
+            state = self._stored_state(rank)
+            if state is not None:
+                looks[rank] = state.look
+        return looks
 
     def _say_dump_hint(self) -> None:
         """Print once where torch's flight recorder writes its dumps, if it writes any."""
@@ -357,18 +468,23 @@ class Watchdog:
             self.say(hint)
 
     def say_alone(self) -> None:
-        """The store is silent: the lowest rank of those that are waited for, but its host, says what it
-        sees."""
+        """Print what this rank sees if the store does not answer, so that ranks cannot compare their states.
+
+        Only the lowest rank of those that take part in the oldest operation prints it. The store's host
+        is left out, because it may be the rank that has stopped.
+        """
         state = self.state()
         if not self._late() or not state.waiting or self._alone_at == state.step:
             return
         wait = state.waiting[0]
-        if state.rank == min({state.rank, *wait.ranks} - {self.host}, default=-1):
-            self._alone_at = state.step
-            kept = (
-                f"; it is kept by rank {self.host} on {self.node_of(self.host)}"
-                if self.host is not None
-                else ""
-            )
-            stuck = f"{wait} is stuck, and the job's store does not answer{kept} (seen by rank {state.rank})"
-            self.say(f"step {state.step} takes {self._so_far():.1f} s so far: {stuck}")
+        candidates = {state.rank, *wait.ranks} - {self.host}
+        if state.rank != min(candidates, default=-1):
+            return
+        self._alone_at = state.step
+        kept_by = ""
+        if self.host is not None:
+            kept_by = f"; it is kept by rank {self.host} on {self.node_of(self.host)}"
+        self.say(
+            f"step {state.step} takes {self._so_far():.1f} s so far: {wait} is stuck, and the job's store "
+            f"does not answer{kept_by} (seen by rank {state.rank})"
+        )

@@ -22,7 +22,7 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.runtime.start import preflight
 from holmes_ext.runtime.start.launcher import Process
-from holmes_ext.runtime.start.preflight import lost
+from holmes_ext.runtime.start.preflight import ConnectionAttempt, ports_at_fault
 
 FABRICS = (
     Fabric(ETHERNET, "ethernet", 10**9, 3e-5),
@@ -88,7 +88,7 @@ def fly(site, plan, monkeypatch, fallback="ethernet", absent=(), seconds=(1.0, 5
 
 def test_each_pair_of_nodes_once_for_each_fabric():
     site = site_of(processes=2)
-    todo = preflight.pairs(build_plan(site, Sizes(pipeline=2)))
+    todo = preflight.neighbour_pairs(build_plan(site, Sizes(pipeline=2)))
     keys = [(pair.fabric, frozenset((pair.first, pair.second))) for pair in todo]
     assert len(keys) == len(set(keys))
     fast = {names for fabric, names in keys if fabric != ETHERNET}
@@ -101,7 +101,7 @@ def test_each_pair_of_nodes_once_for_each_fabric():
 
 def test_without_sizes_the_clusters_are_tried():
     site = site_of()
-    todo = preflight.pairs(build_plan(site))
+    todo = preflight.neighbour_pairs(build_plan(site))
     assert {(p.fabric, p.kind) for p in todo} >= {
         ("ib", "cluster"),
         ("roce", "cluster"),
@@ -113,7 +113,7 @@ def test_64_ranks_need_few_connections():
     nodes = tuple(node(f"n{i}", "ib" if i < 4 else "roce", i + 1, 8) for i in range(8))
     site = Site(nodes, FABRICS)
     for sizes in (Sizes(pipeline=2), Sizes(pipeline=4, tensor=4), Sizes(tensor=8)):
-        assert len(preflight.pairs(build_plan(site, sizes))) <= 24
+        assert len(preflight.neighbour_pairs(build_plan(site, sizes))) <= 24
 
 
 def test_all_is_well(monkeypatch):
@@ -187,22 +187,25 @@ def test_bad_ethernet_ends_all_ranks(monkeypatch):
     ), outcome
 
 
+def hello_to(address, port, expected, token="t", answer_s=5.0):
+    hello = {"node": "a0", "token": token}
+    answer = {"node": expected, "token": token}
+    return preflight.exchange_hello(address, (address, port), hello, answer, 5.0, answer_s)
+
+
 def test_an_address_that_another_node_answers():
     site = site_of(b1={"roce": "127.3.0.3"})  # b0's
-    listeners = preflight.Listeners(
-        site, "b0", [preflight.Pair("roce", "b1", "b0", "data", (2, 3))], "t"
+    listeners = preflight.NodeListeners(
+        site, "b0", [preflight.NeighbourPair("roce", "b1", "b0", "data", (2, 3))], "t"
     )
     try:
-        hello = "127.3.0.3", "127.3.0.3", listeners.ports["roce"], "a0"
+        port = listeners.ports["roce"]
         assert (
-            preflight.exchange_hello(*hello, "b1", "t")
-            == "the address is answered by node 'b0', so two "
-            "nodes have it"
+            hello_to("127.3.0.3", port, "b1")
+            == "the address is answered by node 'b0', so two nodes have it"
         )
-        assert (
-            preflight.exchange_hello(*hello, "b0", "t") == ""
-            and preflight.exchange_hello(*hello, "b0", "another job") != ""
-        )
+        assert hello_to("127.3.0.3", port, "b0") == ""
+        assert hello_to("127.3.0.3", port, "b0", token="another job") != ""
     finally:
         listeners.close()
 
@@ -223,13 +226,7 @@ def test_a_node_that_stays_away_is_named(monkeypatch):
 
 def test_nobody_answers_although_the_port_is_open():
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        preflight_answer, preflight.ANSWER_S = preflight.ANSWER_S, 0.2
-        try:
-            problem = preflight.exchange_hello(
-                "127.0.0.1", "127.0.0.1", silent.getsockname()[1], "a", "b", "t"
-            )
-        finally:
-            preflight.ANSWER_S = preflight_answer
+        problem = hello_to("127.0.0.1", silent.getsockname()[1], "b", answer_s=0.2)
     assert "no answer within 0.2 s" in problem
 
 
@@ -242,9 +239,7 @@ def test_garbage_is_no_answer():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=serve, args=(listener,))
         thread.start()
-        assert preflight.exchange_hello(
-            "127.0.0.1", "127.0.0.1", listener.getsockname()[1], "a", "b", "t"
-        )
+        assert hello_to("127.0.0.1", listener.getsockname()[1], "b")
         thread.join()
 
 
@@ -270,7 +265,8 @@ def test_garbage_is_no_answer():
     ],
 )
 def test_who_is_to_blame(findings, expected):
-    assert {node for node, _ in lost(findings)} == expected
+    attempts = [ConnectionAttempt(*finding) for finding in findings]
+    assert {node for node, _ in ports_at_fault(attempts)} == expected
 
 
 def test_a_port_without_an_address_is_said_not_to_be_tried(monkeypatch):
