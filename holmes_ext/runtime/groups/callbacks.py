@@ -3,8 +3,8 @@
 A backend's thread that needs the GIL while the interpreter ends aborts the process (status 134, "terminate
 called without an active exception"). There are two cases:
 
-    callbacks   torch.futures.Future.then() runs a function in the thread of the backend. The future is complete
-                before the function runs, so the program may reach its end meanwhile.
+    callbacks   torch.futures.Future.then() runs a function in the thread of the backend. The future is
+                complete before the function runs, so the program may reach its end meanwhile.
     gloo        Its threads need the GIL after every operation, to free the operation's tensors, and hold a
                 lock until they have it. If DistributedDataParallel, which outlives destroy_process_group,
                 ends its group meanwhile, the process hangs (torch 2.13,

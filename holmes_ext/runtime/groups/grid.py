@@ -1,7 +1,7 @@
 """Compares the parallel sizes that a framework initializes with the planned ones.
 
-If they differ from sizes that the user gave for the plan, the job ends on all ranks with a message. If process
-groups span clusters although other sizes would avoid it, rank 0 prints a line of advice.
+If they differ from sizes that the user gave for the plan, the job ends on all ranks with a message. If
+process groups span clusters although other sizes would avoid it, rank 0 prints a line of advice.
 """
 
 from __future__ import annotations

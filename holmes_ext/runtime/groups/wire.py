@@ -1,4 +1,4 @@
-"""Encodes the messages of a stage link between clusters: each tensor-parallel rank sends one slice, compressed.
+"""Encodes messages between pipeline stages: each tensor-parallel rank sends a compressed slice.
 
 Without sequence parallelism, all tensor-parallel ranks of a stage have the same activation (or gradient) to
 send. Each of them sends a slice of its rows (all dimensions but the last), and the receiving ranks gather the

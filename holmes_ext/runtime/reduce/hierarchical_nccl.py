@@ -99,7 +99,7 @@ class CollectivesWork:
 
 
 class HierarchicalCollectives:
-    """Hierarchical all-reduce over all ranks of several clusters by NCCL collectives; implements Reduction."""
+    """Hierarchical all-reduce over several clusters by NCCL collectives; implements Reduction."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class HierarchicalCollectives:
             clusters: Global ranks of each cluster, equal on all ranks; two clusters or more, of equal size.
             chunk_bytes: Size of a chunk; None for the plan's formula.
             compress: Compression between clusters: "off", "bf16" or "int8". A compressed shard is sent whole
-                to each other cluster, so three or more clusters send more bytes than the compression suggests.
+                to each other cluster, which takes more bytes than a ring for three or more clusters.
             purpose: Part of the process groups' names.
 
         Raises:

@@ -9,8 +9,8 @@ A training step:
     1  arm()                 before the last backward pass: from now on, final gradients are reduced
     2  _gradient_arrived()   autograd's hook of each parameter: counts the gradient in its bucket
     3  _launch_ready()       launches the reductions of complete buckets, in the common order
-    4  finish()              after the backward pass: launches the remaining buckets, waits for all, and stores
-                             the averages in the gradients
+    4  finish()              after the backward pass: launches the remaining buckets, waits for all, and
+                             stores the averages in the gradients
 
 The first armed step only observes, and finish() launches all its buckets. It counts how often each gradient
 is accumulated, to recognize the final one, and notes the order in which gradients become final (_learn).
@@ -114,6 +114,8 @@ class GradientReducer:
             rank) pairs. On other ranks these elements are undefined afterwards. None if all ranks need all
             elements. Ignored if the group uses a hierarchical all-reduce.
     """
+
+    armed: bool  # whether a step is between arm() and finish()
 
     def __init__(
         self,
@@ -343,7 +345,6 @@ class GradientReducer:
 
     def _reset(self) -> None:
         """Prepare for the next step."""
-        #: Whether a step is between arm() and finish().
         self.armed = False
         self._held = False  # between arm(hold=True) and release()
         self._launched = 0  # number of buckets whose reductions were launched

@@ -1,4 +1,6 @@
-"""Runs gloo's blocking calls in threads: every part of a tensor passes through the same steps, as in a pipeline.
+"""Runs gloo's blocking calls in a pipeline of threads, one for each step of an operation.
+
+Every part of a tensor passes through the same steps:
 
     part 1   [step 1][step 2][step 3]
     part 2           [step 1][step 2][step 3]

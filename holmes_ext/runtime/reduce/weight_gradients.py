@@ -7,8 +7,9 @@
                   so that hooks of parameters run.
 
 A linear layer keeps between steps 2 and 3 exactly what its whole backward pass would need (Qi et al. 2024,
-arXiv 2401.10241, section 2.3). Only calls of torch.nn.functional.linear whose weight is a parameter are split,
-and not under autocast, which replaces the weight by a copy. All other gradients are computed in step 2.
+arXiv 2401.10241, section 2.3). Only calls of torch.nn.functional.linear whose weight is a parameter are
+split, and not under autocast, which replaces the weight by a copy. All other gradients are computed in
+step 2.
 """
 
 from __future__ import annotations
