@@ -1,7 +1,9 @@
-"""holmes_ext: one training job over several GPU clusters whose NICs differ.
+"""holmes_ext runs one training job over several GPU clusters whose NICs differ.
 
-import holmes_ext
-holmes_ext.enable()          # before init_process_group; or add --holmes to the command instead
+Add --holmes to the command of the job, or call enable() before init_process_group:
+
+    import holmes_ext
+    holmes_ext.enable()
 """
 
 from importlib import import_module
@@ -20,8 +22,9 @@ __all__ = [
     "step_done",
 ]
 
-#: Public name -> its module, imported when the name is used: importing holmes_ext alone stays cheap.
-_HOMES = {
+#: Public name -> its module. A module is imported when its name is used first, so that importing holmes_ext
+#: is fast.
+_MODULE_OF = {
     "GradientReducer": "holmes_ext.runtime.reduce.reducer",
     "HolmesError": "holmes_ext.errors",
     "disable": "holmes_ext.job",
@@ -35,9 +38,11 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "initialize_model_parallel":  # megatron.core.parallel_state's, imported only now
+    if name == "initialize_model_parallel":
+        # A drop-in replacement for the function of megatron.core.parallel_state, which enables holmes first.
         drop_in = import_module("holmes_ext.patches.megatron.drop_in").drop_in
-        return drop_in(import_module("holmes_ext.job").enable)
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
+        enable = import_module("holmes_ext.job").enable
+        return drop_in(enable)
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'holmes_ext' has no attribute {name!r}")

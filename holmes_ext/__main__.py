@@ -1,16 +1,18 @@
-"""`python -m holmes_ext [FLAGS] SCRIPT ARGS` or `... -m MODULE ARGS`: run a program with holmes on.
+"""Runs a program under holmes: `python -m holmes_ext [FLAGS] SCRIPT ARGS` or `... -m MODULE ARGS`.
 
-For environments where the .pth is not in place (a source tree on PYTHONPATH, `pip install --target`), and
-for those who want it spelled out: `torchrun ... -m holmes_ext pretrain_gpt.py ...`. No `--holmes` is needed;
-its other flags may stand before SCRIPT or among ARGS. The program runs as __main__ with the arguments,
-__file__ and sys.path[0] that it would have alone (sys.argv[0] is made absolute). HOLMES=0,
-HOLMES_DISABLE=all, and being a child of a worker make it run without holmes, flags removed.
+This command works without the file holmes_ext.pth (a source tree on PYTHONPATH, `pip install --target`), for
+example `torchrun ... -m holmes_ext pretrain_gpt.py ...`. The flag `--holmes` is not needed. Other flags of
+holmes may stand before SCRIPT or among ARGS.
+
+The program runs as __main__, with the arguments, __file__ and sys.path[0] that it has without holmes;
+sys.argv[0] becomes absolute. If HOLMES is 0, HOLMES_DISABLE is all, or this process descends from a worker,
+the program runs without holmes, and the flags are removed.
 """
 
 import os
 import runpy
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext import _pth
 from holmes_ext.errors import HolmesError
@@ -18,38 +20,52 @@ from holmes_ext.errors import HolmesError
 USAGE = "python -m holmes_ext [--holmes-... VALUE] (SCRIPT | -m MODULE) ARGS"
 
 
-def split(arguments: list[str]) -> tuple[list[str], str, str, list[str]]:
-    """(flags before the program, "file" or "module", program, its arguments); HolmesError without one."""
-    rest = list(arguments)
+class CommandLine(NamedTuple):
+    """Parts of the command line."""
+
+    flags: list[str]  # flags of holmes before the program, with their values
+    kind: str  # "file" or "module"
+    program: str  # path of the file or name of the module
+    arguments: list[str]  # arguments of the program
+
+
+def split(command_line: list[str]) -> CommandLine:
+    """Split the arguments of `python -m holmes_ext` into flags, program and arguments of the program.
+
+    Raises:
+        HolmesError: there is no program, it does not exist, or it is a launcher.
+    """
+    remaining = list(command_line)
     flags: list[str] = []
-    while rest and _pth.is_flag(rest[0]):
-        count = 2 if _pth.takes_value(rest[0]) else 1
-        flags += rest[:count]
-        del rest[:count]
+    while remaining and _pth.is_flag(remaining[0]):
+        words_of_flag = 2 if _pth.takes_value(remaining[0]) else 1
+        flags += remaining[:words_of_flag]
+        del remaining[:words_of_flag]
     kind = "file"
-    if rest[:1] == ["-m"]:
+    if remaining[:1] == ["-m"]:
         kind = "module"
-        del rest[0]
-    if not rest:
+        del remaining[0]
+    if not remaining:
         raise HolmesError(f"no program to run: {USAGE}")
-    program, *rest = rest
+    program, *arguments = remaining
     if program.startswith("-"):
         raise HolmesError(f"{program} is not a flag of holmes: {USAGE}")
     if kind == "file" and not os.path.exists(program):
         raise HolmesError(f"{program}: no such script")
     if _pth.is_launcher(kind, program):
-        wanted = "torchrun ... -m holmes_ext SCRIPT ARGS"
+        example = "torchrun ... -m holmes_ext SCRIPT ARGS"
         raise HolmesError(
-            f"{program} starts workers itself: put holmes_ext after it, as in `{wanted}`"
+            f"{program} starts workers itself: put holmes_ext after it, as in `{example}`"
         )
-    return flags, kind, program, rest
+    return CommandLine(flags, kind, program, arguments)
 
 
-#: Of the program: they live until the interpreter ends, as they would without this module.
+#: Global variables of the program. They live until the interpreter ends, as without this module.
 variables: dict[str, Any] = {}
 
 
 def main() -> int:
+    """Run the program of the command line under holmes; return the exit status of a bad command line."""
     try:
         flags, kind, program, arguments = split(sys.argv[1:])
     except HolmesError as error:
@@ -63,11 +79,10 @@ def main() -> int:
     if kind == "module":
         variables.update(runpy.run_module(program, run_name="__main__", alter_sys=True))
     else:
-        if not getattr(
-            sys.flags, "safe_path", False
-        ):  # -P and PYTHONSAFEPATH: nothing was prepended
+        # With -P or PYTHONSAFEPATH, sys.path does not begin with the folder of the program.
+        is_safe_path = getattr(sys.flags, "safe_path", False)
+        if not is_safe_path:
             sys.path[0] = os.path.dirname(os.path.realpath(program))
-        # __file__ is absolute alone, too
         variables.update(runpy.run_path(os.path.abspath(program), run_name="__main__"))
     return 0
 

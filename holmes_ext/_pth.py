@@ -1,41 +1,47 @@
-"""Switching on without touching the script: what the one-line holmes_ext.pth does.
+"""Activates holmes in an unmodified script, by the one-line file holmes_ext.pth.
 
-Python's `site` runs the line in every interpreter of the environment. It imports nothing unless `--holmes`,
-or a flag starting with `--holmes-`, is among the arguments or HOLMES is 1 (which `python -I` and `-E` do not
-read); then arm() waits, by an audit hook, for the moment right before the main program starts: sys.path is
-complete, and the interpreter says what it is about to run.
+Python's `site` runs the line of the .pth file in every interpreter of the environment. The line imports this
+module only if the arguments have `--holmes` or a flag `--holmes-...`, or if HOLMES is 1 (ignored by
+`python -I` and `-E`). Then:
 
-    site -> .pth line -> arm() ... "cpython.run_file" -> decide() -> start() -> holmes_ext.job.activate
+    1  arm()       installs an audit hook
+    2  _on_event() runs right before the main program starts: sys.path is complete, and the interpreter
+                   reports the program by an audit event such as "cpython.run_file"
+    3  decide()    chooses an action for the program
+    4  start()     activates holmes by holmes_ext.job.activate
 
-decide() answers by what runs and how holmes was asked for:
+Actions of decide():
 
-    what runs                                       --holmes       HOLMES=1 alone
+    program                                         --holmes       HOLMES=1 only
     a launcher (torchrun, deepspeed, accelerate,    leave          leave
       holmes, pip, ...), a helper process of
       multiprocessing, a child of a worker
-    anything, when HOLMES=0 or HOLMES_DISABLE=all   strip          (leave)
-    a worker: a rank in the environment             activate       activate a file or module
-    one process, no rank: FILE.py or -m MODULE      activate       activate, not in a batch step
-    one process, no rank: -c CODE, standard input   activate       leave
-    one process, no rank: another installed         leave: a launcher we do not know needs its
-      command (no .py suffix)                         flags for the workers that it starts
+    any other, if HOLMES=0 or HOLMES_DISABLE=all    strip          leave
+    a worker (its environment has a rank)           activate       activate; leave -c CODE and standard input
+    without a rank: FILE.py or -m MODULE            activate       activate; leave in a Slurm batch step
+    without a rank: -c CODE, standard input         activate       leave
+    without a rank: another installed command       leave          leave
+      (no suffix .py)
 
-"leave" touches nothing; "strip" removes the flags, so that the same command runs stock.
+    activate   start holmes
+    strip      remove the flags of holmes, so that the program runs without holmes
+    leave      change nothing: an unknown launcher needs the flags for its workers
 
-A worker marks its environment (HOLMES_WORKER_PID = its process id), and a process that has that very process
-as an ancestor (data-loader workers, checkpoint writers, compilers) is left alone. The price: a torchrun
-started from inside a worker gets no holmes. A process that replaces itself with exec keeps its id and is
-activated again.
+A worker sets HOLMES_WORKER_PID to its process id. Processes that have this worker as an ancestor (data-loader
+workers, checkpoint writers, compilers) are left unchanged. As a consequence, a torchrun that is started
+inside a worker runs without holmes. A process that replaces itself by exec keeps its id and is activated
+again.
 
-Only os and sys are imported here; both are loaded in every interpreter already.
+This module imports only os and sys, which every interpreter has loaded already.
 """
 
 import os
 import sys
 
+#: Environment variable with the process id of the worker.
 MARKER = "HOLMES_WORKER_PID"
 
-# Modules (run by -m) and installed commands that start other programs, or are never a training script.
+# Modules (run by -m) and installed commands that start other programs, or are never training scripts.
 _LAUNCHER_MODULES = (
     "torch.distributed.run",
     "torch.distributed.launch",
@@ -69,6 +75,7 @@ _LAUNCHER_FILES = (
     "accelerate/commands/launch.py",
 )
 
+#: Audit event -> how the program is run.
 _EVENTS = {
     "cpython.run_file": "file",
     "cpython.run_module": "module",
@@ -80,17 +87,21 @@ _started = False
 
 
 def arm():
-    """Wait for the main program; called by holmes_ext.pth. Costs 50 ns an audit event."""
+    """Wait for the start of the main program, by an audit hook that costs 50 ns for each audit event.
+
+    holmes_ext.pth calls this function.
+    """
     sys.addaudithook(_on_event)
 
 
 def _on_event(event, args):
+    """Handle an audit event: if the main program is about to start, activate holmes or strip its flags."""
     kind = _EVENTS.get(event)
     if kind is None:
         return
-    action = decide(
-        kind, str(args[0]) if args else "", sys.argv[1:], os.environ, is_child(os.environ)
-    )
+    program = str(args[0]) if args else ""
+    child = is_child(os.environ)
+    action = decide(kind, program, sys.argv[1:], os.environ, child)
     if action == "activate":
         start(sys.argv)
     elif action == "strip":
@@ -98,68 +109,77 @@ def _on_event(event, args):
 
 
 def decide(kind, program, arguments, environ, child):
-    """ "leave", "strip" or "activate" the program that is about to start (see the table above). kind: "file",
-    "module", "command" or "stdin"; child: this process descends from a worker."""
-    flagged = any(is_flag(argument) for argument in arguments)
-    if (
-        child
-        or is_launcher(kind, program)
-        or (kind == "command" and program.startswith("from multiprocessing."))
-    ):
+    """Return the action for a program that is about to start: "activate", "strip" or "leave".
+
+    The docstring of the module has a table of the actions.
+
+    Args:
+        kind: How the program is run: "file", "module", "command" (-c CODE) or "stdin".
+        program: Path of the file, name of the module, or the code.
+        arguments: Arguments of the program.
+        environ: Environment variables.
+        child: Whether this process descends from a worker.
+    """
+    has_flags = any(is_flag(argument) for argument in arguments)
+    is_multiprocessing = kind == "command" and program.startswith("from multiprocessing.")
+    if child or is_launcher(kind, program) or is_multiprocessing:
         return "leave"
     if is_off(environ):
-        return "strip" if flagged else "leave"
-    if not flagged and kind in ("command", "stdin"):
+        return "strip" if has_flags else "leave"
+    if not has_flags and kind in ("command", "stdin"):
         return "leave"
     if is_worker(environ):
         return "activate"
-    if kind == "file" and not program.endswith((".py", ".pyc")):
+    is_unknown_command = kind == "file" and not program.endswith((".py", ".pyc"))
+    if is_unknown_command:
         return "leave"
-    in_batch_step = (
-        "SLURM_PROCID" in environ
-    )  # no worker: a helper in a batch script, before its srun
-    return "activate" if flagged or not in_batch_step else "leave"
+    # Slurm's batch script is no worker. It may run helper programs before srun starts the workers.
+    in_batch_step = "SLURM_PROCID" in environ
+    return "activate" if has_flags or not in_batch_step else "leave"
 
 
 def is_flag(argument):
-    """Whether a command-line argument is one of holmes's flags."""
+    """Return whether a command-line argument is a flag of holmes."""
     return argument == "--holmes" or argument.startswith(("--holmes-", "--holmes="))
 
 
 def takes_value(argument):
-    """Whether the value of this flag of holmes's is the next argument."""
+    """Return whether the value of a flag of holmes is the next argument, not part of the flag (=VALUE)."""
     return argument.startswith("--holmes-") and "=" not in argument
 
 
 def is_launcher(kind, program):
-    """Whether the program starts workers (or is a tool) instead of being a worker."""
+    """Return whether a program starts workers, or is a tool such as pip, instead of being a worker."""
     if kind == "module":
         return any(program == name or program.startswith(name + ".") for name in _LAUNCHER_MODULES)
-    return kind == "file" and (
-        os.path.basename(program) in _LAUNCHER_COMMANDS or program.endswith(_LAUNCHER_FILES)
-    )
+    if kind != "file":
+        return False
+    return os.path.basename(program) in _LAUNCHER_COMMANDS or program.endswith(_LAUNCHER_FILES)
 
 
 def is_worker(environ):
-    """Whether a launcher gave this process a rank. (Slurm's batch script has no SLURM_STEP_ID.)"""
-    pairs = (
-        ("RANK", "WORLD_SIZE"),
-        ("SLURM_PROCID", "SLURM_STEP_ID"),
-        ("OMPI_COMM_WORLD_RANK",),
-        ("PMI_RANK",),
+    """Return whether a launcher gave this process a rank."""
+    variables_of_launchers = (
+        ("RANK", "WORLD_SIZE"),  # torchrun, deepspeed, accelerate
+        ("SLURM_PROCID", "SLURM_STEP_ID"),  # srun; Slurm's batch script has no step id
+        ("OMPI_COMM_WORLD_RANK",),  # mpirun of Open MPI
+        ("PMI_RANK",),  # mpirun of MPICH
     )
-    return any(all(name in environ for name in pair) for pair in pairs)
+    return any(all(name in environ for name in variables) for variables in variables_of_launchers)
 
 
 def is_off(environ):
-    """Whether the environment switches all of holmes off: HOLMES=0, or "all" in HOLMES_DISABLE."""
+    """Return whether the environment switches holmes off: HOLMES=0, or "all" in HOLMES_DISABLE."""
     disabled = [name.strip() for name in environ.get("HOLMES_DISABLE", "").split(",")]
     return environ.get("HOLMES") == "0" or "all" in disabled
 
 
 def is_child(environ):
-    """Whether this process descends from an activated worker (by /proc). A marker that names this process
-    (after exec), or no ancestor (it came over ssh), does not count."""
+    """Return whether this process descends from an activated worker.
+
+    The process id in HOLMES_WORKER_PID is searched among the ancestors in /proc. It counts neither if it is
+    the id of this process (after exec), nor if no ancestor has it (the environment came over ssh).
+    """
     marker = environ.get(MARKER)
     ancestor = os.getppid() if marker else 0
     while ancestor:
@@ -170,36 +190,46 @@ def is_child(environ):
 
 
 def _parent(pid):
-    """The parent of process pid; 0 at the top, or where the system hides the process."""
+    """Return the id of a process's parent; 0 if it has none, or if the system hides the process."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
-            return int(stat.read().rpartition(")")[2].split()[1])
+            _, _, after_name = stat.read().rpartition(")")
+            _state, parent, *_ = after_name.split()
+            return int(parent)
     except OSError:
         return 0
 
 
 def start(argv):
-    """Activate holmes in this process, once; holmes_ext.job.activate takes its flags out of argv.
-    SystemExit(2) after it has printed what is wrong."""
+    """Activate holmes in this process; further calls have no effect.
+
+    Args:
+        argv: Command line, from which the flags of holmes are removed, in place.
+
+    Raises:
+        SystemExit: the input is bad (status 2). A message was printed.
+    """
     global _started
     if _started:
         return
     _started = True
     if is_worker(os.environ):
         os.environ[MARKER] = str(os.getpid())
-    from holmes_ext.job import activate  # the .pth line must import nothing before
+    # Imported only here: most interpreters do not start holmes.
+    from holmes_ext.job import activate
 
     activate(argv)
 
 
 def strip_flags(argv):
-    """Remove `--holmes` and `--holmes-NAME VALUE` (or =VALUE) from argv, in place, unread."""
-    kept, skip = [], False
+    """Remove all flags of holmes and their values from a command line, in place, without checking them."""
+    kept = []
+    is_value = False
     for argument in argv:
-        if skip:
-            skip = False
+        if is_value:
+            is_value = False
         elif is_flag(argument):
-            skip = takes_value(argument)
+            is_value = takes_value(argument)
         else:
             kept.append(argument)
     argv[:] = kept

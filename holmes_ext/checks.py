@@ -26,13 +26,16 @@ from typing import Annotated, Any, NamedTuple, Protocol, get_args, get_origin, g
 
 from holmes_ext.errors import HolmesError
 
+#: From here on, an upper bound only keeps nonsense out.
+_IMPLAUSIBLE = 10**12
+
 
 class Check(Protocol):
-    """A condition on one value, whose type is right already."""
+    """Condition on a value, whose type was checked before."""
 
     @property
     def allowed(self) -> str:
-        """The allowed values, in words that follow "must be"."""
+        """Description of the allowed values, as it follows "must be" in a message."""
 
     def accepts(self, value: Any) -> object:
         """Return something true if the value is allowed."""
@@ -40,53 +43,56 @@ class Check(Protocol):
 
 @dataclass(frozen=True)
 class InRange:
-    """A finite number from `least` to `most`, both included.
-
-    A `most` of 10**12 or more only keeps nonsense out. Messages do not have it.
-    """
+    """Check that a finite number is between two bounds, which are allowed themselves."""
 
     least: float
-    most: float = inf
-    noun: str = ""  # what the number is, for messages: "a port number"
+    most: float = inf  # not mentioned in messages from _IMPLAUSIBLE on
+    noun: str = ""  # description of the number for messages: "a port number"
 
     @property
     def allowed(self) -> str:
+        """Description of the allowed numbers."""
         numbers = f"{_written(self.least)} or more"
-        if self.most < 10**12:
+        if self.most < _IMPLAUSIBLE:
             numbers = f"{_written(self.least)} to {_written(self.most)}"
         return f"{self.noun} ({numbers})" if self.noun else numbers
 
     def accepts(self, value: float) -> bool:
+        """Return whether a number is allowed."""
         return self.least <= value <= self.most and value != inf
 
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of a few values. Of a dict its keys count, also those that are added later."""
+    """Check that a value is in a collection."""
 
-    values: Collection[object]
+    values: Collection[object]  # the keys of a dict are allowed, also those that are added later
 
     @property
     def allowed(self) -> str:
+        """Description of the allowed values."""
         return f"one of {', '.join(map(str, self.values))}"
 
     def accepts(self, value: object) -> bool:
+        """Return whether a value is allowed."""
         return value in self.values
 
 
 @dataclass(frozen=True)
 class Matches:
-    """A text that a regular expression matches from its first to its last character."""
+    """Check that a regular expression matches the whole of a text."""
 
     pattern: re.Pattern[str]
-    noun: str  # what the pattern describes, for messages: "a device name"
+    noun: str  # description of such texts for messages: "a device name"
     may_be_empty: bool = False
 
     @property
     def allowed(self) -> str:
+        """Description of the allowed texts."""
         return f"{self.noun} or ''" if self.may_be_empty else self.noun
 
     def accepts(self, value: str) -> bool:
+        """Return whether a text is allowed."""
         if not value and self.may_be_empty:
             return True
         return self.pattern.fullmatch(value) is not None
@@ -94,36 +100,40 @@ class Matches:
 
 @dataclass(frozen=True)
 class Satisfies:
-    """A value for which a function returns something true."""
+    """Check by a function of the value."""
 
-    accepts: Callable[[Any], object]
-    allowed: str
+    accepts: Callable[[Any], object]  # returns something true if the value is allowed
+    allowed: str  # description of the allowed values
 
 
 @dataclass(frozen=True)
 class Each:
-    """A tuple whose items all pass another check."""
+    """Check that all items of a tuple pass another check."""
 
     item: Check
-    allowed: str  # in the plural: "a list of device names"
+    allowed: str  # description of the allowed tuples: "a list of device names"
 
     def accepts(self, value: Iterable[Any]) -> bool:
+        """Return whether all items are allowed."""
         return all(map(self.item.accepts, value))
 
 
 class Problem(NamedTuple):
-    """A field's value that is not allowed."""
+    """Value of a field that is not allowed."""
 
     field: str
     value: Any
-    allowed: str
+    allowed: str  # description of the allowed values
 
     def __str__(self) -> str:
         return f"must be {self.allowed}, not {self.value!a:.80}"
 
 
 class FieldError(HolmesError):
-    """An error about one field of a dataclass instance. Table.into() puts the place in the file in front."""
+    """Error about a field of a dataclass instance.
+
+    Table.into() replaces it by an error that names the file and the full key.
+    """
 
     def __init__(self, subject: str, problem: Problem):
         super().__init__(f"{subject}: key '{problem.field}' {problem}")
@@ -134,7 +144,8 @@ def check_fields(instance: Any, subject: str) -> None:
     """Raise an error if a field of a dataclass instance has a value that its annotation does not allow.
 
     Args:
-        subject: What the instance describes, for the message: "NIC 'mlx5_0'".
+        instance: The dataclass instance.
+        subject: Noun for the instance in the message: "NIC 'mlx5_0'".
 
     Raises:
         FieldError: names the first such field, the allowed values and the value.
@@ -154,11 +165,19 @@ def problems_in(instance: Any) -> Iterator[Problem]:
 
 @cache
 def _checks_of(cls: Any) -> tuple[tuple[str, Check], ...]:
-    """Return the pairs (field, check) of a dataclass. Only an outermost Annotated has checks."""
+    """Return the checks of a dataclass as (field, check) pairs.
+
+    Checks stand in the outermost Annotated of a type; those inside, as in list[Annotated[...]], do not count.
+    """
     hints = get_type_hints(cls, include_extras=True)
-    checked = {name: hint for name, hint in hints.items() if get_origin(hint) is Annotated}
-    return tuple((name, check) for name, hint in checked.items() for check in get_args(hint)[1:])
+    found = []
+    for name, hint in hints.items():
+        if get_origin(hint) is Annotated:
+            _, *checks = get_args(hint)
+            found += [(name, check) for check in checks]
+    return tuple(found)
 
 
 def _written(number: float) -> str:
+    """Return a number as text, without a needless ".0"."""
     return str(number) if isinstance(number, int) else f"{number:g}"

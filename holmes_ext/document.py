@@ -1,14 +1,18 @@
-"""Reading and writing files: a table of a TOML or JSON document that remembers where it is and which keys
-were read.
+"""Reads and writes TOML and JSON files, with errors that name the file, the key and a way out.
 
-    top = load_toml("cluster.toml", "name a cluster.toml")       every reader raises
-                                                                 HolmesError: file, key, way out
+A Table knows its place in the file and which keys were read. Read single keys and reject all others:
+
+    top = load_toml("cluster.toml", "name a cluster.toml")
     top.version(1)
-    name, rate = top.take("name", str), top.rate("rate")         one key at a time, then
-    top.done()                                                   keys that nobody read are refused
-    top.table("port").into(Port)                                 or a whole dataclass by its
-                                                                 fields' names, types and
-                                                                 checks (checks.py)
+    name = top.take("name", str)
+    rate_bps = top.rate("rate")
+    top.done()                            # rejects keys that were not read
+
+or read a whole dataclass by the names, types and checks (checks.py) of its fields:
+
+    port = top.table("port").into(Port)
+
+All readers raise HolmesError.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from holmes_ext import words
 from holmes_ext.checks import FieldError
@@ -38,7 +42,8 @@ else:
     import tomli as tomllib
 
 T = TypeVar("T")
-_KINDS = {
+#: Type of a value -> its name in messages.
+_TYPE_NAMES = {
     str: "a text",
     int: "a whole number",
     float: "a number",
@@ -46,40 +51,66 @@ _KINDS = {
     list: "a list",
 }
 _REQUIRED = object()
-#: Seconds without a byte until a pipe is given up that was named instead of a file.
+#: Longest wait for the next byte of a pipe that is read as a file, in seconds.
 _PIPE_S = 5.0
-#: Of a file that is read as a document.
+#: Largest size of a file.
 _MOST_BYTES = 2**28
+_MIB = 2**20
+#: Magnitude from which on a number counts as infinite. (math.isfinite fails for whole numbers that are too
+#: large for a float.)
+_INFINITE = 1e300
+
+
+class _Field(NamedTuple):
+    """Field of a dataclass."""
+
+    name: str
+    annotation: Any
+    is_required: bool  # it has no default
 
 
 class Table:
-    """`values` at key `path` of file `source`; every reader raises HolmesError that names file and key."""
+    """Table of a TOML or JSON file. All readers raise a HolmesError that names the file and the key."""
 
     def __init__(self, values: dict[str, Any], source: str, path: str = ""):
-        self.values, self.source, self.path = values, source, path
+        """Make a table.
+
+        Args:
+            values: Key -> value.
+            source: Name of the file.
+            path: Dotted key of the table in the file; "" for the top table.
+        """
+        self.values = values
+        self.source = source
+        self.path = path
+        #: Keys that were read.
         self.read: set[str] = set()
 
     def at(self, key: str) -> str:
-        return f"{self.source}: key '{self._below(key):.200}'"
+        """Return the file and the full key, to begin an error message."""
+        return f"{self.source}: key '{self._full_key(key):.200}'"
 
-    def _below(self, key: str) -> str:
+    def _full_key(self, key: str) -> str:
+        """Return a key of this table as a dotted key of the file."""
         return f"{self.path}.{key}" if self.path else key
 
-    def _present(self, key: str) -> bool:
+    def _mark_read(self, key: str) -> bool:
+        """Mark a key as read; return whether the table has it."""
         self.read.add(key)
         return key in self.values
 
     def _missing(self, key: str) -> HolmesError:
-        near = nearest(key, set(self.values) - self.read)
-        what = f"; is {near!r} a misspelling of it?" if near else ""
-        return HolmesError(f"{self.at(key)} is missing{what}")
+        """Return the error that a key is missing, with a similar key as a hint."""
+        similar = nearest(key, set(self.values) - self.read)
+        hint = f"; is {similar!r} a misspelling of it?" if similar else ""
+        return HolmesError(f"{self.at(key)} is missing{hint}")
 
     def version(self, current: int, upgrade: str = "") -> None:
-        """Refuse a document whose key `version` is not the version that this holmes_ext reads.
+        """Raise an error if the key `version` of the file is not the version that this holmes_ext reads.
 
         Args:
-            current: The version that is read.
-            upgrade: What the user can do about an older version. It ends the message about one.
+            current: The version that this holmes_ext reads.
+            upgrade: Advice for the user of an older file, the end of the message.
 
         Raises:
             HolmesError: the version is another one, or the key is missing or not a whole number.
@@ -93,167 +124,212 @@ class Table:
         raise HolmesError(message)
 
     def take(self, key: str, kind: type, default: Any = _REQUIRED) -> Any:
-        """The value of `key`, of type `kind` (float takes whole numbers too, and is finite)."""
-        if not self._present(key):
+        """Return the value of a key.
+
+        Args:
+            key: The key.
+            kind: Type of the value. A float may be written as a whole number, and must be finite.
+            default: Returned if the key is missing; without a default, a missing key is an error.
+        """
+        if not self._mark_read(key):
             if default is _REQUIRED:
                 raise self._missing(key)
             return default
         value = self.values[key]
-        if not _is(value, kind):
-            raise HolmesError(f"{self.at(key)}: {value!r:.80} is not {_KINDS[kind]}")
-        if (
-            kind is float and not -1e300 < value < 1e300
-        ):  # whole numbers can be too large for math.isfinite
+        if not _has_type(value, kind):
+            raise HolmesError(f"{self.at(key)}: {value!r:.80} is not {_TYPE_NAMES[kind]}")
+        if kind is float and not -_INFINITE < value < _INFINITE:
             raise HolmesError(f"{self.at(key)}: {value!r:.80} is not a finite number")
         return value
 
     def rate(self, key: str, required: bool = True) -> int:
-        """Bits/s; 0 when it may be and is left out."""
-        return (
-            parse_rate(self.take(key, str), self.at(key)) if self._present(key) or required else 0
-        )
+        """Return the rate at a key, such as "25Gb/s", in bits/s.
+
+        Args:
+            key: The key.
+            required: Whether a missing key is an error. Otherwise the rate is 0 then.
+        """
+        if not self._mark_read(key) and not required:
+            return 0
+        return parse_rate(self.take(key, str), self.at(key))
 
     def seconds(self, key: str, default: float) -> float:
-        return parse_seconds(self.values[key], self.at(key)) if self._present(key) else default
+        """Return the time at a key, such as "50us", in seconds; `default` if the key is missing."""
+        if not self._mark_read(key):
+            return default
+        return parse_seconds(self.values[key], self.at(key))
 
     def list(self, key: str, kind: type, default: tuple[Any, ...] | None = None) -> tuple[Any, ...]:
-        """A tuple of values of type `kind`."""
-        if not self._present(key):
+        """Return the list at a key as a tuple.
+
+        Args:
+            key: The key.
+            kind: Type of the items.
+            default: Returned if the key is missing; without a default, a missing key is an error.
+        """
+        if not self._mark_read(key):
             if default is None:
                 raise self._missing(key)
             return tuple(default)
         value = self.values[key]
-        if not isinstance(value, (list, tuple)) or not all(_is(item, kind) for item in value):
+        is_list = isinstance(value, (list, tuple))
+        if not is_list or not all(_has_type(item, kind) for item in value):
             raise HolmesError(
-                f"{self.at(key)}: {value!r:.80} is not a list, each item {_KINDS[kind]}"
+                f"{self.at(key)}: {value!r:.80} is not a list, each item {_TYPE_NAMES[kind]}"
             )
         return tuple(value)
 
     def table(self, key: str, default: dict[str, Any] | None = None) -> Table:
-        if not self._present(key) and default is None:
+        """Return the table at a key; a table of `default` if the key is missing."""
+        if not self._mark_read(key) and default is None:
             raise self._missing(key)
         value = self.values.get(key, default)
         if not isinstance(value, dict):
             raise HolmesError(f"{self.at(key)} is not a table")
-        return Table(value, self.source, self._below(key))
+        return Table(value, self.source, self._full_key(key))
 
     def tables(self, key: str) -> tuple[Table, ...]:
-        """None where the key is left out."""
-        value = self.values[key] if self._present(key) else ()
-        if not isinstance(value, (list, tuple)) or not all(
-            isinstance(item, dict) for item in value
-        ):
+        """Return the list of tables at a key; () if the key is missing."""
+        value = self.values[key] if self._mark_read(key) else ()
+        is_list = isinstance(value, (list, tuple))
+        if not is_list or not all(isinstance(item, dict) for item in value):
             raise HolmesError(f"{self.at(key)} is not a list of tables; in TOML write [[{key}]]")
         return tuple(
-            Table(item, self.source, f"{self._below(key)}[{index}]")
+            Table(item, self.source, f"{self._full_key(key)}[{index}]")
             for index, item in enumerate(value)
         )
 
     def done(self) -> None:
-        """Refuse keys that nobody read."""
+        """Raise an error if the table has a key that was not read, with a similar key as a hint."""
         for key in self.values:
-            if key not in self.read:
-                near = nearest(key, self.read)
-                if words.RENAMED_PLAN_KEYS.get(key) in self.read:
-                    hint = f"it is called {words.RENAMED_PLAN_KEYS[key]!r} now"
-                elif near:
-                    hint = f"did you mean {near!r}?"
-                else:
-                    hint = f"known here: {', '.join(sorted(self.read))}"
-                raise HolmesError(f"{self.at(key)} is not known; {hint}")
+            if key in self.read:
+                continue
+            new_name = words.RENAMED_PLAN_KEYS.get(key)
+            similar = nearest(key, self.read)
+            if new_name in self.read:
+                hint = f"it is called {new_name!r} now"
+            elif similar:
+                hint = f"did you mean {similar!r}?"
+            else:
+                hint = f"known here: {', '.join(sorted(self.read))}"
+            raise HolmesError(f"{self.at(key)} is not known; {hint}")
 
     def into(self, cls: type[T], **given: Any) -> T:
-        """The dataclass `cls` of this table: a key for each field that is not `given`, no others.
+        """Return an instance of a dataclass, each of whose fields has a key of the same name.
 
-        A field is a text, a number, a truth value, a dataclass, a tuple or dict of these, or `... | None`.
-        Its annotation may say which values are allowed (checks.py). A HolmesError of `cls` itself is raised
-        with the table's place in front.
+        The type of a field may be str, a number, bool, a dataclass, a tuple or dict of these, or any of them
+        `| None`. Its annotation may restrict the values (checks.py). Other keys are rejected.
+
+        Args:
+            cls: The dataclass.
+            given: Values of fields that are not read from the table.
+
+        Raises:
+            HolmesError: a value is missing, unknown or not allowed. An error that `cls` itself raises gets
+                the table's place in the file in front.
         """
         values = dict(given)
-        every: tuple[tuple[str, Any, bool], ...] = _fields_of(cls)  # type: ignore[arg-type]
-        self.read.update(name for name, _, _ in every if name not in given)
-        for name, kind, required in every:
-            if name not in given and (required or name in self.values):
-                value = self.values.get(name)
-                plain = (
-                    type(value) is kind is not float
-                )  # most are, in the reports of thousands of nodes
-                values[name] = value if plain else self._value(name, kind)
+        all_fields: tuple[_Field, ...] = _fields_of(cls)  # type: ignore[arg-type]
+        fields_to_read = [item for item in all_fields if item.name not in given]
+        self.read.update(item.name for item in fields_to_read)
+        for name, annotation, is_required in fields_to_read:
+            if not is_required and name not in self.values:
+                continue
+            value = self.values.get(name)
+            # A fast path: the reports of thousands of nodes consist of such values.
+            if type(value) is annotation is not float:
+                values[name] = value
+            else:
+                values[name] = self._value(name, annotation)
         self.done()
         try:
             return cls(**values)
         except FieldError as error:
             raise HolmesError(f"{self.at(error.problem.field)} {error.problem}") from None
         except HolmesError as error:
-            raise HolmesError(
-                f"{self.source}: {f'key {self.path!r}: ' * bool(self.path)}{error}"
-            ) from None
+            place = f"key {self.path!r}: " if self.path else ""
+            raise HolmesError(f"{self.source}: {place}{error}") from None
 
-    def _value(self, key: str, kind: Any) -> Any:
-        """The value of `key` as the type annotation `kind` says."""
-        if not self._present(key):
+    def _value(self, key: str, annotation: Any) -> Any:
+        """Return the value of a key, which must have the type of a type annotation."""
+        if not self._mark_read(key):
             raise self._missing(key)
-        if isinstance(kind, UnionType):
+        if isinstance(annotation, UnionType):  # such as "int | None"
             if self.values[key] is None:
                 return None
-            (kind,) = set(get_args(kind)) - {NoneType}
-        if isinstance(kind, type) and is_dataclass(kind):
-            return self.table(key).into(kind)
-        if get_origin(kind) is dict:
+            (annotation,) = set(get_args(annotation)) - {NoneType}
+        if isinstance(annotation, type) and is_dataclass(annotation):
+            return self.table(key).into(annotation)
+        if get_origin(annotation) is dict:
             table = self.table(key)
-            return {name: table._value(name, get_args(kind)[1]) for name in table.values}
-        if get_origin(kind) is not tuple:
-            return self.take(key, kind)
-        item: type = get_args(kind)[0]
-        return (
-            tuple(table.into(item) for table in self.tables(key))
-            if is_dataclass(item)
-            else self.list(key, item)
-        )
+            _, value_type = get_args(annotation)
+            return {name: table._value(name, value_type) for name in table.values}
+        if get_origin(annotation) is tuple:
+            item_type: type = get_args(annotation)[0]
+            if is_dataclass(item_type):
+                return tuple(table.into(item_type) for table in self.tables(key))
+            return self.list(key, item_type)
+        return self.take(key, annotation)
 
 
-def _is(value: object, kind: type) -> bool:
-    accepted = (int, float) if kind is float else (list, tuple) if kind is list else kind
-    return isinstance(value, accepted) and (kind is bool or not isinstance(value, bool))
+def _has_type(value: object, kind: type) -> bool:
+    """Return whether a value of a file has a type. A bool is no number, and a whole number is a float."""
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is float:
+        return isinstance(value, (int, float))
+    if kind is list:
+        return isinstance(value, (list, tuple))
+    return isinstance(value, kind)
 
 
 @cache
-def _fields_of(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, type, whether it has no default) of each field."""
-    kinds = get_type_hints(cls)
-    return tuple(
-        (f.name, kinds[f.name], f.default is MISSING and f.default_factory is MISSING)
-        for f in fields(cls)
-    )
+def _fields_of(cls: Any) -> tuple[_Field, ...]:
+    """Return the fields of a dataclass with their resolved type annotations."""
+    annotations = get_type_hints(cls)
+    found = []
+    for item in fields(cls):
+        has_default = item.default is not MISSING or item.default_factory is not MISSING
+        found.append(_Field(item.name, annotations[item.name], is_required=not has_default))
+    return tuple(found)
 
 
 def load_toml(path: str | Path, advice: str) -> Table:
-    """The top table of a TOML file; HolmesError ends with `advice` where the file cannot be read."""
+    """Return the top table of a TOML file.
+
+    Args:
+        path: The file.
+        advice: End of the error message if the file cannot be read.
+    """
     return parse_toml(read_text(path, advice), str(path))
 
 
 def parse_toml(text: str, source: str) -> Table:
+    """Return the top table of a TOML text; errors name `source`."""
     try:
         return Table(tomllib.loads(text), source)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # TOMLDecodeError, and whole numbers of thousands of digits
+    except (ValueError, RecursionError) as error:
+        # ValueError: TOMLDecodeError, and whole numbers of thousands of digits.
         raise HolmesError(f"{source}: not valid TOML: {error}") from None
 
 
 def load_json(path: str | Path, advice: str) -> Table:
-    """The object in a JSON file; HolmesError ends with `advice` where there is none to read."""
+    """Return the object in a JSON file as a table.
+
+    Args:
+        path: The file.
+        advice: End of the error message if the file cannot be read or has no valid object.
+    """
     return parse_json(read_text(path, advice), str(path), advice)
 
 
 def parse_json(text: str, source: str, advice: str) -> Table:
+    """Return the object in a JSON text as a table; errors begin with `source` and end with `advice`."""
     try:
         document = json.loads(text, parse_constant=_refuse_constant)
         if "\\ud" in text.lower():
-            json.dumps(
-                document, ensure_ascii=False
-            ).encode()  # a lone surrogate, which nothing could print
+            # A lone surrogate could not be printed later: encode() raises an error for one.
+            json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise HolmesError(f"{source}: not valid JSON: {str(error)[:200]}; {advice}") from None
     if not isinstance(document, dict):
@@ -262,26 +338,33 @@ def parse_json(text: str, source: str, advice: str) -> Table:
 
 
 def _refuse_constant(name: str) -> float:
+    """Raise an error for NaN or Infinity, which are Python's extensions of JSON."""
     raise ValueError(f"{name} is no number of JSON")
 
 
 def digest_of(content: Any) -> str:
-    """sha256 (hex) of what JSON can hold."""
+    """Return the sha256 (hex) of a value as JSON with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def with_digest(content: dict[str, Any]) -> str:
-    """The JSON text, which ends with the digest of all else."""
+    """Return the JSON text of a dict, with a last key "digest" that has the digest of the other keys."""
     return json.dumps({**content, "digest": digest_of(content)}, indent=1) + "\n"
 
 
 def quoted(text: str) -> str:
-    """A text as TOML writes it."""
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    """Return a text as a basic string of TOML, in quotation marks."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def read_text(path: str | Path, advice: str) -> str:
-    """The text of a file; HolmesError ends with `advice` where it cannot be read."""
+    """Return the text of a UTF-8 file.
+
+    Args:
+        path: The file.
+        advice: End of the error message if the file cannot be read.
+    """
     try:
         return _read(path).decode()
     except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
@@ -289,27 +372,53 @@ def read_text(path: str | Path, advice: str) -> str:
 
 
 def _read(path: str | Path) -> bytes:
-    """All of a file of at most _MOST_BYTES; a pipe until its end, or _PIPE_S of silence. OSError."""
+    """Return the content of a file or a pipe.
+
+    Raises:
+        OSError: the file cannot be read or has more than _MOST_BYTES, or a pipe is silent for _PIPE_S
+            seconds.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with open(descriptor, "rb", buffering=0) as file:
-        if stat.S_ISREG(os.fstat(descriptor).st_mode) or stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            parts = [file.read(_MOST_BYTES + 1)]
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+            data = file.read(_MOST_BYTES + 1)
         else:
-            parts = [b""]
-            while len(parts) < 2 or parts[-1]:
-                if not select.select([file], [], [], _PIPE_S)[0]:
-                    raise TimeoutError(f"nothing comes out of it for {_PIPE_S:.0f} s")
-                parts.append(file.read(2**20) or b"")
-                if len(parts) > 2 + (_MOST_BYTES >> 20):
-                    break
-        data = b"".join(parts)
+            data = _read_pipe(file)
         if len(data) > _MOST_BYTES:
-            raise OSError(f"it has more than {_MOST_BYTES >> 20} MiB")
+            raise OSError(f"it has more than {_MOST_BYTES // _MIB} MiB")
         return data
 
 
+def _read_pipe(file: Any) -> bytes:
+    """Return all bytes of a pipe or device until its end, or a little more than _MOST_BYTES.
+
+    Raises:
+        TimeoutError: no byte came for _PIPE_S seconds.
+    """
+    data = bytearray()
+    while len(data) <= _MOST_BYTES:
+        readable, _, _ = select.select([file], [], [], _PIPE_S)
+        if not readable:
+            raise TimeoutError(f"nothing comes out of it for {_PIPE_S:.0f} s")
+        part = file.read(_MIB)
+        if not part:  # the end
+            break
+        data += part
+    return bytes(data)
+
+
 def save(path: str | Path, text: str, what: str) -> None:
-    """write_whole() to a place that the user named; HolmesError where `what` ("the plan") cannot go."""
+    """Write a text to a file that the user named, by write_whole().
+
+    Args:
+        path: The file.
+        text: Its new content.
+        what: Noun for the content in the error message, such as "the plan".
+
+    Raises:
+        HolmesError: the file cannot be written.
+    """
     try:
         write_whole(path, text)
     except (OSError, ValueError) as error:
@@ -319,8 +428,14 @@ def save(path: str | Path, text: str, what: str) -> None:
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write the file whole, with the permissions it had, or leave it as it is (OSError). A link is followed;
-    what is no regular file (/dev/stdout, a pipe) is written to, not replaced."""
+    """Replace the content of a file, or leave the file unchanged if that fails.
+
+    The file keeps its permissions, and a link is followed. A pipe or a device such as /dev/stdout is written
+    to instead of replaced.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
     if os.path.exists(path) and not os.path.isfile(path):
         Path(path).write_text(text, encoding="utf-8")
         return

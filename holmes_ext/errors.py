@@ -1,11 +1,11 @@
-"""Errors that reach users: one line that names the file, key, rank, node or NIC, and the way out."""
+"""Errors for users: one line that names the file, key, rank, node or NIC, and a way out."""
 
 
 class HolmesError(Exception):
-    """Bad input or a situation that only the user can resolve.
+    """Error that only the user can resolve, such as bad input.
 
-    The message is one line of what a terminal only shows: control characters from files become "?". Commands
-    print it without a traceback and exit with status 2.
+    The message becomes one printable line: control characters, which may come from files, become "?".
+    Commands print the message without a traceback and exit with status 2.
     """
 
     def __init__(self, message: str):
@@ -14,4 +14,4 @@ class HolmesError(Exception):
 
 
 class RemoteError(HolmesError):
-    """An error that another rank has already told the user; this one only ends."""
+    """Error whose message another rank has printed already; this rank ends without printing it."""

@@ -1,10 +1,10 @@
-"""Where the examples lie that the demo and the benchmarks run."""
+"""Finds the example programs and models that the demo and the benchmarks use."""
 
 from pathlib import Path
 
 
 def examples() -> Path:
-    """The folder examples/ of the clone that holmes_ext runs from, or the one that was installed with it."""
+    """Return the folder of the examples: the installed one, or that of the git clone."""
     package = Path(__file__).resolve().parent
     installed = package / "examples"
     return installed if installed.is_dir() else package.parent / "examples"

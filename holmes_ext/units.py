@@ -1,4 +1,4 @@
-"""Rates, times and sizes as people write them ("200Gb/s", "50us"), and back; seconds of intervals."""
+"""Parses and formats rates, sizes and times, such as "200Gb/s", "16GB" and "50us"."""
 
 import re
 from collections.abc import Sequence
@@ -8,6 +8,7 @@ from holmes_ext.errors import HolmesError
 _RATE = re.compile(r"\s*([0-9.]+)\s*([kMGT]?)(?:b/s|bps|bit/s|bit)\s*")
 _SIZE = re.compile(r"\s*(\d{1,9}(?:\.\d{1,9})?)\s*([kMGT]?i?)B\s*")
 _TIME = re.compile(r"\s*([0-9.]+)\s*(s|ms|us|ns)\s*")
+#: Prefix or unit -> its factor.
 _SCALE = {
     "": 1,
     "k": 10**3,
@@ -24,9 +25,22 @@ _SCALE = {
     "Gi": 2**30,
     "Ti": 2**40,
 }
+#: Larger numbers in a text are rejected, before their prefix is applied.
+_LARGEST = 1e15
 
 
 def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> float:
+    """Return the number in a text, multiplied by the factor of its prefix or unit.
+
+    Args:
+        value: The text.
+        where: File and key of the value, for errors.
+        pattern: Matches the number (group 1) and the prefix or unit (group 2).
+        wanted: Description of the expected text, for errors.
+
+    Raises:
+        HolmesError: the value is not such a text, or the number is too large.
+    """
     match = pattern.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         raise HolmesError(f"{where}: {value!r:.80} is not {wanted}")
@@ -34,57 +48,69 @@ def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> 
         number = float(match[1])
     except ValueError:
         raise HolmesError(f"{where}: {value!r:.80} has no readable number") from None
-    if number > 1e15:
+    if number > _LARGEST:
         raise HolmesError(f"{where}: {value!r:.80} is beyond any rate or time")
     return number * _SCALE[match[2]]
 
 
 def parse_rate(value: object, where: str) -> int:
-    """Bits/s of `value`, such as "25Gb/s" (decimal prefixes). where: file and key, for the error."""
-    rate = round(
-        _parse(value, where, _RATE, 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)')
-    )
+    """Return a rate such as "25Gb/s" in bits/s. Prefixes are decimal.
+
+    Args:
+        value: The text.
+        where: File and key of the value, for errors.
+    """
+    wanted = 'a rate; write for example "25Gb/s" or "250Mb/s" (bits)'
+    rate = round(_parse(value, where, _RATE, wanted))
     if rate <= 0:
         raise HolmesError(f"{where}: a rate must be above 0, not {value!r}")
     return rate
 
 
 def parse_size(value: object, where: str) -> int:
-    """Bytes of `value`, such as "16GB" or "16GiB"."""
+    """Return a size such as "16GB" or "16GiB" in bytes; errors name the file and key `where`."""
     return round(_parse(value, where, _SIZE, 'a size; write for example "16GB"'))
 
 
 def parse_seconds(value: object, where: str) -> float:
-    """Seconds of `value`, such as "50us"."""
+    """Return a time such as "50us" in seconds; errors name the file and key `where`."""
     return _parse(value, where, _TIME, 'a time; write for example "50us" or "1ms"')
 
 
 def format_rate(bits_per_second: float, digits: int = 4) -> str:
-    """ "25 Gb/s" from 25e9, to `digits` significant digits."""
+    """Return a rate as text, such as "25 Gb/s", with a number of significant digits."""
     return _with_prefix(bits_per_second, "b/s", digits)
 
 
 def format_bytes(count: float, digits: int = 3) -> str:
-    """ "34.9 GB" from 34.9e9, to `digits` significant digits."""
+    """Return a size as text, such as "34.9 GB", with a number of significant digits."""
     return _with_prefix(count, "B", digits)
 
 
 def format_seconds(seconds: float) -> str:
-    """ "20 ms" from 0.02, to three significant digits."""
-    unit = next(
-        (unit for unit in ("s", "ms", "us") if seconds >= _SCALE[unit]), "us" if seconds else "s"
-    )
+    """Return a time as text, such as "20 ms", with three significant digits."""
+    unit = "us" if seconds else "s"
+    for larger_unit in ("s", "ms", "us"):
+        if seconds >= _SCALE[larger_unit]:
+            unit = larger_unit
+            break
     return f"{seconds / _SCALE[unit]:.3g} {unit}"
 
 
 def _with_prefix(value: float, unit: str, digits: int) -> str:
+    """Return a value with the largest decimal prefix that leaves a number of 1 or more."""
     prefix = next((prefix for prefix in "TGMk" if value >= _SCALE[prefix]), "")
     return f"{value / _SCALE[prefix]:.{digits}g} {prefix}{unit}"
 
 
 def union_s(intervals: Sequence[tuple[float, float]]) -> float:
-    """Seconds covered by at least one of the (start, end)."""
-    total, reached = 0.0, float("-inf")
+    """Return the total time that is covered by at least one interval, in seconds.
+
+    Args:
+        intervals: (start, end) of each interval, in seconds.
+    """
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(intervals):
         if end > reached:
             total += end - max(start, reached)

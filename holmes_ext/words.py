@@ -1,4 +1,4 @@
-"""Words that many messages share: the name that was probably meant, a few of many items, items by key."""
+"""Helpers for messages: similar names, shortened lists, and names that were changed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from holmes_ext.errors import HolmesError
 K = TypeVar("K")
 V = TypeVar("V")
 
-# Names that changed before the first release -> their new names. Each old name is rejected in one line that
-# gives the new one.
+# Names that changed before the first release. An old name is rejected with a message that gives the new one.
 
-#: Options, as keywords of `holmes_ext.enable`. The flags and environment variables follow from them.
+#: Old name of an option -> its new name, as keywords of `holmes_ext.enable`. The names of flags and
+#: environment variables follow from them.
 RENAMED_OPTIONS = {
     "compress": "compress_gradients",
     "edges": "compress_activations",
     "passes": "schedule",
     "patience": "link_timeout",
 }
-#: Values of options: (option, old value) -> new value.
+#: (option, old value) -> new value.
 RENAMED_VALUES = {
     ("adapt", "tell"): "report",
     ("restart", "tell"): "report",
 }
-#: Features, as `holmes patches` lists them.
+#: Old name of a feature -> its new name, as `holmes patches` lists them.
 RENAMED_FEATURES = {
     "deepspeed-edges": "deepspeed-stage-links",
     "deepspeed-narrow": "deepspeed-compression",
@@ -35,7 +35,7 @@ RENAMED_FEATURES = {
     "torch-passes": "torch-schedule",
     "two-level": "hierarchical",
 }
-#: Keys of plan.json.
+#: Old key of plan.json -> its new name.
 RENAMED_PLAN_KEYS = {
     "edges": "stage_links",
     "narrow": "compression",
@@ -45,27 +45,58 @@ RENAMED_PLAN_KEYS = {
 
 
 def nearest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The name of `known` that `name` is probably a misspelling of; "" when none is near."""
-    return next(iter(difflib.get_close_matches(name, list(known), 1, cutoff)), "")
+    """Return the known name that is most similar to a name, or "" if none is similar.
+
+    Args:
+        name: Probably a misspelling of a known name.
+        known: Known names.
+        cutoff: Least similarity, from 0 to 1 (see difflib.get_close_matches).
+    """
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return matches[0] if matches else ""
 
 
 def did_you_mean(name: str, known: Iterable[str], show: Callable[[str], str] | None = None) -> str:
-    """ "did you mean 'cluster'?", else "known: a, b, c"; show: how a name is written (default: quoted)."""
-    known = list(known)
-    near = nearest(name, known)
-    if near:
-        return f"did you mean {(show or repr)(near)}?"
-    return f"known: {', '.join(map(show or str, known)) or 'none'}"
+    """Return a hint about an unknown name: "did you mean 'cluster'?" or "known: a, b, c".
+
+    Args:
+        name: The unknown name.
+        known: Known names.
+        show: Returns how a name is written in the hint; None to quote a single name and list others plainly.
+    """
+    names = list(known)
+    similar = nearest(name, names)
+    if similar:
+        shown = show(similar) if show is not None else repr(similar)
+        return f"did you mean {shown}?"
+    if not names:
+        return "known: none"
+    all_shown = map(show, names) if show is not None else names
+    return f"known: {', '.join(all_shown)}"
 
 
 def named_values(parts: Iterable[str], known: Iterable[str], where: str) -> dict[str, str]:
-    """ "lr=1" -> {"lr": "1"}, of several parts. HolmesError, begun with `where`: not NAME=VALUE, a name that
-    is not known (any is where `known` is empty), or twice."""
+    """Return the values of texts such as "lr=1": name -> value. Empty texts are ignored.
+
+    Args:
+        parts: Texts of the form NAME=VALUE. In NAME, "-" and "_" are equal if `known` has names.
+        known: Allowed names; if it is empty, all names are.
+        where: Source of the texts, with which errors begin.
+
+    Raises:
+        HolmesError: a text has another form, or a name is unknown or occurs twice.
+    """
     values: dict[str, str] = {}
     names = list(known)
-    for part in filter(None, map(str.strip, parts)):
-        name, _, value = map(str.strip, part.partition("="))
-        name = name.replace("-", "_") if names else name
+    for text in parts:
+        part = text.strip()
+        if not part:
+            continue
+        name, _, value = part.partition("=")
+        name = name.strip()
+        value = value.strip()
+        if names:
+            name = name.replace("-", "_")
         if names and name not in names:
             raise HolmesError(f"{where}: {name!r:.60} is not known; {did_you_mean(name, names)}")
         if not name or not value:
@@ -77,7 +108,7 @@ def named_values(parts: Iterable[str], known: Iterable[str], where: str) -> dict
 
 
 def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """The values of each key, in their order."""
+    """Group (key, value) pairs by key: key -> its values, in their order."""
     groups: dict[K, list[V]] = {}
     for key, value in pairs:
         groups.setdefault(key, []).append(value)
@@ -85,17 +116,25 @@ def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
 
 
 def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> str:
-    """ "0, 1, 2, and 5 more": the first `most` of many items; all of them where there are no more."""
+    """Return a list of items for a message, such as "0, 1, 2, and 5 more".
+
+    Args:
+        items: The items.
+        most: Number of items from which on the list is cut.
+        separator: Text between two items.
+    """
     texts = [str(item) for item in items]
-    left = len(texts) - most
-    return separator.join([*texts[:most], f"and {left} more"] if left > 0 else texts)
+    left_out = len(texts) - most
+    if left_out > 0:
+        texts = [*texts[:most], f"and {left_out} more"]
+    return separator.join(texts)
 
 
 def why(error: Exception) -> str:
-    """What an error says, without its class and number: "No such file or directory"."""
+    """Return the message of an error without its number, such as "No such file or directory"."""
     return str(getattr(error, "strerror", None) or error)
 
 
 def tell_user(line: str) -> None:
-    """A line of holmes's on stderr."""
+    """Print a line to stderr that begins with "holmes: "."""
     print(f"holmes: {line}", file=sys.stderr, flush=True)

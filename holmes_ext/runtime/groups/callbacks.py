@@ -1,14 +1,19 @@
-"""What the interpreter waits for before it ends: operations under way, and functions that a backend's thread
-calls when one is done (torch.futures.Future.then).
+"""Delays the exit of the interpreter until asynchronous operations and their callbacks have ended.
 
-    gloo's thread   ...operation | asks for Python | calls | asks for Python again, to forget the function
-    main thread     ...last step | exit, which waits here ................... | Python ends
+A backend's thread that needs the GIL while the interpreter ends aborts the process (status 134, "terminate
+called without an active exception"). There are two cases:
 
-A future is complete before it calls, so training may come to its end meanwhile. A thread that asks for Python
-while it ends aborts the process: status 134, "terminate called without an active exception". gloo's threads
-ask for Python after every operation, to forget its tensors, and hold a lock until they have it: where
-DistributedDataParallel, which outlives destroy_process_group, ends its group meanwhile, the process hangs
-(torch 2.13, distributed/c10d/ProcessGroupGloo.cpp, runLoop and the destructor).
+    callbacks   torch.futures.Future.then() runs a function in the thread of the backend. The future is
+                complete before the function runs, so the program may reach its end meanwhile.
+    gloo        Its threads need the GIL after every operation, to free the operation's tensors, and hold a
+                lock until they have it. If DistributedDataParallel, which outlives destroy_process_group,
+                ends its group meanwhile, the process hangs (torch 2.13,
+                distributed/c10d/ProcessGroupGloo.cpp, runLoop and the destructor).
+
+    gloo's thread   ...operation | needs GIL | callback | needs GIL again, to free the function
+    main thread     ...last step | exit: waits here ............... | the interpreter ends
+
+All waits have a time limit, so the exit is delayed, but not for ever.
 """
 
 from __future__ import annotations
@@ -21,29 +26,34 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-#: Seconds at exit for a call: an operation that never ends calls nobody.
+#: Longest wait for a callback at exit, in seconds. The callback of an operation that never ends never runs.
 CALLS_S = 2.0
-#: Seconds after the last one, in which its thread forgets the function and the tensors.
+#: Time at exit, in seconds, in which the backend's thread frees the last function and its tensors.
 FORGET_S = 0.02
 
-#: What is awaited -> seconds from the beginning of the exit on.
+#: Event -> longest wait for it, in seconds from the beginning of the exit.
 _awaited: weakref.WeakKeyDictionary[threading.Event, float] = weakref.WeakKeyDictionary()
 
 
 def await_at_exit(ended: threading.Event, seconds: float) -> None:
-    """As long as it lives."""
+    """Wait for an event when the interpreter exits, if the event object still exists then.
+
+    Args:
+        ended: The event.
+        seconds: Longest wait, in seconds from the beginning of the exit.
+    """
     _awaited[ended] = seconds
     forget_before_exit()
 
 
 def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`function`, which the interpreter waits for before it ends."""
+    """Return a callback that calls a function of one argument, and for which the interpreter's exit waits."""
     ended = threading.Event()
     await_at_exit(ended, CALLS_S)
 
-    def call(done: Any) -> Any:
+    def call(argument: Any) -> Any:
         try:
-            return function(done)
+            return function(argument)
         finally:
             ended.set()
 
@@ -51,17 +61,22 @@ def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def let_threads_forget() -> None:
-    """Give gloo's threads the time in which they get Python, after the last operation."""
+    """Sleep a moment, so that gloo's threads can free the tensors of the last operation."""
     time.sleep(FORGET_S)
 
 
 @cache
 def forget_before_exit() -> None:
-    """Of a process with a group of gloo, and with the first function: other programs do not wait."""
+    """Delay the exit of the interpreter until awaited events are set and gloo's threads are idle.
+
+    Further calls have no effect. Programs without a gloo group or a callback do not call this function, and
+    exit without delay.
+    """
     atexit.register(_wait)
 
 
 def _wait() -> None:
+    """Wait for all awaited events, each at most until its time limit."""
     begin = time.monotonic()
     for ended, seconds in list(_awaited.items()):
         ended.wait(max(0.0, begin + seconds - time.monotonic()))

@@ -1,7 +1,7 @@
-"""The grid of ranks that a framework makes when it starts, against the one that was planned.
+"""Compares the parallel sizes that a framework initializes with the planned ones.
 
-other sizes than the user planned for    ends the job, on all ranks, with one line
-groups that span clusters            told once, with the way to fewer of them if there is one
+If they differ from sizes that the user gave for the plan, the job ends on all ranks with a message. If
+process groups span clusters although other sizes would avoid it, rank 0 prints a line of advice.
 """
 
 from __future__ import annotations
@@ -19,26 +19,48 @@ if TYPE_CHECKING:
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
-    """For complete `sizes`; all ranks must call it. instances: see plan/decide.py, spanning()."""
+    """Check the parallel sizes that a framework initializes. All ranks must call this function.
+
+    Args:
+        current: State of holmes in this process.
+        sizes: Complete parallel sizes of the framework.
+        instances: Number of distributed-optimizer instances (megatron-core), among which data-parallel ranks
+            are divided.
+
+    Raises:
+        HolmesError: the sizes differ from those that the user gave for the plan.
+    """
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
         raise told_once(error) from None
     if current.rank == 0 and current.maker is not None:
-        tell(
-            current,
-            current.maker.advice_on_spanning(current.plan, current.site, sizes, instances),
-        )
+        advice = current.maker.advice_on_spanning(current.plan, current.site, sizes, instances)
+        tell(current, advice)
 
 
 def refuse_other_sizes(current: Session, sizes: Sizes) -> None:
-    """HolmesError when the plan (--holmes-plan, --holmes-sizes) was made for others."""
+    """Raise an error if the plan was made for other parallel sizes, by --holmes-plan or --holmes-sizes.
+
+    Sizes that holmes read from the program's command line are a guess, and may differ.
+
+    Args:
+        current: State of holmes in this process.
+        sizes: Parallel sizes that the framework initializes.
+
+    Raises:
+        HolmesError: names the option and both sizes.
+    """
     plan = current.plan
-    if plan.sizes is not None and plan.sizes != sizes and {"plan", "sizes"} & current.options.given:
-        where = (
-            f"{plan.source}: key 'sizes'" if "plan" in current.options.given else "--holmes-sizes"
-        )
-        raise HolmesError(
-            f"{where} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; "
-            "make them agree"
-        )
+    if plan.sizes is None or plan.sizes == sizes:
+        return
+    if "plan" in current.options.given:
+        source = f"{plan.source}: key 'sizes'"
+    elif "sizes" in current.options.given:
+        source = "--holmes-sizes"
+    else:
+        return
+    raise HolmesError(
+        f"{source} says {sizes_text(plan.sizes)}, but the program initializes {sizes_text(sizes)}; "
+        "make them agree"
+    )

@@ -1,17 +1,34 @@
-"""Messages between pipeline stages: sends go, receives are there beforehand, nobody waits longer than it
-must.
+"""Sends messages between pipeline stages without waiting, and posts their receives in advance.
 
-    send   isend; its tensor is kept until it is known to have arrived
-    recv   posted some passes in advance, so that a message travels while the stage computes: gloo
-           sends nothing before the other end has posted its receive, and NCCL's sender waits for
-           it. How early says receive_order.py
+A pipeline engine usually sends an activation or a gradient with a blocking call, so a stage idles while its
+message crosses a slow link. A Mailbox overlaps the transfer with the passes of both stages. Gloo transfers
+nothing before the receiver has posted its receive, and NCCL's sender waits for it: so receives are posted
+some passes before the message is needed.
 
-Each direction of a pair has a group. All launches of a step have one order in which each could wait for the
-one before it (receive_order.py): no luck with streams, hardware queues or host waits is needed.
+A step with known messages:
 
-With NCCL isend and irecv run on their group's own stream. A send that is not waited for holds up no stream;
-its tensor must outlive it, hence `keep`. A receive is waited for (the current stream waits) before its buffer
-is copied on the current stream.
+    1  begin()     decides how many passes in advance to post the receives from each neighbour
+                   (receive_order.py)
+    2  recv()      waits for the oldest posted receive of a neighbour and copies it into the engine's tensor
+    3  send()      starts to send a tensor, and keeps the tensor
+    4  passed()    posts the receives that are due after a forward or backward pass
+    5  arrived()   releases kept tensors that the neighbour must have received by now
+    6  end()       waits for the remaining sends
+
+Steps 2 to 5 are repeated for every forward and backward pass. Posting a receive needs the shape and dtype of
+the message. If the engine does not declare them (expect()), the first step runs between listen() and learn():
+its messages are sent and received with blocking calls, and their shapes and dtypes are recorded.
+
+Invariant: both ranks of a pair post the messages of one direction in the same order, and each direction has a
+process group of its own.
+
+No rank waits for ever: receive_order.py defines one order of all messages between two stages, and the
+operations of a rank stay correct if each of them waits for the one before it. The order in which CUDA
+streams, hardware queues or gloo's threads run the operations therefore does not matter.
+
+With NCCL, isend and irecv run on the stream of their process group. A send that nobody waits for delays no
+other stream, but its tensor must outlive it. Before a received buffer is copied, the current stream waits
+for the receive.
 """
 
 from __future__ import annotations
@@ -19,9 +36,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
@@ -30,233 +46,359 @@ from holmes_ext.runtime.groups.wire import PLAIN
 from holmes_ext.runtime.watch import failure
 
 if TYPE_CHECKING:
-    from holmes_ext.runtime.groups.receive_order import Early, Flight, ListedEarly
+    from holmes_ext.runtime.groups.receive_order import Flight, ListedPostingRule, PostingRule
     from holmes_ext.runtime.groups.wire import Wire
 
-#: (shape, dtype) of a message.
-Form = tuple[tuple[int, ...], Any]
+_BLOCKING_ADVICE = "--holmes-inflight off leaves sending to the engine"
+
+
+class Form(NamedTuple):
+    """Shape and dtype of a message."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def __str__(self) -> str:
+        return f"{self.shape} {self.dtype}"
 
 
 def form_of(tensor: Any) -> Form:
-    return tuple(tensor.shape), tensor.dtype
+    """Return the shape and dtype of a tensor."""
+    return Form(tuple(tensor.shape), tensor.dtype)
 
 
-@dataclass
-class _Sent:
-    unit: tuple[str, int]
+class _SentMessage(NamedTuple):
+    """A message that was sent without waiting."""
+
+    micro_batch: int
     work: Any
-    keep: Any
+    tensor: Any  # kept until the work has ended
+
+
+class _PostedReceive(NamedTuple):
+    """A receive that was started in advance."""
+
+    buffer: Any
+    work: Any
+
+
+class _StagePair(NamedTuple):
+    """Pipeline stages of this rank and of one neighbour."""
+
+    this_stage: int
+    neighbour_stage: int
 
 
 def of_pairs(
     pairs: Iterable[tuple[int, int]], rank: int, stages: Mapping[int, int], pipeline: Any
 ) -> Mailbox:
-    """The mailbox of `rank`, with a group for activations and one for gradients of each of `pairs` (the
-    earlier stage first) that it is in; all ranks make them in one order. stages: of its pipeline's ranks;
-    pipeline: a group whose settings theirs have."""
+    """Make the mailbox of a rank, with two new process groups for each neighbour.
+
+    One group carries activations to the later stage, the other carries gradients back. The two ranks of a
+    pair must make the groups in the same order, so the pairs are sorted.
+
+    Args:
+        pairs: Pairs of global ranks, the rank of the earlier stage first.
+        rank: Global rank of this process.
+        stages: Global rank -> its pipeline stage.
+        pipeline: Process group of the pipeline. The new groups get its backend, timeout and settings.
+    """
     groups = {}
     for pair in sorted(pairs):
-        if rank in pair:
-            earlier = rank == pair[0]
-            neighbour = pair[1] if earlier else pair[0]
-            both = [
-                pair_group(pair, f"pipeline {what}", pipeline)
-                for what in ("activations", "gradients")
-            ]
-            groups[neighbour, "send"], groups[neighbour, "recv"] = (
-                both if earlier else reversed(both)
-            )
-    return Mailbox(groups, {peer: (stages[rank], stages[peer]) for peer, _ in groups})
+        if rank not in pair:
+            continue
+        earlier_rank, later_rank = pair
+        activations = pair_group(pair, "pipeline activations", pipeline)
+        gradients = pair_group(pair, "pipeline gradients", pipeline)
+        if rank == earlier_rank:
+            groups[later_rank, "send"] = activations
+            groups[later_rank, "recv"] = gradients
+        else:
+            groups[earlier_rank, "send"] = gradients
+            groups[earlier_rank, "recv"] = activations
+    stage_pairs = {neighbour: (stages[rank], stages[neighbour]) for neighbour, _ in groups}
+    return Mailbox(groups, stage_pairs)
 
 
 class Mailbox:
-    """groups: (neighbour, "send" or "recv") -> process group; ends: neighbour -> (my stage, its stage);
-    wire_to: how tensors travel there. A message's form is that of what travels."""
+    """Sender and receiver of one rank's messages to and from its neighbouring pipeline stages.
+
+    The docstring of the module describes the order of the calls. A neighbour is identified by its global
+    rank.
+    """
 
     def __init__(self, groups: dict[tuple[int, str], Any], ends: Mapping[int, tuple[int, int]]):
-        self._groups, self._ends = groups, ends
-        #: neighbour -> 1 for the next stage's, -1 for that of the stage before.
-        steps = {peer: its_stage - my_stage for peer, (my_stage, its_stage) in ends.items()}
-        self.neighbours = {peer: step for peer, step in steps.items() if abs(step) == 1}
-        self._announced: dict[int, Sequence[Form]] = {}  # of each micro-batch, to a neighbour
-        self._checked: Counter[int] = Counter()  # messages to a neighbour in this step
+        """Make a mailbox that knows no messages yet.
+
+        Args:
+            groups: (neighbour, "send" or "recv") -> process group of that direction.
+            ends: Neighbour -> (pipeline stage of this rank, pipeline stage of the neighbour).
+        """
+        self._groups = groups
+        self._stages = {peer: _StagePair(*stages) for peer, stages in ends.items()}
+        #: Neighbour -> 1 if it runs the next stage, -1 if it runs the stage before.
+        self.neighbours: dict[int, int] = {}
+        for peer, stages in self._stages.items():
+            distance = stages.neighbour_stage - stages.this_stage
+            if abs(distance) == 1:
+                self.neighbours[peer] = distance
+        #: Returns the encoding of the messages to and from a neighbour.
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
-        self._sent: dict[str, deque[_Sent]] = defaultdict(deque)
-        self._expected: dict[int, Sequence[Form]] = {}  # of each micro-batch, from a neighbour
-        self._seen: dict[int, list[Form]] = {}  # in a step of the engine's own schedule
-        self._posted: dict[int, deque[tuple[Any, Any]]] = defaultdict(deque)
-        self._count: Counter[int] = (
-            Counter()
-        )  # of micro-batches whose receives were posted in this step
-        self._came: Counter[int] = Counter()  # messages in this step
-        self.open, self.listening, self.unit = False, False, ("", 0)
-        self._early: dict[int, Early | ListedEarly] = {}
+
+        #: Whether a step runs whose receives are posted in advance.
+        self.open = False
+        #: Whether a step runs whose messages are recorded.
+        self.listening = False
+        #: The pass that sends: "F" or "B", and its micro-batch. Set by the caller of send().
+        self.unit: tuple[str, int] = ("", 0)
+
+        # Messages of one micro-batch, by neighbour.
+        self._announced: dict[int, Sequence[Form]] = {}  # that this rank sends
+        self._expected: dict[int, Sequence[Form]] = {}  # that this rank receives
+        self._recorded: dict[int, list[Form]] = {}  # received in a whole step of blocking calls
+
+        # State of the current step.
         self._micro_batches = 0
-        self._like: Any = None
+        self._device_tensor: Any = None  # receive buffers are allocated on its device
+        self._posting_rules: dict[int, PostingRule | ListedPostingRule] = {}
+        self._sent_messages: dict[str, deque[_SentMessage]] = defaultdict(deque)  # by "F" or "B"
+        self._posted: dict[int, deque[_PostedReceive]] = defaultdict(deque)
+        self._posted_micro_batches: Counter[int] = Counter()
+        self._received_messages: Counter[int] = Counter()
+        self._checked_messages: Counter[int] = Counter()  # compared with those announced
+
+    # Which messages a micro-batch has
 
     def expect(self, forms: Sequence[Form], peer: int) -> None:
-        """What `peer` sends of every micro-batch."""
+        """Declare the messages that a neighbour sends for every micro-batch, in their order."""
         self._expected[peer] = forms
 
+    def announce(self, forms: Sequence[Form], peer: int) -> None:
+        """Declare the messages that this rank sends to a neighbour for every micro-batch, in their order.
+
+        send() rejects other messages. An empty sequence allows any message.
+        """
+        self._announced[peer] = forms
+        self._checked_messages[peer] = 0
+
     def listen(self) -> None:
-        """A step of the engine's own schedule begins: its messages wait, and are remembered."""
+        """Begin a step with blocking sends and receives, whose received messages are recorded."""
         self.listening = True
-        self._checked.clear()
-        self._seen = {peer: [] for peer in self.neighbours}
+        self._checked_messages.clear()
+        self._recorded = {peer: [] for peer in self.neighbours}
 
     def leave_out(self, peer: int) -> None:
-        """What came from `peer` so far was about its messages."""
+        """Delete the messages recorded so far from a neighbour: they described the shapes of later ones."""
         if self.listening:
-            self._seen[peer] = []
+            self._recorded[peer] = []
 
     def learn(self, micro_batches: int) -> None:
-        """That step is over: what came of each micro-batch is expected from now on. HolmesError: they
-        differ."""
-        for peer, forms in self._seen.items():
-            of_each = forms[: len(forms) // micro_batches]
-            if forms != of_each * micro_batches:
-                my_stage, its_stage = self._ends[peer]
-                stage_link = f"stage link from stage {its_stage} to stage {my_stage}: rank {peer}"
-                advice = "--holmes-inflight off leaves sending to the engine"
+        """End the recorded step, and expect its messages in all later steps.
+
+        Args:
+            micro_batches: Micro-batches of the recorded step.
+
+        Raises:
+            HolmesError: a neighbour did not send the same messages for every micro-batch.
+        """
+        for peer, forms in self._recorded.items():
+            forms_per_micro_batch = forms[: len(forms) // micro_batches]
+            if forms != forms_per_micro_batch * micro_batches:
+                stages = self._stages[peer]
                 raise HolmesError(
-                    f"{stage_link} does not send the same of each micro-batch; {advice}"
+                    f"stage link from stage {stages.neighbour_stage} to stage {stages.this_stage}: "
+                    f"rank {peer} does not send the same of each micro-batch; {_BLOCKING_ADVICE}"
                 )
-            self.expect(of_each, peer)
+            self.expect(forms_per_micro_batch, peer)
         self.listening = False
 
     @property
     def knows(self) -> bool:
-        """What all neighbours send. So it is on all ranks of a pipeline, or on none."""
+        """Whether the messages of all neighbours are known, so that begin() may be called.
+
+        The answer is the same on all ranks of a pipeline.
+        """
         return self.neighbours.keys() <= self._expected.keys()
 
     def forget(self) -> None:
-        """The messages of the next step may be others."""
+        """Delete the expected messages, because the next step may have others."""
         self._expected.clear()
 
+    # A step with known messages
+
     def begin(self, flight: Flight, micro_batches: int, like: Any) -> None:
-        """A step of micro_batches begins, and `knows` holds. like: a tensor on the device."""
-        self.open, self._like, self._micro_batches = True, like, micro_batches
-        if (current := session.active()) is not None:
+        """Begin a step whose receives are posted in advance; `knows` must be true.
+
+        Args:
+            flight: Order of the passes and messages of all stages.
+            micro_batches: Micro-batches of the step.
+            like: Any tensor on the device on which receive buffers are allocated.
+        """
+        self.open = True
+        self._device_tensor = like
+        self._micro_batches = micro_batches
+        current = session.active()
+        if current is not None:
             current.in_flight = flight.in_flight
-        for count in (self._count, self._came, self._checked):
-            count.clear()
-        self._early = {
-            peer: flight.early(*self._ends[peer], micro_batches) for peer in self.neighbours
-        }
-
-    def announce(self, forms: Sequence[Form], peer: int) -> None:
-        """What this rank sends `peer` of every micro-batch; () for what is not known."""
-        self._announced[peer], self._checked[peer] = forms, 0
-
-    @property
-    def by_peer(self) -> dict[int, Any]:
-        """One group for both directions, the same at both ends: that of activations."""
-        return {
-            peer: self._groups[peer, "send" if my_stage < its_stage else "recv"]
-            for peer, (my_stage, its_stage) in self._ends.items()
-        }
-
-    def _check(self, tensor: Any, peer: int) -> None:
-        """HolmesError where a tensor is not as announced: gloo would leave half a message in the receiver's
-        buffer, or end the process."""
-        if not (forms := self._announced.get(peer)):
-            return
-        micro_batch, place = divmod(self._checked[peer], len(forms))
-        self._checked[peer] += 1
-        if forms[place] != form_of(tensor):
-            my_stage, its_stage = self._ends[peer]
-            stage_link = f"stage link from stage {my_stage} to stage {its_stage} (to rank {peer})"
-            said, now = (f"{shape} {dtype}" for shape, dtype in (forms[place], form_of(tensor)))
-            advice = (
-                "give all micro-batches the same shape (pad them, leave out a shorter last one)"
-            )
-            raise HolmesError(
-                f"{stage_link}: micro-batch {micro_batch} is {now}, expected {said}; {advice}"
+        self._posted_micro_batches.clear()
+        self._received_messages.clear()
+        self._checked_messages.clear()
+        self._posting_rules = {}
+        for peer in self.neighbours:
+            stages = self._stages[peer]
+            self._posting_rules[peer] = flight.posting_rule(
+                stages.this_stage, stages.neighbour_stage, micro_batches
             )
 
     def send(self, tensor: Any, peer: int) -> None:
+        """Send a tensor to a neighbour, without waiting unless the step is recorded.
+
+        Raises:
+            HolmesError: announce() has declared another shape or dtype.
+        """
         import torch.distributed as dist
 
-        self._check(tensor, peer)
-        part, group = self.wire_to(peer).outgoing(tensor), self._groups[peer, "send"]
+        self._check_announced(tensor, peer)
+        encoded = self.wire_to(peer).outgoing(tensor)
+        group = self._groups[peer, "send"]
         if self.listening:
-            dist.send(part, peer, group=group)
-        else:
-            self._sent[self.unit[0]].append(
-                _Sent(self.unit, dist.isend(part, peer, group=group), part)
-            )
-
-    def passed(self, kind: str, index: int) -> None:
-        """The pass of `kind` ("F", "B") of micro-batch `index` is launched, and all that it sends."""
-        for peer, early in self._early.items():
-            self._post(peer, early.after(kind, index))
+            dist.send(encoded, peer, group=group)
+            return
+        kind, micro_batch = self.unit
+        work = dist.isend(encoded, peer, group=group)
+        self._sent_messages[kind].append(_SentMessage(micro_batch, work, tensor=encoded))
 
     def recv(self, tensor: Any, peer: int) -> None:
-        """Into `tensor`. HolmesError when another message than the expected is to come."""
+        """Receive the next message of a neighbour into `tensor`.
+
+        Raises:
+            HolmesError: another shape or dtype was expected, or the connection is broken.
+        """
         if self.listening:
-            self._recv_now(tensor, peer)
+            self._receive_and_record(tensor, peer)
             return
-        index = self._came[peer] // len(self._expected[peer])
-        self._came[peer] += 1
-        self._post(peer, self._early[peer].before(index))
-        buffer, work = self._posted[peer].popleft()
-        part, finish = self.wire_to(peer).incoming(tensor)
-        if form_of(buffer) != form_of(part):
-            my_stage, its_stage = self._ends[peer]
-            stage_link = (
-                f"stage link from stage {its_stage} to stage {my_stage}: a message of rank {peer}"
-            )
-            said, now = (f"{shape} {dtype}" for shape, dtype in map(form_of, (buffer, part)))
-            advice = "--holmes-inflight off leaves sending to the engine"
-            raise HolmesError(
-                f"{stage_link} was {said} in every step so far, but is {now} now; {advice}"
-            )
-        with self._naming(peer):
-            work.wait()
-        part.copy_(buffer)
-        finish()
+        messages_per_micro_batch = len(self._expected[peer])
+        micro_batch = self._received_messages[peer] // messages_per_micro_batch
+        self._received_messages[peer] += 1
+        self._post_receives(peer, self._posting_rules[peer].before(micro_batch))
+        posted = self._posted[peer].popleft()
+        encoded, decode = self.wire_to(peer).incoming(tensor)
+        self._check_expected(posted.buffer, encoded, peer)
+        with self._naming_stage_link(peer):
+            posted.work.wait()
+        encoded.copy_(posted.buffer)
+        decode()
 
-    def _recv_now(self, tensor: Any, peer: int) -> None:
-        import torch.distributed as dist
+    def passed(self, kind: str, index: int) -> None:
+        """Post the receives that are due after a pass, whose messages have all been sent.
 
-        part, finish = self.wire_to(peer).incoming(tensor)
-        self._seen[peer].append(form_of(part))
-        with self._naming(peer):
-            dist.recv(part, peer, group=self._groups[peer, "recv"])
-        finish()
+        Args:
+            kind: "F" for a forward pass, "B" for a backward pass.
+            index: Micro-batch of the pass.
+        """
+        for peer, rule in self._posting_rules.items():
+            self._post_receives(peer, rule.after(kind, index))
 
     def arrived(self, kind: str, index: float) -> None:
-        """What `kind` sent up to micro-batch `index` has been received: waiting takes no time."""
-        sent = self._sent[kind]
-        while sent and sent[0].unit[1] <= index:
-            sent.popleft().work.wait()
+        """Release the tensors that passes of one kind sent, up to a micro-batch.
+
+        The neighbour must have received them, so that this rank waits no time for the sends.
+
+        Args:
+            kind: "F" for activations, "B" for gradients.
+            index: The last micro-batch whose tensors are released.
+        """
+        messages = self._sent_messages[kind]
+        while messages and messages[0].micro_batch <= index:
+            messages.popleft().work.wait()
 
     def end(self) -> None:
-        """All of the step has gone."""
-        for kind in self._sent:
-            self.arrived(kind, inf)
+        """Wait until all messages of the step have been sent, and end the step."""
+        for kind in self._sent_messages:
+            self.arrived(kind, index=inf)
         self.open = False
 
+    @property
+    def by_peer(self) -> dict[int, Any]:
+        """Neighbour -> one process group for both directions: the group that carries activations.
+
+        Both ranks of a pair get the same group.
+        """
+        groups = {}
+        for peer, stages in self._stages.items():
+            is_next_stage = stages.this_stage < stages.neighbour_stage
+            direction = "send" if is_next_stage else "recv"
+            groups[peer] = self._groups[peer, direction]
+        return groups
+
+    def _receive_and_record(self, tensor: Any, peer: int) -> None:
+        """Receive a message with a blocking call, and record its shape and dtype."""
+        import torch.distributed as dist
+
+        encoded, decode = self.wire_to(peer).incoming(tensor)
+        self._recorded[peer].append(form_of(encoded))
+        with self._naming_stage_link(peer):
+            dist.recv(encoded, peer, group=self._groups[peer, "recv"])
+        decode()
+
+    def _post_receives(self, peer: int, micro_batches: int) -> None:
+        """Start the receives of the step's first micro-batches from a neighbour, if not started yet.
+
+        Args:
+            micro_batches: Number of micro-batches, counted from the beginning of the step.
+        """
+        import torch.distributed as dist
+
+        last = min(micro_batches, self._micro_batches)
+        while self._posted_micro_batches[peer] < last:
+            for shape, dtype in self._expected[peer]:
+                buffer = self._device_tensor.new_empty(shape, dtype=dtype)
+                work = dist.irecv(buffer, peer, group=self._groups[peer, "recv"])
+                self._posted[peer].append(_PostedReceive(buffer, work))
+            self._posted_micro_batches[peer] += 1
+
+    def _check_announced(self, tensor: Any, peer: int) -> None:
+        """Raise an error if a tensor differs from the message that announce() declared.
+
+        Gloo would leave half of such a message in the receiver's buffer, or end the process.
+        """
+        forms = self._announced.get(peer)
+        if not forms:
+            return
+        micro_batch, position = divmod(self._checked_messages[peer], len(forms))
+        self._checked_messages[peer] += 1
+        announced = Form(*forms[position])
+        actual = form_of(tensor)
+        if actual != announced:
+            stages = self._stages[peer]
+            raise HolmesError(
+                f"stage link from stage {stages.this_stage} to stage {stages.neighbour_stage} "
+                f"(to rank {peer}): micro-batch {micro_batch} is {actual}, expected {announced}; "
+                "give all micro-batches the same shape (pad them, leave out a shorter last one)"
+            )
+
+    def _check_expected(self, buffer: Any, encoded: Any, peer: int) -> None:
+        """Raise an error if the engine wants another message than the posted receive has."""
+        expected = form_of(buffer)
+        wanted = form_of(encoded)
+        if wanted != expected:
+            stages = self._stages[peer]
+            raise HolmesError(
+                f"stage link from stage {stages.neighbour_stage} to stage {stages.this_stage}: a message "
+                f"of rank {peer} was {expected} in every step so far, but is {wanted} now; "
+                f"{_BLOCKING_ADVICE}"
+            )
+
     @contextmanager
-    def _naming(self, peer: int) -> Iterator[None]:
-        """HolmesError where what `peer` sends cannot come: at which stage link, and why as far as is
-        known."""
+    def _naming_stage_link(self, peer: int) -> Iterator[None]:
+        """Turn an error of a receive into a HolmesError that names the stage link and the cause."""
         try:
             yield
         except RuntimeError as error:
-            my_stage, its_stage = self._ends[peer]
-            stage_link = f"stage link from stage {its_stage} (rank {peer}) to stage {my_stage}"
-            raise HolmesError(
-                failure.broken(stage_link, str(error)).removeprefix(failure.INPUT)
-            ) from error
-
-    def _post(self, peer: int, micro_batches: int) -> None:
-        """Receives of the step's first micro_batches, where they are not there yet."""
-        import torch.distributed as dist
-
-        for _ in range(self._count[peer], min(micro_batches, self._micro_batches)):
-            for shape, dtype in self._expected[peer]:
-                buffer = self._like.new_empty(shape, dtype=dtype)
-                work = dist.irecv(buffer, peer, group=self._groups[peer, "recv"])
-                self._posted[peer].append((buffer, work))
-            self._count[peer] += 1
+            stages = self._stages[peer]
+            stage_link = (
+                f"stage link from stage {stages.neighbour_stage} (rank {peer}) "
+                f"to stage {stages.this_stage}"
+            )
+            message = failure.broken(stage_link, str(error))
+            raise HolmesError(message.removeprefix(failure.INPUT)) from error

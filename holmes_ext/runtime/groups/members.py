@@ -26,6 +26,8 @@ from holmes_ext.runtime.backend import (
 )
 from holmes_ext.runtime.groups.communicators import can_postpone, with_lazy_init
 
+#: Largest group whose name lists its ranks; the name of a larger group has a hash of them.
+_MOST_NAMED = 8
 #: (ranks, purpose) -> how many groups this process has made of them. Each group needs a new name: the keys of
 #: earlier groups are still in the store.
 _count: Counter[tuple[Any, ...]] = Counter()
@@ -62,7 +64,7 @@ def _new_name(ranks: Sequence[int], purpose: str) -> str:
     """Return a name that this process has not used for a group before."""
     key = (*ranks, purpose)
     _count[key] += 1
-    if len(ranks) <= 8:
+    if len(ranks) <= _MOST_NAMED:
         members = "-".join(map(str, ranks))
     else:
         members = hashlib.sha256(str(ranks).encode()).hexdigest()[:16]

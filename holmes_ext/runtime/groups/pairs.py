@@ -26,6 +26,7 @@ from holmes_ext.runtime.groups.transport import settings_of
 #: to use the whole NIC. More would be a loss: a receive that is started early occupies them until its message
 #: arrives, and the GPU cannot compute with them.
 PAIR_CTAS = 4
+_RANKS_OF_PAIR = 2
 
 
 def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
@@ -46,7 +47,7 @@ def pair_groups(current: session.Session, group: Any) -> dict[int, Any]:
     network_api = network_api_of(backend_of(group))
     if not network_api:
         return {}  # the backend chooses its networks itself
-    if len(ranks) < 3:
+    if len(ranks) <= _RANKS_OF_PAIR:
         return {}  # the pipeline is one pair
     pairs = pairs_with_group(current.plan, ranks, network_api)
     return groups_of(pairs, current.rank, group)

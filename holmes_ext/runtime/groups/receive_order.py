@@ -1,38 +1,37 @@
-"""When a pipeline stage posts its receives: early enough that messages travel under its passes, and in an
-order that no stream, hardware queue or wait of the host can bring to a stand.
+"""Decides when a pipeline stage posts its receives: in advance, and in an order that cannot deadlock.
 
-With NCCL a posted receive is a kernel that ends when its message is there; so is a send, until its receive
-has begun. Streams may share a hardware queue, one of several streams may be another's (torch has 32 to give
-away), the host may wait for the device (torch.cuda.synchronize(), cudaFree, CUDA_LAUNCH_BLOCKING=1). All of
-that is right exactly if each launch of a rank could wait for the one before it. For that both ends of
-a stage link need one order of its messages:
+With NCCL a posted receive is a kernel that ends when its message has arrived, and a send is a kernel that
+ends when its receive has begun. Such kernels may share a hardware queue or a stream (torch hands out 32
+streams in turn), and the host may wait for the device (torch.cuda.synchronize(), cudaFree,
+CUDA_LAUNCH_BLOCKING=1). A rank is safe from all of that if each of its launches may wait for the launch
+before it. This requires one order of all messages between two stages, which both stages follow:
 
     a 0 ... a (lead - 1)   g 0   a lead   g 1   a (lead + 1)   g 2  ...        a: activation, g: gradient
 
-A stage that holds k micro-batches must have sent k activations before it needs the first gradient; the next
-stage, which holds k' of them, gives its first gradient after k': so k' <= lead <= k, and of the k - k' passes
-between
+The lead is the number of activations before the first gradient. Let the earlier stage hold k micro-batches
+in flight, and the later stage k'. The earlier stage must send k activations before it needs the first
+gradient, and the later stage sends its first gradient after k' activations, so k' <= lead <= k. The k - k'
+passes between these bounds are divided:
 
-    lead - k'   is how many micro-batches early the next stage posts receives of activations: of m before its
-                forward of m - (lead - k'), which is after its gradient of m - lead
-    k - lead    is how many early this stage posts those of gradients: of m before its backward of m - (k -
-                lead), which is after its activation of m + lead - 1
+    lead - k'   passes in advance, the later stage posts receives of activations: the receive of micro-batch m
+                before its forward pass of m - (lead - k'), which follows its gradient of m - lead
+    k - lead    passes in advance, the earlier stage posts receives of gradients: the receive of micro-batch m
+                before its backward pass of m - (k - lead), which follows its activation of m + lead - 1
 
-In no order of these is there a circle: the launch of each depends on earlier ones of both ends
-(tests/runtime/groups/test_receive_order.py goes through random pipelines).
+No rank waits for ever: in this order, every launch depends only on earlier launches of both stages, so there
+is no cycle (tests/runtime/groups/test_receive_order.py checks random pipelines).
 
-The plan holds so many micro-batches in flight that k - k' - 1 paces of the pipeline are as long as the
-stage link,
-there and back, less the time that both stages wait anyway (plan/cost/pipeline.py, in_flight). The stage that
-computes longer waits less and needs the more of it: (lead - k') - (k - lead) is the difference of their
-times, in paces.
+Choice of the lead: the plan keeps so many micro-batches in flight that k - k' - 1 micro-batches take as long
+as a round trip over the stage link, less the idle time of both stages (plan/cost/pipeline.py, in_flight). The
+stage with the longer compute time idles less and needs more passes in advance. Therefore
+(lead - k') - (k - lead) is the difference of the two compute times, divided by the longest compute time of
+all stages.
 
-Where the plan lists the passes of each stage (plan/passes), k and k' are each gradient's own: the activations
-that one end has sent when it needs that gradient, and the other has received when it sends it. Its lead is in
-the list, as the plan's times have it.
+If the plan lists the passes of each stage (plan/schedule.py), every gradient has its own lead, which the plan
+lists too.
 
-With gloo nothing but a message's own wait waits for it: each end posts a receive as early as the other may
-send it, activations up to k, gradients from k' on, and no message waits for its receiver.
+With gloo only the wait for a message waits for its sender, and no order is required. Each stage posts a
+receive as soon as the other stage may send the message: activations up to k, gradients from k' on.
 """
 
 from __future__ import annotations
@@ -53,89 +52,146 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Early:
-    """How early receives are posted. passes: micro-batches before the one whose pass needs the message;
-    after_sends: the first one after so many activations went there (None: of activations)."""
+class PostingRule:
+    """Number of receives from a neighbour that a stage has posted at each point of a step.
 
-    passes: int
-    after_sends: int | None = None
+    Receives are counted in micro-batches from the beginning of the step.
+    """
+
+    #: Passes between posting a receive and the pass that needs its message.
+    passes_in_advance: int
+    #: For receives of gradients: activations sent before the first receive is posted. None for receives of
+    #: activations.
+    activations_first: int | None = None
 
     def before(self, index: int) -> int:
-        """How many receives there are when that of micro-batch `index` is needed."""
-        return index + 1 + self.passes
+        """Return the number of posted receives before the pass of micro-batch `index` that needs one."""
+        return index + 1 + self.passes_in_advance
 
     def after(self, kind: str, index: int) -> int:
-        """Receives that are there once the pass ("F", "B") of micro-batch `index` has sent what it sends."""
-        return index + 2 - self.after_sends if kind == "F" and self.after_sends is not None else 0
+        """Return the number of posted receives after a pass and its messages.
+
+        Args:
+            kind: "F" for a forward pass, "B" for a backward pass.
+            index: Micro-batch of the pass.
+        """
+        if kind == "F" and self.activations_first is not None:
+            activations_sent = index + 1
+            return activations_sent - self.activations_first + 1
+        return 0
 
 
 @dataclass(frozen=True)
-class ListedEarly:
-    """Of listed passes. leads: by micro-batch, activations that go before its gradient, as this end goes by
-    it; sent: by activation, gradients before it at its receiver, () at its sender."""
+class ListedPostingRule:
+    """Number of receives from a neighbour that a stage has posted, if the plan lists all passes.
 
+    Receives are counted in micro-batches from the beginning of the step.
+    """
+
+    #: Micro-batch -> activations before its gradient in the order of messages.
     leads: tuple[int, ...]
-    sent: tuple[int, ...] = ()
+    #: For receives of activations: micro-batch -> gradients that the receiving stage has sent before it needs
+    #: the activation. Empty for receives of gradients.
+    gradients_sent: tuple[int, ...] = ()
 
     def before(self, index: int) -> int:
-        return self._until(self.sent[index]) if self.sent else index + 1
+        """Return the number of posted receives before the pass of micro-batch `index` that needs one."""
+        if self.gradients_sent:
+            return self._activations_before_gradient(self.gradients_sent[index])
+        return index + 1
 
     def after(self, kind: str, index: int) -> int:
-        if self.sent:
-            return self._until(index + 1) if kind == "B" else 0
-        return bisect_right(self.leads, index + 1) if kind == "F" else 0
+        """Return the number of posted receives after a pass and its messages.
 
-    def _until(self, gradients: int) -> int:
-        """Activations before the gradient that follows so many."""
-        return self.leads[gradients] if gradients < len(self.leads) else len(self.leads)
+        Args:
+            kind: "F" for a forward pass, "B" for a backward pass.
+            index: Micro-batch of the pass.
+        """
+        if self.gradients_sent:
+            return self._activations_before_gradient(index + 1) if kind == "B" else 0
+        activations_sent = index + 1
+        return bisect_right(self.leads, activations_sent) if kind == "F" else 0
+
+    def _activations_before_gradient(self, micro_batch: int) -> int:
+        """Return how many activations precede a gradient; all of them if there is no such gradient."""
+        if micro_batch < len(self.leads):
+            return self.leads[micro_batch]
+        return len(self.leads)
 
 
 @dataclass(frozen=True)
 class ReceiveOrder:
-    """in_flight: micro-batches in flight, by stage; busy_s: seconds that each computes for one, or (); free:
-    messages need no one order (gloo)."""
+    """Order of passes and messages of a pipeline with a planned number of micro-batches in flight.
 
-    in_flight: tuple[int, ...]
-    busy_s: tuple[float, ...] = ()
-    free: bool = False
+    Each stage alternates forward and backward passes (1F1B) once its micro-batches are in flight.
+    """
 
-    def early(self, stage: int, neighbour: int, micro_batches: int) -> Early:
-        """On `stage`, for messages of its neighbour (a stage, too); micro_batches: of a step."""
-        first = min(stage, neighbour)
-        ahead, behind = (min(held, micro_batches) for held in self.in_flight[first : first + 2])
-        longer = (
-            (self.busy_s[first + 1] - self.busy_s[first]) / max(self.busy_s) if self.busy_s else 0.0
-        )
-        room = ahead - behind
-        if self.free:
-            return Early(room, behind if stage == first else None)
-        lead = behind + min(max(floor((room + longer) / 2 + 0.5), 0), room)
-        return Early(ahead - lead, lead) if stage == first else Early(lead - behind)
+    in_flight: tuple[int, ...]  # planned micro-batches in flight, by stage
+    busy_s: tuple[float, ...] = ()  # compute seconds of a micro-batch, by stage; () if unknown
+    is_unordered: bool = False  # messages need no common order (gloo)
+
+    def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> PostingRule:
+        """Return when a stage posts its receives from a neighbouring stage.
+
+        Args:
+            stage: Number of the stage that receives.
+            neighbour: Number of the stage that sends.
+            micro_batches: Micro-batches of a step.
+        """
+        earlier_stage = min(stage, neighbour)
+        later_stage = earlier_stage + 1
+        in_flight_earlier = min(self.in_flight[earlier_stage], micro_batches)  # k
+        in_flight_later = min(self.in_flight[later_stage], micro_batches)  # k'
+        receives_gradients = stage == earlier_stage
+        most_in_advance = in_flight_earlier - in_flight_later
+        if self.is_unordered:
+            if receives_gradients:
+                return PostingRule(most_in_advance, activations_first=in_flight_later)
+            return PostingRule(most_in_advance)
+
+        time_difference = 0.0  # of the two stages, in units of the longest stage
+        if self.busy_s:
+            busy_difference_s = self.busy_s[later_stage] - self.busy_s[earlier_stage]
+            time_difference = busy_difference_s / max(self.busy_s)
+        rounded = floor((most_in_advance + time_difference) / 2 + 0.5)
+        later_in_advance = min(max(rounded, 0), most_in_advance)
+        lead = in_flight_later + later_in_advance
+        if receives_gradients:
+            return PostingRule(in_flight_earlier - lead, activations_first=lead)
+        return PostingRule(later_in_advance)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
-        """The passes of a stage."""
+        """Return the passes of a stage, as pairs of a letter ("F" or "B") and a micro-batch."""
         scheduled = passes(
             stage, len(self.in_flight), micro_batches, in_flight=self.in_flight[stage]
         )
-        return [(kind, number) for kind, number, _ in scheduled]
+        return [(kind, micro_batch) for kind, micro_batch, _ in scheduled]
 
 
 @dataclass(frozen=True)
 class ListedOrder:
-    """Of a schedule whose passes are listed."""
+    """Order of passes and messages of a pipeline whose plan lists every pass."""
 
     schedule: PassOrder
-    in_flight: tuple[int, ...] = ()
+    in_flight: tuple[int, ...] = ()  # left empty: the schedule itself limits the micro-batches
 
-    def early(self, stage: int, neighbour: int, micro_batches: int) -> ListedEarly:
-        """As ReceiveOrder's."""
-        of_activations, of_gradients = self.schedule.posted(min(stage, neighbour))
-        if stage < neighbour:
-            return ListedEarly(of_gradients)
-        return ListedEarly(of_activations, before(self.order(stage, micro_batches), "BI", "F"))
+    def posting_rule(self, stage: int, neighbour: int, micro_batches: int) -> ListedPostingRule:
+        """Return when a stage posts its receives from a neighbouring stage.
+
+        Args:
+            stage: Number of the stage that receives.
+            neighbour: Number of the stage that sends.
+            micro_batches: Micro-batches of a step.
+        """
+        activation_leads, gradient_leads = self.schedule.posted(min(stage, neighbour))
+        if stage < neighbour:  # receives gradients
+            return ListedPostingRule(gradient_leads)
+        own_passes = self.order(stage, micro_batches)
+        gradients_before_forward = before(own_passes, "BI", "F")
+        return ListedPostingRule(activation_leads, gradients_before_forward)
 
     def order(self, stage: int, micro_batches: int) -> Sequence[OnePass]:
-        """As ReceiveOrder's."""
+        """Return the listed passes of a stage, as pairs of a letter and a micro-batch."""
         return self.schedule.stages[stage]
 
 
@@ -143,7 +199,15 @@ Flight = ReceiveOrder | ListedOrder
 
 
 def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
-    """A plan's, for groups of `network_api`. HolmesError: as flight_of's."""
+    """Parse the passes of all stages that a plan lists.
+
+    Args:
+        texts: The passes of each stage, such as "F0 F1 B0 F2 ...".
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+
+    Raises:
+        HolmesError: the list is for NCCL but does not say when to post the receives of gradients.
+    """
     order = PassOrder.parse(texts)
     if network_api == VERBS and not order.leads:
         raise HolmesError(
@@ -154,11 +218,22 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
 
 
 def flight_of(plan: Plan, network_api: str) -> Flight | None:
-    """As the plan has it for groups of `network_api`; None where the engine's own schedule runs. HolmesError:
-    NCCL's messages have no order."""
+    """Return the planned order of passes and messages of a pipeline.
+
+    Args:
+        plan: Plan of the job.
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+
+    Returns:
+        None if the engine keeps its own schedule.
+
+    Raises:
+        HolmesError: the plan lists passes for NCCL without the order of messages.
+    """
     traffic = plan.traffic_of(network_api)
     if traffic.schedule:
         return ListedOrder(listed_passes(traffic.schedule, network_api))
-    held = traffic.in_flight
+    if not traffic.in_flight:
+        return None
     busy_s = tuple(load.busy_s for load in plan.loads)
-    return ReceiveOrder(held, busy_s, network_api == SOCKETS) if held else None
+    return ReceiveOrder(traffic.in_flight, busy_s, is_unordered=network_api == SOCKETS)

@@ -1,34 +1,40 @@
-"""What of an activation, or its gradient, travels between clusters: this tensor rank's part, in fewer bits.
+"""Encodes messages between pipeline stages: each tensor-parallel rank sends a compressed slice.
 
-Without sequence parallelism every tensor rank of a stage has the same tensor to send. Its rows (all
-dimensions but the last) are cut among them, and the tensor ranks that receive gather the whole, inside their
-node:
+Without sequence parallelism, all tensor-parallel ranks of a stage have the same activation (or gradient) to
+send. Each of them sends a slice of its rows (all dimensions but the last), and the receiving ranks gather the
+slices over their tensor group, inside their node:
 
     stage s        rank 0 [ a b ]      rank 1 [ a b ]
-                          | a               | b           across: 1 / t of the bytes each, rows
-    stage s + 1    rank 0 [ a . ] ---- rank 1 [ . b ]     padded to a multiple of t
-                          [ a b ]             [ a b ]     inside: all-gather over the tensor group
+                          | a               | b           between clusters: each rank sends 1/t of the rows,
+    stage s + 1    rank 0 [ a . ] ---- rank 1 [ . b ]     padded to a multiple of t (t: tensor-parallel ranks)
+                          [ a b ]             [ a b ]     inside the node: all-gather over the tensor group
 
-Order and freedom from deadlock: the gather is one more collective of the pass that the message is for. It is
-launched where the schedule waits for the message, by the thread and on the stream that launch the pass; all
-tensor ranks of a stage run one schedule, so their tensor group sees the same collectives in the same order.
-What a gather waits for are the messages to the other tensor ranks of its stage. Those were sent after the
-same pass of the stage before, by ranks that needed each other's collectives to get through that pass: no
-rank's message is further in the schedule than another's, and the order of all passes has no circle
+A message:
+
+    1  outgoing()   takes this rank's slice of a tensor and compresses it; the caller sends the result
+    2  incoming()   returns the buffer into which the caller receives, and a function `finish`
+    3  finish()     decompresses the buffer, and gathers the slices of the other tensor ranks
+
+Invariant: finish() runs where the schedule waits for the message, by the thread and on the stream of the
+pass that needs it. All tensor ranks of a stage run the same schedule, so the collectives of their tensor
+group have the same order on all ranks.
+
+No rank waits for ever: the gather waits for the messages to the other tensor ranks of its stage. The ranks of
+the previous stage sent these after the same pass, in which they needed each other's collectives. So no rank's
+message is later in the schedule than another rank's, and the order of all passes has no cycle
 (patches/deepspeed/stage_links.py).
 
-Under NCCL (read, not run): waiting for the message lets the current stream wait for the pair's; the gather is
-enqueued behind it on the tensor group's own stream, and the current stream waits for that, as for every
-collective of a tensor group. It is done in place (a rank's part is a view of the whole), so nothing is
-allocated on one stream and used on another, but for padding.
+With NCCL (from reading its code, not run): after the wait for a message, the current stream waits for the
+stream of the pair's group. The gather is enqueued on the stream of the tensor group, and the current stream
+waits for it, as for any collective. The gather is in place (the slice is a view of the whole tensor), so
+except for padding no memory is allocated on one stream and used on another.
 
-Narrower (--holmes-compress-activations): "bf16" rounds float32 to bfloat16; "int8" to 1/127 of the
-largest magnitude of the
-row, whose float32 scale travels before the rows. A NaN or infinity makes its row NaN. What a rank receives it
-decodes before the gather, so all tensor ranks go on with the same numbers.
+Compression (--holmes-compress-activations): "bf16" rounds float32 to bfloat16. "int8" rounds to 1/127 of the
+largest magnitude of a row; the row's float32 scale is sent, too. NaN or infinity makes its whole row NaN.
+Slices are decompressed before the gather, so all tensor ranks continue with the same numbers.
 
-A part that is sent is a view with a TensorImpl of its own: a framework that frees its output by `.data =`
-(megatron-core's deallocate_pipeline_outputs) leaves the storage to the view, which the operation holds.
+A slice that is sent is a view with a TensorImpl of its own. If a framework frees its output by `.data =`
+(megatron-core's deallocate_pipeline_outputs), the view keeps the storage alive.
 """
 
 from __future__ import annotations
@@ -43,94 +49,127 @@ from holmes_ext.runtime.compress import Int8, codec
 if TYPE_CHECKING:
     from holmes_ext.runtime.compress import Codec
 
-#: What to do once a message is there, on the stream of the pass that needs it.
+#: Completes a tensor once its message has arrived, on the stream of the pass that needs it.
 Finish = Callable[[], None]
 
 
 @dataclass(frozen=True)
 class Wire:
-    """To and from one neighbour. parts: tensor ranks that share a tensor out, this one being the `place`-th
-    of `group`; compression: "off", "bf16" or "int8"; stage link: for errors."""
+    """Encoding of the messages to and from one neighbouring pipeline stage."""
 
-    parts: int = 1
-    place: int = 0
-    group: Any = None
-    compression: str = "off"
-    stage_link: str = "the stage link"
+    parts: int = 1  # tensor-parallel ranks that send a slice each; 1 to send whole tensors
+    place: int = 0  # number of this rank's slice
+    group: Any = None  # process group of the tensor-parallel ranks
+    compression: str = "off"  # "off", "bf16" or "int8"
+    stage_link: str = "the stage link"  # for error messages
 
     def outgoing(self, tensor: Any) -> Any:
-        """What is to be sent of `tensor`, contiguous, and kept until then. HolmesError: it cannot be
-        narrowed."""
+        """Return what is sent of a tensor: contiguous, and to be kept until it has been sent.
+
+        Raises:
+            HolmesError: the tensor's dtype cannot be compressed.
+        """
         compression = self._compression_of(tensor)
         if self.parts == 1 and compression == "off":
             return tensor.detach()
         rows = _rows(tensor.detach().contiguous())
-        each = -(-len(rows) // self.parts)
-        mine = rows[self.place * each : (self.place + 1) * each]
-        if len(mine) < each:
-            padded = rows.new_zeros(each, rows.shape[1])
-            padded[: len(mine)] = mine
-            mine = padded
-        return (
-            mine if compression == "off" else _codec(compression, mine).encode(mine.view(-1), None)
-        )
+        slice_rows = self._rows_per_slice(rows)
+        own_slice = self._own_slice(rows)
+        if len(own_slice) < slice_rows:
+            padded = rows.new_zeros(slice_rows, rows.shape[1])
+            padded[: len(own_slice)] = own_slice
+            own_slice = padded
+        if compression == "off":
+            return own_slice
+        return _codec(compression, own_slice).encode(own_slice.view(-1), None)
 
     def incoming(self, tensor: Any) -> tuple[Any, Finish]:
-        """For `tensor`, contiguous, to be filled: what to receive into, and what to do when that has come."""
+        """Prepare to receive a tensor.
+
+        Args:
+            tensor: Contiguous tensor that is filled.
+
+        Returns:
+            The buffer into which the message is received, and a function to call when it has arrived.
+
+        Raises:
+            HolmesError: the tensor's dtype cannot be compressed.
+        """
         import torch.distributed as dist
 
         compression = self._compression_of(tensor)
         if self.parts == 1 and compression == "off":
-            return tensor.detach(), lambda: None
+            return tensor.detach(), _do_nothing
         rows = _rows(tensor.detach())
-        each = -(-len(rows) // self.parts)
-        whole = (
-            rows
-            if len(rows) == each * self.parts
-            else rows.new_empty(each * self.parts, rows.shape[1])
-        )
-        mine = whole[self.place * each : (self.place + 1) * each]
-        flat, code = mine.view(-1), _codec(compression, mine)
-        sent = mine if compression == "off" else code.buffer(flat)
+        padded_length = self._rows_per_slice(rows) * self.parts
+        if len(rows) == padded_length:
+            gathered = rows
+        else:
+            gathered = rows.new_empty(padded_length, rows.shape[1])
+        own_slice = self._own_slice(gathered)
+        flat_slice = own_slice.view(-1)
+        code = _codec(compression, own_slice)
+        buffer = own_slice if compression == "off" else code.buffer(flat_slice)
 
         def finish() -> None:
-            if sent is not mine:
-                flat.copy_(code.decode(sent, flat))
+            if buffer is not own_slice:
+                flat_slice.copy_(code.decode(buffer, flat_slice))
             if self.parts > 1:
-                dist.all_gather_into_tensor(whole, mine, group=self.group)
-            if whole is not rows:
-                rows.copy_(whole[: len(rows)])
+                dist.all_gather_into_tensor(gathered, own_slice, group=self.group)
+            if gathered is not rows:
+                rows.copy_(gathered[: len(rows)])
 
-        return sent, finish
+        return buffer, finish
+
+    def _rows_per_slice(self, rows: Any) -> int:
+        """Return the number of rows of a slice, rounded up."""
+        return -(-len(rows) // self.parts)
+
+    def _own_slice(self, rows: Any) -> Any:
+        """Return this rank's slice of the rows, a view. It is shorter at the end of the rows."""
+        slice_rows = self._rows_per_slice(rows)
+        return rows[self.place * slice_rows : (self.place + 1) * slice_rows]
 
     def _compression_of(self, tensor: Any) -> str:
-        """Not where it is as compression already, nor of a single number (DeepSpeed's first message)."""
+        """Return the compression of a tensor: "off", "bf16" or "int8".
+
+        Scalars (such as DeepSpeed's first message) are not compressed, and "bf16" applies to float32 only.
+
+        Raises:
+            HolmesError: the dtype cannot be rounded to int8.
+        """
         import torch
 
         if tensor.dim() == 0:
             return "off"
-        dtype = tensor.dtype
-        if self.compression == "int8" and dtype not in (
-            torch.float32,
-            torch.bfloat16,
-            torch.float16,
-        ):
-            sends = f"{self.stage_link} sends {str(dtype).removeprefix('torch.')}"
-            way_out = (
+        if self.compression == "bf16" and tensor.dtype != torch.float32:
+            return "off"
+        is_float = tensor.dtype in (torch.float32, torch.bfloat16, torch.float16)
+        if self.compression == "int8" and not is_float:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            raise HolmesError(
+                f"--holmes-compress-activations int8: {self.stage_link} sends {dtype}; "
                 "only float32, bf16 and fp16 can be rounded to int8, use "
                 "--holmes-compress-activations bf16 or off"
             )
-            raise HolmesError(f"--holmes-compress-activations int8: {sends}; {way_out}")
-        return "off" if self.compression == "bf16" and dtype != torch.float32 else self.compression
+        return self.compression
 
 
+#: Encoding that sends whole tensors unchanged.
 PLAIN = Wire()
 
 
+def _do_nothing() -> None:
+    pass
+
+
 def _rows(tensor: Any) -> Any:
+    """Return a two-dimensional view of a tensor, with the size of its last dimension."""
     return tensor.view(-1, tensor.shape[-1])
 
 
 def _codec(compression: str, rows: Any) -> Codec:
-    """Of `rows` [rows, row's length], flat."""
-    return Int8(rows.shape[1]) if compression == "int8" else codec(compression)
+    """Return the codec for rows that are flattened; int8 has one scale for each row."""
+    if compression == "int8":
+        return Int8(rows.shape[1])
+    return codec(compression)

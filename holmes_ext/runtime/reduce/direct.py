@@ -1,27 +1,46 @@
-"""Reduce-scatter and all-gather over gloo by direct sends: every rank sends each other rank its block.
+"""Reduce-scatter, all-gather and relayed sums over gloo, made of sends and receives between single ranks.
 
-Receives are posted first. Two groups, one for each direction: sends both ways on one gloo group take the time
-of one or of both, at random.
+A tensor is divided into parts, and each part has an owner rank (DividedTensor).
 
-Sums by way of other clusters: round a ring, or up a tree and down again (plan/across.py).
+Direct exchange (DirectExchange):
 
-    ring a b c   a: send part 0 | take 2, add, send on | take 1,
-                 add: the total of 1, send on | take 0, 2: totals
-    tree b: a c  a: send        |                        take the total
-                 b: take from a and c, add, send both the total
+    reduce_scatter()   1  post a receive of this rank's part from every other owner
+                       2  send every other owner its part
+                       3  wait, and add all copies of this rank's part in the order of the owners
+    all_gather()       1  post a receive of every other owner's part
+                       2  send this rank's part to every other owner
+                       3  wait
 
-Of every piece one rank in each cluster has the cluster's sum; those act as above. All receives of a tensor
-are posted when its reduction begins and each round has a thread of its own (steps.py), so chunks follow each
-other on a link without waiting for what its latency holds back. An element is added up in one order, on one
-rank, and its total passed on: all ranks get the same bits.
+Relayed sum (Relay): clusters pass sums on to other clusters, around a ring or along a tree
+(plan/across.py), so that no data crosses a pair of clusters with a slow link. One rank of each cluster takes
+part for each block. Clusters a, b, c with parts 0, 1, 2:
+
+    ring a b c        a: send part 0
+                      a: receive part 2, add to it, send it
+                      a: receive part 1, add to it: the total of part 1; send it
+                      a: receive the totals of parts 0 and 2
+    tree, root b      a, c: send their block to b
+                      b: add both, send the total to a and c
+
+All receives of a chunk are posted before its first round, and each round has a thread of its own (steps.py).
+Consecutive chunks therefore overlap, and the latency of a link does not limit its throughput.
+
+Invariant: each element is added up by one rank, in one order, and its total is passed on. So all ranks get
+the same bits.
+
+No rank waits for ever: a receive is posted before any send of the same operation, a send needs nothing but
+its posted receive, and both ranks of a pair run the same operations in the same order.
+
+Two process groups carry the messages, one for each direction: on a single group of gloo, sends in both
+directions sometimes run one after the other.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,106 +52,226 @@ if TYPE_CHECKING:
     from holmes_ext.plan.traffic import CrossClusterAlgorithm
     from holmes_ext.runtime.compress import Codec, ResidualMap
 
+#: Tags of a tree's messages towards the root and away from it. A ring uses the tags from _UP_TAG on, one for
+#: each round.
+_UP_TAG = 10
+_DOWN_TAG = 11
+#: A part is shared out over several streams if each of them carries at least so many bytes.
+STREAM_BYTES = 64 * 2**10
 
-#: Tags: of a tree's ways, and of a ring's rounds from _UP on.
-_UP, _DOWN = 10, 11
+
+class DividedTensor(NamedTuple):
+    """A flat tensor that is cut into parts, each with an owner rank."""
+
+    parts: Sequence[torch.Tensor]
+    owners: Sequence[int]  # global rank of the owner of each part
+
+    def part_of(self, rank: int) -> torch.Tensor:
+        """Return the part that a rank owns."""
+        return self.parts[self.owners.index(rank)]
+
+
+class Transfer(NamedTuple):
+    """A send or a receive that was started."""
+
+    work: Any
+    buffer: torch.Tensor  # kept until the work has ended
+
+
+def wait_for(transfers: Sequence[Transfer]) -> None:
+    """Wait until all transfers have ended."""
+    for transfer in transfers:
+        transfer.work.wait()
+
+
+class RelayReceive(NamedTuple):
+    """A part that a cluster receives from another cluster in a round of a relayed sum."""
+
+    cluster: int  # the sending cluster's number
+    part: int
+    tag: int
+    added: bool  # whether the part is added to this cluster's; otherwise it replaces it
+
+
+class RelaySend(NamedTuple):
+    """A part that a cluster sends to another cluster in a round of a relayed sum."""
+
+    cluster: int  # the receiving cluster's number
+    part: int
+    tag: int
 
 
 @dataclass(frozen=True)
 class Round:
-    """takes: (cluster, part, tag, added or replacing), then sends: (cluster, part, tag); numbers of
-    clusters."""
+    """Messages of one cluster in a round of a relayed sum: the receives end before the sends begin."""
 
-    takes: tuple[tuple[int, int, int, bool], ...]
-    sends: tuple[tuple[int, int, int], ...]
+    receives: tuple[RelayReceive, ...]
+    sends: tuple[RelaySend, ...]
 
 
-def rounds(across: CrossClusterAlgorithm, names: Sequence[str], me: str) -> list[Round]:
-    """What cluster `me` does."""
-    number = {name: index for index, name in enumerate(names)}
-    if across.algorithm == "tree":
-        parent = dict(zip(across.order, across.parents))[me]
-        children = [
-            number[child] for child, above in zip(across.order, across.parents) if above == me
-        ]
-        down = tuple((child, 0, _DOWN) for child in children)
-        up = Round(
-            tuple((child, 0, _UP, True) for child in children),
-            ((number[parent], 0, _UP),) if parent else down,
-        )
-        return [up, Round(((number[parent], 0, _DOWN, False),), down)] if parent else [up]
-    count, place = len(across.order), across.order.index(me)
-    before, after = number[across.order[place - 1]], number[across.order[(place + 1) % count]]
-    ring = [Round((), ((after, place, _UP),))]
-    for turn in range(1, 2 * count - 1):
-        part, goes_on = (place - turn) % count, turn < 2 * count - 2
-        take = before, part, _UP + turn - 1, turn < count
-        ring.append(Round((take,), ((after, part, _UP + turn),) if goes_on else ()))
-    return ring
+def relay_rounds(
+    algorithm: CrossClusterAlgorithm, names: Sequence[str], cluster: str
+) -> list[Round]:
+    """Return the rounds of a relayed sum that one cluster takes part in.
+
+    Args:
+        algorithm: A ring or a tree of clusters.
+        names: Names of all clusters. Rounds name clusters by their position in this list.
+        cluster: Name of the cluster whose rounds are returned.
+    """
+    number_of = {name: number for number, name in enumerate(names)}
+    if algorithm.algorithm == "ring":
+        ring = [number_of[name] for name in algorithm.order]
+        return _ring_rounds(ring, number_of[cluster])
+    parent = ""
+    children = []
+    for child_name, parent_name in zip(algorithm.order, algorithm.parents):
+        if child_name == cluster:
+            parent = parent_name
+        if parent_name == cluster:
+            children.append(number_of[child_name])
+    return _tree_rounds(number_of[parent] if parent else None, children)
+
+
+def _tree_rounds(parent: int | None, children: Sequence[int]) -> list[Round]:
+    """Return the rounds of a sum along a tree: partial sums go up to the root, totals come down.
+
+    Args:
+        parent: Number of the cluster's parent; None for the root.
+        children: Numbers of the cluster's children.
+    """
+    partial_sums = tuple(RelayReceive(child, 0, _UP_TAG, added=True) for child in children)
+    totals = tuple(RelaySend(child, 0, _DOWN_TAG) for child in children)
+    if parent is None:
+        return [Round(partial_sums, totals)]
+    return [
+        Round(partial_sums, (RelaySend(parent, 0, _UP_TAG),)),
+        Round((RelayReceive(parent, 0, _DOWN_TAG, added=False),), totals),
+    ]
+
+
+def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
+    """Return the rounds of a ring all-reduce (Patarasuk and Yuan 2009) with one part for each cluster.
+
+    In each round a cluster receives a part from its predecessor and sends the same part to its successor. In
+    the first half of the rounds the part is a partial sum, to which the cluster adds its own values. In the
+    second half it is the total.
+
+    Args:
+        ring: Numbers of the clusters in the order of the ring.
+        cluster: Number of the cluster whose rounds are returned.
+    """
+    count = len(ring)
+    position = ring.index(cluster)
+    predecessor = ring[position - 1]
+    successor = ring[(position + 1) % count]
+    last_round = 2 * count - 2
+    first_send = RelaySend(successor, position, _UP_TAG)
+    rounds = [Round(receives=(), sends=(first_send,))]
+    for number in range(1, last_round + 1):
+        part = (position - number) % count
+        is_partial_sum = number < count
+        receive = RelayReceive(predecessor, part, _UP_TAG + number - 1, added=is_partial_sum)
+        sends: tuple[RelaySend, ...] = ()
+        if number < last_round:
+            sends = (RelaySend(successor, part, _UP_TAG + number),)
+        rounds.append(Round((receive,), sends))
+    return rounds
+
+
+class _PostedReceive(NamedTuple):
+    """A part that is received in a later round."""
+
+    transfers: list[Transfer]
+    buffer: torch.Tensor
+    part: (
+        torch.Tensor
+    )  # part of the chunk to which the buffer is added; the buffer itself if not added
+    added: bool
 
 
 @dataclass
-class Passage:
-    """A chunk on its way. arriving: by round, (works, what arrives, where it goes, added)."""
+class RelayedChunk:
+    """A chunk that is summed by way of other clusters."""
 
-    owned: list[Parts]
-    arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]]
-    sent: list[Any] = field(default_factory=list)
+    blocks: list[DividedTensor]  # blocks of which this rank has its cluster's sum
+    receives_of_round: list[list[_PostedReceive]]
+    sends: list[Transfer] = field(default_factory=list)
 
 
 class Relay:
-    """exchange: its groups and tags from _UP on are used; clusters: as owners are listed; me: this rank's."""
+    """Sum over clusters that passes around a ring or along a tree of clusters."""
 
     def __init__(
         self,
         exchange: DirectExchange,
-        across: CrossClusterAlgorithm,
+        algorithm: CrossClusterAlgorithm,
         clusters: Sequence[str],
-        me: str,
+        cluster: str,
     ):
-        self._exchange, self.rounds = exchange, rounds(across, clusters, me)
-        self.parts = 1 if across.algorithm == "tree" else len(clusters)
+        """Work out the rounds of this rank's cluster.
 
-    def expect(self, owned: list[Parts]) -> Passage:
-        """Posts the receives of a chunk. owned: this rank's pieces, in `parts` parts, an owner per
-        cluster."""
-        arriving: list[list[tuple[Any, torch.Tensor, torch.Tensor, bool]]] = [
-            [] for _ in self.rounds
-        ]
-        for turn, step in enumerate(self.rounds):
-            for parts, owners in owned:
-                for cluster, number, tag, added in step.takes:
-                    mine = parts[number]
-                    wire = torch.empty_like(mine) if added else mine
-                    works: list[Any] = []
-                    self._exchange.post(works, dist.irecv, wire, owners[cluster], tag)
-                    arriving[turn].append((works, wire, mine, added))
-        return Passage(owned, arriving)
+        Args:
+            exchange: Its process groups carry the messages.
+            algorithm: A ring or a tree of clusters.
+            clusters: Names of all clusters, in the order of the owners of a block.
+            cluster: Name of this rank's cluster.
+        """
+        self._exchange = exchange
+        self.rounds = relay_rounds(algorithm, clusters, cluster)
+        #: Parts into which a block must be divided.
+        self.parts = 1 if algorithm.algorithm == "tree" else len(clusters)
 
-    def turn(self, turn: int, passage: Passage) -> None:
-        """One round of a chunk; after the last one all has left and come."""
-        for works, wire, mine, added in passage.arriving[turn]:
-            wait_for(works)
-            if added:
-                mine.add_(wire)
-        for parts, owners in passage.owned:
-            for cluster, number, tag in self.rounds[turn].sends:
-                self._exchange.post(passage.sent, dist.isend, parts[number], owners[cluster], tag)
-        if turn == len(self.rounds) - 1:
-            wait_for(passage.sent)
+    def post_receives(self, blocks: list[DividedTensor]) -> RelayedChunk:
+        """Post the receives of all rounds of a chunk.
+
+        Args:
+            blocks: Blocks of the chunk of which this rank has its cluster's sum. Each is divided into
+                `self.parts` parts; its owners are the ranks that have the other clusters' sums, one for each
+                cluster.
+        """
+        chunk = RelayedChunk(blocks, receives_of_round=[])
+        for relay_round in self.rounds:
+            posted = []
+            for block in blocks:
+                for receive in relay_round.receives:
+                    part = block.parts[receive.part]
+                    buffer = torch.empty_like(part) if receive.added else part
+                    sender = block.owners[receive.cluster]
+                    transfers = self._exchange.start_receive(buffer, sender, receive.tag)
+                    posted.append(_PostedReceive(transfers, buffer, part, receive.added))
+            chunk.receives_of_round.append(posted)
+        return chunk
+
+    def run_round(self, number: int, chunk: RelayedChunk) -> None:
+        """Wait for the receives of one round, add them, and start the sends of the round.
+
+        The last round also waits for all sends of the chunk.
+        """
+        for receive in chunk.receives_of_round[number]:
+            wait_for(receive.transfers)
+            if receive.added:
+                receive.part.add_(receive.buffer)
+        for block in chunk.blocks:
+            for send in self.rounds[number].sends:
+                receiver = block.owners[send.cluster]
+                chunk.sends += self._exchange.start_send(block.parts[send.part], receiver, send.tag)
+        is_last_round = number == len(self.rounds) - 1
+        if is_last_round:
+            wait_for(chunk.sends)
 
 
-#: Of a part at least, for each stream that shares it.
-STREAM_BYTES = 64 * 2**10
-#: (parts, owners): owners[k], a global rank, holds or gets parts[k].
-Parts = tuple[Sequence[torch.Tensor], Sequence[int]]
+class _Stream(NamedTuple):
+    """Two process groups of the same ranks, one for each direction of a pair."""
+
+    to_higher_ranks: Any
+    to_lower_ranks: Any
 
 
 class DirectExchange:
-    """Reduce-scatter and all-gather among ranks of one network; all jobs of a call are under way at once.
+    """Reduce-scatter and all-gather over gloo in which each rank sends to each other rank directly.
 
-    ranks: global, this one among them; construction is collective. codec: of what is sent; calls may be given
-    residuals. streams: groups that share out each large part over a long link. purpose: of the groups.
+    Calls with different tags may run in different threads at the same time.
     """
 
     def __init__(
@@ -142,115 +281,188 @@ class DirectExchange:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
+        """Make the process groups. All of the ranks must do so.
+
+        Args:
+            ranks: Global ranks, among them this one.
+            codec: Compression of the messages.
+            streams: Number of gloo connections between two ranks that share out a large part, to fill a link
+                of high latency.
+            purpose: Part of the process groups' names.
+        """
         self._rank = dist.get_rank()
         self.codec = codec
-        self._sent: Counter = Counter()  # by tag: each has its own thread
-        self._buffers: dict[tuple, torch.Tensor] = {}
-        self._groups = [
-            [
-                members_group(ranks, f"{purpose} {direction}", backend="gloo")
-                for direction in ("up", "down")
-            ]
-            for _ in range(streams)
-        ]
+        self._bytes_sent: Counter = Counter()  # by tag: no two threads change the same entry
+        self._buffers: dict[tuple, torch.Tensor] = {}  # receive buffers of earlier calls
+        self._streams = []
+        for _ in range(streams):
+            stream = _Stream(
+                to_higher_ranks=members_group(ranks, f"{purpose} up", backend="gloo"),
+                to_lower_ranks=members_group(ranks, f"{purpose} down", backend="gloo"),
+            )
+            self._streams.append(stream)
 
     @property
     def bytes_sent(self) -> int:
-        """By this rank, without headers."""
-        return sum(self._sent.values())
+        """Number of bytes that this rank has sent so far, without headers."""
+        return sum(self._bytes_sent.values())
 
     def reduce_scatter(
-        self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None
+        self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """My part of every job becomes the sum of all owners' copies, added in the order of the owners."""
-        works: list[Any] = []
-        copies = []
-        for number, (parts, owners) in enumerate(jobs):
-            mine = parts[owners.index(self._rank)]
-            received = {
-                owner: self._kept(mine, tag, number, owner) for owner in self._others(owners)
-            }
-            for owner, wire in received.items():
-                self.post(works, dist.irecv, wire, owner, tag)
-            copies.append((mine, received, owners))
-        for parts, owners in jobs:
-            for owner in self._others(owners):
-                self.post(
-                    works,
-                    dist.isend,
-                    self._encode(parts[owners.index(owner)], tag, residuals),
-                    owner,
-                    tag,
-                )
-        wait_for(works)
-        for mine, received, owners in copies:
-            codec = self._codec_of(mine)
-            total, *others = (
-                mine if o == self._rank else codec.decode(received[o], mine) for o in owners
-            )
-            for value in others:
-                total = torch.add(total, value, out=mine if value is others[-1] else total)
+        """Replace this rank's part of each tensor by the sum of all owners' copies of it.
+
+        Args:
+            tensors: Tensors of which this rank owns a part. They are exchanged at the same time.
+            tag: Tag of the messages.
+            residuals: Rounding errors of earlier calls, which the compression adds (error feedback).
+        """
+        transfers: list[Transfer] = []
+        received: list[dict[int, torch.Tensor]] = []  # of each tensor: owner -> its encoded copy
+        for number, tensor in enumerate(tensors):
+            own_part = tensor.part_of(self._rank)
+            copies = {}
+            for owner in self._other_owners(tensor):
+                copies[owner] = self._receive_buffer(own_part, tag, number, owner)
+                transfers += self.start_receive(copies[owner], owner, tag)
+            received.append(copies)
+        for tensor in tensors:
+            for owner in self._other_owners(tensor):
+                encoded = self._encode(tensor.part_of(owner), tag, residuals)
+                transfers += self.start_send(encoded, owner, tag)
+        wait_for(transfers)
+        for tensor, copies in zip(tensors, received):
+            self._add_copies(tensor, copies)
 
     def all_gather(
-        self, jobs: Sequence[Parts], tag: int, residuals: ResidualMap | None = None
+        self, tensors: Sequence[DividedTensor], tag: int, residuals: ResidualMap | None = None
     ) -> None:
-        """Every owner's part of every job arrives in its place."""
-        works: list[Any] = []
-        arriving = []
-        for parts, owners in jobs:
-            for owner in self._others(owners):
-                part = parts[owners.index(owner)]
+        """Replace every part of each tensor by its owner's copy of it.
+
+        Args:
+            tensors: Tensors of which this rank owns a part. They are exchanged at the same time.
+            tag: Tag of the messages.
+            residuals: Rounding errors of earlier calls, which the compression adds (error feedback).
+        """
+        transfers: list[Transfer] = []
+        encoded_parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part, its encoding)
+        for tensor in tensors:
+            for owner in self._other_owners(tensor):
+                part = tensor.part_of(owner)
                 codec = self._codec_of(part)
-                arriving.append((part, part if codec is PLAIN else codec.buffer(part)))
-                self.post(works, dist.irecv, arriving[-1][1], owner, tag)
-        for parts, owners in jobs:
-            mine = parts[owners.index(self._rank)]
-            wire = self._encode(mine, tag, residuals)
-            arriving.append((mine, wire))  # what all others will have
-            for owner in self._others(owners):
-                self.post(works, dist.isend, wire, owner, tag)
-        wait_for(works)
-        for part, wire in arriving:
-            if wire is not part:
-                part.copy_(self._codec_of(part).decode(wire, part))
+                buffer = part if codec is PLAIN else codec.buffer(part)
+                encoded_parts.append((part, buffer))
+                transfers += self.start_receive(buffer, owner, tag)
+        for tensor in tensors:
+            own_part = tensor.part_of(self._rank)
+            encoded = self._encode(own_part, tag, residuals)
+            # This rank decodes its own part, too: then all ranks have the same bits.
+            encoded_parts.append((own_part, encoded))
+            for owner in self._other_owners(tensor):
+                transfers += self.start_send(encoded, owner, tag)
+        wait_for(transfers)
+        for part, encoded in encoded_parts:
+            if encoded is not part:
+                part.copy_(self._codec_of(part).decode(encoded, part))
+
+    def start_send(self, part: torch.Tensor, peer: int, tag: int) -> list[Transfer]:
+        """Start to send a part to another rank; nothing is sent of an empty part."""
+        self._bytes_sent[tag] += part.nbytes
+        return self._start(dist.isend, part, peer, tag, goes_up=self._rank < peer)
+
+    def start_receive(self, part: torch.Tensor, peer: int, tag: int) -> list[Transfer]:
+        """Start to receive a part from another rank; nothing is received of an empty part."""
+        return self._start(dist.irecv, part, peer, tag, goes_up=peer < self._rank)
+
+    def _start(
+        self, operation: Callable[..., Any], part: torch.Tensor, peer: int, tag: int, goes_up: bool
+    ) -> list[Transfer]:
+        """Start dist.isend or dist.irecv of a part; share a large part out over all streams.
+
+        Args:
+            operation: dist.isend or dist.irecv.
+            part: Flat tensor.
+            peer: Global rank of the other end.
+            tag: Tag of the message.
+            goes_up: Whether the receiver's rank is higher than the sender's.
+        """
+        if part.numel() == 0:
+            return []
+        share_count = 1
+        if part.nbytes >= len(self._streams) * STREAM_BYTES:
+            share_count = len(self._streams)
+        transfers = []
+        for stream, share in zip(self._streams, part.tensor_split(share_count)):
+            group = stream.to_higher_ranks if goes_up else stream.to_lower_ranks
+            work = operation(share, peer, group=group, tag=tag)
+            transfers.append(Transfer(work, share))
+        return transfers
+
+    def _add_copies(self, tensor: DividedTensor, received: dict[int, torch.Tensor]) -> None:
+        """Add all copies of this rank's part in the order of the owners, and store the sum in the part.
+
+        Args:
+            tensor: The tensor of which this rank owns a part.
+            received: Other owner -> its encoded copy of this rank's part. The buffers may be overwritten.
+        """
+        own_part = tensor.part_of(self._rank)
+        codec = self._codec_of(own_part)
+        copies = []
+        for owner in tensor.owners:
+            if owner == self._rank:
+                copies.append(own_part)
+            else:
+                copies.append(codec.decode(received[owner], own_part))
+        if len(copies) == 1:
+            return
+        total = copies[0]
+        for copy in copies[1:-1]:
+            total.add_(copy)
+        torch.add(total, copies[-1], out=own_part)
 
     def _codec_of(self, part: torch.Tensor) -> Codec:
-        return self.codec if part.numel() and self.codec.applies(part.dtype) else PLAIN
+        """Return the compression of a part; PLAIN if it does not apply to the part's dtype."""
+        if part.numel() and self.codec.applies(part.dtype):
+            return self.codec
+        return PLAIN
 
     def _encode(self, part: torch.Tensor, tag: int, residuals: ResidualMap | None) -> torch.Tensor:
+        """Return a part as it is sent; with error feedback, update the part's rounding errors."""
         codec = self._codec_of(part)
-        known = residuals if codec.feedback else None
-        return codec.encode(part, residual_of(known, (tag, int(part.storage_offset())), part))
+        if not codec.feedback:
+            residuals = None
+        key = (tag, int(part.storage_offset()))
+        return codec.encode(part, residual_of(residuals, key, part))
 
-    def _kept(self, part: torch.Tensor, *place: int) -> torch.Tensor:
-        """What arrives for `part`: a buffer of earlier calls, as fresh memory costs as much as adding up."""
-        if (codec := self._codec_of(part)) is not PLAIN:
+    def _receive_buffer(
+        self, part: torch.Tensor, tag: int, number: int, owner: int
+    ) -> torch.Tensor:
+        """Return a buffer for another rank's encoded copy of a part.
+
+        Buffers for uncompressed copies are kept for later calls: touching fresh memory takes as long as
+        adding up.
+
+        Args:
+            part: The part whose copy is received.
+            tag: Tag of the call.
+            number: Number of the tensor in the call.
+            owner: Rank that sends the copy.
+        """
+        codec = self._codec_of(part)
+        if codec is not PLAIN:
             return codec.buffer(part)
-        key = (*place, part.dtype)
-        kept = self._buffers.get(key)
-        if kept is None or kept.numel() < part.numel():
-            kept = self._buffers[key] = torch.empty_like(part)
-        return kept[: part.numel()]
+        key = (tag, number, owner, part.dtype)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < part.numel():
+            buffer = torch.empty_like(part)
+            self._buffers[key] = buffer
+        return buffer[: part.numel()]
 
-    def _others(self, owners: Sequence[int]) -> list[int]:
-        """The other owners, the next one first, so that not all ranks send to the same one."""
-        k = list(owners).index(self._rank)
-        return [owners[(k + distance) % len(owners)] for distance in range(1, len(owners))]
+    def _other_owners(self, tensor: DividedTensor) -> list[int]:
+        """Return the other owners of a tensor, beginning with the next one after this rank.
 
-    def post(self, works: list[Any], start: Any, part: torch.Tensor, peer: int, tag: int) -> None:
-        """isend or irecv of a part, if not empty, over its direction's group; large ones over all streams."""
-        count = len(self._groups) if part.nbytes >= len(self._groups) * STREAM_BYTES else 1
-        for (up, down), share in zip(
-            self._groups, part.tensor_split(count) if part.numel() else ()
-        ):
-            sends = start is dist.isend
-            if sends:
-                self._sent[tag] += share.nbytes
-            group = up if sends == (peer > self._rank) else down
-            works.append((start(share, peer, group=group, tag=tag), share))
-
-
-def wait_for(works: Sequence[Any]) -> None:
-    """What post() has noted."""
-    for work, _ in works:  # the buffer is kept alive until then
-        work.wait()
+        Each rank begins with another owner, so that not all ranks send to the same rank first.
+        """
+        owners = list(tensor.owners)
+        position = owners.index(self._rank)
+        return owners[position + 1 :] + owners[:position]

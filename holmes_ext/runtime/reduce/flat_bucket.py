@@ -1,4 +1,7 @@
-"""Flat buffers of gradients: filled, reduced, stored back. Where buckets are cut: plan/buckets.py."""
+"""Buckets of gradients: flat buffers that are filled, reduced and stored back.
+
+plan/buckets.py decides how large a bucket should be and where a list of gradients is cut.
+"""
 
 from __future__ import annotations
 
@@ -6,43 +9,61 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import cut
 
-#: torch DistributedDataParallel's bucket_cap_mb; used where nothing is known of the fabric.
+#: Size of a bucket if the fabric is unknown: bucket_cap_mb of torch's DistributedDataParallel.
 DEFAULT_BYTES = 25 * 2**20
-#: A parameter's final gradient, or None where this rank has none.
+#: Returns the final gradient of a parameter, or None if this rank has none.
 Gradient = Callable[[torch.nn.Parameter], torch.Tensor | None]
+
+_DIGEST_BYTES = 8
 
 
 @dataclass(frozen=True)
 class Item:
-    """One gradient: its parameter's name, elements, bytes of an element on the wire, and the key (dtype,
-    device) that all items of a bucket share."""
+    """Description of one gradient that is reduced."""
 
-    name: str
+    name: str  # of the parameter
     numel: int
-    itemsize: int
-    key: tuple[torch.dtype, torch.device]
+    itemsize: int  # bytes of an element as it is sent
+    key: tuple[torch.dtype, torch.device]  # items with different keys never share a bucket
 
     @classmethod
     def of(cls, name: str, parameter: torch.nn.Parameter, dtype: torch.dtype | None) -> Item:
-        """dtype: on the wire; None: the gradient's."""
+        """Describe the gradient of a parameter.
+
+        Args:
+            name: Name of the parameter.
+            parameter: The parameter.
+            dtype: Type in which the gradient is sent; None for the parameter's.
+        """
         dtype = dtype or parameter.dtype
         return cls(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
 
     @property
     def bytes(self) -> int:
+        """Bytes of the gradient as it is sent."""
         return self.numel * self.itemsize
 
 
 def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Parameter]]:
-    """Of (name, parameter) pairs or parameters those that are reduced, each once."""
-    named, seen = [], set()
+    """Return the parameters whose gradients are reduced, each one once, with their names.
+
+    Parameters without elements or without requires_grad are left out.
+
+    Args:
+        parameters: Parameters, or (name, parameter) pairs.
+
+    Raises:
+        HolmesError: no parameter is left.
+    """
+    named = []
+    seen = set()
     for number, entry in enumerate(parameters):
         name, parameter = entry if isinstance(entry, tuple) else (f"parameter {number}", entry)
         if parameter.requires_grad and parameter.numel() and id(parameter) not in seen:
@@ -58,118 +79,177 @@ def named_parameters(parameters: Iterable[Any]) -> list[tuple[str, torch.nn.Para
 def fill_buckets(
     items: Sequence[Item], order: Sequence[int], limit_bytes: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Indices into `items`, in `order`, cut as plan/buckets.py says."""
-    buckets = cut(
-        [items[index].bytes for index in order], limit_bytes, [items[index].key for index in order]
-    )
-    return tuple(tuple(order[place] for place in bucket) for bucket in buckets)
+    """Divide gradients among buckets.
+
+    Args:
+        items: All gradients.
+        order: Indices of the gradients to divide, in the order in which they become final.
+        limit_bytes: Largest size of a bucket; only a single larger gradient exceeds it.
+
+    Returns:
+        The indices of the gradients in each bucket. The bucket that is complete first comes first.
+    """
+    sizes = [items[index].bytes for index in order]
+    keys = [items[index].key for index in order]
+    buckets = []
+    for positions in cut(sizes, limit_bytes, keys):
+        buckets.append(tuple(order[position] for position in positions))
+    return tuple(buckets)
 
 
 def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
-    """A 63-bit number that differs where items, order or bucket size do. Of devices count the kind, and which
-    items share one: ranks of a node have others."""
-    places: dict[torch.device, int] = {}
-    content = [
-        [
-            item.name,
-            item.numel,
-            item.itemsize,
-            str(dtype),
-            device.type,
-            places.setdefault(device, len(places)),
-        ]
-        for item in items
-        for dtype, device in (item.key,)
-    ]
+    """Return a 63-bit number that differs between ranks whose buckets would differ.
+
+    It depends on the gradients, their order and the size of a bucket. Of devices, only the type and the
+    distribution of gradients over them count, because the GPUs of different ranks have different numbers.
+    """
+    device_numbers: dict[torch.device, int] = {}  # in the order of their first gradients
+    content = []
+    for item in items:
+        dtype, device = item.key
+        device_number = device_numbers.setdefault(device, len(device_numbers))
+        content.append(
+            [item.name, item.numel, item.itemsize, str(dtype), device.type, device_number]
+        )
     text = json.dumps([content, limit_bytes])
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    digest = hashlib.sha256(text.encode()).digest()
+    return int.from_bytes(digest[:_DIGEST_BYTES], "big") >> 1  # 63 bits fit into an int64 tensor
+
+
+class _PendingCopy(NamedTuple):
+    """A gradient into which the reduced values must be copied."""
+
+    gradient: torch.Tensor
+    view: torch.Tensor  # the gradient's elements in the buffer of the bucket
 
 
 class FlatBucket:
-    """indices: of its parameters; missing: gradients that are not final yet; ready: side_stream.py's; work:
-    its reduction; done_at: when that ended (time.perf_counter), 0 before; spans: who needs what (owned.py);
-    multiple: of elements, zeros at the end.
+    """Flat buffer in which several gradients are reduced together.
 
-    kept: the buffer stays (fresh pages cost as much as the copy). Else it lives from fill() on, and gradients
-    that travel as they are become views of it: never more than one bucket is there twice.
+    In each step, fill() copies the gradients into the buffer, a reduction sums the buffer over the ranks, and
+    store() brings the sums back into the gradients.
     """
 
     def __init__(
-        self, indices: tuple[int, ...], items: Sequence[Item], multiple: int = 1, kept: bool = True
+        self,
+        indices: tuple[int, ...],
+        items: Sequence[Item],
+        multiple: int = 1,
+        keeps_buffer: bool = True,
     ):
+        """Make a bucket; its buffer is allocated by the first fill().
+
+        Args:
+            indices: Indices of the bucket's gradients in `items`.
+            items: All gradients.
+            multiple: The buffer is padded with zeros to a multiple of so many elements.
+            keeps_buffer: Whether the buffer lives until the next step, which saves touching fresh memory.
+                Otherwise store() frees it, and fill() replaces gradients by views of it where possible, so
+                that at most one bucket exists twice.
+        """
         self._dtype, self._device = items[indices[0]].key
         self._sizes = [items[index].numel for index in indices]
         self._padding = -sum(self._sizes) % multiple
-        self.indices, self.kept = indices, kept
-        self.bytes = sum(self._sizes) * self._dtype.itemsize
         self._names = [items[index].name for index in indices]
-        self.spans: list[tuple[int, int]] = []
         self._flat: torch.Tensor | None = None
+        self.indices = indices
+        self.keeps_buffer = keeps_buffer
+        self.bytes = sum(self._sizes) * self._dtype.itemsize
+        #: (number of elements, rank that needs their sum), for a reduction to owners (owned.py).
+        self.spans: list[tuple[int, int]] = []
         self.reset()
 
     def reset(self) -> None:
-        """Before a step."""
+        """Prepare the bucket for the next step."""
+        #: Number of gradients that are not final yet.
         self.missing = len(self.indices)
-        self.ready: Any = {}
-        self._stores: list[tuple[torch.Tensor, torch.Tensor]] = []  # (gradient, view)
+        #: Events of the final gradients (side_stream.py).
+        self.gradient_events: Any = {}
+        #: The reduction under way; None before.
         self.work: Any = None
+        #: Whether the sums are in the gradients.
         self.stored = False
+        #: When the reduction ended, by time.perf_counter(); 0 before.
         self.done_at = 0.0
+        self._pending_copies: list[_PendingCopy] = []
 
     @property
     def flat(self) -> torch.Tensor:
-        """The buffer, from fill() to store()."""
+        """The buffer. It exists from fill() to store()."""
         assert self._flat is not None
         return self._flat
 
     def fill(
         self, parameters: Sequence[torch.nn.Parameter], gradient_of: Gradient, divisor: float
     ) -> None:
-        """Copy the gradients in, divided; zeros, here and in .grad, for a parameter that has none."""
+        """Copy the gradients into the buffer and divide them.
+
+        A parameter without a gradient counts as zeros, and its .grad becomes zeros.
+
+        Args:
+            parameters: All parameters of the reducer.
+            gradient_of: Returns the final gradient of a parameter.
+            divisor: Divides all values.
+        """
         if self._flat is None:
-            self._flat = torch.empty(
-                sum(self._sizes) + self._padding, dtype=self._dtype, device=self._device
-            )
-            self._flat[sum(self._sizes) :].zero_()
-        of, gradients = [parameters[index] for index in self.indices], []
-        for parameter in of:
-            if (gradient := gradient_of(parameter)) is None:
-                gradient = parameter.grad = torch.zeros_like(parameter)
+            self._flat = self._new_buffer()
+        own_parameters = [parameters[index] for index in self.indices]
+        gradients = []
+        for parameter in own_parameters:
+            gradient = gradient_of(parameter)
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+                parameter.grad = gradient
             gradients.append(gradient)
-        views = [
-            view.view(g.shape)
-            for view, g in zip(self._flat.split([*self._sizes, self._padding]), gradients)
-        ]
+        pieces = self._flat.split([*self._sizes, self._padding])
+        views = [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients)]
         with torch.no_grad():
             torch._foreach_copy_(views, gradients)
         if divisor != 1:
             self._flat.div_(divisor)
-        for parameter, gradient, view in zip(of, gradients, views):
-            travels = (
-                gradient is parameter.grad
-                and gradient.dtype == view.dtype
-                and not gradient.requires_grad
-            )
-            if self.kept or not travels or not gradient.is_contiguous():
-                self._stores.append((gradient, view))
-            else:
+        for parameter, gradient, view in zip(own_parameters, gradients, views):
+            if self._can_become_view(parameter, gradient):
                 parameter.grad = view
-                if (
-                    gradient.is_cuda
-                ):  # its memory may be given to the backward pass only after the copy
+                if gradient.is_cuda:
+                    # The backward pass must not reuse the old gradient's memory before the copy.
                     gradient.record_stream(torch.cuda.current_stream())
+            else:
+                self._pending_copies.append(_PendingCopy(gradient, view))
 
     def store(self, divisor: float) -> None:
-        """The sums, divided, into the gradients."""
+        """Divide the sums and copy them into the gradients.
+
+        Args:
+            divisor: Divides all sums.
+        """
         if divisor != 1:
             self.flat.mul_(1 / divisor)
-        if self._stores:
+        if self._pending_copies:
+            gradients = [copy.gradient for copy in self._pending_copies]
+            views = [copy.view for copy in self._pending_copies]
             with torch.no_grad():
-                into, sums = map(list, zip(*self._stores))
-                torch._foreach_copy_(into, sums)
-        self.stored, self._stores = True, []
-        if not self.kept:
+                torch._foreach_copy_(gradients, views)
+        self.stored = True
+        self._pending_copies = []
+        if not self.keeps_buffer:
             self._flat = None
+
+    def _new_buffer(self) -> torch.Tensor:
+        """Return a new buffer, whose padding is zero."""
+        numel = sum(self._sizes)
+        buffer = torch.empty(numel + self._padding, dtype=self._dtype, device=self._device)
+        buffer[numel:].zero_()
+        return buffer
+
+    def _can_become_view(self, parameter: torch.nn.Parameter, gradient: torch.Tensor) -> bool:
+        """Return whether a view of the buffer may replace a gradient, so that no copy back is needed."""
+        return (
+            not self.keeps_buffer
+            and gradient is parameter.grad
+            and gradient.dtype == self._dtype
+            and not gradient.requires_grad
+            and gradient.is_contiguous()
+        )
 
     def __str__(self) -> str:
         return f"{self.bytes} bytes, {self._names[0]} to {self._names[-1]}"

@@ -1,24 +1,36 @@
-"""All-reduce for a group that spans clusters: only sums of whole clusters cross the slow network.
+"""Hierarchical all-reduce over gloo: only the sums of whole clusters cross the slow network.
 
-    chunk 1   [1 scatter in][2 scatter across][3 gather across][4 gather in]
-    chunk 2                 [1 scatter in    ][2 scatter across][3 ...           chunks follow each other like
-    chunk 3                                   [1 scatter in    ][2 ...           micro-batches in a pipeline
+A tensor is cut into chunks. Each chunk passes through four steps:
 
-    1  inside each cluster, on its fabric: rank k gets the cluster's sum of block k (reduce-scatter)
-    2  across clusters, on Ethernet: the owners of the same elements reduce-scatter their sums; every node's
-       NIC sends
-    3  across: they all-gather the total
-    4  inside: all-gather the blocks
+    1  scatter inside   reduce-scatter among the ranks of a cluster, on the fabric of the cluster: rank k gets
+                        the cluster's sum of block k
+    2  scatter across   reduce-scatter among the ranks of all clusters that have sums of the same elements, on
+                        Ethernet; the NICs of all nodes take part
+    3  gather across    all-gather of the totals among the same ranks
+    4  gather inside    all-gather of the blocks among the ranks of a cluster
 
-Of B bytes a cluster sends 2 (C-1)/C B across for C clusters, the least that any all-reduce can; a flat ring
-on Ethernet sends 2 (n-1)/n B from EVERY rank. This is the hierarchical all-reduce of Jia et al. 2018 (arXiv
-1807.11205, section 3.2), with both outer steps split into their halves.
+Each step runs in a thread (steps.py), so consecutive chunks overlap:
 
-Over gloo each step is one exchange: every rank sends each other rank its block directly, receives posted
-first, one group for each direction (gloo's own reduce_scatter moves as many bytes as an all-reduce: measured
-3 to 4 times slower than this exchange). The order of additions is fixed by the rank order, and each element
-is added up on one rank: all ranks get the same bits. Steps 2 and 3 may be compressed (compress.py), the steps
-inside never are.
+    chunk 1   [scatter in][scatter across][gather across ][gather in]
+    chunk 2               [scatter in    ][scatter across][gather across][gather in]
+    chunk 3                               [scatter in    ][scatter across][ ...
+
+Invariant: all ranks reduce the same tensors in the same order, and each step has a thread and a tag of its
+own. So the messages of a step are matched chunk by chunk. Each element is added up on one rank in the order
+of the ranks, so all ranks get the same bits.
+
+No rank waits for ever: a step of a chunk waits only for the step before on the same rank, and for the same
+step of the same chunk on other ranks, which send after they have posted their receives. This order has no
+cycle.
+
+Bytes: for a tensor of B bytes and C clusters, each cluster sends 2 (C-1)/C B to other clusters, the least of
+any all-reduce. A flat ring over n ranks sends 2 (n-1)/n B from EVERY rank. The algorithm is the hierarchical
+all-reduce of Jia et al. 2018 (arXiv 1807.11205, section 3.2); each all-reduce across clusters is split into
+a reduce-scatter and an all-gather. All steps are direct exchanges (direct.py), because gloo's own
+reduce_scatter moves as many bytes as an all-reduce, and took 3 to 4 times as long in a measurement.
+
+Steps 2 and 3 may be compressed (compress.py), or be replaced by the rounds of a ring or a tree of clusters
+(direct.py, Relay).
 """
 
 from __future__ import annotations
@@ -28,7 +40,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,65 +48,75 @@ import torch.distributed as dist
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import CHUNK_SHARE_BYTES, chunks_of
 from holmes_ext.runtime.compress import Residuals, codec
-from holmes_ext.runtime.reduce.direct import DirectExchange, Relay
-from holmes_ext.runtime.reduce.steps import Steps
+from holmes_ext.runtime.reduce.direct import DirectExchange, DividedTensor, Relay
+from holmes_ext.runtime.reduce.steps import ThreadPipeline
 from holmes_ext.units import format_bytes
 
 if TYPE_CHECKING:
     from holmes_ext.plan.traffic import CrossClusterAlgorithm
-    from holmes_ext.runtime.reduce.direct import Parts
+    from holmes_ext.runtime.compress import ResidualMap
+    from holmes_ext.runtime.reduce.direct import RelayedChunk
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
     from holmes_ext.runtime.reduce.steps import Work
 
-#: A part of a tensor, and its residuals or its passage.
-Chunk = tuple[torch.Tensor, Any]
+# Tags of the messages of each step.
+_SCATTER_INSIDE_TAG = 1
+_SCATTER_ACROSS_TAG = 2
+_GATHER_ACROSS_TAG = 3
+_GATHER_INSIDE_TAG = 4
+
+_FEWEST_CLUSTERS = 2
+
+
+class Chunk(NamedTuple):
+    """A chunk of a tensor on its way through the steps."""
+
+    tensor: torch.Tensor
+    residuals: ResidualMap | None  # rounding errors of its tensor; None without error feedback
+    relayed: RelayedChunk | None  # receives of a ring or tree; None if clusters exchange directly
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [start, stop) of a chunk with one owner in every cluster, in cluster order."""
+    """Elements [start, stop) of a chunk, whose cluster sum one rank of each cluster holds after step 1."""
 
     start: int
     stop: int
-    owners: tuple[int, ...]
+    owners: tuple[int, ...]  # global rank of the owner in each cluster
 
 
 def shards(numel: int, clusters: Sequence[Sequence[int]]) -> list[Shard]:
-    """A chunk of `numel` elements, cut wherever the owner changes in some cluster."""
-    cuts_of = [_cuts(numel, len(members)) for members in clusters]
-    stage_links = sorted({cut for cuts in cuts_of for cut in cuts})
-    return [
-        Shard(
-            start,
-            stop,
-            tuple(
-                members[bisect_right(cuts, start) - 1] for members, cuts in zip(clusters, cuts_of)
-            ),
-        )
-        for start, stop in pairwise(stage_links)
-    ]
+    """Cut a chunk wherever the owner changes in a cluster.
+
+    Args:
+        numel: Elements of the chunk.
+        clusters: Global ranks of each cluster. Within a cluster, each rank owns an equal block.
+    """
+    boundaries_of = [_block_boundaries(numel, len(members)) for members in clusters]
+    all_boundaries = sorted({boundary for boundaries in boundaries_of for boundary in boundaries})
+    found = []
+    for start, stop in pairwise(all_boundaries):
+        owners = []
+        for members, boundaries in zip(clusters, boundaries_of):
+            block = bisect_right(boundaries, start) - 1
+            owners.append(members[block])
+        found.append(Shard(start, stop, tuple(owners)))
+    return found
 
 
-def _cuts(numel: int, parts: int) -> list[int]:
-    return [numel * part // parts for part in range(parts + 1)]
+def _block_boundaries(numel: int, blocks: int) -> list[int]:
+    """Return the boundaries of equal blocks: the first element of each block, and the end."""
+    return [numel * block // blocks for block in range(blocks + 1)]
 
 
-def _split(tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    cuts = _cuts(tensor.numel(), parts)
-    return [tensor[start:stop] for start, stop in zip(cuts, cuts[1:])]
+def _split(tensor: torch.Tensor, blocks: int) -> list[torch.Tensor]:
+    """Return views of equal blocks of a flat tensor."""
+    boundaries = _block_boundaries(tensor.numel(), blocks)
+    return [tensor[start:stop] for start, stop in pairwise(boundaries)]
 
 
 class HierarchicalAllReduce:
-    """Hierarchical all-reduce over all ranks of `clusters` by sends over gloo: a Reduction.
-
-    clusters: global ranks of each cluster, the same on every rank (two clusters or more). chunk_bytes: None
-    takes 512 KiB for each rank of the smallest cluster. compress: of what crosses, "off", "bf16" or "int8"
-    (with error feedback for tensors that are reduced again in later steps: the same tensor objects). across:
-    another way than directly, for clusters of these names (relay.py; nothing is compressed); streams: of each
-    two ranks, across; purpose: see DirectExchange. Construction is collective: it makes gloo groups of this
-    cluster on its fabric and of all clusters on Ethernet (where holmes is active it chooses the NICs; else
-    GLOO_SOCKET_IFNAME does). Tensors are on the CPU.
-    """
+    """Hierarchical all-reduce over gloo, for tensors on the CPU; implements Reduction."""
 
     multiple = 1
 
@@ -109,81 +131,129 @@ class HierarchicalAllReduce:
         streams: int = 1,
         purpose: str = "hierarchical",
     ):
+        """Make the process groups and start the threads. All ranks of all clusters must do so.
+
+        The process groups inside a cluster use its fabric, and those of all clusters use Ethernet. If holmes
+        is off, GLOO_SOCKET_IFNAME chooses the network of both.
+
+        Args:
+            clusters: Global ranks of each cluster, equal on all ranks; two clusters or more.
+            chunk_bytes: Size of a chunk; None for 512 KiB for each rank of the smallest cluster.
+            compress: Compression between clusters: "off", "bf16" or "int8". "int8" adds the rounding errors
+                to the next reduction of the same tensor (error feedback).
+            across: Ring or tree of clusters; None for a direct exchange. A ring or tree is not compressed.
+            names: Names of the clusters, as `across` uses them.
+            streams: Connections between two ranks of different clusters.
+            purpose: Part of the process groups' names.
+
+        Raises:
+            HolmesError: the clusters overlap, there are fewer than two, or this rank is in none.
+        """
         self.clusters = [list(members) for members in clusters]
-        everyone = sorted(rank for members in self.clusters for rank in members)
+        all_ranks = sorted(rank for members in self.clusters for rank in members)
         self.rank = dist.get_rank()
-        if (
-            len(self.clusters) < 2
-            or len(set(everyone)) != len(everyone)
-            or self.rank not in everyone
-        ):
+        has_duplicates = len(set(all_ranks)) != len(all_ranks)
+        if len(self.clusters) < _FEWEST_CLUSTERS or has_duplicates or self.rank not in all_ranks:
             raise HolmesError(
                 f"HierarchicalAllReduce: clusters {self.clusters} must be two or more lists of "
-                f"different ranks,"
-                f" rank {self.rank} in one of them"
+                f"different ranks, rank {self.rank} in one of them"
             )
         self.members = next(members for members in self.clusters if self.rank in members)
-        self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * min(
-            len(members) for members in self.clusters
-        )
+        smallest_cluster = min(len(members) for members in self.clusters)
+        self.chunk_bytes = chunk_bytes or CHUNK_SHARE_BYTES * smallest_cluster
         self._inside = DirectExchange(sorted(self.members), purpose=purpose)
-        self._across = DirectExchange(everyone, codec(compress), streams, purpose)
+        self._across = DirectExchange(all_ranks, codec(compress), streams, purpose)
         self._residuals = Residuals()
-        middle: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
         self._relay = None
+        steps_across: list[Callable[[Chunk], None]] = [self._scatter_across, self._gather_across]
         if across is not None:
-            self._relay = Relay(
-                self._across, across, names, names[self.clusters.index(self.members)]
-            )
-            middle = [partial(self._relay_on, turn) for turn in range(len(self._relay.rounds))]
-        self._steps = Steps("hierarchical", self._scatter_inside, *middle, self._gather_inside)
+            own_name = names[self.clusters.index(self.members)]
+            self._relay = Relay(self._across, across, names, own_name)
+            steps_across = []
+            for number in range(len(self._relay.rounds)):
+                steps_across.append(partial(self._run_relay_round, number))
+        self._pipeline = ThreadPipeline(
+            "hierarchical", self._scatter_inside, *steps_across, self._gather_inside
+        )
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Work:
-        """Start the sum of a tensor, as Reduction.all_reduce. Rounding errors are kept for each `bucket`."""
-        assert flat.dim() == 1 and flat.is_contiguous() and flat.device.type == "cpu"
-        residuals = self._residuals.of(bucket or flat) if self._across.codec.feedback else None
-        chunks = flat.tensor_split(chunks_of(flat.nbytes, self.chunk_bytes))
-        if self._relay is None:
-            return self._steps([(chunk, residuals) for chunk in chunks])
-        owned = [self._owned(chunk, self._relay.parts) for chunk in chunks]
-        return self._steps(
-            [(chunk, self._relay.expect(parts)) for chunk, parts in zip(chunks, owned)]
-        )
+        """Start the sum of a tensor over all ranks, in place; see Reduction.all_reduce.
+
+        Args:
+            flat: One-dimensional and contiguous, on the CPU.
+            bucket: The bucket whose buffer `flat` is. Rounding errors are kept for each bucket, or for each
+                tensor without one.
+        """
+        assert flat.dim() == 1
+        assert flat.is_contiguous()
+        assert flat.device.type == "cpu"
+        residuals = None
+        if self._across.codec.feedback:
+            residuals = self._residuals.of(bucket or flat)
+        chunks = []
+        for tensor in flat.tensor_split(chunks_of(flat.nbytes, self.chunk_bytes)):
+            relayed = None
+            if self._relay is not None:
+                blocks = self._owned_blocks(tensor, part_count=self._relay.parts)
+                relayed = self._relay.post_receives(blocks)
+            chunks.append(Chunk(tensor, residuals, relayed))
+        return self._pipeline.submit(chunks)
 
     def close(self) -> None:
-        self._steps.close()
+        """Finish the sums under way and end the threads."""
+        self._pipeline.close()
 
     def describe(self) -> str:
+        """Return a description for messages."""
         chunk = format_bytes(self.chunk_bytes)
         return f"hierarchical all-reduce over {len(self.clusters)} clusters, in chunks of {chunk}"
 
     @property
     def bytes_across(self) -> int:
-        """What this rank has sent to other clusters so far, without headers."""
+        """Number of bytes that this rank has sent to other clusters so far, without headers."""
         return self._across.bytes_sent
 
-    def _relay_on(self, turn: int, part: Chunk) -> None:
+    # The steps of a chunk
+
+    def _scatter_inside(self, chunk: Chunk) -> None:
+        self._inside.reduce_scatter([self._cluster_blocks(chunk.tensor)], _SCATTER_INSIDE_TAG)
+
+    def _scatter_across(self, chunk: Chunk) -> None:
+        blocks = self._owned_blocks(chunk.tensor)
+        self._across.reduce_scatter(blocks, _SCATTER_ACROSS_TAG, chunk.residuals)
+
+    def _gather_across(self, chunk: Chunk) -> None:
+        blocks = self._owned_blocks(chunk.tensor)
+        self._across.all_gather(blocks, _GATHER_ACROSS_TAG, chunk.residuals)
+
+    def _gather_inside(self, chunk: Chunk) -> None:
+        self._inside.all_gather([self._cluster_blocks(chunk.tensor)], _GATHER_INSIDE_TAG)
+
+    def _run_relay_round(self, number: int, chunk: Chunk) -> None:
         assert self._relay is not None
-        self._relay.turn(turn, part[1])
+        assert chunk.relayed is not None
+        self._relay.run_round(number, chunk.relayed)
 
-    def _scatter_inside(self, part: Chunk) -> None:
-        self._inside.reduce_scatter([(_split(part[0], len(self.members)), self.members)], tag=1)
+    def _cluster_blocks(self, tensor: torch.Tensor) -> DividedTensor:
+        """Divide a chunk into one block for each rank of this cluster."""
+        return DividedTensor(_split(tensor, len(self.members)), self.members)
 
-    def _scatter_across(self, part: Chunk) -> None:
-        self._across.reduce_scatter(self._owned(part[0]), 2, part[1])
+    def _owned_blocks(
+        self, tensor: torch.Tensor, part_count: int | None = None
+    ) -> list[DividedTensor]:
+        """Return the elements of a chunk whose cluster sum this rank holds after step 1.
 
-    def _gather_across(self, part: Chunk) -> None:
-        self._across.all_gather(self._owned(part[0]), 3, part[1])
+        Args:
+            tensor: The chunk.
+            part_count: Parts into which each block is divided; None for one part for each cluster.
 
-    def _gather_inside(self, part: Chunk) -> None:
-        self._inside.all_gather([(_split(part[0], len(self.members)), self.members)], tag=4)
-
-    def _owned(self, chunk: torch.Tensor, count: int = 0) -> list[Parts]:
-        """The pieces that this rank owns, each cut into `count` parts, or one for each of its owners."""
-        owned = [
-            shard for shard in shards(chunk.numel(), self.clusters) if self.rank in shard.owners
-        ]
-        return [
-            (_split(chunk[shard.start : shard.stop], count or len(shard.owners)), shard.owners)
-            for shard in owned
-        ]
+        Returns:
+            One block for each shard, with its owners in all clusters.
+        """
+        blocks = []
+        for shard in shards(tensor.numel(), self.clusters):
+            if self.rank in shard.owners:
+                elements = tensor[shard.start : shard.stop]
+                parts = _split(elements, part_count or len(shard.owners))
+                blocks.append(DividedTensor(parts, shard.owners))
+        return blocks

@@ -1,31 +1,46 @@
-"""The hierarchical all-reduce of hierarchical.py with NCCL's own collectives, for clusters of equal size.
+"""Hierarchical all-reduce with NCCL collectives, for clusters with equal numbers of ranks.
 
-    stream in       [scatter 1][scatter 2][scatter 3]              reduce-scatter inside, on the fabric
-    stream across              [across 1  ][across 2  ][across 3]  all-reduce of the shard, on Ethernet
-    stream out                              [gather 1]  [gather 2] all-gather inside, its own communicator
+A tensor is cut into chunks. Each chunk passes through three steps, each with a CUDA stream and a communicator
+of its own:
 
-A communicator works in the order of its launches, whatever the streams: with one for both steps inside,
-scatter 2 would stand behind gather 1, which waits for across 1, and no step would ever run beside another. So
-there are two inside and a stream for each step, and events join the steps of a chunk. All ranks launch
-scatter, across, gather of one chunk after the other, of one reduction after the other: no communicator waits
-for one that waits for it. A shard is a view of its chunk (NCCL's in-place form), so nothing is allocated on
-one stream and used on another. What is left of the last chunk is padded.
+    1  scatter inside   reduce-scatter among the ranks of a cluster, on the fabric of the cluster
+    2  sum across       all-reduce of this rank's shard among the ranks with the same position in all
+                        clusters, on Ethernet
+    3  gather inside    all-gather of the shards among the ranks of a cluster
 
-    compressed:     encode the shard -> all-gather across -> decode, add up in cluster order, on the stream
-                    across
+    stream 1   [scatter 1][scatter 2][scatter 3]
+    stream 2              [across 1  ][across 2  ][across 3]
+    stream 3                          [gather 1]  [gather 2] ...      (numbers of chunks)
 
-(Run on emulated GPUs, over NCCL's own host code, and on an H100; order and overlap also with recorded
-launches and a queue for each communicator and stream, tests/runtime/reduce/test_hierarchical_nccl.py.
-Under one hardware queue, CUDA_DEVICE_MAX_CONNECTIONS=1, the events hold up the backward pass's kernels:
-nothing overlaps, all sums are right.)
+An event after each step lets the stream of the next step wait for it. If step 2 is compressed, it encodes the
+shard, all-gathers the encoded shards of all clusters, and adds the decoded shards in the order of clusters.
+
+Steps 1 and 3 need two communicators, although they connect the same ranks: a communicator works in the order
+of its launches, whatever their streams. On a single one, scatter 2 would run after gather 1, which waits for
+across 1, and no two steps would ever overlap.
+
+Invariant: all ranks launch scatter, across and gather of one chunk after the other, of one tensor after the
+other. So the launches of each communicator have the same order on all its ranks.
+
+No rank waits for ever: each launch waits only for launches before it in that common order, so there is no
+cycle between the communicators.
+
+A shard is a view of its chunk (NCCL's in-place form), so no memory is allocated on one stream and used on
+another. The exception is the last chunk: if its elements are no multiple of the ranks of a cluster, a padded
+copy of it is summed.
+
+The order of launches and the overlap were tested with recorded launches
+(tests/runtime/reduce/test_hierarchical_nccl.py), on emulated GPUs over NCCL's own host code, and on an H100.
+With a single hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) the events hold up the kernels of the backward
+pass: nothing overlaps, but all sums are right.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,16 +53,38 @@ from holmes_ext.runtime.groups.members import members_group
 from holmes_ext.units import format_bytes
 
 if TYPE_CHECKING:
+    from holmes_ext.runtime.compress import ResidualMap
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 
+_FEWEST_CLUSTERS = 2
 
-class Done:
-    """Its end, for which the current CUDA stream waits; after: what is to be done there then."""
+
+class _Streams(NamedTuple):
+    """CUDA streams of the three steps; None for tensors on the CPU."""
+
+    scatter: torch.cuda.Stream | None
+    across: torch.cuda.Stream | None
+    gather: torch.cuda.Stream | None
+
+
+_NO_STREAMS = _Streams(scatter=None, across=None, gather=None)
+
+
+class CollectivesWork:
+    """Handle of a sum that runs on CUDA streams, similar to the Work of torch.distributed."""
 
     def __init__(self, event: torch.cuda.Event | None, after: Callable[[], Any] | None):
-        self._event, self._after = event, after
+        """Make a handle.
+
+        Args:
+            event: Recorded after the last step; None for tensors on the CPU, whose sum has ended.
+            after: Function that the first wait() calls on the waiting stream; None for no function.
+        """
+        self._event = event
+        self._after = after
 
     def wait(self) -> None:
+        """Let the current CUDA stream wait for the sum."""
         if self._event is not None:
             torch.cuda.current_stream().wait_event(self._event)
         if self._after is not None:
@@ -55,19 +92,14 @@ class Done:
             self._after = None
 
     def get_future(self) -> torch.futures.Future:
+        """Return a completed future: nothing on the host waits for the sum."""
         future: torch.futures.Future = torch.futures.Future()
         future.set_result(None)
         return future
 
 
 class HierarchicalCollectives:
-    """Hierarchical all-reduce over all ranks of `clusters` by NCCL's collectives: a Reduction.
-
-    clusters: as many global ranks in each, the same lists on every rank. chunk_bytes, compress: as of
-    HierarchicalAllReduce (compressed, each cluster's shard goes to all others whole: more bytes for three
-    clusters or more). Construction is collective: two groups for each cluster and one for each set of ranks
-    in the same place. Tensors whose elements are a multiple of `multiple` need no padding.
-    """
+    """Hierarchical all-reduce over several clusters by NCCL collectives; implements Reduction."""
 
     def __init__(
         self,
@@ -77,86 +109,150 @@ class HierarchicalCollectives:
         compress: str = "off",
         purpose: str = "hierarchical",
     ):
+        """Make the process groups. All ranks of all clusters must do so.
+
+        Args:
+            clusters: Global ranks of each cluster, equal on all ranks; two clusters or more, of equal size.
+            chunk_bytes: Size of a chunk; None for the plan's formula.
+            compress: Compression between clusters: "off", "bf16" or "int8". A compressed shard is sent whole
+                to each other cluster, which takes more bytes than a ring for three or more clusters.
+            purpose: Part of the process groups' names.
+
+        Raises:
+            HolmesError: the clusters differ in size, or there are fewer than two.
+        """
         sizes = {len(members) for members in clusters}
-        if len(sizes) != 1 or len(clusters) < 2:
+        if len(sizes) != 1 or len(clusters) < _FEWEST_CLUSTERS:
             raise HolmesError(
                 f"HierarchicalCollectives: clusters {clusters} must be two or more lists of the same length"
             )
         rank = dist.get_rank()
-        inside = sorted(next(members for members in clusters if rank in members))
-        self._place, self.multiple = inside.index(rank), len(inside)
-        across = sorted(sorted(members)[self._place] for members in clusters)
-        self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(inside), direct=False)
-        self._clusters = len(across)
-        self._codec, self._residuals = codec(compress), Residuals()
-        self._scatters, self._across, self._gathers = (
-            members_group(ranks, f"{purpose} {name}")
-            for name, ranks in (("inside", inside), ("across", across), ("gather", inside))
-        )
-        cuda = torch.cuda.is_available()
-        self._streams = [torch.cuda.Stream() for _ in range(3)] if cuda else []
+        cluster_ranks = sorted(next(members for members in clusters if rank in members))
+        #: Position of this rank in its cluster, and the number of its shard.
+        self._position = cluster_ranks.index(rank)
+        #: Tensors whose elements are a multiple of this need no padding.
+        self.multiple = len(cluster_ranks)
+        ranks_across = sorted(sorted(members)[self._position] for members in clusters)
+        self.chunk_bytes = chunk_bytes or planned_chunk_bytes(len(cluster_ranks), direct=False)
+        self._cluster_count = len(ranks_across)
+        self._codec = codec(compress)
+        self._residuals = Residuals()
+        self._scatter_group = members_group(cluster_ranks, f"{purpose} inside")
+        self._across_group = members_group(ranks_across, f"{purpose} across")
+        self._gather_group = members_group(cluster_ranks, f"{purpose} gather")
+        self._streams = _NO_STREAMS
+        if torch.cuda.is_available():
+            self._streams = _Streams(
+                scatter=torch.cuda.Stream(),
+                across=torch.cuda.Stream(),
+                gather=torch.cuda.Stream(),
+            )
 
-    def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Done:
-        """Start the sum of a tensor, as Reduction.all_reduce. Rounding errors are kept for each `bucket`."""
-        assert flat.dim() == 1 and flat.is_contiguous()
-        streams = self._streams if flat.is_cuda else []
+    def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> CollectivesWork:
+        """Start the sum of a tensor over all ranks, in place; see Reduction.all_reduce.
+
+        Args:
+            flat: One-dimensional and contiguous.
+            bucket: The bucket whose buffer `flat` is. Rounding errors are kept for each bucket, or for each
+                tensor without one.
+        """
+        assert flat.dim() == 1
+        assert flat.is_contiguous()
+        streams = self._streams if flat.is_cuda else _NO_STREAMS
         residuals = self._residuals.of(bucket or flat) if self._codec.feedback else None
-        length = (
-            ceil(flat.numel() / chunks_of(flat.nbytes, self.chunk_bytes) / self.multiple)
-            * self.multiple
-        )
-        *chunks, last = flat.split(length) if flat.numel() else (flat,)
-        rest = -last.numel() % self.multiple
-        padded = torch.nn.functional.pad(last, (0, rest)) if rest else last
-        if streams:
-            streams[0].wait_stream(torch.cuda.current_stream())
-        for stream in streams if rest else ():
-            padded.record_stream(stream)  # whoever drops the work may be ahead of it
-        for number, chunk in enumerate((*chunks, padded)):
-            self._sum(chunk, number, residuals, streams)
-        event = streams[-1].record_event() if streams else None
+        *full_chunks, last_chunk = self._chunks(flat)
+        padding = -last_chunk.numel() % self.multiple
+        padded = torch.nn.functional.pad(last_chunk, (0, padding)) if padding else last_chunk
+        if streams.scatter is not None:
+            streams.scatter.wait_stream(torch.cuda.current_stream())
+        for stream in streams:
+            if stream is not None and padding:
+                # The caller may drop the work, and with it `padded`, before the streams have used it.
+                padded.record_stream(stream)
+        for number, chunk in enumerate([*full_chunks, padded]):
+            self._sum_chunk(chunk, number, residuals, streams)
+        event = streams.gather.record_event() if streams.gather is not None else None
 
-        def cut() -> None:
-            last.copy_(padded[: last.numel()])
-            if streams:
+        def remove_padding() -> None:
+            last_chunk.copy_(padded[: last_chunk.numel()])
+            if flat.is_cuda:
                 padded.record_stream(torch.cuda.current_stream())
 
-        return Done(event, cut if rest else None)
+        return CollectivesWork(event, after=remove_padding if padding else None)
 
     def close(self) -> None:
         """Do nothing: no thread runs here, unlike in HierarchicalAllReduce."""
 
     def describe(self) -> str:
+        """Return a description for messages."""
         chunk = format_bytes(self.chunk_bytes)
-        return f"hierarchical all-reduce over {self._clusters} clusters, in chunks of {chunk}"
+        return f"hierarchical all-reduce over {self._cluster_count} clusters, in chunks of {chunk}"
 
-    def _sum(
-        self, chunk: torch.Tensor, number: int, residuals: dict | None, streams: Sequence[Any]
+    def _chunks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Cut a tensor into chunks whose elements are a multiple of `multiple`, except the last chunk's."""
+        if flat.numel() == 0:
+            return [flat]
+        chunk_count = chunks_of(flat.nbytes, self.chunk_bytes)
+        shard_numel = ceil(flat.numel() / chunk_count / self.multiple)
+        return flat.split(shard_numel * self.multiple)
+
+    def _sum_chunk(
+        self,
+        chunk: torch.Tensor,
+        number: int,
+        residuals: ResidualMap | None,
+        streams: _Streams,
     ) -> None:
-        shard = chunk.view(self.multiple, -1)[self._place]
+        """Launch the three steps of a chunk.
 
-        def across() -> None:
+        Args:
+            chunk: Flat; its elements are a multiple of the ranks of a cluster.
+            number: Number of the chunk in its tensor.
+            residuals: Rounding errors of the tensor; None without error feedback.
+            streams: Streams of the steps; _NO_STREAMS on the CPU.
+        """
+        shard = chunk.view(self.multiple, -1)[self._position]
+        with _on_stream(streams.scatter):
+            dist.reduce_scatter_tensor(shard, chunk, group=self._scatter_group)
+        with _on_stream(streams.across, after=streams.scatter):
             if self._codec.applies(shard.dtype):
-                self._sum_compressed(shard, residual_of(residuals, (0, number), shard))
+                residual = residual_of(residuals, (0, number), shard)
+                self._sum_across_compressed(shard, residual)
             else:
-                dist.all_reduce(shard, group=self._across)
+                dist.all_reduce(shard, group=self._across_group)
+        with _on_stream(streams.gather, after=streams.across):
+            dist.all_gather_into_tensor(chunk, shard, group=self._gather_group)
 
-        steps = (
-            lambda: dist.reduce_scatter_tensor(shard, chunk, group=self._scatters),
-            across,
-            lambda: dist.all_gather_into_tensor(chunk, shard, group=self._gathers),
-        )
-        for place, step in enumerate(steps):
-            if streams and place:
-                streams[place].wait_event(streams[place - 1].record_event())
-            with torch.cuda.stream(streams[place]) if streams else nullcontext():
-                step()
+    def _sum_across_compressed(self, shard: torch.Tensor, residual: torch.Tensor | None) -> None:
+        """Sum a shard over all clusters, in place: all-gather the encoded shards, decode and add them.
 
-    def _sum_compressed(self, shard: torch.Tensor, residual: torch.Tensor | None) -> None:
-        wire = self._codec.encode(shard, residual)
-        wires = torch.empty(self._clusters * wire.numel(), dtype=wire.dtype, device=wire.device)
-        dist.all_gather_into_tensor(wires, wire, group=self._across)
-        first, *others = (self._codec.decode(part, shard) for part in wires.split(wire.numel()))
-        shard.copy_(first)
-        for other in others:
-            shard.add_(other)
+        Args:
+            shard: This cluster's sum of the shard.
+            residual: Rounding errors of earlier sums of the shard; None without error feedback.
+        """
+        encoded = self._codec.encode(shard, residual)
+        gathered = encoded.new_empty(self._cluster_count * encoded.numel())
+        dist.all_gather_into_tensor(gathered, encoded, group=self._across_group)
+        first_cluster, *other_clusters = gathered.split(encoded.numel())
+        shard.copy_(self._codec.decode(first_cluster, shard))
+        for other_cluster in other_clusters:
+            shard.add_(self._codec.decode(other_cluster, shard))
+
+
+@contextmanager
+def _on_stream(
+    stream: torch.cuda.Stream | None, after: torch.cuda.Stream | None = None
+) -> Iterator[None]:
+    """Launch the operations inside the `with` block on a CUDA stream.
+
+    Args:
+        stream: The stream; None to launch on the current stream or on the CPU.
+        after: Another stream, whose launches so far must end before the operations start; None for no wait.
+    """
+    if stream is None:
+        yield
+        return
+    if after is not None:
+        stream.wait_event(after.record_event())
+    with torch.cuda.stream(stream):
+        yield

@@ -1,64 +1,110 @@
-"""Gradients of ZeRO 1 travel to the rank that keeps them, and nowhere else: half of an all-reduce's way.
+"""Reduction of gradients for ZeRO 1: each rank gets the sums of the gradients whose optimizer state it keeps.
 
-    a span that rank 0 keeps       rank 1 --> rank 2 --> rank 3 --> rank 0   each adds its own, chunk by chunk
-    the next, which rank 1 keeps   rank 2 --> rank 3 --> rank 0 --> rank 1
+A span is a run of gradient elements with one owner rank. Over gloo, the sum of a span is formed along a
+chain of ranks that ends at its owner:
 
-Of a span's B bytes every rank sends B once, in one direction of the ring; a ring all-reduce sends 2 (n-1)/n B
-(Thakur et al. 2005). DeepSpeed cuts its partitions by layers, so a bucket has one owner or two, and a
-reduce-scatter of equal blocks does not fit. gloo's own reduce() is as slow as an all-reduce (4 ranks: 0.41 s,
-all-reduce 0.40 s, this chain 0.27 s). NCCL's reduce() is such a chain itself.
+    span owned by rank 0   rank 1 --> rank 2 --> rank 3 --> rank 0   each rank adds its own values
+    span owned by rank 1   rank 2 --> rank 3 --> rank 0 --> rank 1
+
+Steps of one reduction, in the thread of each rank (_reduce_along_chains):
+
+    1  post all receives from the rank before, chunk by chunk, in the order of the spans
+    2  for each chunk: wait for its receive, add it, start to send the sum to the rank after
+    3  wait for all sends
+
+Invariant: all ranks reduce the same spans in the same order, and chunks between two ranks have the order of
+the spans.
+
+No rank waits for ever: the wait for a chunk of a span needs only the chunks before it, on this rank and on
+the ranks earlier in the chain, whose first rank waits for nothing.
+
+Bytes: each rank sends every span once, so B bytes for a tensor of B bytes; a ring all-reduce over n ranks
+sends 2 (n-1)/n B (Thakur et al. 2005). A reduce-scatter of equal blocks does not fit, because DeepSpeed cuts
+its partitions by layers, so a bucket has one or two owners. gloo's own reduce() takes as long as an
+all-reduce (measured with 4 ranks: reduce 0.41 s, all-reduce 0.40 s, these chains 0.27 s). NCCL's reduce()
+forms such chains itself, so other backends use theirs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from holmes_ext.runtime.backend import backend_of
 from holmes_ext.runtime.groups.members import members_group
-from holmes_ext.runtime.reduce.steps import Steps
+from holmes_ext.runtime.reduce.steps import ThreadPipeline
 
 if TYPE_CHECKING:
     from holmes_ext.runtime.reduce.flat_bucket import FlatBucket
 
-#: What a rank adds and sends on at a time.
+#: Bytes that a rank adds and sends on at a time.
 CHUNK_BYTES = 256 * 2**10
-#: (elements, the global rank that needs their sum), one after the other.
+#: Spans of a tensor, in order: (number of elements, global rank that needs their sum).
 Spans = Sequence[tuple[int, int]]
 
 
 def merge_spans(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Neighbours with the same owner become one span."""
+    """Merge consecutive spans that have the same owner.
+
+    Args:
+        spans: (number of elements, global rank of the owner) of each span.
+    """
     merged: list[tuple[int, int]] = []
     for elements, owner in spans:
         if merged and merged[-1][1] == owner:
-            elements += merged.pop()[0]
-        merged.append((elements, owner))
+            previous_elements, _ = merged.pop()
+            merged.append((previous_elements + elements, owner))
+        else:
+            merged.append((elements, owner))
     return merged
 
 
-class ReduceToOwners:
-    """Reduction by which each rank gets the sums of its own part of a tensor only.
+class _OwnedPart(NamedTuple):
+    """A part of a tensor, and the rank that gets its sum."""
 
-    All ranks of `group` start the same sums in the same order; construction is collective. gloo's chains run
-    in a thread (close() ends it), over their own group; other backends reduce().
+    tensor: torch.Tensor
+    owner: int  # global rank
+
+
+class _Hop(NamedTuple):
+    """A chunk at one rank of its chain."""
+
+    chunk: torch.Tensor
+    receive: Any  # work of the receive from the rank before; None on the first rank of the chain
+    arriving: torch.Tensor | None  # buffer of the receive
+    is_sent_on: bool  # False on the owner, where the chain ends
+
+
+class ReduceToOwners:
+    """Reduction by which each rank gets the sums of its own part of a tensor only; implements Reduction.
+
+    All ranks of the group must start the same sums in the same order.
     """
 
     multiple = 1
 
     def __init__(self, group: dist.ProcessGroup, device_type: str = ""):
+        """Make the reduction, for gloo with a process group and a thread of its own.
+
+        All ranks of the group must do so.
+
+        Args:
+            group: Process group of the ranks.
+            device_type: Device of the tensors, "cpu" or "cuda"; "" for the group's default.
+        """
         self._ranks = dist.get_process_group_ranks(group)
         self._rank = dist.get_rank()
-        self._group, self._steps = group, None
+        self._group = group
+        self._pipeline: ThreadPipeline | None = None
         if backend_of(group, device_type) == "gloo":
             self._group = members_group(self._ranks, "data_parallel owners", backend="gloo")
-            self._steps = Steps("owners", self._chains)
+            self._pipeline = ThreadPipeline("owners", self._reduce_along_chains)
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
-        """Start the sums of a bucket's parts, as Reduction.all_reduce.
+        """Start the sums of a bucket's parts; see Reduction.all_reduce.
 
         Args:
             flat: The buffer of the bucket.
@@ -78,57 +124,63 @@ class ReduceToOwners:
         Returns:
             A work with wait() and get_future().
         """
-        parts = list(
-            zip(flat.split([elements for elements, _ in spans]), [owner for _, owner in spans])
-        )
-        if self._steps is not None:
-            return self._steps([parts])
-        return _Works(
-            [dist.reduce(part, owner, group=self._group, async_op=True) for part, owner in parts]
-        )
+        tensors = flat.split([elements for elements, _ in spans])
+        parts = [_OwnedPart(tensor, owner) for tensor, (_, owner) in zip(tensors, spans)]
+        if self._pipeline is not None:
+            return self._pipeline.submit([parts])
+        works = []
+        for part in parts:
+            works.append(dist.reduce(part.tensor, part.owner, group=self._group, async_op=True))
+        return _Works(works)
 
     def close(self) -> None:
-        if self._steps is not None:
-            self._steps.close()
+        """Finish the sums under way and end the thread."""
+        if self._pipeline is not None:
+            self._pipeline.close()
 
     def describe(self) -> str:
+        """Return a description for messages."""
         return f"reduction over {len(self._ranks)} ranks, each part to the rank that owns it"
 
-    def _chains(self, parts: list[tuple[torch.Tensor, int]]) -> None:
-        """All receives are posted at once; ranks work on one span after the other."""
-        count, me = len(self._ranks), self._ranks.index(self._rank)
-        before, after = self._ranks[me - 1], self._ranks[(me + 1) % count]
-        hops: list[tuple[torch.Tensor, Any, bool]] = []
-        for part, owner in parts:
-            # 0: begins the chain; count - 1: owns the span
-            place = (me - self._ranks.index(owner) - 1) % count
-            for chunk in part.split(max(1, CHUNK_BYTES // part.element_size())):
-                arriving = torch.empty_like(chunk) if place > 0 else None
-                receive = arriving is not None and (
-                    dist.irecv(arriving, src=before, group=self._group),
-                    arriving,
-                )
-                hops.append((chunk, receive, place < count - 1))
+    def _reduce_along_chains(self, parts: list[_OwnedPart]) -> None:
+        """Sum each part along the chain of ranks that ends at the part's owner."""
+        count = len(self._ranks)
+        own_index = self._ranks.index(self._rank)
+        rank_before = self._ranks[own_index - 1]
+        rank_after = self._ranks[(own_index + 1) % count]
+        hops: list[_Hop] = []
+        for tensor, owner in parts:
+            # Position in the chain: 0 for its first rank, count - 1 for the owner.
+            position = (own_index - self._ranks.index(owner) - 1) % count
+            for chunk in tensor.split(max(1, CHUNK_BYTES // tensor.element_size())):
+                receive = None
+                arriving = None
+                if position > 0:
+                    arriving = torch.empty_like(chunk)
+                    receive = dist.irecv(arriving, src=rank_before, group=self._group)
+                hops.append(_Hop(chunk, receive, arriving, is_sent_on=position < count - 1))
         sends: list[Any] = []
-        for chunk, receive, goes_on in hops:
-            if receive:
-                receive[0].wait()
-                chunk.add_(receive[1])
-            if goes_on:
-                sends.append(dist.isend(chunk, dst=after, group=self._group))
+        for hop in hops:
+            if hop.arriving is not None:
+                hop.receive.wait()
+                hop.chunk.add_(hop.arriving)
+            if hop.is_sent_on:
+                sends.append(dist.isend(hop.chunk, dst=rank_after, group=self._group))
         for send in sends:
             send.wait()
 
 
 class _Works:
-    """Several reductions as one."""
+    """Several reductions under way, as one."""
 
     def __init__(self, works: list[Any]):
         self._works = works
 
     def wait(self) -> None:
+        """Wait for all reductions."""
         for work in self._works:
             work.wait()
 
     def get_future(self) -> torch.futures.Future:
+        """Return a future that completes when all reductions have ended."""
         return torch.futures.collect_all([work.get_future() for work in self._works])

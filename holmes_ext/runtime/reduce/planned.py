@@ -39,13 +39,14 @@ class PlannedReduction:
         Args:
             size: Bytes of gradients that the group sums in a step.
             device_type: Device of the gradients, "cpu" or "cuda".
-            compress: In place of the option --holmes-compress-gradients; None: as the option says.
+            compress: Compression between clusters: "off", "bf16" or "int8"; None for
+                --holmes-compress-gradients.
         """
         self.size = size
         self.device_type = device_type
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.backend = backend_of(group, device_type)
-        #: What the plan says; None while holmes is off.
+        #: Planned bucket size, clusters and compression; None while holmes is off.
         self.spec: ReductionSpec | None = None
         #: None if the plan sums in one ring, or holmes is off.
         self.hierarchical: Reduction | None = None
@@ -58,7 +59,7 @@ class PlannedReduction:
 
     @property
     def reduction(self) -> Reduction:
-        """What sums the gradients now."""
+        """The reduction that sums the gradients at present."""
         return self._flat if self.hierarchical is None else self.hierarchical
 
     def follow_plan(self) -> bool:
@@ -82,6 +83,7 @@ class PlannedReduction:
         return True
 
     def _adopt(self, spec: ReductionSpec) -> None:
+        """Use a planned reduction from now on; make it if it was not made before."""
         if spec not in self._made:
             made = hooks.reduction_for(self._group, self.size, spec, self.device_type)
             self._made[spec] = made or hierarchical_for(
@@ -148,7 +150,7 @@ def hierarchical_for(
 
     Args:
         size: Bytes of gradients that the group sums.
-        spec: What the plan says of the group's reduction.
+        spec: Planned reduction of the group.
         device_type: Device of the gradients, "cpu" or "cuda"; "" for the GPU if there is one, else the CPU.
 
     Returns:
@@ -170,7 +172,7 @@ def hierarchical_over(
 
     Args:
         ranks: Global ranks.
-        spec: What the plan says: chunks, compression, and how the clusters exchange their sums.
+        spec: Planned chunk size, compression, and algorithm between clusters.
         network_api: "verbs" for NCCL, "sockets" for gloo.
         purpose: Describes the process groups that are made.
 
@@ -179,7 +181,7 @@ def hierarchical_over(
     """
     ranks_by_cluster = session.require().plan.by_cluster(ranks)
     clusters = list(ranks_by_cluster.values())
-    if len(clusters) < 2:
+    if len(clusters) == 1:
         return None
     if network_api != SOCKETS:
         if one_hardware_queue():

@@ -1,13 +1,27 @@
-"""Gradients that travel while the backward pass still runs.
+"""Averages gradients in buckets while the backward pass still runs.
 
     micro-batch   1 .. m-1            m (the last one: arm() stands before it)
     backward      accumulate only     layer n ... layer 2  layer 1 | finish() | optimizer.step()
     network                                  [bucket 0][bucket 1][..]  only this last part is exposed
 
-Buckets are launched in one fixed order on all ranks of the group: one that is complete early waits for those
-before it, else ranks would reduce different buckets with each other. The order is the reverse of the
-parameters' own in the first step, which only observes; then it is the order in which the group's first rank
-saw its gradients become final.
+A training step:
+
+    1  arm()                 before the last backward pass: from now on, final gradients are reduced
+    2  _gradient_arrived()   autograd's hook of each parameter: counts the gradient in its bucket
+    3  _launch_ready()       launches the reductions of complete buckets, in the common order
+    4  finish()              after the backward pass: launches the remaining buckets, waits for all, and
+                             stores the averages in the gradients
+
+The first armed step only observes, and finish() launches all its buckets. It counts how often each gradient
+is accumulated, to recognize the final one, and notes the order in which gradients become final (_learn).
+
+Invariant: all ranks of the group launch the same buckets in the same order. A bucket that is complete early
+waits for the buckets before it; otherwise ranks would reduce different buckets with each other. The order is
+the reverse order of the parameters in the first step, and afterwards the order that the first rank of the
+group observed and broadcast.
+
+No rank waits for ever: finish() launches all remaining buckets on every rank. A gradient that did not arrive
+counts as zeros, so no bucket depends on the others' use of a parameter.
 """
 
 from __future__ import annotations
@@ -41,10 +55,19 @@ from holmes_ext.runtime.reduce.steps import ReductionTimes
 from holmes_ext.runtime.watch.failure import describe_failure
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from holmes_ext.cluster.fabric import Fabric
     from holmes_ext.runtime.reduce.flat_bucket import Gradient
     from holmes_ext.runtime.reduce.owned import Spans
     from holmes_ext.runtime.reduce.reduction import Reduction
+    from holmes_ext.runtime.reduce.side_stream import StreamEvents
+
+_NEVER_ARRIVED = -1
+
+
+def _grad_of(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    return parameter.grad
 
 
 class GradientReducer:
@@ -58,35 +81,41 @@ class GradientReducer:
                 loss_of(micro_batches[-1]).backward()
             optimizer.step()
 
-    A parameter that got no gradient on this rank counts as zeros, and its .grad is the average on all ranks
-    afterwards (zeros where no rank used it, as DeepSpeed does and DistributedDataParallel does not): no rank
-    waits for it. NaN and infinity travel like any number. A gradient that is accumulated several times in one
-    backward (reentrant activation checkpointing, several backward() calls) is final at the last one: how many
-    there are is learned in the first step, and HolmesError is raised when one more arrives after its bucket
-    was sent. Hooks of other libraries that change gradients must be registered before.
+    No rank waits for a gradient: a parameter that got none on this rank counts as zeros. Afterwards its .grad
+    is the average on all ranks, or zeros if no rank used it (as with DeepSpeed, unlike
+    DistributedDataParallel). NaN and infinity are sent like other numbers.
+
+    A gradient that is accumulated several times in a step (reentrant activation checkpointing, several
+    backward() calls) is final after as many times as in the first step. If it arrives once more, after its
+    bucket was sent, a HolmesError is raised. Hooks of other libraries that change gradients must be
+    registered before the reducer is made.
+
+    All ranks of the group must make the reducer, with the same parameters, which is checked.
 
     Args:
-        parameters: Parameters, or (name, parameter) pairs; those without requires_grad are left out. The same
-            on all ranks of `group`, which is checked once, here: construction is collective.
-        group: None: all ranks.
-        bucket_bytes: Of a bucket; None: the plan's where holmes is active, else by `fabric`, else 25 MiB.
-        fabric: The group's; None: the plan's where holmes is active.
-        average: Divide by the number of ranks; else the sum stays.
-        predivide: Gradients are divided by it before the sum, by ranks / predivide after it (float16
-            overflow).
-        communication_dtype: What travels; None: the gradients'.
-        compress: "off", "bf16" or "int8": what crosses where a hierarchical all-reduce are used; None:
-        --holmes-compress-gradients.
-        deferred: Their gradients are final after the backward pass only (tied weights): finish() sends them.
-        all_reduce: all_reduce(flat tensor) -> a work with wait() and get_future(), in place of torch's on
-            `group`; None: a hierarchical all-reduce where holmes is active and the plan has them for
-            the group.
-        gradient: gradient(parameter) -> its final gradient, called once a step when the bucket is filled;
-            None: .grad.
-        owners: owners(parameter) -> (elements, rank) one after the other: who needs which part of its
-            average; on others that part is undefined afterwards. None: all need everything. Not used where
-            a hierarchical all-reduce are.
+        parameters: Parameters, or (name, parameter) pairs. Those without requires_grad are left out.
+        group: Process group; None for all ranks.
+        bucket_bytes: Size of a bucket in bytes. None for the planned size, or a size that suits `fabric`, or
+            25 MiB if neither is known.
+        fabric: Network of the group; None for the planned one.
+        average: Divide the sums by the number of ranks.
+        predivide: Divide gradients by this number before the sum, and by ranks / predivide after it, against
+            an overflow of float16.
+        communication_dtype: Type in which gradients are sent; None for their own.
+        compress: Compression between clusters in a hierarchical all-reduce: "off", "bf16" or "int8"; None for
+            --holmes-compress-gradients.
+        deferred: Parameters whose gradients are final only after the backward pass (tied weights); finish()
+            sends them.
+        all_reduce: Starts the sum of a flat tensor and returns a work with wait() and get_future(). None for
+            a hierarchical all-reduce if the plan has one for the group, else torch's all-reduce on `group`.
+        gradient: Returns the final gradient of a parameter. Called once a step, when the bucket is filled.
+            None for .grad.
+        owners: Returns which rank needs which elements of a parameter's average, as (number of elements,
+            rank) pairs. On other ranks these elements are undefined afterwards. None if all ranks need all
+            elements. Ignored if the group uses a hierarchical all-reduce.
     """
+
+    armed: bool  # whether a step is between arm() and finish()
 
     def __init__(
         self,
@@ -111,8 +140,9 @@ class GradientReducer:
         assert group is not None, "no process group: call init_process_group first"
         self.group = group
         self.ranks = tuple(dist.get_process_group_ranks(self.group))
-        self._predivide, self._average = predivide, average
-        self._gradient = gradient or (lambda parameter: parameter.grad)
+        self._predivide = predivide
+        self._average = average
+        self._gradient = gradient or _grad_of
         self._items = [Item.of(name, parameter, communication_dtype) for name, parameter in named]
         device_type = self._parameters[0].device.type
         if bucket_bytes is not None:
@@ -130,154 +160,84 @@ class GradientReducer:
         self.fabric = fabric or planned_fabric(group, device_type)
         self.bucket_bytes = self._bucket_bytes()
         self._side = SideStream() if device_type == "cuda" else None
-        late = {id(parameter) for parameter in deferred}
+        deferred_ids = {id(parameter) for parameter in deferred}
         self._deferred = [
-            i for i, parameter in enumerate(self._parameters) if id(parameter) in late
+            index
+            for index, parameter in enumerate(self._parameters)
+            if id(parameter) in deferred_ids
         ]
+        #: Times of the last step; None before the first.
         self.times: ReductionTimes | None = None
         self._step = 0
+        #: How often each gradient is accumulated in a step; None in the step that observes.
         self._expected: list[int] | None = None
-        self._seen: list[int] = []
-        self._check_alike()
-        self._build([i for i in reversed(range(len(named))) if i not in set(self._deferred)])
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(
-                functools.partial(self._gradient_arrived, index)
-            )
-            for index, parameter in enumerate(self._parameters)
-        ]
+        #: Indices of the gradients that arrived in the step that observes, in their order.
+        self._arrivals: list[int] = []
+        self._check_same_layout()
+        self._build_buckets(self._without_deferred(reversed(range(len(named)))))
+        self._hook_handles = []
+        for index, parameter in enumerate(self._parameters):
+            hook = functools.partial(self._gradient_arrived, index)
+            self._hook_handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
-    @property
-    def _size(self) -> int:
-        """Bytes of all gradients on the wire."""
-        return sum(item.bytes for item in self._items)
-
-    def _bucket_bytes(self) -> int:
-        if self._given_bucket_bytes is not None:
-            return self._given_bucket_bytes
-        return bucket_bytes_for(self._planned, self.fabric, len(self.ranks), self._size)
-
-    def _chosen_reduction(self) -> Reduction:
-        """Return what sums the buckets now. All ranks must call this: it may make process groups."""
-        if self._planned is None:
-            assert self._callers is not None
-            return self._callers
-        if self._owners is None or self._planned.hierarchical is not None:
-            return self._planned.reduction
-        if self._to_owners is None:
-            self._to_owners = ReduceToOwners(self.group, self._parameters[0].device.type)
-        return self._to_owners
-
-    def _check_alike(self) -> None:
-        """Ranks with different parameters would reduce different things with each other, or hang."""
-        device = self._parameters[0].device
-        mine = torch.tensor(
-            [flat_bucket.layout_digest(self._items, self.bucket_bytes)], device=device
-        )
-        all_ = [torch.empty_like(mine) for _ in self.ranks]
-        dist.all_gather(all_, mine, group=self.group)
-        other = next(
-            (rank for rank, digest in zip(self.ranks, all_) if int(digest) != int(all_[0])), None
-        )
-        if other is not None:
-            raise HolmesError(
-                f"GradientReducer: rank {other} has other parameters or another bucket size than rank "
-                f"{self.ranks[0]}: names, shapes, dtypes, order and bucket_bytes must be the same in one "
-                f"group"
-            )
-
-    def _build(self, order: Sequence[int]) -> None:
-        self._order = tuple(order)
-        groups = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
-        last = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
-        self._buckets = []  # the old ones' buffers go before there are new ones
-        self._reduction = self._chosen_reduction()
-        multiple, kept = self._reduction.multiple, self._side is None
-        self._buckets = [
-            FlatBucket(indices, self._items, multiple, kept) for indices in (*groups, *last)
-        ]
-        self._hooked = len(groups)  # buckets that the backward pass may launch
-        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
-        if self._owners is not None and self._reduction is self._to_owners:
-            for bucket in self._buckets:
-                bucket.spans = merge_spans(
-                    span for i in bucket.indices for span in self._owners(self._parameters[i])
-                )
-        self._reset()
-
-    def _reset(self) -> None:
-        self.armed = self._held = False  # arm() was called, and finish() not yet; release() neither
-        self._next = 0
-        self._counts = [0] * len(self._parameters)
-        self._started_at = 0.0
-        for bucket in self._buckets:
-            bucket.reset()
-
-    # What a training loop calls
+    # Methods for training loops
 
     def covers(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether these parameters, in this order, are the ones that are reduced."""
-        return [id(parameter) for parameter in parameters] == [
-            id(parameter) for parameter in self._parameters
-        ]
+        """Return whether the reducer was made for exactly these parameters, in this order."""
+        given = [id(parameter) for parameter in parameters]
+        reduced = [id(parameter) for parameter in self._parameters]
+        return given == reduced
 
     def arm(self, hold: bool = False) -> None:
-        """All backward passes until finish() are the step's last: send gradients as they become final; hold:
-        none before release()."""
+        """Reduce gradients as soon as they are final, from now until finish().
+
+        Call this before the last backward pass of a step.
+
+        Args:
+            hold: Launch no reduction before release().
+        """
         if self.armed:
             raise HolmesError(
                 "GradientReducer: arm() was called twice without finish() between; call each once a step"
             )
-        self._begin_step()
-        self.armed, self._held = True, hold
+        self._follow_plan()
+        self.armed = True
+        self._held = hold
         if self._side is not None:
-            self._side.armed()
+            self._side.begin_step()
 
     def release(self) -> None:
-        """Send what is final, and no longer hold what becomes so."""
+        """Launch the reductions that arm(hold=True) has held back, and hold back no more in this step."""
         self._held = False
         self._launch_ready()
 
-    def _begin_step(self) -> None:
-        """Where the plan was decided again of what the job measured, on all ranks at this step."""
-        if self._planned is not None and self._planned.follow_plan():
-            self.bucket_bytes = self._bucket_bytes()
-            self._build(self._order)
-
     def finish(self) -> ReductionTimes:
-        """Launch what is left, wait, and leave the averages in the gradients. HolmesError names rank, bucket
-        and fabric where the reduction fails."""
+        """Launch the remaining reductions, wait for all, and store the averages in the gradients.
+
+        Without arm() before, this method reduces all gradients after the backward pass.
+
+        Raises:
+            HolmesError: a reduction failed; the message names the rank, the bucket and the fabric.
+        """
         if not self.armed:
-            self._begin_step()
-        early, began = self._next, time.perf_counter()
-        while self._next < len(self._buckets):
-            self._launch()
-        with (
-            self._side.after({}) if self._side is not None else nullcontext()
-        ):  # where they were launched
+            self._follow_plan()
+        began = time.perf_counter()
+        launched_early = self._launched
+        while self._launched < len(self._buckets):
+            self._launch_next()
+        with self._on_side_stream():
             for bucket in self._buckets:
                 self._store(bucket)
         if self._side is not None:
             with telemetry.span("reduce"):  # the compute stream waits
-                self._side.join()
-        ended = time.perf_counter()
-        last = max((bucket.done_at or ended for bucket in self._buckets), default=ended)
-        self.times = ReductionTimes(
-            step=self._step,
-            bytes=sum(bucket.bytes for bucket in self._buckets),
-            buckets=len(self._buckets),
-            early=early,
-            seconds=last - self._started_at if self._buckets else 0.0,
-            exposed_s=ended - began,
-            fabric=self.fabric.name if self.fabric else "",
-        )
+                self._side.make_current_stream_wait()
+        self.times = self._measured_times(launched_early, began, ended=time.perf_counter())
         if self._planned is not None:  # for the comparison of the job with its plan
-            is_hierarchical = self._planned.hierarchical is not None
             session.note_reduction(
                 self.ranks,
                 self._planned.spec,
                 self.times.bytes,
-                hierarchical=is_hierarchical,
+                hierarchical=self._planned.hierarchical is not None,
                 overlap=self.armed,
                 follows=self._owners is None,
             )
@@ -290,32 +250,159 @@ class GradientReducer:
 
     @contextmanager
     def overlapped(self) -> Iterator[None]:
-        """arm() before the block, finish() after it; an exception inside goes on as it is."""
+        """Call arm() before the `with` block and finish() after it, unless the block raises an exception."""
         self.arm()
         yield
         self.finish()
 
     def close(self) -> None:
-        """Remove the hooks and end the threads that this reducer started. Gradients stay as they are."""
-        for handle in self._handles:
+        """Remove the hooks and end the threads that this reducer started; gradients stay as they are."""
+        for handle in self._hook_handles:
             handle.remove()
-        self._handles = []
+        self._hook_handles = []
         if self._planned is not None:
             self._planned.close()
         if self._to_owners is not None:
             self._to_owners.close()
 
-    # Backward pass
+    # Making the buckets
+
+    @property
+    def _size(self) -> int:
+        """Bytes of all gradients as they are sent."""
+        return sum(item.bytes for item in self._items)
+
+    def _bucket_bytes(self) -> int:
+        """Return the size of a bucket in bytes: the given one, the planned one or a default."""
+        if self._given_bucket_bytes is not None:
+            return self._given_bucket_bytes
+        return bucket_bytes_for(self._planned, self.fabric, len(self.ranks), self._size)
+
+    def _without_deferred(self, indices: Iterable[int]) -> list[int]:
+        """Return the indices of parameters that are not deferred, in the given order."""
+        deferred = set(self._deferred)
+        return [index for index in indices if index not in deferred]
+
+    def _check_same_layout(self) -> None:
+        """Raise an error if ranks would make different buckets, which would mix up gradients or hang."""
+        device = self._parameters[0].device
+        digest = flat_bucket.layout_digest(self._items, self.bucket_bytes)
+        own_digest = torch.tensor([digest], device=device)
+        digests = [torch.empty_like(own_digest) for _ in self.ranks]
+        dist.all_gather(digests, own_digest, group=self.group)
+        for rank, digest_of_rank in zip(self.ranks, digests):
+            if int(digest_of_rank) != int(digests[0]):
+                raise HolmesError(
+                    f"GradientReducer: rank {rank} has other parameters or another bucket size than rank "
+                    f"{self.ranks[0]}: names, shapes, dtypes, order and bucket_bytes must be the same in one "
+                    f"group"
+                )
+
+    def _chosen_reduction(self) -> Reduction:
+        """Return the reduction that sums the buckets from now on.
+
+        All ranks must call this method: it may make process groups.
+        """
+        if self._planned is None:
+            assert self._callers is not None
+            return self._callers
+        if self._owners is None or self._planned.hierarchical is not None:
+            return self._planned.reduction
+        if self._to_owners is None:
+            self._to_owners = ReduceToOwners(self.group, self._parameters[0].device.type)
+        return self._to_owners
+
+    def _build_buckets(self, order: Sequence[int]) -> None:
+        """Choose the reduction and make the buckets.
+
+        Args:
+            order: Indices of the parameters that are not deferred, in the order in which their gradients
+                become final.
+        """
+        self._order = tuple(order)
+        hooked = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)
+        deferred = flat_bucket.fill_buckets(self._items, self._deferred, self.bucket_bytes)
+        self._buckets: list[FlatBucket] = []  # frees the old buffers before new ones are allocated
+        self._reduction = self._chosen_reduction()
+        keeps_buffers = self._side is None
+        for indices in (*hooked, *deferred):
+            bucket = FlatBucket(
+                indices, self._items, self._reduction.multiple, keeps_buffer=keeps_buffers
+            )
+            self._buckets.append(bucket)
+        self._hooked = len(hooked)  # buckets that may be launched during the backward pass
+        self._bucket_of = {}  # index of a parameter -> its bucket
+        for bucket in self._buckets:
+            for index in bucket.indices:
+                self._bucket_of[index] = bucket
+        if self._owners is not None and self._reduction is self._to_owners:
+            for bucket in self._buckets:
+                spans: list[tuple[int, int]] = []
+                for index in bucket.indices:
+                    spans += self._owners(self._parameters[index])
+                bucket.spans = merge_spans(spans)
+        self._reset()
+
+    def _reset(self) -> None:
+        """Prepare for the next step."""
+        self.armed = False
+        self._held = False  # between arm(hold=True) and release()
+        self._launched = 0  # number of buckets whose reductions were launched
+        self._counts = [0] * len(self._parameters)  # how often each gradient has arrived
+        self._first_launch_at = 0.0  # by time.perf_counter()
+        for bucket in self._buckets:
+            bucket.reset()
+
+    def _follow_plan(self) -> None:
+        """Make new buckets if the plan has changed; all ranks do so at the same step."""
+        if self._planned is not None and self._planned.follow_plan():
+            self.bucket_bytes = self._bucket_bytes()
+            self._build_buckets(self._order)
+
+    def _learn(self) -> None:
+        """Learn from the first armed step, and make the buckets again.
+
+        Every rank learns how often each gradient is accumulated. The order of buckets becomes the order in
+        which the gradients became final on the first rank. Gradients that any rank did not use come last.
+        """
+        self._expected = self._counts
+        # An index that arrived several times keeps its last position.
+        position_of = {index: position for position, index in enumerate(self._arrivals)}
+        own_positions = []
+        for index in range(len(self._parameters)):
+            own_positions.append(position_of.get(index, _NEVER_ARRIVED))
+        device = self._parameters[0].device
+        positions = torch.tensor(own_positions, device=device)
+        dist.broadcast(positions, src=self.ranks[0], group=self.group)
+        own_unused = [position == _NEVER_ARRIVED for position in own_positions]
+        unused = torch.tensor(own_unused, dtype=torch.int64, device=device)
+        dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
+        sort_keys = list(zip(unused.tolist(), positions.tolist()))
+        self._arrivals = []
+        order = sorted(range(len(sort_keys)), key=sort_keys.__getitem__)
+        self._build_buckets(self._without_deferred(order))
+
+    # During and after the backward pass
 
     def _gradient_arrived(self, index: int, _: torch.Tensor) -> None:
+        """Count a gradient that was accumulated, and launch the buckets that are complete.
+
+        autograd calls this hook.
+
+        Args:
+            index: Index of the parameter.
+
+        Raises:
+            HolmesError: the bucket of the gradient has been sent already.
+        """
         if not self.armed:
             return
         self._counts[index] += 1
         bucket = self._bucket_of[index]
         if self._side is not None:
-            self._side.arrived(bucket.ready)
+            self._side.record_gradient(bucket.gradient_events)
         if self._expected is None:
-            self._seen.append(index)
+            self._arrivals.append(index)
             return
         if bucket.work is not None:
             raise HolmesError(
@@ -323,66 +410,90 @@ class GradientReducer:
                 f" ({self._counts[index]} in this step, {self._expected[index]} in the first one); call "
                 f"finish() alone, without arm(), in loops whose backward passes differ"
             )
-        if self._counts[index] == self._expected[index]:
+        is_final = self._counts[index] == self._expected[index]
+        if is_final:
             bucket.missing -= 1
         if not self._held:
             self._launch_ready()
 
     def _launch_ready(self) -> None:
-        """In the first armed step, which observes, none is ready."""
-        while self._next < self._hooked and self._buckets[self._next].missing == 0:
-            self._launch()
+        """Launch the next buckets in the common order, up to the first one that is not complete.
 
-    def _learn(self) -> None:
-        """From the first armed step: how often each gradient is accumulated, and the first rank's order of
-        the final ones; what any rank did not use goes last."""
-        self._expected = self._counts
-        last = {index: place for place, index in enumerate(self._seen)}
-        mine = [last.get(index, -1) for index in range(len(self._parameters))]
-        device = self._parameters[0].device
-        places = torch.tensor(mine, device=device)
-        dist.broadcast(places, src=self.ranks[0], group=self.group)
-        unused = torch.tensor([place < 0 for place in mine], dtype=torch.int64, device=device)
-        dist.all_reduce(unused, op=dist.ReduceOp.MAX, group=self.group)
-        keys = list(zip(unused.tolist(), places.tolist()))
-        late = set(self._deferred)
-        self._seen = []
-        self._build(sorted((i for i in range(len(keys)) if i not in late), key=keys.__getitem__))
+        In the step that observes, no bucket counts as complete.
+        """
+        while self._launched < self._hooked and self._buckets[self._launched].missing == 0:
+            self._launch_next()
 
-    def _launch(self) -> None:
-        """Copy the next bucket's gradients into its buffer and start its reduction."""
-        bucket = self._buckets[self._next]
-        with self._side.after(bucket.ready) if self._side is not None else nullcontext():
-            if self._side is not None and self._next >= BUCKETS_IN_FLIGHT:
-                self._store(self._buckets[self._next - BUCKETS_IN_FLIGHT])
+    def _launch_next(self) -> None:
+        """Copy the gradients of the next bucket into its buffer and start its reduction.
+
+        On GPUs, an earlier bucket is stored first, to limit the memory of buffers.
+        """
+        bucket = self._buckets[self._launched]
+        with self._on_side_stream(bucket.gradient_events):
+            if self._side is not None and self._launched >= BUCKETS_IN_FLIGHT:
+                self._store(self._buckets[self._launched - BUCKETS_IN_FLIGHT])
             bucket.fill(self._parameters, self._gradient, self._predivide)
-            if self._next == 0:
-                self._started_at = time.perf_counter()
-            with self._naming(bucket):
+            if self._launched == 0:
+                self._first_launch_at = time.perf_counter()
+            with self._naming_bucket(bucket):
                 bucket.work = self._reduction.all_reduce(bucket.flat, bucket)
         if self._side is None:
-            bucket.work.get_future().add_done_callback(
-                before_exit(lambda _: setattr(bucket, "done_at", time.perf_counter()))
-            )
-        self._next += 1
+
+            def record_end(_: Any) -> None:
+                bucket.done_at = time.perf_counter()
+
+            bucket.work.get_future().add_done_callback(before_exit(record_end))
+        self._launched += 1
 
     def _store(self, bucket: FlatBucket) -> None:
-        """Wait for a bucket on the current stream and leave its averages in the gradients; once."""
-        if not bucket.stored:
-            with self._naming(bucket):
-                bucket.work.wait()
-            bucket.store((len(self.ranks) if self._average else 1) / self._predivide)
+        """Wait for a bucket's reduction on the current stream, and store the averages in its gradients."""
+        if bucket.stored:
+            return
+        with self._naming_bucket(bucket):
+            bucket.work.wait()
+        rank_count = len(self.ranks) if self._average else 1
+        bucket.store(divisor=rank_count / self._predivide)
+
+    def _on_side_stream(self, events: StreamEvents | None = None) -> AbstractContextManager[None]:
+        """Return a context in which operations are launched on the side stream, if there is one.
+
+        Args:
+            events: The operations start after these events.
+        """
+        if self._side is None:
+            return nullcontext()
+        return self._side.launch_after(events or {})
+
+    def _measured_times(self, launched_early: int, began: float, ended: float) -> ReductionTimes:
+        """Return the times of the step.
+
+        Args:
+            launched_early: Number of buckets launched before finish().
+            began: Start of finish(), by time.perf_counter().
+            ended: End of finish(), by time.perf_counter().
+        """
+        seconds = 0.0
+        if self._buckets:
+            last_end = max(bucket.done_at or ended for bucket in self._buckets)
+            seconds = last_end - self._first_launch_at
+        return ReductionTimes(
+            step=self._step,
+            bytes=sum(bucket.bytes for bucket in self._buckets),
+            buckets=len(self._buckets),
+            early=launched_early,
+            seconds=seconds,
+            exposed_s=ended - began,
+            fabric=self.fabric.name if self.fabric else "",
+        )
 
     @contextmanager
-    def _naming(self, bucket: FlatBucket) -> Iterator[None]:
-        """What fails inside is this bucket's reduction."""
+    def _naming_bucket(self, bucket: FlatBucket) -> Iterator[None]:
+        """Turn an error inside the `with` block into a HolmesError that names the bucket."""
         try:
             yield
         except RuntimeError as error:
-            what = (
-                f"bucket {self._buckets.index(bucket)} of {len(self._buckets)} ({bucket}) of step "
-                f"{self._step}"
-            )
-            raise HolmesError(
-                describe_failure(what, self.ranks, self.fabric, str(error))
-            ) from error
+            number = self._buckets.index(bucket)
+            description = f"bucket {number} of {len(self._buckets)} ({bucket}) of step {self._step}"
+            message = describe_failure(description, self.ranks, self.fabric, str(error))
+            raise HolmesError(message) from error

@@ -1,9 +1,10 @@
 """The interface of everything that sums gradients over a process group, and its simplest implementations.
 
-FlatReduction                            torch's own all-reduce
-HierarchicalAllReduce, HierarchicalCollectives   hierarchical: inside each cluster, then between clusters
-ReduceToOwners                           each rank gets the sums of its own part only (ZeRO 1)
-CallersReduction                         a function that the caller of GradientReducer gave
+FlatReduction            torch's own all-reduce
+HierarchicalAllReduce    all-reduce inside each cluster, then between clusters, over gloo
+HierarchicalCollectives  the same with NCCL's collectives
+ReduceToOwners           each rank gets the sums of its own part only (ZeRO 1)
+CallersReduction         a function that the caller of GradientReducer passed
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ if TYPE_CHECKING:
 
 
 class Reduction(Protocol):
-    """Way to sum flat tensors of gradients over the ranks of a process group.
+    """Algorithm that sums flat tensors of gradients over the ranks of a process group.
 
     All ranks of the group must make a reduction together, and start its sums in the same order.
     """
 
-    #: A tensor whose number of elements is a multiple of this is summed without padding; 1 if any number is
-    #: as good.
+    #: A tensor whose number of elements is a multiple of this is summed without padding; 1 if no tensor is
+    #: padded.
     multiple: int
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
@@ -33,8 +34,8 @@ class Reduction(Protocol):
 
         Args:
             flat: One-dimensional and contiguous.
-            bucket: The bucket whose buffer `flat` is. It stays the same object in all steps, although its
-                buffer may not. None: `flat` is the same tensor in all steps, or nothing is kept between them.
+            bucket: The bucket whose buffer `flat` is. The reduction may keep rounding errors for this object
+                from step to step. None to keep them for the tensor itself.
 
         Returns:
             A work with wait() and get_future().
@@ -42,11 +43,11 @@ class Reduction(Protocol):
         ...
 
     def close(self) -> None:
-        """End the threads of the reduction, if it has any. Sums under way are finished first."""
+        """Finish the sums under way and end the threads of the reduction, if it has any."""
         ...
 
     def describe(self) -> str:
-        """Return what the reduction does, as a noun phrase for messages."""
+        """Return a description of the reduction for messages, a noun phrase."""
         ...
 
 
@@ -59,17 +60,19 @@ class FlatReduction:
         self._group = group
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
+        """Start the sum of a tensor over all ranks of the group, in place; see Reduction.all_reduce."""
         return dist.all_reduce(flat, group=self._group, async_op=True)
 
     def close(self) -> None:
-        pass
+        """Do nothing: this reduction has no threads."""
 
     def describe(self) -> str:
+        """Return a description for messages."""
         return f"all-reduce over {self._group.size()} ranks"
 
 
 class CallersReduction:
-    """A function of the caller of GradientReducer, which starts the sum of a flat tensor."""
+    """Reduction by a function that the caller of GradientReducer passed."""
 
     multiple = 1
 
@@ -77,10 +80,13 @@ class CallersReduction:
         self._start_sum = start_sum
 
     def all_reduce(self, flat: torch.Tensor, bucket: FlatBucket | None = None) -> Any:
+        """Start the sum of a tensor with the caller's function; see Reduction.all_reduce."""
         return self._start_sum(flat)
 
     def close(self) -> None:
         """Do nothing: the function belongs to the caller."""
 
     def describe(self) -> str:
-        return f"all-reduce by the caller's {getattr(self._start_sum, '__qualname__', 'function')}"
+        """Return a description for messages."""
+        name = getattr(self._start_sum, "__qualname__", "function")
+        return f"all-reduce by the caller's {name}"

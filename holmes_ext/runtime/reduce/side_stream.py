@@ -1,18 +1,26 @@
-"""The CUDA stream on which a reducer fills its buckets and launches their reductions.
+"""CUDA stream on which a GradientReducer fills its buckets and launches their reductions.
 
-    compute stream A   [backward]  g1 ready .......... [backward]
-    compute stream B        [backward]   g2 ready
+    compute stream A   [backward]  g1 final .......... [backward]
+    compute stream B        [backward]   g2 final
     side stream                               [wait g1, g2][fill][reduce ...
 
-autograd runs every operation of the backward pass on the stream of its forward (torch.autograd, "Stream
-semantics of backward passes"), so the gradients of a bucket may become final on several streams
-(torch.compile, side streams), and the hook that completes it runs on one of them. Each hook leaves an event,
-all of them are waited for before the copy, and no compute stream waits for another.
+autograd runs each operation of the backward pass on the stream of its forward operation (torch.autograd,
+"Stream semantics of backward passes"). So the gradients of one bucket may become final on several streams
+(torch.compile, streams of the program). Protocol:
 
-Lifetimes: what is allocated here is freed after finish(), whose stream has waited for the reduction; the next
-step's first use of that memory comes after armed(), so after all that read it. (Run on emulated GPUs, where
-torch's CUDA sanitizer reports no race, and on an H100; the order also with recording streams,
-tests/runtime/reduce/test_side_stream.py.)
+    1  begin_step()       records an event on the current stream before the backward pass
+    2  record_gradient()  in the hook of each gradient: records an event on the hook's stream
+    3  launch_after()     makes the side stream wait for the events of a bucket, and launches on it
+    4  make_current_stream_wait()   after the last bucket
+
+Only the side stream waits; no compute stream waits for another one.
+
+Lifetime of memory: memory that is allocated on the side stream is freed after finish() of the reducer, whose
+stream has waited for the reduction. The side stream uses it again in the next step at the earliest, after the
+event of begin_step(), and so after all operations that read it.
+
+The order of waits was tested with recording streams (tests/runtime/reduce/test_side_stream.py), on emulated
+GPUs, where torch's CUDA sanitizer reports no race, and on an H100.
 """
 
 from __future__ import annotations
@@ -22,37 +30,44 @@ from contextlib import contextmanager
 
 import torch
 
-#: By stream: what is recorded there once a gradient is final. A later event of a stream covers the earlier
-#: ones.
-Ready = dict[torch.cuda.Stream, torch.cuda.Event]
+#: Stream -> the last event recorded on it. It covers the earlier events of the stream.
+StreamEvents = dict[torch.cuda.Stream, torch.cuda.Event]
 
 
 class SideStream:
-    """One reducer's."""
+    """Stream of one reducer, which waits for gradients of any stream."""
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
-        self._armed: Ready = {}
+        self._step_begin: StreamEvents = {}
 
-    def armed(self) -> None:
-        """A step's reductions come after what is on the current stream."""
-        self.arrived(self._armed)
+    def begin_step(self) -> None:
+        """Let the launches of this step wait for the work on the current stream so far."""
+        self.record_gradient(self._step_begin)
 
     @staticmethod
-    def arrived(ready: Ready) -> None:
-        """A gradient is final on the current stream."""
-        stream = torch.cuda.current_stream()
-        ready.setdefault(stream, torch.cuda.Event()).record(stream)
+    def record_gradient(events: StreamEvents) -> None:
+        """Record on the current stream that a gradient is final.
 
-    def join(self) -> None:
-        """The current stream goes on when the side stream has come here."""
-        torch.cuda.current_stream().wait_stream(self.stream)
+        Args:
+            events: Events of the gradient's bucket; the event of the current stream is replaced.
+        """
+        stream = torch.cuda.current_stream()
+        events.setdefault(stream, torch.cuda.Event()).record(stream)
 
     @contextmanager
-    def after(self, ready: Ready) -> Iterator[None]:
-        """On the side stream, when all of these have come and what is on the current stream is done."""
+    def launch_after(self, events: StreamEvents) -> Iterator[None]:
+        """Launch the operations inside the `with` block on the side stream.
+
+        They start after the given events, after the beginning of the step, and after the work on the current
+        stream so far.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
-        for event in (*self._armed.values(), *ready.values()):
+        for event in (*self._step_begin.values(), *events.values()):
             self.stream.wait_event(event)
         with torch.cuda.stream(self.stream):
             yield
+
+    def make_current_stream_wait(self) -> None:
+        """Let the current stream wait for the work on the side stream so far."""
+        torch.cuda.current_stream().wait_stream(self.stream)

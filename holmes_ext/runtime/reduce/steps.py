@@ -1,10 +1,26 @@
-"""Threads for gloo's blocking calls (which release the GIL): parts pass through steps with a thread each.
+"""Runs gloo's blocking calls in a pipeline of threads, one for each step of an operation.
+
+Every part of a tensor passes through the same steps:
 
     part 1   [step 1][step 2][step 3]
-    part 2           [step 1][step 2][step 3]          as micro-batches pass through a pipeline
+    part 2           [step 1][step 2][step 3]
 
-A thread inside gloo's calls aborts the interpreter that ends under it. So at exit everything on its way is
-waited for: it arrives, or fails because the other end is gone.
+Each step has a thread and an inbox, and hands a part to the inbox of the next step. Gloo's calls release the
+GIL, so the steps of different parts overlap.
+
+Protocol:
+
+    1  submit()   puts all parts of a job into the first inbox, and returns a Work
+    2  _serve()   in each thread: takes a part from the inbox, runs the step, passes the part on
+    3  Work       completes when the last step has finished the last part; wait() then returns
+    4  close()    sends an end mark after the submitted parts and joins the threads
+
+No rank waits for ever after an error: the failed part and all later parts still pass through every inbox, but
+no step touches them any more, so each Work completes or fails.
+
+A thread that is inside a call of gloo while the interpreter ends aborts the process. Therefore the
+interpreter waits at exit until the parts under way have arrived, or have failed because the other rank is
+gone.
 """
 
 from __future__ import annotations
@@ -19,82 +35,95 @@ import torch
 
 from holmes_ext.runtime.groups.callbacks import await_at_exit
 
-#: Seconds at exit, for everything together: an end that neither answers nor goes away must not hold this one
-#: up for ever.
+#: Longest time that the exit of the interpreter is delayed by parts under way, in seconds. Another rank may
+#: be stuck, and neither answer nor end.
 SETTLE_S = 20.0
 
 
 @dataclass(frozen=True)
 class ReductionTimes:
-    """Of one step, as this rank saw it. bytes: in the buffers; seconds: from the first launch to the end of
-    the last bucket; exposed_s: of them finish() waited; early: buckets launched under the backward pass. On
-    GPUs both are the host's times only."""
+    """Times of the gradient reductions of one training step, as measured on one rank.
+
+    On GPUs these are times of the host only.
+    """
 
     step: int
-    bytes: int
+    bytes: int  # of gradients in all buckets
     buckets: int
-    early: int
-    seconds: float
-    exposed_s: float
-    fabric: str
+    early: int  # buckets whose reduction was launched during the backward pass
+    seconds: float  # from the launch of the first bucket to the end of the last one
+    exposed_s: float  # seconds that finish() waited
+    fabric: str  # name of the group's network; "" if unknown
 
 
 class Work:
-    """Parts under way: wait() returns when all are through, and raises what went wrong."""
+    """Handle of a submitted job, similar to the Work of torch.distributed."""
 
     def __init__(self, parts: int):
-        self.left = parts
-        self.error: Exception | None = None
+        self._parts_left = parts
         self._future: torch.futures.Future = torch.futures.Future()
-        self.out = threading.Event()  # all parts have come out of the threads, done or not
-        await_at_exit(self.out, SETTLE_S)
+        #: First error of a step, after which no step touches the parts.
+        self.error: Exception | None = None
+        #: Set when all parts have left the threads, successful or not.
+        self.left_threads = threading.Event()
+        await_at_exit(self.left_threads, SETTLE_S)
 
     def wait(self) -> None:
+        """Wait until all parts have passed all steps; raise the error of a step that failed."""
         self._future.wait()
 
     def get_future(self) -> torch.futures.Future:
+        """Return a future that completes, with None, or fails as wait() does."""
         return self._future
 
     def fail(self, error: Exception) -> None:
+        """Record an error and let wait() raise it; later errors are ignored."""
         if self.error is None:
             self.error = error
             self._future.set_exception(error)
 
-    def part_done(self) -> None:
-        self.left -= 1
-        if self.left == 0:
+    def finish_part(self) -> None:
+        """Count a part that has left the last step."""
+        self._parts_left -= 1
+        if self._parts_left == 0:
             if self.error is None:
                 self._future.set_result(None)
-            self.out.set()
+            self.left_threads.set()
 
 
-class Steps:
-    """work = steps(parts) sends every part through the steps, functions of a part, in threads of `name`.
-    After an error nothing more passes. close() ends them, and what is under way before."""
+class ThreadPipeline:
+    """Threads that run a sequence of steps, one thread for each step."""
 
     def __init__(self, name: str, *steps: Callable[[Any], None]):
+        """Start the threads.
+
+        Args:
+            name: Part of the threads' names.
+            steps: Functions of one part, in the order in which each part passes them.
+        """
         self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]
-        self._threads = [
-            threading.Thread(
+        outboxes: list[queue.SimpleQueue | None] = [*self._inboxes[1:], None]
+        self._threads = []
+        for number, step in enumerate(steps):
+            thread = threading.Thread(
                 target=_serve,
-                args=(step, inbox, outbox),
-                name=f"holmes {name} {number}",
+                args=(step, self._inboxes[number], outboxes[number]),
+                name=f"holmes {name} {number + 1}",
                 daemon=True,
             )
-            for number, (step, inbox, outbox) in enumerate(
-                zip(steps, self._inboxes, [*self._inboxes[1:], None]), 1
-            )
-        ]
+            self._threads.append(thread)
         for thread in self._threads:
             thread.start()
 
-    def __call__(self, parts: Sequence[Any]) -> Work:
+    def submit(self, parts: Sequence[Any]) -> Work:
+        """Send all parts through the steps, in their order, and return a handle to wait for them."""
         work = Work(len(parts))
         for part in parts:
             self._inboxes[0].put((work, part))
         return work
 
     def close(self) -> None:
+        """Finish the submitted parts and end the threads."""
         self._inboxes[0].put(None)
         for thread in self._threads:
             thread.join()
@@ -103,21 +132,29 @@ class Steps:
 def _serve(
     step: Callable[[Any], None], inbox: queue.SimpleQueue, outbox: queue.SimpleQueue | None
 ) -> None:
-    """One step's thread. After an error the parts of a work pass through untouched."""
-    broken: Exception | None = None
+    """Run one step on every part in the inbox, until the end mark None.
+
+    After an error, parts are passed on without running the step.
+
+    Args:
+        step: Function of a part.
+        inbox: Tuples of the Work and one of its parts.
+        outbox: Inbox of the next step; None for the last step.
+    """
+    first_error: Exception | None = None
     while (task := inbox.get()) is not None:
         work, part = task
-        if broken is not None:
-            work.fail(broken)
+        if first_error is not None:
+            work.fail(first_error)
         elif work.error is None:
             try:
                 step(part)
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits
-                broken = error
+            except Exception as error:  # noqa: BLE001 - raised by Work.wait()
+                first_error = error
                 work.fail(error)
         if outbox is not None:
             outbox.put(task)
         else:
-            work.part_done()
+            work.finish_part()
     if outbox is not None:
         outbox.put(None)

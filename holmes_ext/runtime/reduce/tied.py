@@ -1,16 +1,17 @@
-"""The gradient of a weight that several stages share, summed over all their ranks hierarchically.
+"""Hierarchical sum of the gradient of a weight that two pipeline stages share (tied embeddings).
 
-Engines let every rank of the first stage sum it with its twin of the last one: d data-parallel ranks send the
-whole gradient across, d times. What is wanted in the end is the average over the d ranks of those sums:
+Engines let each rank of the first stage sum the gradient with its twin, the rank of the last stage with the
+same position. So d data-parallel ranks send the whole gradient to the other cluster, d times. The wanted
+result is the average over the d ranks of these sums. It is computed with fewer bytes:
 
-    1  inside each stage's cluster: rank k gets the stage's sum of block k     hierarchical.py,
-    hierarchical_nccl.py
-    2  across: the two owners of a block sum it; every rank sends 1 / d of the bytes
-    3  inside: all ranks gather the blocks; all is divided by d beforehand
+    1  divide the gradient by d
+    2  inside each stage's cluster: reduce-scatter, so that rank k has the stage's sum of block k
+    3  across: the two ranks with block k sum it; each sends 1/d of the bytes
+    4  inside: all-gather the blocks
 
-Every rank then has what the engine's own average over its data-parallel group makes of it, so that may
-follow: the average of equal values is that value. Where an engine averages first, its d copies count 1 / d
-each.
+hierarchical.py and hierarchical_nccl.py do steps 2 to 4. All ranks then have the value of the engine's own
+average over the data-parallel group. That average may follow, and leaves equal values unchanged. If an engine
+averages before the sum, each of its d copies counts 1/d.
 """
 
 from __future__ import annotations
@@ -29,50 +30,75 @@ if TYPE_CHECKING:
     from holmes_ext.plan.sizes import Sizes
     from holmes_ext.runtime.reduce.reduction import Reduction
 
+_TWINS = 2  # a rank of the first stage and a rank of the last stage
+
 
 class TiedSum:
-    """tied_sum(gradient, divisor) leaves the sum over all `ranks` of both stages, divided, in it. twins:
-    data-parallel ranks of one stage; reduction: over all of them; least: bytes from which on this is
-    faster."""
+    """Sum of a shared weight's gradient over all ranks of both stages."""
 
-    def __init__(self, ranks: tuple[int, ...], reduction: Reduction, least: int):
-        self.ranks, self.twins, self.reduction, self.least = (
-            ranks,
-            len(ranks) // 2,
-            reduction,
-            least,
-        )
+    def __init__(self, ranks: tuple[int, ...], reduction: Reduction, least_bytes: int):
+        """Make the sum.
+
+        Args:
+            ranks: Global ranks of both stages.
+            reduction: Sums tensors over these ranks.
+            least_bytes: Size of a gradient, in bytes, from which on the hierarchical sum is faster.
+        """
+        self.ranks = ranks
+        #: Number of data-parallel ranks of one stage.
+        self.twins = len(ranks) // _TWINS
+        self.reduction = reduction
+        self.least_bytes = least_bytes
 
     def takes(self, gradient: Any) -> bool:
-        return gradient.is_contiguous() and gradient.numel() * gradient.element_size() >= self.least
+        """Return whether a gradient is contiguous and large enough for the hierarchical sum."""
+        size = gradient.numel() * gradient.element_size()
+        return gradient.is_contiguous() and size >= self.least_bytes
 
     def __call__(self, gradient: Any, divisor: int) -> None:
-        self.reduction.all_reduce(gradient.view(-1).div_(divisor)).wait()
+        """Divide a gradient, and replace it by the sum over all ranks."""
+        divided = gradient.view(-1).div_(divisor)
+        self.reduction.all_reduce(divided).wait()
 
 
-#: group of the ranks that share a weight -> its sum hierarchically; None where the engine's own stays.
+#: Process group of two ranks that share a weight -> the hierarchical sum, or None to keep the engine's own.
 made: weakref.WeakKeyDictionary[Any, TiedSum | None] = weakref.WeakKeyDictionary()
 
 
 def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    """Of `made`; new ones are collective over both stages, and alike on all."""
+    """Return the hierarchical sum of a shared weight's gradient.
+
+    The first call for a group makes process groups: all ranks of both stages must make it.
+
+    Args:
+        group: Process group in which the engine sums the gradient: a rank of the first stage and its twin.
+        sizes: Parallel sizes of the job.
+        device_type: Device of the gradient, "cpu" or "cuda".
+
+    Returns:
+        None if the plan keeps the engine's own sum, equally on all ranks.
+    """
     if group not in made:
-        made[group] = _tied_sum(group, sizes, device_type)
+        made[group] = _make_tied_sum(group, sizes, device_type)
     return made[group]
 
 
-def _tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
-    current, network_api = session.active(), network_api_of(backend_of(group, device_type))
+def _make_tied_sum(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
+    """Make the hierarchical sum of a group's gradient; None if the plan has none."""
+    current = session.active()
+    network_api = network_api_of(backend_of(group, device_type))
     if current is None or not network_api:
         return None
-    plan, members = current.plan_for(sizes), set(dist.get_process_group_ranks(group))
+    plan = current.plan_for(sizes)
+    members = set(dist.get_process_group_ranks(group))
     spec = plan.traffic_of(network_api).tied
-    candidates = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
-    if spec is None or len(members) != 2 or len(candidates) != 1:
+    if spec is None or len(members) != _TWINS:
         return None
-    if set(spec.clusters) != set(plan.by_cluster(members)):
+    ranks_of_stages = [ranks for ranks in tied_sums(sizes) if members <= set(ranks)]
+    if len(ranks_of_stages) != 1 or set(spec.clusters) != set(plan.by_cluster(members)):
         return None
-    reduction = hierarchical_over(candidates[0], spec, network_api, purpose="embedding")
-    return (
-        TiedSum(candidates[0], reduction, spec.hierarchical_from) if reduction is not None else None
-    )
+    ranks = ranks_of_stages[0]
+    reduction = hierarchical_over(ranks, spec, network_api, purpose="embedding")
+    if reduction is None:
+        return None
+    return TiedSum(ranks, reduction, least_bytes=spec.hierarchical_from)

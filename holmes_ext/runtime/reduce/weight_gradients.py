@@ -1,14 +1,15 @@
-"""Backward passes in two: linear layers' weights get their gradients when the plan says.
+"""Splits the backward pass of linear layers: gradients of weights are computed later, when the plan says so.
 
-    forward    under of(micro_batch) each linear layer keeps its weight out of the graph
-    backward   makes all other gradients, of inputs too, and keeps (input, gradient of the output) of each
-               such layer
-    make(...)  the weights' gradients of a micro-batch, by autograd's accumulation: hooks of parameters see
-               them
+    1  forward    Inside of(micro_batch), each linear layer keeps its weight out of autograd's graph.
+    2  backward   autograd computes all other gradients, including those of inputs. Each such layer keeps its
+                  input and the gradient of its output.
+    3  make()     computes the gradients of the weights of a micro-batch, and accumulates them by autograd,
+                  so that hooks of parameters run.
 
-What a linear layer keeps between the two is what its backward would need, and no more (Qi et al. 2024, arXiv
-2401.10241, section 2.3). Calls that are not F.linear of a parameter (or under autocast, which makes another
-weight of it) take the usual way: all their gradients come with the backward pass.
+A linear layer keeps between steps 2 and 3 exactly what its whole backward pass would need (Qi et al. 2024,
+arXiv 2401.10241, section 2.3). Only calls of torch.nn.functional.linear whose weight is a parameter are
+split, and not under autocast, which replaces the weight by a copy. All other gradients are computed in
+step 2.
 """
 
 from __future__ import annotations
@@ -17,80 +18,124 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class _KeptLayer(NamedTuple):
+    """Tensors from which the weight gradient of a linear layer is computed."""
+
+    weight: Any
+    layer_input: Any
+    output_gradient: Any
 
 
 class WeightGradients:
-    """Of one pipeline stage."""
+    """Weight gradients of one pipeline stage that are computed after the backward pass."""
 
     def __init__(self) -> None:
-        # ((weight,), input, gradient of the output) of each layer, in the order of the backward pass
-        self._kept: dict[int, list[tuple[Any, Any, Any]]] = defaultdict(list)
+        #: Micro-batch -> its linear layers, in the order of the backward pass.
+        self._kept: dict[int, list[_KeptLayer]] = defaultdict(list)
 
     @contextmanager
     def of(self, micro_batch: int) -> Iterator[None]:
-        """Linear layers that run meanwhile are the micro-batch's."""
-        mode, _ = _classes()
+        """Postpone the weight gradients of linear layers whose forward pass runs inside the `with` block.
+
+        Args:
+            micro_batch: Number under which make() computes these gradients.
+        """
+        mode = _split_linear_mode()
         with mode(self._kept[micro_batch]):
             yield
 
     def make(self, micro_batch: int) -> None:
-        """Its weights' gradients; its backward pass is over."""
+        """Compute and accumulate the weight gradients of a micro-batch, whose backward pass has ended."""
         import torch
 
-        kept = self._kept.pop(micro_batch, [])
-        weights, gradients = [], []
+        weights = []
+        gradients = []
         with torch.no_grad():
-            for (weight,), given, gradient in kept:
-                rows = gradient.reshape(-1, gradient.shape[-1])
-                weights.append(weight)
-                gradients.append(rows.t().mm(given.reshape(-1, given.shape[-1])))
+            for layer in self._kept.pop(micro_batch, []):
+                output_gradient = _as_rows(layer.output_gradient)
+                layer_input = _as_rows(layer.layer_input)
+                weights.append(layer.weight)
+                gradients.append(output_gradient.t().mm(layer_input))
         if weights:
             torch.autograd.backward(weights, gradients)
 
 
+def _as_rows(tensor: Any) -> Any:
+    """Return a matrix with the size of the tensor's last dimension."""
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
 @cache
-def _classes() -> tuple[Any, Any]:
+def _split_linear_function() -> Any:
+    """Return the autograd function of a linear layer without a weight gradient.
+
+    The class is defined inside a function, so that importing this module does not import torch.
+    """
+    import torch
+    from torch.nn import functional
+
+    class SplitLinear(torch.autograd.Function):
+        """functional.linear whose backward pass keeps the tensors for the weight gradient.
+
+        `parameter` is a tuple with the layer's weight, which hides the weight from autograd. `kept` is the
+        list to which the backward pass appends the layer.
+        """
+
+        @staticmethod
+        def forward(
+            ctx: Any, layer_input: Any, weight: Any, bias: Any, parameter: Any, kept: Any
+        ) -> Any:
+            ctx.save_for_backward(layer_input, weight)
+            ctx.parameter = parameter
+            ctx.kept = kept
+            return functional.linear(layer_input, weight, bias)
+
+        @staticmethod
+        def backward(ctx: Any, output_gradient: Any) -> Any:
+            layer_input, weight = ctx.saved_tensors
+            (parameter,) = ctx.parameter
+            ctx.kept.append(_KeptLayer(parameter, layer_input, output_gradient))
+            input_gradient = output_gradient.matmul(weight)
+            bias_gradient = None
+            if ctx.needs_input_grad[2]:
+                bias_gradient = _as_rows(output_gradient).sum(0)
+            return input_gradient, None, bias_gradient, None, None
+
+    return SplitLinear
+
+
+@cache
+def _split_linear_mode() -> Any:
+    """Return the torch-function mode that replaces functional.linear by SplitLinear."""
     import torch
     from torch.nn import functional
     from torch.overrides import TorchFunctionMode
 
-    class Linear(torch.autograd.Function):
-        """F.linear that keeps what its weight's gradient needs. owner: (the parameter,), out of the graph."""
+    split_linear = _split_linear_function()
 
-        @staticmethod
-        def forward(ctx: Any, given: Any, weight: Any, bias: Any, owner: Any, kept: Any) -> Any:
-            ctx.save_for_backward(given, weight)
-            ctx.owner, ctx.kept = owner, kept
-            return functional.linear(given, weight, bias)
+    class SplitLinearMode(TorchFunctionMode):
+        """Mode in which linear layers append themselves to `kept` in their backward pass."""
 
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> Any:
-            given, weight = ctx.saved_tensors
-            ctx.kept.append((ctx.owner, given, gradient))
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            return (
-                gradient.matmul(weight),
-                None,
-                rows.sum(0) if ctx.needs_input_grad[2] else None,
-                None,
-                None,
-            )
-
-    class Keeping(TorchFunctionMode):
-        def __init__(self, kept: list[Any]):
+        def __init__(self, kept: list[_KeptLayer]):
             super().__init__()
             self.kept = kept
 
         def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            if func is functional.linear and torch.is_grad_enabled():
-                bound = dict(zip(("input", "weight", "bias"), args), **(kwargs or {}))
-                given, weight, bias = bound["input"], bound["weight"], bound.get("bias")
-                later = weight.is_leaf and weight.requires_grad and given.requires_grad
-                if later and not torch.is_autocast_enabled(given.device.type):
-                    return Linear.apply(given, weight.detach(), bias, (weight,), self.kept)
-            return func(*args, **(kwargs or {}))
+            keywords = kwargs or {}
+            if func is not functional.linear or not torch.is_grad_enabled():
+                return func(*args, **keywords)
+            arguments = dict(zip(("input", "weight", "bias"), args), **keywords)
+            layer_input = arguments["input"]
+            weight = arguments["weight"]
+            is_trained = weight.is_leaf and weight.requires_grad and layer_input.requires_grad
+            if not is_trained or torch.is_autocast_enabled(layer_input.device.type):
+                return func(*args, **keywords)
+            bias = arguments.get("bias")
+            return split_linear.apply(layer_input, weight.detach(), bias, (weight,), self.kept)
 
-    return Keeping, Linear
+    return SplitLinearMode

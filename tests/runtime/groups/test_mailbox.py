@@ -41,14 +41,14 @@ def steps_of(rank, count):
             else:
                 box.send(tensor if rank == 0 else 2 * tensor, 1 - rank)
             box.passed(kind, index)
-            posted.append(box._count[1 - rank])
+            posted.append(box._posted_micro_batches[1 - rank])
             if (kind, rank) == ("B", 0):
                 box.arrived("F", index)
-                assert len(box._sent["F"]) == min(
+                assert len(box._sent_messages["F"]) == min(
                     FLIGHT.in_flight[0] - 1, MICRO_BATCHES - 1 - index
                 )
         box.end()
-        assert not box._posted[1 - rank] and not any(box._sent.values())
+        assert not box._posted[1 - rank] and not any(box._sent_messages.values())
         seen.append(got)
     return seen, posted
 
@@ -168,19 +168,19 @@ def test_what_was_not_announced_is_not_sent():
     """Each tensor of a micro-batch in its place; nothing is known before the announcement, and after another
     one."""
     box = Mailbox({}, {5: (1, 2)})
-    box._check(torch.ones(7), 5)
+    box._check_announced(torch.ones(7), 5)
     forms = [((2, 3), torch.float32), ((4,), torch.int64)]
     box.announce(forms, 5)
     for _ in range(2):
         for shape, dtype in forms:
-            box._check(torch.ones(shape, dtype=dtype), 5)
-    box._check(torch.ones(2, 3), 5)
+            box._check_announced(torch.ones(shape, dtype=dtype), 5)
+    box._check_announced(torch.ones(2, 3), 5)
     told = r"from stage 1 to stage 2 \(to rank 5\): micro-batch 2 is \(5,\) torch.int64, expected \(4,\)"
     with pytest.raises(HolmesError, match=told):
-        box._check(torch.ones(5, dtype=torch.int64), 5)
+        box._check_announced(torch.ones(5, dtype=torch.int64), 5)
     box.announce([((9,), torch.float32)], 5)
     with pytest.raises(HolmesError, match="expected .9,. torch.float32"):
-        box._check(torch.ones(9, dtype=torch.bfloat16), 5)
+        box._check_announced(torch.ones(9, dtype=torch.bfloat16), 5)
 
 
 class Lost:

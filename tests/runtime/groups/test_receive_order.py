@@ -187,7 +187,7 @@ def test_with_gloo_no_message_waits_for_its_receiver(monkeypatch):
         stages, count = rng.randint(2, 6), rng.randint(1, 12)
         held = sorted(rng.choices(range(1, 10), k=stages))[::-1]
         listed_order = ListedOrder(drawn_passes(rng, stages, count, held)[0])
-        flight = listed_order if seed % 2 else ReceiveOrder(tuple(held), free=True)
+        flight = listed_order if seed % 2 else ReceiveOrder(tuple(held), is_unordered=True)
         logs = launched(monkeypatch, flight, count, steps=1)
         for stage, peer in [
             pair for first in range(stages - 1) for pair in ((first, first + 1), (first + 1, first))

@@ -131,11 +131,16 @@ def exact(rank):
 
 def lengths(rank):
     reduction, found = HierarchicalAllReduce([[0], [1]], chunk_bytes=400), []
-    steps = reduction._steps
-    reduction._steps = lambda parts: found.append([len(part) for part, _ in parts]) or steps(parts)
+    submit = reduction._pipeline.submit
+
+    def submit_and_record(chunks):
+        found.append([len(chunk.tensor) for chunk in chunks])
+        return submit(chunks)
+
+    reduction._pipeline.submit = submit_and_record
     for numel in (0, 90, 199, 250):
         reduction.all_reduce(torch.ones(numel)).wait()
-    steps.close()
+    reduction.close()
     return found
 
 

@@ -92,7 +92,7 @@ def compare(
                 reducer.arm(hold)
             model(x).square().sum().backward()
         if hold:
-            assert reducer._next == 0
+            assert reducer._launched == 0
             reducer.release()
         early.append(reducer.finish().early)
         for got, wanted in zip(model.parameters(), plain_average(reference, world_size)):
@@ -135,7 +135,9 @@ def test_what_is_held_leaves_when_it_is_released():
 def as_on_a_gpu(rank, *args):
     """compare(), with buffers that live from their filling on."""
     kept = FlatBucket.__init__
-    FlatBucket.__init__ = lambda self, indices, items, *_: kept(self, indices, items, 3, False)
+    FlatBucket.__init__ = lambda self, indices, items, *_, **__: kept(
+        self, indices, items, multiple=3, keeps_buffer=False
+    )
     return compare(rank, *args)
 
 

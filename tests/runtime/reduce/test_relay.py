@@ -12,7 +12,7 @@ from ranks import run_ranks, seeded
 from holmes_ext.cluster.wan import Between, Uplink, Wan
 from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, neighbours
-from holmes_ext.runtime.reduce.direct import rounds
+from holmes_ext.runtime.reduce.direct import relay_rounds
 from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce
 
 
@@ -30,7 +30,7 @@ def passed_on(across, names):
     count = 1 if across.algorithm == "tree" else len(names)
     held = {name: [[name] for _ in range(count)] for name in names}
     queues, place = {}, dict.fromkeys(names, 0)
-    program = {name: rounds(across, names, name) for name in names}
+    program = {name: relay_rounds(across, names, name) for name in names}
     moved = True
     while moved:
         moved = False
@@ -38,10 +38,10 @@ def passed_on(across, names):
             if place[name] == len(program[name]):
                 continue
             one = program[name][place[name]]
-            keys = [(names[cluster], name, tag) for cluster, _, tag, _ in one.takes]
+            keys = [(names[cluster], name, tag) for cluster, _, tag, _ in one.receives]
             if not all(queues.get(key) for key in keys):
                 continue
-            for key, (_, part, _, added) in zip(keys, one.takes):
+            for key, (_, part, _, added) in zip(keys, one.receives):
                 sent, value = queues[key].pop(0)
                 assert sent == part
                 held[name][part] = held[name][part] + value if added else value

@@ -59,11 +59,11 @@ class Stream:
 def test_a_bucket_waits_for_the_gradients_of_all_streams(monkeypatch):
     gpu = Gpu(monkeypatch)
     side, ready = SideStream(), {}
-    side.armed()
+    side.begin_step()
     for stream in ("a", "b", "a"):
         gpu.current = stream
-        side.arrived(ready)
-    with side.after(ready):
+        side.record_gradient(ready)
+    with side.launch_after(ready):
         gpu.log.append(("copy", gpu.current))
     before = gpu.log[: gpu.log.index(("copy", "side"))]
     assert {name for what, name in before if what == "wait"} == {"main", "a", "b"}
@@ -103,7 +103,7 @@ def reducer_on(gpu, count, dtype=None):
         _deferred=[],
         _step=0,
         _expected=[1] * count,
-        _seen=[],
+        _arrivals=[],
         _side=SideStream(),
         times=None,
     )
@@ -116,7 +116,7 @@ def test_a_reducer_leaves_an_event_at_every_hook(monkeypatch):
     """Two streams produce gradients of one bucket: the copies come after both, whichever hook is the last."""
     gpu = Gpu(monkeypatch)
     made = reducer_on(gpu, 2)
-    made._build([1, 0])
+    made._build_buckets([1, 0])
     filled = FlatBucket.fill
     monkeypatch.setattr(
         FlatBucket, "fill", lambda *args: gpu.log.append(("copy", gpu.current)) or filled(*args)
@@ -138,7 +138,7 @@ def test_no_more_buckets_have_memory_than_the_plan_counts(monkeypatch, dtype):
     gpu, most = Gpu(monkeypatch), 0
     made = reducer_on(gpu, 20, dtype)
     made.bucket_bytes = 1  # each parameter its own
-    made._build(range(20))
+    made._build_buckets(range(20))
     reduced = made._reduction.all_reduce
 
     def count(flat, bucket):
@@ -161,7 +161,7 @@ def test_what_a_bucket_keeps_after_a_step(dtype):
     """Nothing but the gradients themselves; where they travel in another dtype not even their buffer."""
     parameters = [torch.nn.Parameter(torch.ones(6)) for _ in range(3)]
     items = [Item.of(str(number), parameter, dtype) for number, parameter in enumerate(parameters)]
-    bucket = FlatBucket((2, 1, 0), items, multiple=4, kept=False)
+    bucket = FlatBucket((2, 1, 0), items, multiple=4, keeps_buffer=False)
     for parameter in parameters[1:]:
         parameter.grad = torch.full((6,), 2.0)
     bucket.fill(parameters, lambda parameter: parameter.grad, 2.0)
