@@ -431,9 +431,7 @@ def _any_interface(devices: Addresses) -> str:
             continue
         if names:
             return names[0]
-    with_address = [
-        device for device, addresses in devices.items() if device != "lo" and addresses
-    ]
+    with_address = [device for device, addresses in devices.items() if device != "lo" and addresses]
     for device in with_address:
         if not all(ipaddress.ip_interface(address).is_link_local for address in devices[device]):
             return device

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from holmes_ext.cluster.nic import KINDS
-from holmes_ext.cluster.spec import KNOWN
+from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.units import format_seconds
 
 
@@ -126,7 +126,7 @@ KEYS = (
         "gpu",
         "a text",
         "none",
-        f"for `holmes plan`: {', '.join(KNOWN)}, also inside a longer name, set the next three keys",
+        f"for `holmes plan`: {', '.join(KNOWN_GPUS)}, also inside a longer name, set the next three keys",
     ),
     Key(
         "[[cluster]]",
@@ -137,7 +137,11 @@ KEYS = (
     ),
     Key("[[cluster]]", "gpu_memory_bytes", "a number", "of `gpu`", "memory of one GPU"),
     Key(
-        "[[cluster]]", "nvlink", _RATE, "of `gpu`", "rate of one GPU to the others of its node, each way"
+        "[[cluster]]",
+        "nvlink",
+        _RATE,
+        "of `gpu`",
+        "rate of one GPU to the others of its node, each way",
     ),
     Key(
         "[[between]]",

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from holmes_ext.cluster.nic import KINDS
-from holmes_ext.cluster.spec import KNOWN
+from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 
@@ -58,7 +58,7 @@ def kind_of(words: Iterable[str]) -> str:
 def gpu_name(text: str) -> str:
     """ "H100" of "NVIDIA-H100-80GB-HBM3", "h100", "tesla_h100"; `text` itself where it names no known GPU."""
     words = _WORD.findall(text.lower())
-    return next((name for name in KNOWN if name.lower() in words), text)
+    return next((name for name in KNOWN_GPUS if name.lower() in words), text)
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:

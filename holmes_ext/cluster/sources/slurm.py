@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
 from holmes_ext.cluster.sources.topology import Topology, parse_topology
-from holmes_ext.cluster.spec import KNOWN
+from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
@@ -127,7 +127,7 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
             continue
         gpu, count = _gpus(record.get("Gres", ""))
         if count and not gpu:
-            models = {gpu_name(feature) for feature in features}.intersection(KNOWN)
+            models = {gpu_name(feature) for feature in features}.intersection(KNOWN_GPUS)
             gpu = models.pop() if len(models) == 1 else ""
         nodes.append(
             FoundNode(
