@@ -12,6 +12,7 @@ last number.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from holmes_ext.cluster.sources.found import FoundNode
 from holmes_ext.document import read_text
@@ -38,8 +39,7 @@ def read_hostfile(path: str) -> list[FoundNode]:
             raise HolmesError(
                 f"{path}: line {number}: {words[0]!r:.80} is not a host; lines are like `gpu01 slots=8`"
             )
-        settings = dict(word.partition("=")[::2] for word in words[1:])
-        stated = count if colon else settings.get("slots", "")
+        stated = count if colon else _setting(words[1:], "slots")
         if not stated:
             slots[host] = slots.get(host, 0) + 1
             continue
@@ -56,6 +56,16 @@ def read_hostfile(path: str) -> list[FoundNode]:
         FoundNode(host, processes=count, fabric=_family(host), group=(_family(host),))
         for host, count in slots.items()
     ]
+
+
+def _setting(words: Sequence[str], name: str) -> str:
+    """Return the value of NAME=VALUE among the words of a line, "" if no word sets the name."""
+    value = ""
+    for word in words:
+        key, _, text = word.partition("=")
+        if key == name:
+            value = text
+    return value
 
 
 def _family(host: str) -> str:
