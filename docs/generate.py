@@ -148,9 +148,9 @@ def cluster_keys() -> str:
         (
             f"`{key.table}`" if key.table else "top",
             f"`{key.name}`",
-            key.kind,
+            key.value_type,
             key.default or "**needed**",
-            key.what,
+            key.meaning,
         )
         for key in KEYS
     )

@@ -10,7 +10,12 @@ import sys
 
 import holmes_ext
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.cluster.wan import MeasuredLink, MeasuredPair, render, store
+from holmes_ext.cluster.wan import (
+    MeasuredLink,
+    MeasuredPair,
+    measured_tables,
+    write_measured_values,
+)
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process, detect
@@ -75,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
                 )
             )
         else:
-            print(render(links, pairs), end="")
+            print(measured_tables(links, pairs), end="")
         if not args.dry_run:
-            store(args.cluster, links, pairs)
+            write_measured_values(args.cluster, links, pairs)
             written = [*links, *("-".join(pair.clusters) for pair in pairs)]
             print(f"holmes probe: wrote {', '.join(written)} to {args.cluster}", file=sys.stderr)
     return 0

@@ -1,14 +1,18 @@
-"""IP addresses of net devices: of this node (getifaddrs), or of a captured tree (`ip -j addr`).
+"""IP addresses of network devices, and the TCP rate that the kernel's settings allow on long links.
 
-/sys shows none. Both give net device -> addresses with prefix length, "10.0.0.1/16"; link-local IPv6 ones
-only where a device has no other.
+Addresses: /sys has none. They come from getifaddrs(3) on a running node, or from the output of
+`ip -j addr` in a /sys tree that was captured on another machine. Both sources give the addresses of each
+network device with the prefix length, such as "10.0.0.1/16". Link-local IPv6 addresses are left out unless
+the device has no other address.
 
-What TCP carries over a long link: the kernel's limits of a stream's window against bandwidth x round trip.
+TCP: a stream has at most one window of data in flight per round trip, so (RFC 7323)
 
-A stream has at most its window under way in a round trip: rate <= window / round trip (RFC 7323). The window
-is what is data of tcp_wmem's (sender) and tcp_rmem's (receiver) maximum; the rest is the kernel's own
-bookkeeping. Measured in a lab (1 Gb/s, 80 ms, Linux 6.18): with a wmem of 4 MiB a stream carries 268 Mb/s, of
-2 MiB 135; with an rmem of 4 MiB 327 Mb/s, of 2 MiB 164.
+    rate of a stream <= window / round trip
+    window            = min(WMEM_SHARE * maximum of tcp_wmem, RMEM_SHARE * maximum of tcp_rmem)
+
+because a part of each socket buffer holds bookkeeping of the kernel. Both shares were measured on an
+emulated link (1 Gb/s, 80 ms round trip, Linux 6.18): a stream reached 268 Mb/s with a tcp_wmem of 4 MiB and
+135 Mb/s with 2 MiB, and 327 Mb/s with a tcp_rmem of 4 MiB and 164 Mb/s with 2 MiB.
 """
 
 from __future__ import annotations
@@ -21,8 +25,9 @@ import socket
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import read_text
@@ -30,98 +35,131 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_bytes, format_rate, format_seconds
 from holmes_ext.words import why
 
-#: Parts of tcp_wmem's and tcp_rmem's maximum that are data under way.
-WMEM_SHARE, RMEM_SHARE = 0.64, 0.78
-#: Most sockets that NCCL opens for a connection (its documentation: the product of the two variables).
+#: Share of the maximum of tcp_wmem (sender) that is data in flight.
+WMEM_SHARE = 0.64
+#: Share of the maximum of tcp_rmem (receiver) that is data in flight.
+RMEM_SHARE = 0.78
+#: Largest number of sockets that NCCL opens for a connection (its documentation: the product of
+#: NCCL_SOCKET_NTHREADS and NCCL_NSOCKS_PERTHREAD).
 MOST_SOCKETS = 64
-#: Part of a link's rate that counts as all of it; the round trip (s) from which an idle window matters.
-ENOUGH, LONG_S = 0.9, 5e-3
+#: Sockets that one helper thread of NCCL serves in the settings that holmes proposes.
+SOCKETS_PER_THREAD = 8
+#: A link is used well enough if TCP reaches this share of the link's rate.
+ENOUGH = 0.9
+#: Round trip in seconds from which it matters that an idle stream loses its window.
+LONG_S = 5e-3
 
 
 @dataclass(frozen=True)
 class TcpLimits:
-    """Of a network namespace. wmem, rmem: maxima in bytes; idle_restart: a window shrinks while its stream is
-    idle; paced: BBR, which sends after a pause no faster than what was sent before it arrived."""
+    """TCP settings of a network namespace that limit the rate of a stream."""
 
-    wmem: int
-    rmem: int
-    idle_restart: bool
+    wmem: int  # maximum send buffer of a socket, bytes
+    rmem: int  # maximum receive buffer of a socket, bytes
+    idle_restart: bool  # the window of a stream shrinks while the stream is idle
+    #: The congestion control is BBR: after a pause, it sends at the rate that it measured before the pause.
     paced: bool = False
 
     def stream_bps(self, trip_s: float) -> float:
-        """What one stream carries at most, bits/s, between two hosts with these limits."""
-        window = min(WMEM_SHARE * self.wmem, RMEM_SHARE * self.rmem)
-        return 8 * window / trip_s if trip_s else float("inf")
+        """Return the highest rate of one stream between two hosts with these limits, in bits/s.
+
+        Args:
+            trip_s: Round trip in seconds.
+        """
+        if not trip_s:
+            return float("inf")
+        window_bytes = min(WMEM_SHARE * self.wmem, RMEM_SHARE * self.rmem)
+        return 8 * window_bytes / trip_s
 
 
 @dataclass(frozen=True)
 class Shortfall:
-    """A link of which TCP, as it is set, carries less than its rate. rate_bps: of one node, to cluster
-    `other`; streams: sockets of a connection; carries_bps: all of them; buffer: bytes that TCP would need."""
+    """Link between two clusters that TCP cannot fill with the kernel's settings."""
 
-    cluster: str
-    other: str
-    rate_bps: float
-    trip_s: float
-    streams: int
-    stream_bps: float
+    cluster: str  # cluster of the sender
+    other: str  # cluster of the receiver
+    rate_bps: float  # rate of one node on the link
+    trip_s: float  # round trip
+    streams: int  # sockets of one connection
+    stream_bps: float  # rate that one socket reaches
     limits: TcpLimits
 
     @property
     def carries_bps(self) -> float:
+        """Rate that all sockets of a connection reach together, in bits/s."""
         return self.streams * self.stream_bps
 
     @property
     def buffer(self) -> int:
-        return 1 << int(self.rate_bps * self.trip_s / 8 / WMEM_SHARE / self.streams).bit_length()
+        """Socket buffer in bytes with which TCP would fill the link: a power of two."""
+        in_flight_bytes = self.rate_bps * self.trip_s / 8
+        needed_bytes = in_flight_bytes / WMEM_SHARE / self.streams
+        return 1 << int(needed_bytes).bit_length()
 
     @property
     def what(self) -> str:
-        several = self.streams > 1
-        who = (
-            f"{self.streams} sockets of {format_rate(self.stream_bps)} carry"
-            if several
-            else "one stream carries"
-        )
+        """Description of the problem for the user."""
+        if self.streams > 1:
+            senders = f"{self.streams} sockets of {format_rate(self.stream_bps)} carry"
+        else:
+            senders = "one stream carries"
         link = f"{format_rate(self.rate_bps)} from {self.cluster} to {self.other}"
-        wmem, rmem = format_bytes(self.limits.wmem), format_bytes(self.limits.rmem)
+        wmem = format_bytes(self.limits.wmem)
+        rmem = format_bytes(self.limits.rmem)
         return (
-            f"{who} {format_rate(self.carries_bps)} of the {link}: round trip "
+            f"{senders} {format_rate(self.carries_bps)} of the {link}: round trip "
             f"{format_seconds(self.trip_s)}, tcp_wmem {wmem}, tcp_rmem {rmem}"
         )
 
     @property
     def mend(self) -> str:
-        sockets = -(-self.rate_bps // self.stream_bps)
-        result = (
+        """Commands and variables that solve the problem."""
+        advice = (
             f'on all nodes: sysctl -w net.ipv4.tcp_wmem="4096 65536 {self.buffer}"'
             f' net.ipv4.tcp_rmem="4096 131072 {self.buffer}"'
         )
-        if 1 < sockets <= MOST_SOCKETS:
-            threads = -(-int(sockets) // 8)
-            per_thread = -(-int(sockets) // threads)
-            result += (
+        sockets_needed = ceil(self.rate_bps / self.stream_bps)
+        if 1 < sockets_needed <= MOST_SOCKETS:
+            threads = ceil(sockets_needed / SOCKETS_PER_THREAD)
+            per_thread = ceil(sockets_needed / threads)
+            advice += (
                 f"; or, for NCCL alone, NCCL_SOCKET_NTHREADS={threads} "
                 f"NCCL_NSOCKS_PERTHREAD={per_thread}"
             )
-        return result
+        return advice
 
 
 def read_limits(root: str | Path = "/proc/sys/net/ipv4") -> TcpLimits:
-    """Of the caller's network namespace. (BBR keeps its window while a stream is idle.)"""
-    wmem, rmem, (restart,), (control,) = (
-        Path(root, f"tcp_{name}").read_text().split()
-        for name in ("wmem", "rmem", "slow_start_after_idle", "congestion_control")
+    """Return the TCP limits of this process's network namespace."""
+
+    def words_of(name: str) -> list[str]:
+        return Path(root, name).read_text().split()
+
+    # tcp_wmem and tcp_rmem hold three sizes: minimum, default, maximum.
+    _, _, wmem_maximum = words_of("tcp_wmem")
+    _, _, rmem_maximum = words_of("tcp_rmem")
+    (slow_start_after_idle,) = words_of("tcp_slow_start_after_idle")
+    (congestion_control,) = words_of("tcp_congestion_control")
+    is_bbr = congestion_control.startswith("bbr")
+    return TcpLimits(
+        wmem=int(wmem_maximum),
+        rmem=int(rmem_maximum),
+        idle_restart=slow_start_after_idle != "0" and not is_bbr,  # BBR keeps the window
+        paced=is_bbr,
     )
-    bbr = control.startswith("bbr")
-    return TcpLimits(int(wmem[2]), int(rmem[2]), restart != "0" and not bbr, bbr)
 
 
 def sockets(environ: Mapping[str, str]) -> int:
-    """NCCL's for a connection: NCCL_SOCKET_NTHREADS x NCCL_NSOCKS_PERTHREAD, 1 where unset; gloo has one."""
-    values = [environ.get(name, "") for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")]
-    threads, per_thread = (int(text) if text.isdecimal() and int(text) else 1 for text in values)
-    return min(MOST_SOCKETS, threads * per_thread)
+    """Return the number of sockets that NCCL opens for one connection.
+
+    The number is NCCL_SOCKET_NTHREADS * NCCL_NSOCKS_PERTHREAD, where an unset variable counts as 1.
+    """
+    count = 1
+    for name in ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"):
+        text = environ.get(name, "")
+        if text.isdecimal() and int(text):
+            count *= int(text)
+    return min(MOST_SOCKETS, count)
 
 
 def shortfalls(
@@ -132,42 +170,78 @@ def shortfalls(
     limits: TcpLimits,
     streams: int = 1,
 ) -> Iterator[Shortfall]:
-    """For a node of cluster `here`, to every other of `clusters` (name -> nodes), when all nodes send."""
+    """Yield the links from one cluster to others that TCP cannot fill while all nodes send.
+
+    Args:
+        wan: The network between the clusters.
+        ethernet_bps: Ethernet rate of one node, in bits/s.
+        clusters: Cluster name -> number of its nodes.
+        here: The cluster that sends.
+        limits: TCP limits of the nodes.
+        streams: Sockets of one connection.
+    """
     for other in clusters:
         hops = wan.hops(here, other)
-        trip = 2 * sum(hop.latency_s for hop in hops)
-        senders = max(1, min(clusters[here], clusters[other]))
-        rate = min([ethernet_bps, *(hop.rate_bps / senders for hop in hops)])
-        stream = limits.stream_bps(trip)
-        if streams * stream < ENOUGH * rate:
-            yield Shortfall(here, other, rate, trip, streams, stream, limits)
+        round_trip_s = 2 * sum(hop.latency_s for hop in hops)
+        sharing_nodes = max(1, min(clusters[here], clusters[other]))
+        node_bps = min([ethernet_bps, *(hop.rate_bps / sharing_nodes for hop in hops)])
+        stream_bps = limits.stream_bps(round_trip_s)
+        if streams * stream_bps < ENOUGH * node_bps:
+            yield Shortfall(here, other, node_bps, round_trip_s, streams, stream_bps, limits)
 
 
-CAPTURED = "ip_addr.json"  # the output of `ip -j addr` at the root of a captured tree
-#: Net device -> its addresses.
+#: File with the output of `ip -j addr`, at the root of a captured tree.
+CAPTURED = "ip_addr.json"
+#: Network device -> its addresses with prefix length.
 Addresses = dict[str, tuple[str, ...]]
 
 
 class _IfAddrs(ctypes.Structure):
-    pass
+    """`struct ifaddrs` of getifaddrs(3), an entry of a linked list."""
 
 
-_IfAddrs._fields_ = [  # struct ifaddrs of getifaddrs(3)
+_IfAddrs._fields_ = [
     ("next", ctypes.POINTER(_IfAddrs)),
     ("name", ctypes.c_char_p),
     ("flags", ctypes.c_uint),
-    *((name, ctypes.c_void_p) for name in ("address", "netmask", "destination", "data")),
+    ("address", ctypes.c_void_p),
+    ("netmask", ctypes.c_void_p),
+    ("destination", ctypes.c_void_p),
+    ("data", ctypes.c_void_p),
 ]
-#: Where sockaddr_in and sockaddr_in6 hold how many bytes.
-_OFFSET = {int(socket.AF_INET): (4, 4), int(socket.AF_INET6): (8, 16)}
+
+
+class _AddressField(NamedTuple):
+    """Position of the IP address inside a C socket address."""
+
+    offset: int  # bytes
+    size: int  # bytes
+
+
+#: Address family -> the field of sockaddr_in or sockaddr_in6 that holds the IP address.
+_ADDRESS_FIELDS = {
+    int(socket.AF_INET): _AddressField(offset=4, size=4),
+    int(socket.AF_INET6): _AddressField(offset=8, size=16),
+}
 
 
 def interface_addresses() -> Addresses:
-    """Of this network namespace, loopback included; HolmesError when the kernel does not answer."""
-    return {name: _without_link_local(interfaces) for name, interfaces in _all_addresses().items()}
+    """Return the addresses of all network devices in this network namespace, loopback included.
+
+    Raises:
+        HolmesError: the kernel does not list the addresses.
+    """
+    return {
+        device: _without_link_local(addresses) for device, addresses in _all_addresses().items()
+    }
 
 
 def _all_addresses() -> Addresses:
+    """Return the addresses of all network devices, including link-local ones.
+
+    Raises:
+        HolmesError: getifaddrs(3) failed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.freeifaddrs.argtypes = [ctypes.POINTER(_IfAddrs)]
     libc.freeifaddrs.restype = None
@@ -176,44 +250,63 @@ def _all_addresses() -> Addresses:
         raise HolmesError(
             f"cannot list this node's IP addresses: getifaddrs: {os.strerror(ctypes.get_errno())}"
         )
-    by_device: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     try:
         entry = first
         while entry:
             item = entry.contents
-            addresses = by_device.setdefault(os.fsdecode(item.name), [])
-            family = (
-                struct.unpack("=H", ctypes.string_at(item.address, 2))[0] if item.address else -1
-            )
-            if family in _OFFSET:
-                packed = _bytes(item.address, family)
-                mask = _bytes(item.netmask, family) if item.netmask else b"\xff" * len(packed)
-                prefix = int.from_bytes(mask, "big").bit_count()
-                addresses.append(f"{ipaddress.ip_address(packed)}/{prefix}")
+            of_device = addresses.setdefault(os.fsdecode(item.name), [])
+            address = _address_of(item)
+            if address:
+                of_device.append(address)
             entry = item.next
     finally:
         libc.freeifaddrs(first)
-    return {name: tuple(dict.fromkeys(addresses)) for name, addresses in by_device.items()}
+    # The kernel may list an address twice.
+    return {device: tuple(dict.fromkeys(found)) for device, found in addresses.items()}
 
 
-def _bytes(address: int, family: int) -> bytes:
-    offset, size = _OFFSET[family]
-    return ctypes.string_at(address + offset, size)
+def _address_of(item: Any) -> str:
+    """Return the IP address of an entry of getifaddrs(3), or "" if the entry holds no IP address.
+
+    Args:
+        item: A `_IfAddrs`.
+    """
+    if not item.address:
+        return ""
+    (family,) = struct.unpack("=H", ctypes.string_at(item.address, 2))
+    field = _ADDRESS_FIELDS.get(family)
+    if field is None:
+        return ""
+    packed = ctypes.string_at(item.address + field.offset, field.size)
+    netmask = b"\xff" * field.size
+    if item.netmask:
+        netmask = ctypes.string_at(item.netmask + field.offset, field.size)
+    prefix_length = int.from_bytes(netmask, "big").bit_count()
+    return f"{ipaddress.ip_address(packed)}/{prefix_length}"
 
 
 def is_link_local_v6(address: str) -> bool:
+    """Return whether an address is IPv6 and reaches no further than its own network segment."""
     parsed = ipaddress.ip_interface(address)
-    return parsed.version == 6 and parsed.is_link_local
+    return isinstance(parsed, ipaddress.IPv6Interface) and parsed.is_link_local
 
 
 def _without_link_local(addresses: Iterable[str]) -> tuple[str, ...]:
-    addresses = tuple(dict.fromkeys(addresses))
-    return tuple(a for a in addresses if not is_link_local_v6(a)) or addresses
+    """Return the addresses without link-local IPv6 ones, unless there are no others."""
+    unique = tuple(dict.fromkeys(addresses))
+    return tuple(address for address in unique if not is_link_local_v6(address)) or unique
 
 
 def captured_addresses(root: str | Path) -> Addresses | None:
-    """From ip_addr.json (`ip -j addr`) at the root of a captured tree; None when it is not there. HolmesError
-    names a file that `ip -j addr` did not print."""
+    """Return the addresses in ip_addr.json at the root of a captured /sys tree.
+
+    Returns:
+        The addresses of each network device, or None if the tree has no such file.
+
+    Raises:
+        HolmesError: the file is not the output of `ip -j addr`.
+    """
     path = os.path.join(root, CAPTURED)
     if not os.path.lexists(path):
         return None
@@ -223,7 +316,8 @@ def captured_addresses(root: str | Path) -> Addresses | None:
         links = json.loads(read_text(path, "write it with `ip -j addr`"))
         if not isinstance(links, list):
             raise TypeError
-        return {link["ifname"]: _captured(link["addr_info"]) for link in links if link != {}}
+        # `ip` prints an empty object for a device that its options filtered out.
+        return {link["ifname"]: _listed(link["addr_info"]) for link in links if link != {}}
     except (ValueError, RecursionError) as error:
         raise HolmesError(
             f"{path}: is no JSON of addresses: {error}; write it with `ip -j addr`"
@@ -233,32 +327,47 @@ def captured_addresses(root: str | Path) -> Addresses | None:
         raise HolmesError(f"{path}: is not what `ip -j addr` prints ({wanted})") from None
 
 
-def _captured(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    # {}: what ip filtered out
-    known = [info for info in addr_info if info and info["family"] in ("inet", "inet6")]
-    return _without_link_local(
-        ipaddress.ip_interface(f"{i['local']}/{i['prefixlen']}").with_prefixlen for i in known
-    )
+def _listed(addr_info: Iterable[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the IP addresses in the `addr_info` of a device, as `ip -j addr` prints it."""
+    addresses = []
+    for info in addr_info:
+        # `ip` prints an empty object for an address that its options filtered out.
+        if info and info["family"] in ("inet", "inet6"):
+            address = ipaddress.ip_interface(f"{info['local']}/{info['prefixlen']}")
+            addresses.append(address.with_prefixlen)
+    return _without_link_local(addresses)
+
+
+class _LocalAddress(NamedTuple):
+    """Source address that the kernel chooses for a destination."""
+
+    address: str
+    interface_index: int  # of a link-local IPv6 address, otherwise 0
 
 
 def egress_interface(host: str) -> str:
-    """Name of the net device through which this node reaches `host` (a name or an address); nothing is sent.
+    """Return the network device through which this node reaches a host. No packet is sent.
 
-    When `host` is this node itself, the device that carries that address. A loopback address ("localhost", or
-    a host name that /etc/hosts maps to 127.0.1.1) says nothing about the network: then it is the device of
-    the default route, else the first one with an address (link-local ones last), and "lo" only when there is
-    nothing but loopback. Raises HolmesError when `host` is unknown or unreachable.
+    If the host is this node itself, the device is the one that has the host's address. A loopback address
+    (such as "localhost", or a host name that /etc/hosts maps to 127.0.1.1) says nothing about the network.
+    Then the device is that of the default route, or else the first one with an address, where devices with
+    link-local addresses come last. "lo" is returned only if the node has nothing but loopback.
+
+    Args:
+        host: Host name or IP address.
+
+    Raises:
+        HolmesError: the host is unknown, or there is no route to it.
     """
-    devices, problems = _all_addresses(), []
+    devices = _all_addresses()
     try:
-        targets = [
-            (info[0], info[4]) for info in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)
-        ]
+        targets = socket.getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError) as error:
         raise HolmesError(f"host {host!a:.200} is unknown to this node: {why(error)}") from None
-    for family, target in targets:
+    problems = []
+    for family, _, _, _, target in targets:
         try:
-            names = _carriers(*_local_address(family, target), devices)
+            names = _devices_with(_local_address(family, target), devices)
         except OSError as error:
             problems.append(why(error))
             continue
@@ -269,44 +378,61 @@ def egress_interface(host: str) -> str:
     )
 
 
-def _local_address(family: int, target: Any) -> tuple[str, int]:
-    """The source address the kernel would use towards `target`, and its scope (an interface index) or 0."""
+#: UDP port of the destinations that are looked up; nothing is sent there (RFC 863).
+_DISCARD_PORT = 9
+
+
+def _local_address(family: int, target: Any) -> _LocalAddress:
+    """Return the source address that the kernel would use towards a destination.
+
+    Args:
+        family: Address family of the destination.
+        target: The destination, as socket.connect takes it.
+
+    Raises:
+        OSError: there is no route.
+    """
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)
+        probe.connect(target)  # of a UDP socket: chooses the route, sends nothing
         name = probe.getsockname()
-    return name[0].partition("%")[0], name[3] if family == socket.AF_INET6 else 0
+    address = name[0].partition("%")[0]
+    if family != socket.AF_INET6:
+        return _LocalAddress(address, interface_index=0)
+    _, _, _, interface_index = name
+    return _LocalAddress(address, interface_index)
 
 
-def _carriers(local: str, scope: int, devices: Addresses) -> list[str]:
-    """Devices other than loopback that carry the address `local`."""
-    address = ipaddress.ip_address(local)
-    if scope:
-        return [socket.if_indextoname(scope)]
+def _devices_with(local: _LocalAddress, devices: Addresses) -> list[str]:
+    """Return the network devices, except loopback, that have the address `local`."""
+    if local.interface_index:
+        return [socket.if_indextoname(local.interface_index)]
+    address = ipaddress.ip_address(local.address)
     return [
-        name
-        for name, interfaces in devices.items()
-        if name != "lo" and any(ipaddress.ip_interface(a).ip == address for a in interfaces)
+        device
+        for device, interfaces in devices.items()
+        if device != "lo"
+        and any(ipaddress.ip_interface(interface).ip == address for interface in interfaces)
     ]
 
 
 def _any_interface(devices: Addresses) -> str:
+    """Return the device of the default route, or else the best one that has an address.
+
+    Devices whose addresses are all link-local come last, and "lo" only if there is no other.
+    """
     # Addresses reserved for documentation (RFC 5737, RFC 3849): only the default route leads there.
     for family, target in (
-        (socket.AF_INET, ("192.0.2.1", 9)),
-        (socket.AF_INET6, ("2001:db8::1", 9)),
+        (socket.AF_INET, ("192.0.2.1", _DISCARD_PORT)),
+        (socket.AF_INET6, ("2001:db8::1", _DISCARD_PORT)),
     ):
         try:
-            names = _carriers(*_local_address(family, target), devices)
+            names = _devices_with(_local_address(family, target), devices)
         except OSError:
             continue
         if names:
             return names[0]
-    named = {
-        name: interfaces for name, interfaces in devices.items() if name != "lo" and interfaces
-    }
-    local = {
-        name
-        for name, interfaces in named.items()
-        if all(ipaddress.ip_interface(a).is_link_local for a in interfaces)
-    }
-    return next(iter([*(name for name in named if name not in local), *named]), "lo")
+    with_address = [device for device, addresses in devices.items() if device != "lo" and addresses]
+    for device in with_address:
+        if not all(ipaddress.ip_interface(address).is_link_local for address in devices[device]):
+            return device
+    return with_address[0] if with_address else "lo"

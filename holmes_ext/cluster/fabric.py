@@ -1,4 +1,4 @@
-"""A network over which nodes can talk."""
+"""Network that connects some nodes, such as the InfiniBand of one cluster."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ ETHERNET = "ethernet"
 
 @dataclass(frozen=True)
 class Fabric:
-    """A network over which any two of its nodes can talk. rate_bps: bits/s of a node, each way; latency_s:
-    seconds; net: NCCL's name of it where a plugin carries it, "auto": NCCL chooses, "": its IB or Socket."""
+    """Network over which any two attached nodes can communicate."""
 
     name: str
-    kind: str
-    rate_bps: int
+    kind: str  # kind of the NICs: "ib", "roce", "ethernet" or an extension's
+    rate_bps: int  # bits/s of one node, in each direction
     latency_s: float
+    #: NCCL's name of the network if an NCCL plugin provides it. "auto" leaves the choice to NCCL;
+    #: "" stands for NCCL's built-in "IB" or "Socket", depending on the kind.
     net: str = field(default="", kw_only=True)
 
     @property
     def preference(self) -> tuple[int, bool, str]:
-        """The greatest is the one to use; at equal rates RDMA goes before Ethernet."""
+        """Return a sort key that is greatest for the fabric to prefer.
+
+        The faster fabric is preferred; at equal rates RDMA goes before Ethernet.
+        """
         return self.rate_bps, self.name != ETHERNET, self.name

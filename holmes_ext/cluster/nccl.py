@@ -1,14 +1,14 @@
-"""What NCCL is given on a node, and finds there: settings in files, verbs, a network plugin.
+"""NCCL's view of a node: settings in configuration files, RDMA verbs, and a network plugin.
 
-Read in NCCL's source, 2.18 to 2.30:
+The rules come from NCCL's source, versions 2.18 to 2.30:
 
-    files    src/misc/param.cc: when NCCL first runs in a process, NCCL_CONF_FILE (2.23 and newer) or
-             ~/.nccl.conf, then /etc/nccl.conf, set what the environment lacks
-    verbs    src/transport/net_ib*: no "IB" network with NCCL_IB_DISABLE, without libibverbs, or
-             where no device opens; a communicator that asks for it by name then fails
-             (ncclInvalidUsage), it does not fall back to sockets
-    plugin   src/net.cc, src/plugin/: what NCCL_NET_PLUGIN names, or libnccl-net.so, goes before "IB" and
-             "Socket" where a communicator asks for no network by name
+    files    src/misc/param.cc: when NCCL first runs in a process, it sets environment variables that are unset
+             from NCCL_CONF_FILE (2.23 and newer) or ~/.nccl.conf, then from /etc/nccl.conf
+    verbs    src/transport/net_ib*: there is no "IB" network with NCCL_IB_DISABLE, without libibverbs, or
+             if no device can be opened. A communicator that requests "IB" by name then fails with
+             ncclInvalidUsage; it does not fall back to sockets
+    plugin   src/net.cc, src/plugin/: the plugin named by NCCL_NET_PLUGIN, or libnccl-net.so, goes before "IB"
+             and "Socket" if a communicator requests no network by name
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from holmes_ext.cluster.site import Node
 
 
-#: The value of cluster.toml's key `net` that leaves the network of a fabric's groups to NCCL.
+#: Value of the key `net` in cluster.toml that leaves the network of a fabric's groups to NCCL.
 AUTO = "auto"
-#: "1": communicators share the resources of the one that they are split from, and so its network.
+#: Variable that is "1" if communicators share the resources, and so the network, of their parent.
 SHARED = "NCCL_COMM_SPLIT_SHARE_RESOURCES"
-#: The lab's own plugin (lab/gpu): it is what answers to "IB" there.
+#: Network plugin of `holmes lab` (lab/gpu), which provides the "IB" network there.
 LAB_PLUGIN = "libnccl-net-holmes.so"
-#: Where a loader looks besides LD_LIBRARY_PATH and what /etc/ld.so.conf.d names.
+#: Folders that the loader searches after LD_LIBRARY_PATH and the folders in /etc/ld.so.conf.d.
 _FOLDERS = (
     "/lib64",
     "/usr/lib64",
@@ -48,49 +48,86 @@ _FOLDERS = (
 
 @dataclass(frozen=True)
 class NcclOfNode:
-    """no_verbs: why NCCL's own "IB" network finds nothing here, ""; forced_net: NCCL_NET in a file
-    (forced_in); plugin: the network plugin that NCCL would load."""
+    """NCCL settings and libraries of one node."""
 
-    no_verbs: str = ""
-    forced_net: str = ""
-    forced_in: str = ""
-    plugin: str = ""
+    no_verbs: str = ""  # reason why NCCL's built-in "IB" network has no device, "" if it has
+    forced_net: str = ""  # NCCL_NET in a configuration file
+    forced_in: str = ""  # path of that file
+    plugin: str = ""  # path of the network plugin that NCCL would load
+
+
+class FileSetting(NamedTuple):
+    """Value of an environment variable that a configuration file of NCCL sets."""
+
+    value: str
+    file: str
 
 
 def network_name(fabric: Fabric) -> str:
-    """What a group on `fabric` asks NCCL for (config.net_name); "" lets it choose."""
-    name = fabric.net or ("Socket" if fabric.kind == "ethernet" else "IB")
-    return "" if name == AUTO else name
+    """Return the network that a communicator on a fabric requests from NCCL (config.net_name).
+
+    An empty name lets NCCL choose.
+    """
+    if fabric.net == AUTO:
+        return ""
+    if fabric.net:
+        return fabric.net
+    return "Socket" if fabric.kind == "ethernet" else "IB"
 
 
 def variables_of(node: Node) -> dict[str, str]:
-    """Which HCAs, GID index and socket interface NCCL is to use on `node`; "" where it is not told."""
-    rdma = [port for port in node.ports if port.hcas and port.usable and not port.no_verbs]
-    interface, indices = node.port(ETHERNET).interface, {port.gid_index for port in rdma}
-    index = indices.pop() if len(indices) == 1 else None
+    """Return the variables that select the HCAs, GID index and socket interface of NCCL on a node.
+
+    A variable with an empty value is to stay unset.
+    """
+    rdma_ports = [port for port in node.ports if port.hcas and port.usable and not port.no_verbs]
+    hcas = [hca for port in rdma_ports for hca in port.hcas]
+    gid_indices = {port.gid_index for port in rdma_ports}
+    gid_index = None
+    if len(gid_indices) == 1:
+        (gid_index,) = gid_indices
+    interface = node.port(ETHERNET).interface
+    # "=" makes NCCL match whole names; without it, names are prefixes.
     return {
         "NCCL_SOCKET_IFNAME": f"={interface}" if interface else "",
-        "NCCL_IB_HCA": "=" + ",".join(hca for port in rdma for hca in port.hcas) if rdma else "",
-        "NCCL_IB_GID_INDEX": "" if index is None else str(index),
+        "NCCL_IB_HCA": "=" + ",".join(hcas) if hcas else "",
+        "NCCL_IB_GID_INDEX": "" if gid_index is None else str(gid_index),
     }
 
 
 def nccl_of_node(environ: Mapping[str, str], nics: Sequence[Nic]) -> NcclOfNode:
-    """NCCL_NET in `environ` does not count: holmes unsets it, and then a file's comes through."""
-    unset = {name: value for name, value in environ.items() if name != "NCCL_NET"}
-    forced, file = file_settings(unset).get("NCCL_NET", ("", ""))
-    fast = any(nic.fast and nic.usable for nic in nics)
+    """Return the NCCL settings and libraries of this node.
+
+    NCCL_NET in `environ` is ignored: holmes unsets it, and then NCCL takes the value in a file.
+    """
+    without_net = {name: value for name, value in environ.items() if name != "NCCL_NET"}
+    forced = file_settings(without_net).get("NCCL_NET", FileSetting("", ""))
+    has_fast_nic = any(nic.fast and nic.usable for nic in nics)
     plugin = net_plugin(environ)
-    foreign_plugin = "" if os.path.basename(plugin) == LAB_PLUGIN else plugin
-    return NcclOfNode(no_verbs(environ) if fast else "", forced, file, foreign_plugin)
+    if os.path.basename(plugin) == LAB_PLUGIN:
+        plugin = ""
+    return NcclOfNode(
+        no_verbs=no_verbs(environ) if has_fast_nic else "",
+        forced_net=forced.value,
+        forced_in=forced.file,
+        plugin=plugin,
+    )
 
 
 def file_settings(
     environ: Mapping[str, str], system: str = "/etc/nccl.conf"
-) -> dict[str, tuple[str, str]]:
-    """variable -> (value, file) of what NCCL itself adds to the environment; what is set already stays."""
-    result: dict[str, tuple[str, str]] = {}
-    for file in (environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf", system):
+) -> dict[str, FileSetting]:
+    """Return the variables that NCCL itself reads from configuration files.
+
+    Variables that are set in `environ` are left out, because NCCL does not overwrite them.
+
+    Args:
+        environ: Environment of the process that uses NCCL.
+        system: Path of the system-wide file.
+    """
+    user_file = environ.get("NCCL_CONF_FILE") or f"{environ.get('HOME', '')}/.nccl.conf"
+    settings: dict[str, FileSetting] = {}
+    for file in (user_file, system):
         try:
             text = Path(file).read_text(errors="replace")
         except OSError:
@@ -98,19 +135,28 @@ def file_settings(
         for line in text.splitlines():
             name, equals, value = line.partition("=")
             if equals and not line.startswith("#") and name not in environ:
-                result.setdefault(name, (value, file))
-    return result
+                settings.setdefault(name, FileSetting(value, file))
+    return settings
 
 
 def no_verbs(
     environ: Mapping[str, str], devices: str = "/dev/infiniband", library: str = "libibverbs.so.1"
 ) -> str:
-    """See NcclOfNode. Of NICs in a captured tree (HOLMES_SYSFS) only the variable tells."""
-    value, where = environ.get("NCCL_IB_DISABLE", ""), ""
-    if not value:
-        value, where = file_settings(environ).get("NCCL_IB_DISABLE", ("", ""))
-    if value.strip() not in ("", "0"):
-        return f"NCCL_IB_DISABLE={value} is set" + (f" in {where}" if where else "")
+    """Return the reason why NCCL's built-in "IB" network has no device, "" if it has.
+
+    With NICs from a captured tree (HOLMES_SYSFS), only NCCL_IB_DISABLE is checked.
+
+    Args:
+        environ: Environment of the process that uses NCCL.
+        devices: Folder with the device files of verbs.
+        library: Name of the verbs library.
+    """
+    disabled = FileSetting(environ.get("NCCL_IB_DISABLE", ""), file="")
+    if not disabled.value:
+        disabled = file_settings(environ).get("NCCL_IB_DISABLE", disabled)
+    if disabled.value.strip() not in ("", "0"):
+        in_file = f" in {disabled.file}" if disabled.file else ""
+        return f"NCCL_IB_DISABLE={disabled.value} is set{in_file}"
     if environ.get("HOLMES_SYSFS"):
         return ""
     verbs = sorted(Path(devices).glob("uverbs*"))
@@ -128,27 +174,45 @@ def no_verbs(
 
 
 def net_plugin(environ: Mapping[str, str]) -> str:
-    """Path of the first network plugin that NCCL would find, "" where none is."""
-    asked = environ.get(
-        "NCCL_NET_PLUGIN", file_settings(environ).get("NCCL_NET_PLUGIN", ("libnccl-net.so", ""))[0]
-    )
-    for name in filter(None, asked.split(",")):
+    """Return the path of the first network plugin that NCCL would find, "" if there is none.
+
+    NCCL_NET_PLUGIN lists names that are tried in order. Each is a path, a library, or a suffix: "aws-ofi"
+    stands for libnccl-net-aws-ofi.so. "none" ends the list.
+    """
+    if "NCCL_NET_PLUGIN" in environ:
+        requested = environ["NCCL_NET_PLUGIN"]
+    else:
+        default = FileSetting("libnccl-net.so", file="")
+        requested = file_settings(environ).get("NCCL_NET_PLUGIN", default).value
+    for name in filter(None, requested.split(",")):
         if name.lower() == "none":
             return ""
-        names = [name] if "/" in name or name.endswith(".so") else [name, f"libnccl-net-{name}.so"]
-        for folder in ("",) if "/" in name else _library_folders(environ):
-            for candidate in names:
-                if os.path.isfile(path := os.path.join(folder, candidate)):
-                    return path
+        path = _find_plugin(name, environ)
+        if path:
+            return path
+    return ""
+
+
+def _find_plugin(name: str, environ: Mapping[str, str]) -> str:
+    """Return the path of a plugin that NCCL_NET_PLUGIN names, "" if no folder has it."""
+    if "/" in name:
+        return name if os.path.isfile(name) else ""
+    candidates = [name]
+    if not name.endswith(".so"):
+        candidates.append(f"libnccl-net-{name}.so")
+    for folder in _library_folders(environ):
+        for candidate in candidates:
+            path = os.path.join(folder, candidate)
+            if os.path.isfile(path):
+                return path
     return ""
 
 
 def _library_folders(environ: Mapping[str, str]) -> Iterator[str]:
+    """Yield the folders in which the loader searches for libraries, in its order."""
     yield from filter(None, environ.get("LD_LIBRARY_PATH", "").split(":"))
     for file in sorted(Path("/etc/ld.so.conf.d").glob("*.conf")):
-        yield from (
-            line.strip()
-            for line in file.read_text(errors="replace").splitlines()
-            if line.startswith("/")
-        )
+        for line in file.read_text(errors="replace").splitlines():
+            if line.startswith("/"):
+                yield line.strip()
     yield from _FOLDERS

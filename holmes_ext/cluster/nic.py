@@ -1,11 +1,13 @@
-"""What one NIC port is: self-validating values that travel as JSON.
+"""Description of a NIC port, which nodes exchange as JSON and which checks its own values.
 
-A node's NICs are a tuple of `Nic`. Three kinds exist, after what a collective library can do with them:
+A node's NICs are a tuple of `Nic`. The kinds differ in the transports that a collective library can use:
 
     ib        an InfiniBand port (verbs; sockets through its IPoIB net device, when it has one)
     roce      an RDMA port on Ethernet (verbs with a RoCE v2 GID; sockets through its net device)
-    ethernet  a net device for sockets. The net device of a RoCE port appears a second time with this kind,
-              and its `rdma` names the port ("mlx5_1:1"), so that later code may choose either use.
+    ethernet  a network device for sockets. The network device of a RoCE port is listed a second time
+              with this kind, and its `rdma` names the port ("mlx5_1:1"), so that either use can be chosen
+
+Extensions may add other kinds.
 """
 
 from __future__ import annotations
@@ -25,22 +27,22 @@ from holmes_ext.errors import HolmesError
 class NicKind:
     """Kind of NIC, such as InfiniBand."""
 
-    #: Seconds that one message waits on the wire and in the stack, unless cluster.toml gives it.
+    #: Latency of one message on the wire and in the network stack, seconds, unless cluster.toml gives it.
     latency_s: float
-    #: Words in the features and labels of schedulers that mean this kind. Slurm's sites often name speeds.
+    #: Words in a scheduler's features and labels that mean this kind. Slurm sites often name speeds.
     words: tuple[str, ...]
-    layer: str  # what /sys calls the link layer of its RDMA ports; "" without RDMA
+    layer: str  # link layer of the RDMA ports in /sys; "" without RDMA
     color: str  # in pictures
-    #: Kernel driver of its ports, if their link layer is that of another kind.
+    #: Kernel driver of the ports, if another kind has the same link layer.
     driver: str = ""
 
     @property
     def infiniband(self) -> bool:
-        """Whether subnet managers tell its ports who they are: LIDs, and a prefix for each subnet."""
+        """True if a subnet manager assigns a LID to each port and a prefix to each subnet."""
         return self.layer == "InfiniBand"
 
 
-#: The fastest first.
+#: Kinds of NICs by name, the fastest first.
 KINDS: dict[str, NicKind] = {
     "ib": NicKind(
         2e-6,
@@ -65,29 +67,36 @@ KINDS: dict[str, NicKind] = {
     "ethernet": NicKind(30e-6, ("ethernet", "eth", "tcp"), "", "#d62728"),
 }
 GID_TYPES = ("ib", "roce_v1", "roce_v2")
-DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"  # what a subnet manager uses unless it is configured
-#: A device's name: printable ASCII without space and slash, as the kernel's are.
+#: InfiniBand subnet prefix that a subnet manager uses unless it is configured.
+DEFAULT_SUBNET_PREFIX = "fe80:0000:0000:0000"
+#: Device name: printable ASCII without space and slash.
 DEVICE_NAME = re.compile(r"[!-.0-~]{1,64}")
 GID = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){7}")
-_LENGTHS = {socket.AF_INET: 32, socket.AF_INET6: 128}
+#: Address family -> bits of an address.
+_ADDRESS_BITS = {socket.AF_INET: 32, socket.AF_INET6: 128}
+#: Characters of a text in a NIC's fields, such as the name of a driver.
+_LONGEST_LINE = 200
 _SUBNET_PREFIX = re.compile("[0-9a-f]{4}(:[0-9a-f]{4}){3}")
 PCI_ADDRESS = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 
 def _is_address(text: str) -> bool:
-    address, slash, length = text.partition("/")
-    version = socket.AF_INET6 if ":" in address else socket.AF_INET
+    """Return whether a text is an IP address with prefix length, such as "10.0.0.1/16"."""
+    address, slash, prefix_length = text.partition("/")
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    without_scope = address.partition("%")[0]
     try:
-        socket.inet_pton(version, address.partition("%")[0])
+        socket.inet_pton(family, without_scope)
     except (OSError, ValueError):
         return False
-    return (
-        bool(slash) and length.isdecimal() and len(length) < 4 and int(length) <= _LENGTHS[version]
-    )
+    if not slash or not re.fullmatch("[0-9]{1,3}", prefix_length):
+        return False
+    return int(prefix_length) <= _ADDRESS_BITS[family]
 
 
 def _is_line(text: str) -> bool:
-    return len(text) <= 200 and (not text or text.isprintable())
+    """Return whether a text is empty or one short line."""
+    return len(text) <= _LONGEST_LINE and (not text or text.isprintable())
 
 
 _Line = Annotated[str, Satisfies(_is_line, "one short line of text")]
@@ -112,15 +121,14 @@ _LocalIdentifier = Annotated[int, InRange(0, 2**32 - 1, "a LID")]
 
 @dataclass(frozen=True)
 class Gid:
-    """One entry of a port's GID table.
+    """Entry of the GID table of an RDMA port."""
 
-    index: its place in the table (what NCCL_IB_GID_INDEX takes); value: eight groups of four hex digits;
-    type: "ib", "roce_v1" or "roce_v2"; netdev: the net device it belongs to on a RoCE port, "" otherwise.
-    """
-
+    #: Position in the table: the value for NCCL_IB_GID_INDEX.
     index: Annotated[int, InRange(0, 2**31 - 1)]
+    #: Eight groups of four hex digits.
     value: Annotated[str, Matches(GID, "eight groups of four lower-case hex digits")]
     type: Annotated[str, OneOf(GID_TYPES)]
+    #: Network device of the entry on a RoCE port, otherwise "".
     netdev: Annotated[str, Matches(DEVICE_NAME, "a device name", may_be_empty=True)] = ""
 
     def __post_init__(self) -> None:
@@ -128,102 +136,120 @@ class Gid:
 
     @property
     def address(self) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-        """The IP address that the GID stands for; IPv4 when it is IPv4-mapped (::ffff:a.b.c.d)."""
-        v6 = ipaddress.IPv6Address(self.value)
-        return v6.ipv4_mapped or v6
+        """IP address that the GID stands for: IPv4 if it is IPv4-mapped (::ffff:a.b.c.d)."""
+        ipv6 = ipaddress.IPv6Address(self.value)
+        return ipv6.ipv4_mapped or ipv6
 
 
 @dataclass(frozen=True)
 class Nic:
-    kind: Annotated[str, OneOf(KINDS)]  # "ib", "roce" or "ethernet" (see the module)
-    # HCA name ("mlx5_0") for ib and roce, net device name ("eth0") for ethernet
+    """NIC port with one kind of use.
+
+    Raises:
+        HolmesError: a field has a value that is not allowed.
+    """
+
+    #: "ib", "roce", "ethernet" or a kind of an extension; see the module.
+    kind: Annotated[str, OneOf(KINDS)]
+    #: HCA ("mlx5_0") for RDMA kinds, network device ("eth0") for ethernet.
     device: Annotated[str, _DEVICE]
-    # port number of the HCA, from 1; 0 for ethernet
+    #: Port number of the HCA, from 1; 0 for ethernet.
     port: Annotated[int, InRange(0, 255, "a port number")] = 0
-    netdevs: _DeviceNames = ()  # net devices behind the port, the one to bind sockets on first
-    state: Annotated[str, OneOf(("up", "down"))] = "down"  # "up": carries data now
-    state_text: _Line = (
-        ""  # what the kernel says: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
-    )
-    rate_bps: _Count = 0  # of the link in bits/s, 0 when unknown (always 0 where there is no link)
-    # what its PCIe link can carry, bits/s (speed x lanes after line coding), 0 when unknown
+    #: Network devices of the port. The first is the one to bind sockets to.
+    netdevs: _DeviceNames = ()
+    #: "up" if the port can transfer data now.
+    state: Annotated[str, OneOf(("up", "down"))] = "down"
+    #: State in the kernel's words: "ACTIVE", "INIT", "DOWN/Polling"; "up", "no carrier", ...
+    state_text: _Line = ""
+    #: Rate of the link in bits/s; 0 if unknown or without a link.
+    rate_bps: _Count = 0
+    #: Rate of the PCIe link in bits/s (speed x lanes after line coding), 0 if unknown.
     max_rate_bps: _Count = 0
-    addresses: _Addresses = ()  # of its net devices, with prefix length: "10.0.0.1/16"
-    mtu: _Count = 0  # of the first net device in bytes, 0 when unknown
-    subnet_prefix: _SubnetPrefix = ""  # ib: upper 64 bits of GID 0, "fe80:0000:0000:0000"
-    gids: tuple[Gid, ...] = ()  # GID table without its empty entries
-    lid: _LocalIdentifier = 0  # ib: local identifier of the port, 0 when there is none
-    sm_lid: _LocalIdentifier = 0  # ib: that of its subnet manager
-    numa: Annotated[int, InRange(-1, 2**31 - 1)] = -1  # NUMA node, -1 when unknown
+    #: IP addresses of the network devices with prefix length: "10.0.0.1/16".
+    addresses: _Addresses = ()
+    #: MTU of the first network device in bytes, 0 if unknown.
+    mtu: _Count = 0
+    #: InfiniBand: upper 64 bits of GID 0, "fe80:0000:0000:0000".
+    subnet_prefix: _SubnetPrefix = ""
+    #: GID table without empty entries.
+    gids: tuple[Gid, ...] = ()
+    #: InfiniBand: local identifier of the port, 0 without one.
+    lid: _LocalIdentifier = 0
+    #: InfiniBand: local identifier of the subnet manager's port.
+    sm_lid: _LocalIdentifier = 0
+    #: NUMA node, -1 if unknown.
+    numa: Annotated[int, InRange(-1, 2**31 - 1)] = -1
     pci: _PciAddress = ""
-    driver: _Line = ""  # of the kernel
-    #: Of a virtual function: the device of its physical function (its PCI address where this network
-    #: namespace does not show the device).
+    #: Kernel driver.
+    driver: _Line = ""
+    #: Virtual function: the device of its physical function, or the PCI address of the physical function if
+    #: this network namespace does not have the device.
     parent: _Line = ""
-    members: _DeviceNames = ()  # of a bond (or a bridge): the net devices under it
-    rdma: _Line = ""  # ethernet: the RoCE port that owns this net device ("mlx5_1:1")
-    skipped: _Line = (
-        ""  # the reason why it is set aside ("member of bond0", "management (USB/BMC)", ...)
-    )
+    #: Bond or bridge: the network devices below it.
+    members: _DeviceNames = ()
+    #: Ethernet: the RoCE port that has this network device ("mlx5_1:1").
+    rdma: _Line = ""
+    #: Reason why jobs do not use the NIC ("member of bond0", "management (USB/BMC)", ...), "" if they do.
+    skipped: _Line = ""
 
     def __post_init__(self) -> None:
-        what = f"NIC {self.device!a:.80}"
-        check_fields(self, what)
+        nic = f"NIC {self.device!a:.80}"
+        check_fields(self, nic)
         if (self.kind == "ethernet") != (self.port == 0):
             wanted = "must be 0 for ethernet and 1 or more for ib and roce"
-            raise HolmesError(f"{what}: key 'port' {wanted}, not {self.port}")
+            raise HolmesError(f"{nic}: key 'port' {wanted}, not {self.port}")
         if self.kind == "ethernet" and self.netdevs != (self.device,):
             raise HolmesError(
-                f"{what}: key 'netdevs' of an ethernet NIC must be its own device, not {self.netdevs!a}"
+                f"{nic}: key 'netdevs' of an ethernet NIC must be its own device, not {self.netdevs!a}"
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """What is not as by default."""
+        """Return the fields whose values differ from their defaults."""
         return {key: value for key, value in asdict(self).items() if value != _DEFAULTS.get(key)}
 
     @property
     def name(self) -> str:
-        """How NCCL, include/exclude and messages call it: "mlx5_0:1", or "eth0" for ethernet."""
+        """Name in NCCL, in messages and for include/exclude: "mlx5_0:1", or "eth0" for ethernet."""
         return self.device if self.kind == "ethernet" else f"{self.device}:{self.port}"
 
     @property
     def ifname(self) -> str:
-        """The net device to bind sockets on (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), "" when it has none."""
+        """Network device to bind sockets to (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), "" without one."""
         return self.netdevs[0] if self.netdevs else ""
 
     @property
     def up(self) -> bool:
+        """True if the port can transfer data now."""
         return self.state == "up"
 
     @property
     def usable(self) -> bool:
-        """Up and not set aside. (Sockets need an address besides.)"""
+        """True if the port is up and jobs may use it. Sockets also need an address."""
         return self.up and not self.skipped
 
     @property
     def fast(self) -> bool:
-        """Whether it does RDMA."""
+        """True if the port can do RDMA."""
         return self.kind != "ethernet"
 
     @property
     def roce_v2_index(self) -> int | None:
-        """Index of the RoCE v2 GID for NCCL_IB_GID_INDEX, None when there is none.
+        """Index of the best RoCE v2 GID for NCCL_IB_GID_INDEX, None without one.
 
-        Best first: IPv4-mapped on `ifname`, IPv4-mapped on another net device (a VLAN), a routable IPv6
-        address, and a link-local one last, since it reaches no further than its own Ethernet segment.
+        The order of preference: an IPv4-mapped GID on the network device `ifname`, an IPv4-mapped GID on
+        another network device (a VLAN), a routable IPv6 address, and last a link-local address, which reaches
+        no further than its own Ethernet segment.
         """
 
-        def order(gid: Gid) -> tuple[bool, int, bool, int]:
+        def rank(gid: Gid) -> tuple[bool, int, bool, int]:
             address = gid.address
-            return (
-                address.is_link_local,
-                address.version,
-                gid.netdev not in ("", self.ifname),
-                gid.index,
-            )
+            on_other_device = gid.netdev not in ("", self.ifname)
+            return address.is_link_local, address.version, on_other_device, gid.index
 
-        best = min((gid for gid in self.gids if gid.type == "roce_v2"), key=order, default=None)
-        return None if best is None else best.index
+        candidates = [gid for gid in self.gids if gid.type == "roce_v2"]
+        if not candidates:
+            return None
+        return min(candidates, key=rank).index
 
 
 _DEFAULTS = {item.name: item.default for item in fields(Nic)}

@@ -1,4 +1,4 @@
-"""What one node tells the others about itself."""
+"""Report in which a node describes itself to the other nodes of a job."""
 
 from __future__ import annotations
 
@@ -18,60 +18,94 @@ from holmes_ext.document import Table
 
 @dataclass(frozen=True)
 class NodeReport:
-    """name: host name; identity: what no other node can share; ethernet: interface towards the master;
-    processes: started there, 0: not known; nccl: what NCCL would find."""
+    """Name, NICs and NCCL settings of one node."""
 
-    name: str
-    identity: str
-    ethernet: str
+    name: str  # host name
+    identity: str  # differs between any two nodes, even if they have the same name
+    ethernet: str  # network device towards the master
     nics: tuple[Nic, ...]
-    processes: int = 0
+    processes: int = 0  # number of the job's processes on the node, 0 if unknown
     nccl: NcclOfNode = NcclOfNode()
 
     def to_dict(self) -> dict[str, Any]:
-        """Of its NICs what is not as by default: most is, and rank 0 reads those of thousands of nodes."""
+        """Return the report as values that JSON can hold.
+
+        NIC fields with default values are left out: rank 0 reads the reports of thousands of nodes.
+        """
         return {**asdict(self), "nics": [nic.to_dict() for nic in self.nics]}
 
     @classmethod
     def from_dict(cls, document: dict[str, Any], processes: int) -> NodeReport:
-        return replace(
-            Table(document, f"node {document.get('name')}").into(cls), processes=processes
-        )
+        """Return the report whose `to_dict()` is given.
+
+        Args:
+            document: The report as values that JSON can hold.
+            processes: Number of the job's processes on the node.
+
+        Raises:
+            HolmesError: a key is missing, unknown, or has a value that is not allowed.
+        """
+        report = Table(document, f"node {document.get('name')}").into(cls)
+        return replace(report, processes=processes)
 
 
 def node_name(environ: Mapping[str, str]) -> str:
-    """HOLMES_NODE, else the host name."""
+    """Return the name of this node: HOLMES_NODE, or else the host name."""
     return environ.get("HOLMES_NODE") or socket.gethostname()
 
 
 def sysfs_root(environ: Mapping[str, str]) -> str:
-    """HOLMES_SYSFS (the emulated NICs of `holmes lab`, a captured tree), else this machine's."""
+    """Return the root of the /sys tree that describes the NICs.
+
+    HOLMES_SYSFS names the emulated NICs of `holmes lab` or a captured tree. The default is /sys.
+    """
     return environ.get("HOLMES_SYSFS") or "/sys"
 
 
 def lab_scale(environ: Mapping[str, str]) -> float:
-    """What carries of each announced rate: in the lab the factor of --scale, 1 elsewhere."""
+    """Return the factor by which emulated links are slower than the rates of their NICs.
+
+    In `holmes lab` the factor is that of --scale. Elsewhere it is 1.
+    """
     return float(environ.get("HOLMES_LAB_SCALE") or 1)
 
 
 def lab_remark(environ: Mapping[str, str]) -> str:
-    """A line for every command that shows NICs inside `holmes lab`; "" elsewhere."""
-    scale = f"; they carry {lab_scale(environ):g} x the rates that they announce (--scale)"
-    return (
-        f"NICs are emulated (holmes lab){scale if lab_scale(environ) != 1 else ''}"
-        if environ.get("HOLMES_LAB_NODE")
-        else ""
-    )
+    """Return a remark for commands that show NICs inside `holmes lab`, "" elsewhere."""
+    if not environ.get("HOLMES_LAB_NODE"):
+        return ""
+    remark = "NICs are emulated (holmes lab)"
+    scale = lab_scale(environ)
+    if scale != 1:
+        remark += f"; they carry {scale:g} x the rates that they announce (--scale)"
+    return remark
 
 
 def node_identity() -> str:
-    """Boot id and network namespace: two hosts (or pods, or lab nodes) of one name still differ in it."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"
+    """Return a text that differs between any two nodes, even if they have the same name.
+
+    The boot id and the network namespace together differ between hosts, pods and nodes of the lab.
+    """
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    network_namespace = os.stat("/proc/self/ns/net").st_ino
+    return f"{boot_id}/{network_namespace}"
 
 
 def report_node(environ: Mapping[str, str], master_addr: str) -> NodeReport:
-    """This node's report; its NICs from HOLMES_SYSFS (default /sys)."""
+    """Return the report of this node.
+
+    Args:
+        environ: Environment of the job. HOLMES_SYSFS names a tree to read NICs from instead of /sys.
+        master_addr: Host name or IP address of the job's master.
+
+    Raises:
+        HolmesError: the NICs or addresses cannot be read, or there is no route to the master.
+    """
     nics = read_nics(sysfs_root(environ), interface_addresses())
-    where = node_name(environ), node_identity(), egress_interface(master_addr)
-    return NodeReport(*where, nics, nccl=nccl_of_node(environ, nics))
+    return NodeReport(
+        name=node_name(environ),
+        identity=node_identity(),
+        ethernet=egress_interface(master_addr),
+        nics=nics,
+        nccl=nccl_of_node(environ, nics),
+    )

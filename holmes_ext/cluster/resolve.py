@@ -1,25 +1,29 @@
-"""From what cluster.toml says and what the nodes report to one Site.
+"""Combines cluster.toml and the reports of the nodes into one `Site`.
 
-With cluster.toml, a node's cluster names the fabric and its kind, and the report must bear it out. Without
-it, the fabrics are worked out from the NICs:
+With cluster.toml, a node's cluster names the fabric and the kind of NIC, and the report must agree. Without
+cluster.toml, the fabrics follow from the NICs:
 
-    InfiniBand   same subnet prefix, unless it is the default one, which says nothing: then holmes asks
-    RoCE         same IP subnet, unless nodes have one each, as where RoCE is routed: then holmes asks; a
-                 fabric is called after its kind, where there are several after its first node, too
-    Ethernet     one network that reaches all (each node's interface towards the master)
+    InfiniBand   ports with the same subnet prefix are on one fabric. The default prefix says nothing: if several
+                 nodes have it, HolmesError requests a cluster.toml
+    RoCE         ports in the same IP subnet are on one fabric. If several nodes have a subnet of their own, as
+                 with routed RoCE, HolmesError requests a cluster.toml
+    Ethernet     one network reaches all nodes, over each node's interface towards the master
 
-Rail-wise subnets (NIC i of every node in subnet i) have the same nodes: they count as one fabric.
+A fabric is named after its kind, and after its first node too if there are several of the kind. With
+rail-optimized networks, NIC i of every node is in subnet i: such subnets have the same nodes and count as one
+fabric.
 
-NCCL reads once in a process which HCAs it may use, and takes any of them for any group: so a node's RDMA
-groups use one fabric, and where it is on several the others are left to sockets (Port.no_verbs).
+NCCL reads once per process which HCAs it may use, and then uses any of them for any group. So the RDMA groups of a
+node use one fabric; on its other fabrics the node has a reason in Port.no_verbs and uses sockets.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.nic import DEFAULT_SUBNET_PREFIX, KINDS, Nic
@@ -31,17 +35,42 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
-#: Bits/s where no Ethernet NIC of a node states its speed (virtual machines); only predictions depend on it.
+#: Ethernet rate in bits/s of a node whose NICs state no speed (virtual machines). Only predictions use it.
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
-#: Of a declared rate, what its NICs must state at least: a link's nominal rate is rounded (56 Gb/s for 54.5).
+#: The NICs must state this share of the declared rate. Nominal rates are rounded (56 Gb/s for 54.5).
 ENOUGH = 0.95
-#: (kind, subnet prefix or IP subnet) -> node -> its NICs there.
-_Members = dict[tuple[str, str], dict[str, list[Nic]]]
+#: Items that an error message lists.
+_MOST_NAMED = 4
+#: Prefix length of an IPv4 address without a subnet.
+_HOST_PREFIX_LENGTH = 32
+
+
+class _Subnet(NamedTuple):
+    """Network segment whose ports certainly reach each other."""
+
+    kind: str  # of the NICs
+    prefix: str  # InfiniBand: subnet prefix; RoCE: IP subnet
+
+
+#: Node name -> its NICs on one subnet or fabric.
+_NicsOfNodes = dict[str, list[Nic]]
+
+
+class SlowNode(NamedTuple):
+    """Node whose NICs are slower than cluster.toml declares."""
+
+    node: str
+    text: str  # the rates, for the user
 
 
 def part_of(spec: SiteSpec, reports: Iterable[NodeReport]) -> SiteSpec:
-    """`spec` as far as the nodes go that reported; HolmesError for one that it does not know."""
-    return spec.only({report.name for report in _match_names(tuple(reports), spec)})
+    """Return the part of a cluster.toml that describes the nodes that reported.
+
+    Raises:
+        HolmesError: a node is in no cluster.
+    """
+    renamed = _match_names(tuple(reports), spec)
+    return spec.only({report.name for report in renamed})
 
 
 def resolve_site(
@@ -50,9 +79,17 @@ def resolve_site(
     fallback: bool = False,
     counted: bool = True,
 ) -> Site:
-    """The Site of the nodes that reported, in their order, of which `spec` may know more; HolmesError names
-    the node and what contradicts. fallback: a promised fast NIC that is down is marked, its node left on
-    Ethernet; counted: each node must start as many processes as `spec` says."""
+    """Return the site of the nodes that reported, in the order of their reports.
+
+    Args:
+        reports: Reports of all nodes.
+        spec: Content of cluster.toml, which may describe more nodes; None without one.
+        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses Ethernet.
+        counted: Require that each node has started as many processes as cluster.toml says.
+
+    Raises:
+        HolmesError: two nodes have the same name, or a report contradicts cluster.toml.
+    """
     reports = tuple(reports)
     names: set[str] = set()
     for report in reports:
@@ -70,80 +107,111 @@ def resolve_site(
     return Site(nodes, fabrics_of_spec(spec), spec.source, spec.wan)
 
 
-def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[tuple[str, str]]:
-    """(node, text) where the NICs in use of a `site` resolved from `reports` state less than it counts on."""
-    result = []
+def slower_than_declared(site: Site, reports: Iterable[NodeReport]) -> list[SlowNode]:
+    """Return the nodes whose NICs state a lower rate than the site declares.
+
+    Args:
+        site: Site that was resolved from the reports.
+        reports: Reports in the order of the site's nodes.
+    """
+    slow_nodes = []
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
-            nics = [
-                nic for nic in report.nics if nic.up and nic.name in (port.hcas or [port.interface])
-            ]
-            stated = sum(nic.rate_bps for nic in nics)
-            if nics and all(nic.rate_bps for nic in nics) and stated < ENOUGH * port.rate_bps:
-                runs = (
-                    f"{some_of(nic.name for nic in nics)} run{'s' * (len(nics) == 1)} at "
-                    f"{format_rate(stated)}"
-                )
-                said = f"the rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
-                result.append((node.name, f"{runs}, but {said}"))
-    return result
+            names = port.hcas or (port.interface,)
+            nics = [nic for nic in report.nics if nic.up and nic.name in names]
+            if not nics or not all(nic.rate_bps for nic in nics):
+                continue
+            stated_bps = sum(nic.rate_bps for nic in nics)
+            if stated_bps >= ENOUGH * port.rate_bps:
+                continue
+            verb = "runs" if len(nics) == 1 else "run"
+            text = (
+                f"{some_of(nic.name for nic in nics)} {verb} at {format_rate(stated_bps)}, but the rate "
+                f"of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}"
+            )
+            slow_nodes.append(SlowNode(node.name, text))
+    return slow_nodes
 
 
 def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
-    """Where cluster.toml gives a node with several fast NICs the rate of one of them."""
-    result = []
+    """Return one sentence for each fabric whose declared rate is that of a single NIC of the node.
+
+    The rate in cluster.toml must be that of all fast NICs of a node together.
+
+    Args:
+        site: Site that was resolved from the reports.
+        report: Report of the node.
+    """
+    sentences = []
     for port in site.node_by_name[report.name].ports:
         rates = [nic.rate_bps for nic in report.nics if nic.up and nic.name in port.hcas]
-        if (
-            len(rates) > 1
-            and min(rates) <= port.rate_bps / ENOUGH
-            and port.rate_bps * ENOUGH <= max(rates)
-        ):
-            result.append(
+        if len(rates) <= 1:
+            continue
+        is_about_one_nic = (
+            min(rates) <= port.rate_bps / ENOUGH and max(rates) >= port.rate_bps * ENOUGH
+        )
+        if is_about_one_nic:
+            sentences.append(
                 f"its {len(rates)} fast NICs run at {format_rate(sum(rates))} together, but the "
                 f"rate of fabric {port.fabric!r} is {format_rate(port.rate_bps)} in {site.source}, "
                 f"that of one of them"
             )
-    return result
+    return sentences
 
 
 def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
-    """A line for each thing that NCCL does otherwise than the NICs of `site` suggest."""
-    nodes_of: dict[str, list[str]] = {}
+    """Return one sentence for each way in which NCCL does not use the site's NICs as expected.
+
+    Args:
+        site: Site that was resolved from the reports.
+        reports: Reports in the order of the site's nodes.
+    """
+    nodes_of_remark: dict[str, list[str]] = defaultdict(list)
     for node, report in zip(site.nodes, reports):
         for port in node.ports:
-            fabric = site.fabric_by_name[port.fabric]
-            nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
-            if port.no_verbs:
-                what = f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}"
-                nodes_of.setdefault(f"{what}; its groups there go over sockets", []).append(
-                    node.name
-                )
-            elif len({nic.roce_v2_index for nic in nics}) > 1:
-                where = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in nics)
-                what = f"the RoCE v2 GIDs of its ports stand at different indices ({where})"
-                nodes_of.setdefault(f"{what}: NCCL finds them by itself from 2.21 on", []).append(
-                    node.name
-                )
-            if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
-                what = (
-                    f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric '
-                    f"{fabric.name!r}"
-                )
-                advice = (
-                    'say net = "NAME" in cluster.toml (NCCL_DEBUG=INFO tells: Using network NAME), '
-                    'or "auto"'
-                )
-                nodes_of.setdefault(f"{what}; to use the plugin, {advice}", []).append(node.name)
-    return [
-        f"node{'s' * (len(names) > 1)} {some_of(names)}: {text}" for text, names in nodes_of.items()
-    ]
+            for remark in _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report):
+                nodes_of_remark[remark].append(node.name)
+    sentences = []
+    for remark, names in nodes_of_remark.items():
+        subject = "nodes" if len(names) > 1 else "node"
+        sentences.append(f"{subject} {some_of(names)}: {remark}")
+    return sentences
+
+
+def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> list[str]:
+    """Return one sentence for each way in which NCCL does not use a node's port as expected."""
+    remarks = []
+    roce_nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
+    if port.no_verbs:
+        remarks.append(
+            f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}; "
+            "its groups there go over sockets"
+        )
+    elif len({nic.roce_v2_index for nic in roce_nics}) > 1:
+        indices = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce_nics)
+        remarks.append(
+            f"the RoCE v2 GIDs of its ports stand at different indices ({indices}): "
+            "NCCL finds them by itself from 2.21 on"
+        )
+    if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
+        remarks.append(
+            f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '
+            'to use the plugin, say net = "NAME" in cluster.toml '
+            '(NCCL_DEBUG=INFO tells: Using network NAME), or "auto"'
+        )
+    return remarks
 
 
 def apart_by_subnet(site: Site) -> list[str]:
-    """A line where IP subnets alone told fabrics of RoCE apart (routed, they would be one)."""
+    """Return a remark if IP subnets alone divide RoCE NICs into several fabrics.
+
+    If RoCE is routed between the subnets, they would be one fabric, which the reports cannot show.
+
+    Returns:
+        A list with one sentence, or an empty one.
+    """
     roce = [fabric.name for fabric in site.fabrics if fabric.kind == "roce"]
-    if site.source != REPORTS or len(roce) < 2:
+    if site.source != REPORTS or len(roce) <= 1:
         return []
     return [
         f"RoCE NICs in different IP subnets count as separate fabrics ({some_of(roce)}), between which "
@@ -153,18 +221,37 @@ def apart_by_subnet(site: Site) -> list[str]:
 
 
 def _match_names(reports: tuple[NodeReport, ...], spec: SiteSpec) -> tuple[NodeReport, ...]:
-    """Under the names that cluster.toml uses: host names, or both cut at the first dot."""
+    """Return the reports with the node names of cluster.toml.
+
+    A host name and a name in the file match if they are equal, or equal up to the first dot.
+
+    Raises:
+        HolmesError: a node is in no cluster.
+    """
     renamed = []
     for report in reports:
         name = spec.known_as(report.name)
         if not name:
-            what = f"node {report.name!r} reported but is in no cluster"
-            raise HolmesError(f"{spec.source}: {what}; add it to a cluster's nodes")
+            raise HolmesError(
+                f"{spec.source}: node {report.name!r} reported but is in no cluster; "
+                "add it to a cluster's nodes"
+            )
         renamed.append(replace(report, name=name))
     return tuple(renamed)
 
 
 def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: bool) -> Node:
+    """Return a node as cluster.toml declares it, with the NICs of its report.
+
+    Args:
+        report: The node's report, with a node name of cluster.toml.
+        spec: Content of cluster.toml.
+        fallback: Accept a node whose fast NICs are down.
+        counted: Require that the node has started as many processes as cluster.toml says.
+
+    Raises:
+        HolmesError: the report contradicts cluster.toml.
+    """
     cluster = spec.cluster_of(report.name)
     if counted and report.processes != cluster.processes:
         raise HolmesError(
@@ -172,175 +259,296 @@ def _node_by_spec(report: NodeReport, spec: SiteSpec, fallback: bool, counted: b
             f"but node {report.name!r} started {report.processes}"
         )
     override = spec.overrides.get(report.name, NodeOverride())
-    named = override.ethernet or spec.ethernet_interface
-    ports = [_ethernet_port(report, spec.ethernet_rate_bps, named, spec.source)]
+    interface = override.ethernet or spec.ethernet_interface
+    ports = [_ethernet_port(report, spec.ethernet_rate_bps, interface, spec.source)]
     if cluster.fabric != ETHERNET:
         ports.insert(0, _fast_port(report, cluster, override, spec, fallback))
     return Node(report.name, cluster.name, report.processes, tuple(ports))
 
 
 def _ethernet_port(
-    report: NodeReport, rate_bps: int = 0, named: str = "", source: str = ""
+    report: NodeReport, rate_bps: int = 0, interface: str = "", source: str = ""
 ) -> Port:
-    """By which the node reaches the master, or as cluster.toml names it; rate_bps 0: what it states."""
-    name = named or report.ethernet
-    nic = next((nic for nic in report.nics if name in (nic.device, *nic.netdevs)), None)
-    trouble = ""
+    """Return the port of a node on the network that reaches every node.
+
+    Args:
+        report: The node's report.
+        rate_bps: Declared rate in bits/s; 0 for the rate that the NIC states.
+        interface: Network device that cluster.toml names; "" for the one that reaches the master.
+        source: Path of cluster.toml.
+
+    Raises:
+        HolmesError: `interface` does not exist, is down, or has no address.
+    """
+    name = interface or report.ethernet
+    matching = [nic for nic in report.nics if name in (nic.device, *nic.netdevs)]
+    nic = matching[0] if matching else None
+    if interface:
+        problem = _interface_problem(report, interface, nic)
+        if problem:
+            raise HolmesError(f"{source}: {problem}")
+    stated_bps = nic.rate_bps if nic is not None else 0
+    return Port(
+        ETHERNET,
+        interface=name,
+        address=_address(nic) if nic is not None else "",
+        rate_bps=rate_bps or stated_bps or UNKNOWN_ETHERNET_BPS,
+    )
+
+
+def _interface_problem(report: NodeReport, interface: str, nic: Nic | None) -> str:
+    """Return the reason why a node cannot use an interface, "" if it can.
+
+    Args:
+        report: The node's report.
+        interface: Name of the network device.
+        nic: The NIC with the interface, None if the node has no such NIC.
+    """
     if nic is None:
-        have = ", ".join(sorted({nic.ifname for nic in report.nics if nic.ifname}))
-        trouble = f"node {report.name!r} has no interface {name!r}; it has {have or 'none'}"
-    elif not nic.up or not nic.addresses:
-        state = "has no address; give it one" if nic.up else f"is {nic.state_text}; bring it up"
-        trouble = f"interface {name!r} of node {report.name!r} {state}"
-    if named and trouble:
-        raise HolmesError(f"{source}: {trouble}")
-    rate_bps = rate_bps or (nic.rate_bps if nic else 0) or UNKNOWN_ETHERNET_BPS
-    return Port(ETHERNET, name, _address(nic) if nic else "", rate_bps=rate_bps)
+        names = {nic.ifname for nic in report.nics if nic.ifname}
+        listed = ", ".join(sorted(names)) or "none"
+        return f"node {report.name!r} has no interface {interface!r}; it has {listed}"
+    subject = f"interface {interface!r} of node {report.name!r}"
+    if not nic.up:
+        return f"{subject} is {nic.state_text}; bring it up"
+    if not nic.addresses:
+        return f"{subject} has no address; give it one"
+    return ""
 
 
 def _address(nic: Nic) -> str:
+    """Return the first IP address of a NIC without its prefix length, "" if it has none."""
     return nic.addresses[0].split("/")[0] if nic.addresses else ""
 
 
 def _fast_port(
     report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool
 ) -> Port:
+    """Return the port of a node on the fast fabric of its cluster.
+
+    Args:
+        report: The node's report.
+        cluster: The node's cluster in cluster.toml.
+        override: The node's own settings in cluster.toml.
+        spec: Content of cluster.toml.
+        fallback: Mark the port if NICs are down, instead of raising an error.
+
+    Raises:
+        HolmesError: the node has no NIC of the cluster's kind that is up, or a NIC that `include` names
+            is down.
+    """
     include = override.include or cluster.include
+    exclude = override.exclude or cluster.exclude
     try:
-        chosen = select(report.nics, include, override.exclude or cluster.exclude)
+        selected = select(report.nics, include, exclude)
     except HolmesError as error:
         raise HolmesError(f"{spec.source}: node {report.name!r}: {error}") from None
-    kind = [nic for nic in chosen if nic.kind == cluster.kind and not nic.skipped]
-    usable = [nic for nic in kind if nic.up]
-    down = [nic for nic in kind if not nic.up]
-    states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in down)
-    if not usable and not (kind and fallback):
-        have = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
+    nics = [nic for nic in selected if nic.kind == cluster.kind and not nic.skipped]
+    nics_up = [nic for nic in nics if nic.up]
+    nics_down = [nic for nic in nics if not nic.up]
+    states = ", ".join(f"{nic.name} is {nic.state_text}" for nic in nics_down)
+    may_fall_back = fallback and bool(nics)
+    if not nics_up and not may_fall_back:
+        listed = ", ".join(f"{nic.name} ({nic.kind}, {nic.state})" for nic in report.nics) or "none"
         raise HolmesError(
             f"{spec.source}: node {report.name!r} of cluster {cluster.name!r} has no "
-            f"{cluster.kind} NIC that is up ({states or f'its NICs: {have}'}); fix it, or set "
+            f"{cluster.kind} NIC that is up ({states or f'its NICs: {listed}'}); fix it, or set "
             "the cluster's kind or include to what it has"
         )
-    port = _port(cluster.fabric, usable or kind, cluster.rate_bps)
-    port = port if cluster.net else replace(port, no_verbs=report.nccl.no_verbs)
-    if not down or usable and not include:
+    port = _port(cluster.fabric, nics_up or nics, cluster.rate_bps)
+    if not cluster.net:  # verbs do not matter to an NCCL plugin
+        port = replace(port, no_verbs=report.nccl.no_verbs)
+    if not nics_down:
+        return port
+    if nics_up and not include:
         return port
     if fallback:
-        return replace(port, fault=states, usable=bool(usable))
-    where = f"NIC {down[0].name} of node {report.name!r}"
-    raise HolmesError(f"{spec.source}: {where} is named by include and is {down[0].state_text}")
+        return replace(port, fault=states, usable=bool(nics_up))
+    nic = nics_down[0]
+    raise HolmesError(
+        f"{spec.source}: NIC {nic.name} of node {report.name!r} is named by include "
+        f"and is {nic.state_text}"
+    )
 
 
 def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
-    """One for all NICs of a node on a fabric: sockets bind to the first with an address, RDMA uses all."""
-    bound = next((nic for nic in nics if nic.ifname and nic.addresses), None)
+    """Return the port that all NICs of a node on one fabric form.
+
+    Sockets bind to the first NIC that has an address. RDMA uses all NICs.
+
+    Args:
+        fabric: Name of the fabric.
+        nics: NICs of the same kind, at least one.
+        rate_bps: Rate of all NICs together, in bits/s.
+    """
+    gid_index = None
+    if nics[0].kind == "roce":
+        indices = {nic.roce_v2_index for nic in nics}
+        if len(indices) == 1:
+            (gid_index,) = indices
     hcas = tuple(nic.name for nic in nics if nic.fast)
-    indices = {nic.roce_v2_index for nic in nics} if nics[0].kind == "roce" else {None}
-    index = indices.pop() if len(indices) == 1 else None
-    return Port(
-        fabric,
-        bound.ifname if bound else "",
-        _address(bound) if bound else "",
-        hcas,
-        index,
-        rate_bps,
-    )
+    port = Port(fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps)
+    for nic in nics:
+        if nic.ifname and nic.addresses:
+            return replace(port, interface=nic.ifname, address=_address(nic))
+    return port
 
 
-def _one_rdma_fabric(fast: Sequence[Port], nodes_on: Mapping[str, int]) -> list[Port]:
-    """A node's fast ports, one of which NCCL uses: of those that it shares with other nodes the fastest."""
-    chosen = max(
-        fast, key=lambda port: (nodes_on[port.fabric] > 1, port.rate_bps, nodes_on[port.fabric])
-    )
-    why = f"NCCL takes any HCA of a node for any group, so one fabric of it is used, {chosen.fabric!r}"
-    return [port if port is chosen else replace(port, no_verbs=why) for port in fast]
+def _one_rdma_fabric(ports: Sequence[Port], nodes_on: Mapping[str, int]) -> list[Port]:
+    """Return the fast ports of a node, all but one of them marked as not usable for NCCL.
+
+    The port to use is the fastest of those whose fabric also has other nodes.
+
+    Args:
+        ports: Fast ports of one node, each on another fabric.
+        nodes_on: Fabric -> number of its nodes.
+    """
+
+    def preference(port: Port) -> tuple[bool, int, int]:
+        nodes = nodes_on[port.fabric]
+        return nodes > 1, port.rate_bps, nodes
+
+    chosen = max(ports, key=preference)
+    reason = f"NCCL takes any HCA of a node for any group, so one fabric of it is used, {chosen.fabric!r}"
+    return [port if port is chosen else replace(port, no_verbs=reason) for port in ports]
 
 
 def _site_from_reports(reports: tuple[NodeReport, ...]) -> Site:
-    by_fabric: _Members = {}
+    """Return the site of the nodes that reported, without a cluster.toml.
+
+    Raises:
+        HolmesError: the NICs do not show which nodes are on the same fabric.
+    """
+    by_subnet: dict[_Subnet, _NicsOfNodes] = {}
     for report in reports:
         for nic in select(report.nics):
             if nic.fast and nic.usable:
-                by_fabric.setdefault(_fabric_key(report, nic), {}).setdefault(
-                    report.name, []
-                ).append(nic)
-    _ask_about_default_prefix(by_fabric.get(("ib", DEFAULT_SUBNET_PREFIX), {}))
-    _ask_about_routed_roce(
-        {subnet: set(members) for (kind, subnet), members in by_fabric.items() if kind == "roce"}
+                nics_of_nodes = by_subnet.setdefault(_subnet_of(report, nic), {})
+                nics_of_nodes.setdefault(report.name, []).append(nic)
+    _check_default_prefix(by_subnet.get(_Subnet("ib", DEFAULT_SUBNET_PREFIX), {}))
+    _check_routed_roce(
+        {subnet.prefix: set(nodes) for subnet, nodes in by_subnet.items() if subnet.kind == "roce"}
     )
-    fabrics, ports = _merge_rails(by_fabric)
-    nodes_on = Counter(port.fabric for fast_ports in ports.values() for port in fast_ports)
-    nodes, rates = [], []
+    fast = _merge_rails(by_subnet)
+    nodes_on = Counter(port.fabric for ports in fast.ports.values() for port in ports)
+    nodes = []
+    ethernet_rates = []
     for report in reports:
-        ethernet = _ethernet_port(report)
-        rates.append(ethernet.rate_bps)
-        fast = sorted(ports.get(report.name, []), key=lambda port: -port.rate_bps)
+        ports = sorted(fast.ports.get(report.name, []), key=lambda port: -port.rate_bps)
         if report.nccl.no_verbs:
-            fast = [replace(port, no_verbs=report.nccl.no_verbs) for port in fast]
-        elif len(fast) > 1:
-            fast = _one_rdma_fabric(fast, nodes_on)
-        cluster = "+".join(port.fabric for port in fast) or ETHERNET
-        nodes.append(Node(report.name, cluster, report.processes, (*fast, ethernet)))
-    common = Fabric(ETHERNET, "ethernet", min(rates), KINDS["ethernet"].latency_s)
-    return Site(tuple(nodes), (common, *fabrics))
+            ports = [replace(port, no_verbs=report.nccl.no_verbs) for port in ports]
+        elif len(ports) > 1:
+            ports = _one_rdma_fabric(ports, nodes_on)
+        ethernet = _ethernet_port(report)
+        ethernet_rates.append(ethernet.rate_bps)
+        # Nodes with the same fast fabrics form a cluster.
+        cluster = "+".join(port.fabric for port in ports) or ETHERNET
+        nodes.append(Node(report.name, cluster, report.processes, (*ports, ethernet)))
+    common = Fabric(ETHERNET, "ethernet", min(ethernet_rates), KINDS["ethernet"].latency_s)
+    return Site(tuple(nodes), (common, *fast.fabrics))
 
 
-def _fabric_key(report: NodeReport, nic: Nic) -> tuple[str, str]:
+def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
+    """Return the subnet of a fast NIC.
+
+    Raises:
+        HolmesError: a RoCE NIC has no IPv4 address with a subnet.
+    """
     if KINDS[nic.kind].infiniband:
-        return nic.kind, nic.subnet_prefix
-    networks = [ipaddress.ip_interface(a).network for a in nic.addresses]
-    networks = [network for network in networks if network.version == 4 and network.prefixlen < 32]
-    if not networks:
-        raise HolmesError(
-            f"node {report.name!r}: RoCE NIC {nic.name} has no IPv4 address with a subnet, so its fabric is "
-            f"unknown; give it one, or name the clusters with --holmes-cluster FILE"
-        )
-    return nic.kind, str(networks[0])
-
-
-def _ask_about_default_prefix(members: dict[str, list[Nic]]) -> None:
-    """HolmesError where several nodes have InfiniBand ports with the default prefix."""
-    if len(members) < 2:
-        return
-    owner: dict[int, str] = {}
-    evidence = ""
-    for name, lid in [(name, nic.lid) for name, nics in members.items() for nic in nics if nic.lid]:
-        if owner.setdefault(lid, name) != name:
-            evidence = f"; nodes {owner[lid]!r} and {name!r} both have LID {lid}, so there are at least two"
+        return _Subnet(nic.kind, nic.subnet_prefix)
+    for address in nic.addresses:
+        network = ipaddress.ip_interface(address).network
+        is_ipv4 = isinstance(network, ipaddress.IPv4Network)
+        if is_ipv4 and network.prefixlen < _HOST_PREFIX_LENGTH:
+            return _Subnet(nic.kind, str(network))
     raise HolmesError(
-        f"the InfiniBand ports of {len(members)} nodes ({some_of(members, 4)}) all have the "
-        f"default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
+        f"node {report.name!r}: RoCE NIC {nic.name} has no IPv4 address with a subnet, so its fabric is "
+        f"unknown; give it one, or name the clusters with --holmes-cluster FILE"
+    )
+
+
+def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
+    """Raise HolmesError if several nodes have InfiniBand ports with the default subnet prefix.
+
+    Then nothing shows whether the nodes are on one fabric, unless two ports have the same LID: a subnet
+    manager gives each LID once, so these are on different fabrics.
+
+    Args:
+        nics_of_nodes: Node -> its ports with the default prefix.
+    """
+    if len(nics_of_nodes) <= 1:
+        return
+    node_of_lid: dict[int, str] = {}
+    evidence = ""
+    for name, nics in nics_of_nodes.items():
+        for nic in nics:
+            if not nic.lid:
+                continue
+            first = node_of_lid.setdefault(nic.lid, name)
+            if first != name:
+                evidence = f"; nodes {first!r} and {name!r} both have LID {nic.lid}, so there are at least two"
+    raise HolmesError(
+        f"the InfiniBand ports of {len(nics_of_nodes)} nodes ({some_of(nics_of_nodes, _MOST_NAMED)}) all "
+        f"have the default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
         f"two{evidence}; say which nodes belong together with --holmes-cluster FILE"
     )
 
 
-def _ask_about_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
-    """HolmesError where several nodes share none of their subnets: routed RoCE has one for each port."""
-    shared = {name for names in nodes_in.values() if len(names) > 1 for name in names}
-    alone = {name: subnet for subnet, names in nodes_in.items() for name in names - shared}
-    if len(alone) > 1:
+def _check_routed_roce(nodes_in: Mapping[str, set[str]]) -> None:
+    """Raise HolmesError if several nodes share no RoCE subnet with any other node.
+
+    Routed RoCE has a subnet for each port, so such nodes may be on one fabric or on several.
+
+    Args:
+        nodes_in: IP subnet -> names of the nodes that have RoCE ports in it.
+    """
+    nodes_with_neighbours: set[str] = set()
+    for names in nodes_in.values():
+        if len(names) > 1:
+            nodes_with_neighbours |= names
+    subnet_of_lone_node = {
+        name: subnet for subnet, names in nodes_in.items() for name in names - nodes_with_neighbours
+    }
+    if len(subnet_of_lone_node) > 1:
+        nodes = some_of(subnet_of_lone_node, _MOST_NAMED)
+        subnets = some_of(subnet_of_lone_node.values(), _MOST_NAMED)
         raise HolmesError(
-            f"the RoCE ports of nodes {some_of(alone, 4)} are each in an IP subnet of their "
-            f"own ({some_of(alone.values(), 4)}), which does not tell routed RoCE, one fabric, "
+            f"the RoCE ports of nodes {nodes} are each in an IP subnet of their "
+            f"own ({subnets}), which does not tell routed RoCE, one fabric, "
             "from several; say which nodes belong together with --holmes-cluster FILE"
         )
 
 
-def _merge_rails(by_fabric: _Members) -> tuple[list[Fabric], dict[str, list[Port]]]:
-    """Fabrics of one kind with the same nodes become one; returns the fabrics and each node's ports."""
-    merged: dict[tuple[str, frozenset[str]], dict[str, list[Nic]]] = {}
-    for (kind, _), members in by_fabric.items():
-        of_node = merged.setdefault((kind, frozenset(members)), {})
-        for name, nics in members.items():
-            of_node.setdefault(name, []).extend(nics)
-    fabrics: list[Fabric] = []
-    ports: dict[str, list[Port]] = {}
-    for (kind, _), of_node in merged.items():
-        several = sum(other == kind for other, _ in merged) > 1
-        # no net device's name, which "ib0" would be
-        name = f"{kind}-{next(iter(of_node))}" if several else kind
-        rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in of_node.items()}
-        fabrics.append(Fabric(name, kind, min(rates.values()), KINDS[kind].latency_s))
-        for node, nics in of_node.items():
-            ports.setdefault(node, []).append(_port(name, nics, rates[node]))
-    return fabrics, ports
+@dataclass
+class _FastFabrics:
+    """Fast fabrics of a site and the ports of the nodes on them."""
+
+    fabrics: list[Fabric] = field(default_factory=list)
+    ports: dict[str, list[Port]] = field(default_factory=dict)  # node -> its ports
+
+
+def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
+    """Return the fast fabrics: subnets of one kind with the same nodes form one fabric.
+
+    Args:
+        by_subnet: Subnet -> node -> NICs of the node on the subnet.
+    """
+    # (kind, names of the nodes) -> node -> its NICs
+    merged: dict[tuple[str, frozenset[str]], _NicsOfNodes] = {}
+    for subnet, nics_of_nodes in by_subnet.items():
+        nics_on_fabric = merged.setdefault((subnet.kind, frozenset(nics_of_nodes)), {})
+        for node, nics in nics_of_nodes.items():
+            nics_on_fabric.setdefault(node, []).extend(nics)
+    fabrics_of_kind = Counter(kind for kind, _ in merged)
+    result = _FastFabrics()
+    for (kind, _), nics_on_fabric in merged.items():
+        name = kind
+        if fabrics_of_kind[kind] > 1:
+            # With "-", because "ib0" could be a network device.
+            first_node = next(iter(nics_on_fabric))
+            name = f"{kind}-{first_node}"
+        rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in nics_on_fabric.items()}
+        result.fabrics.append(Fabric(name, kind, min(rates.values()), KINDS[kind].latency_s))
+        for node, nics in nics_on_fabric.items():
+            result.ports.setdefault(node, []).append(_port(name, nics, rates[node]))
+    return result

@@ -1,6 +1,6 @@
-"""What there is: nodes, the fabrics that each is attached to, and which of them two nodes share.
+"""The nodes of a job, the fabrics that each node is attached to, and the network between clusters.
 
-A Site is either planned from cluster.toml alone (no NIC names yet) or what the running nodes reported.
+A `Site` comes from cluster.toml alone (then it has no NIC names yet), or from the reports of running nodes.
 
     site.clusters:   a ------- fabric "a" (ib)        b ------- fabric "b" (roce)
     site.nodes:      a0 a1                            b0 b1
@@ -24,47 +24,45 @@ from holmes_ext.errors import HolmesError
 if TYPE_CHECKING:
     from holmes_ext.cluster.spec import SiteSpec
 
-#: A site's source where there is no cluster.toml.
+#: `Site.source` if there is no cluster.toml.
 REPORTS = "the nodes' own reports"
 
 
 @dataclass(frozen=True)
 class Port:
-    """How one node reaches one fabric: the interface that sockets bind to, the HCA ports that RDMA uses.
-
-    fault: what is wrong with it, "" when nothing is known to be; usable: False where no group may use it;
-    no_verbs: why NCCL cannot use the HCAs, "" where it can.
-    """
+    """Connection of one node to one fabric, over one or several NICs."""
 
     fabric: str
-    interface: str = ""
-    address: str = ""
-    hcas: tuple[str, ...] = ()
-    gid_index: int | None = None
-    rate_bps: int = 0
-    fault: str = ""
-    usable: bool = True
-    no_verbs: str = ""
+    interface: str = ""  # network device that sockets bind to
+    address: str = ""  # IP address of the interface
+    hcas: tuple[str, ...] = ()  # ports that RDMA uses: "mlx5_0:1"
+    gid_index: int | None = None  # RoCE: value for NCCL_IB_GID_INDEX
+    rate_bps: int = 0  # all NICs together, bits/s
+    fault: str = ""  # problem with the port, "" if none is known
+    usable: bool = True  # groups may use the port
+    no_verbs: str = ""  # reason why NCCL cannot use the HCAs, "" if it can
 
     @property
     def name(self) -> str:
-        """What users call it: "roce0 (mlx5_0:1)", "eth0"."""
+        """Name of the port in messages: "roce0 (mlx5_0:1)", "eth0"."""
         hcas = ", ".join(self.hcas)
-        return (
-            f"{self.interface} ({hcas})"
-            if self.interface and hcas
-            else self.interface or hcas or "its NIC"
-        )
+        if self.interface and hcas:
+            return f"{self.interface} ({hcas})"
+        return self.interface or hcas or "its NIC"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A host with its `processes` (one a GPU) and its ports, the fastest first, Ethernet last."""
+    """Host that runs processes of the job.
+
+    Raises:
+        HolmesError: the last port is not on Ethernet.
+    """
 
     name: str
     cluster: str
-    processes: int
-    ports: tuple[Port, ...]
+    processes: int  # one for each GPU
+    ports: tuple[Port, ...]  # the fastest first, Ethernet last
 
     def __post_init__(self) -> None:
         if not self.ports or self.ports[-1].fabric != ETHERNET:
@@ -72,133 +70,188 @@ class Node:
 
     @cached_property
     def fabrics(self) -> tuple[str, ...]:
-        """The fabrics that groups on this node may use."""
+        """Names of the fabrics that groups on this node may use."""
         return tuple(port.fabric for port in self.ports if port.usable)
 
     def port(self, fabric: str) -> Port:
+        """Return the port on a fabric to which the node is attached."""
         return next(port for port in self.ports if port.fabric == fabric)
 
 
 @dataclass(frozen=True)
 class Site:
-    """All nodes, in the launcher's order, the fabrics, and what lies between the clusters."""
+    """All nodes of a job with their fabrics and the network between the clusters.
 
-    nodes: tuple[Node, ...]
+    Raises:
+        HolmesError: two nodes have different numbers of processes.
+    """
+
+    nodes: tuple[Node, ...]  # in the launcher's order
     fabrics: tuple[Fabric, ...]
-    source: str = REPORTS
+    source: str = REPORTS  # file that describes the site
     wan: Wan = Wan()
 
     def __post_init__(self) -> None:
-        counts = sorted({node.processes for node in self.nodes})
-        if len(counts) > 1:
-            few, many = (
-                next(n.name for n in self.nodes if n.processes == count)
-                for count in (counts[0], counts[-1])
-            )
-            unequal = f"node {few!r} has {counts[0]} processes and node {many!r} has {counts[-1]}"
-            raise HolmesError(f"{self.source}: {unequal}; start the same number on every node")
+        counts = [node.processes for node in self.nodes]
+        if len(set(counts)) <= 1:
+            return
+        fewest = self.nodes[counts.index(min(counts))]
+        most = self.nodes[counts.index(max(counts))]
+        raise HolmesError(
+            f"{self.source}: node {fewest.name!r} has {fewest.processes} processes and node {most.name!r} "
+            f"has {most.processes}; start the same number on every node"
+        )
 
     @cached_property
     def node_by_name(self) -> dict[str, Node]:
+        """Node name -> node."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def fabric_by_name(self) -> dict[str, Fabric]:
+        """Fabric name -> fabric."""
         return {fabric.name: fabric for fabric in self.fabrics}
 
     @cached_property
     def clusters(self) -> tuple[str, ...]:
-        """Cluster names in the order of their first node."""
+        """Cluster names in the order of their first nodes."""
         return tuple(dict.fromkeys(node.cluster for node in self.nodes))
 
     @property
     def processes(self) -> int:
+        """Number of processes on each node."""
         return self.nodes[0].processes
 
     @property
     def world_size(self) -> int:
+        """Number of ranks of the job."""
         return len(self.nodes) * self.processes
 
     def shared_fabric(self, names: Iterable[str]) -> Fabric:
-        """The fastest fabric that all the nodes `names` are attached to (Ethernet at worst)."""
+        """Return the fastest fabric that several nodes have in common: Ethernet if there is no other.
+
+        Args:
+            names: Names of the nodes.
+        """
         nodes = [self.node_by_name[name] for name in dict.fromkeys(names)]
-        shared = set(nodes[0].fabrics).intersection(*(node.fabrics for node in nodes[1:]))
-        return max(
-            (self.fabric_by_name[name] for name in shared), key=lambda fabric: fabric.preference
-        )
+        shared = set(nodes[0].fabrics)
+        for node in nodes[1:]:
+            shared.intersection_update(node.fabrics)
+        candidates = [self.fabric_by_name[name] for name in shared]
+        return max(candidates, key=lambda fabric: fabric.preference)
 
     def path(self, source: str, target: str) -> tuple[Hop, ...]:
-        """What traffic from one node to another passes, in order, on their best fabric; () in one node. The
-        hops' latencies add up to the path's."""
+        """Return the hops that traffic between two nodes passes on their fastest shared fabric.
+
+        The latencies of the hops add up to the latency of the path. The path from a node to itself is empty.
+
+        Args:
+            source: Name of the sending node.
+            target: Name of the receiving node.
+        """
         if source == target:
             return ()
         fabric = self.shared_fabric((source, target))
-        pair = (self.node_by_name[source].cluster, self.node_by_name[target].cluster)
-        middle = self.wan.hops(*pair) if fabric.name == ETHERNET else ()
-        before_s = 0.0 if any(hop.latency_s for hop in middle) else fabric.latency_s
-        out = Hop(("out", source, fabric.name), fabric.rate_bps, before_s)
-        return (out, *middle, Hop(("in", target, fabric.name), fabric.rate_bps))
+        between_clusters: tuple[Hop, ...] = ()
+        if fabric.name == ETHERNET:
+            source_cluster = self.node_by_name[source].cluster
+            target_cluster = self.node_by_name[target].cluster
+            between_clusters = self.wan.hops(source_cluster, target_cluster)
+        # The latency of a link between clusters is that from node to node, so it includes the fabric's.
+        includes_fabric = any(hop.latency_s for hop in between_clusters)
+        return (
+            Hop(
+                ("out", source, fabric.name),
+                rate_bps=fabric.rate_bps,
+                latency_s=0.0 if includes_fabric else fabric.latency_s,
+            ),
+            *between_clusters,
+            Hop(("in", target, fabric.name), rate_bps=fabric.rate_bps),
+        )
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) of nodes, clusters, networks; not of the launcher's order, NICs and faults."""
-        fabrics = {node.name: tuple(port.fabric for port in node.ports) for node in self.nodes}
+        """SHA-256 (hex) of the nodes, clusters and networks.
+
+        The digest does not depend on the launcher's order, on the NICs, or on faults.
+        """
         nodes = sorted(
-            (node.name, node.cluster, node.processes, fabrics[node.name]) for node in self.nodes
+            (node.name, node.cluster, node.processes, tuple(port.fabric for port in node.ports))
+            for node in self.nodes
         )
-        content = [
-            nodes,
-            sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics),
-        ]
-        content += [asdict(self.wan)] if self.wan else []
+        fabrics = sorted((fabric.name, fabric.kind, fabric.rate_bps) for fabric in self.fabrics)
+        content: list[Any] = [nodes, fabrics]
+        if self.wan:
+            content.append(asdict(self.wan))
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def without(self, faults: Mapping[tuple[str, str], str]) -> Site:
-        """The same site on which no group uses these ports: {(node, fabric): what is wrong}."""
+        """Return this site with some ports that no group may use.
+
+        Args:
+            faults: (node name, fabric name) of each port to exclude -> the reason.
+        """
         nodes = []
         for node in self.nodes:
-            checked = [(port, faults.get((node.name, port.fabric))) for port in node.ports]
-            ports = tuple(
-                replace(port, fault=fault, usable=False) if fault else port
-                for port, fault in checked
-            )
-            nodes.append(replace(node, ports=ports))
+            ports = []
+            for port in node.ports:
+                fault = faults.get((node.name, port.fabric))
+                if fault:
+                    ports.append(replace(port, fault=fault, usable=False))
+                else:
+                    ports.append(port)
+            nodes.append(replace(node, ports=tuple(ports)))
         return replace(self, nodes=tuple(nodes))
 
     def to_dict(self) -> dict[str, Any]:
+        """Return this site as values that JSON can hold."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Site:
-        """The inverse of to_dict, of a document that came over the job's store or out of a file."""
+        """Return the site whose `to_dict()` is given, from the job's store or a file.
+
+        Raises:
+            HolmesError: a key is missing, unknown, or has a value that is not allowed.
+        """
         return Table(document, "site").into(cls)
 
 
 def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
-    """Ethernet and every fabric that a cluster names; of shared ones the least rate and longest latency."""
-    fabrics = {
-        ETHERNET: Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)
-    }
+    """Return Ethernet and the fabric of every cluster in a cluster.toml.
+
+    A fabric that several clusters share gets the lowest of their rates and the longest of their latencies.
+    """
+    ethernet = Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)
+    fabrics = {ETHERNET: ethernet}
     for cluster in spec.clusters:
         if cluster.fabric == ETHERNET:
             continue
-        known = fabrics.get(cluster.fabric)
-        rate = min(cluster.rate_bps, known.rate_bps) if known else cluster.rate_bps
-        latency = max(cluster.latency_s, known.latency_s) if known else cluster.latency_s
-        net = cluster.net or (known.net if known else "")
-        fabrics[cluster.fabric] = Fabric(cluster.fabric, cluster.kind, rate, latency, net=net)
+        fabric = Fabric(
+            cluster.fabric, cluster.kind, cluster.rate_bps, cluster.latency_s, net=cluster.net
+        )
+        earlier = fabrics.get(cluster.fabric)
+        if earlier is not None:
+            fabric = replace(
+                fabric,
+                rate_bps=min(fabric.rate_bps, earlier.rate_bps),
+                latency_s=max(fabric.latency_s, earlier.latency_s),
+                net=fabric.net or earlier.net,
+            )
+        fabrics[cluster.fabric] = fabric
     return tuple(fabrics.values())
 
 
 def site_from_spec(spec: SiteSpec) -> Site:
-    """As cluster.toml describes it, before any node has reported: nodes in its order, no NIC names."""
+    """Return the site that a cluster.toml describes, before any node has reported.
+
+    The nodes are in the order of the file, and the ports have no NIC names yet.
+    """
     nodes = []
     for cluster in spec.clusters:
-        ethernet = Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)
-        fast = (
-            () if cluster.fabric == ETHERNET else (Port(cluster.fabric, rate_bps=cluster.rate_bps),)
-        )
-        nodes += [
-            Node(name, cluster.name, cluster.processes, (*fast, ethernet)) for name in cluster.nodes
-        ]
+        ports = [Port(ETHERNET, rate_bps=spec.ethernet_rate_bps)]
+        if cluster.fabric != ETHERNET:
+            ports.insert(0, Port(cluster.fabric, rate_bps=cluster.rate_bps))
+        for name in cluster.nodes:
+            nodes.append(Node(name, cluster.name, cluster.processes, tuple(ports)))
     return Site(tuple(nodes), fabrics_of_spec(spec), spec.source, spec.wan)

@@ -1,4 +1,4 @@
-"""cluster.toml: what the user says about the clusters.
+"""Description of the clusters that the user writes: the file cluster.toml.
 
     version = 2
 
@@ -10,21 +10,21 @@
     kind = "ib"                    # its fast NICs: ib, roce or ethernet (no fast NIC)
     rate = "200Gb/s"               # of one node, all its fast NICs together, each way
     nodes = ["a[0-3]"]             # host names
-    processes = 8                  # for each node, one a GPU
+    processes = 8                  # on each node, one for each GPU
 
-Every key with its kind and default: keys.py.
+All keys with their types and defaults are in keys.py.
 
-What a GPU does for training: known names, and what cluster.toml says instead.
+The GPUs of a cluster are a known model, or three numbers that replace the known ones:
 
     [[cluster]]
-    gpu = "A100"                 # a name of KNOWN gives all three numbers, as in "NVIDIA A100-SXM4-40GB", too
-    gpu_flops = 150e12           # FLOP/s that training reaches on one GPU (not the data sheet's peak)
+    gpu = "A100"                   # sets the numbers below; "NVIDIA A100-SXM4-40GB" does, too
+    gpu_flops = 150e12             # FLOP/s that training reaches on one GPU, not the peak of the data sheet
     gpu_memory_bytes = 80e9
-    nvlink = "2400Gb/s"          # of one GPU, each way, to the others of its node
+    nvlink = "2400Gb/s"            # of one GPU, each way, to the others of its node
 
-Peaks, memory and NVLink are the data sheets'. What training reaches is an assumption: 150 TFLOP/s on Ampere
-(48 % of 312; Narayanan et al. 2021, arXiv 2104.04473, table 1, measure 140 to 163), 400 TFLOP/s on Hopper (40
-% of 989). Measure yours and write it down.
+Memory and NVLink of known models come from data sheets. The FLOP/s are an assumption: 150 TFLOP/s on Ampere
+(48 % of the peak of 312; Narayanan et al. 2021, arXiv 2104.04473, table 1, measured 140 to 163) and 400 TFLOP/s
+on Hopper (40 % of the peak of 989). Measured values give better predictions.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from holmes_ext.cluster.wan import (
     MeasuredPair,
     Wan,
     latency_of,
-    notes,
     parse_links,
     parse_pairs,
     parse_wan,
+    rate_notes,
 )
 from holmes_ext.document import Table, digest_of, parse_toml, read_text
 from holmes_ext.errors import HolmesError
@@ -56,63 +56,83 @@ from holmes_ext.words import nearest
 
 @dataclass(frozen=True)
 class Accelerator:
-    """flops: FLOP/s reached in training; link_bps: bits/s of one GPU to others of its node. 0: not known."""
+    """Speed and memory of one GPU. A value of 0 is unknown."""
 
-    flops: float = 0.0
+    flops: float = 0.0  # FLOP/s that training reaches
     memory_bytes: float = 0.0
-    link_bps: float = 0.0
+    link_bps: float = 0.0  # bits/s to the other GPUs of the node, each way
 
 
-KNOWN = {
-    "A100": Accelerator(150e12, 80e9, 2400e9),
-    "A800": Accelerator(150e12, 80e9, 1600e9),
-    "H100": Accelerator(400e12, 80e9, 3600e9),
-    "H800": Accelerator(400e12, 80e9, 1600e9),
-    "H200": Accelerator(400e12, 141e9, 3600e9),
+#: GPU model -> its numbers.
+KNOWN_GPUS = {
+    "A100": Accelerator(flops=150e12, memory_bytes=80e9, link_bps=2400e9),
+    "A800": Accelerator(flops=150e12, memory_bytes=80e9, link_bps=1600e9),
+    "H100": Accelerator(flops=400e12, memory_bytes=80e9, link_bps=3600e9),
+    "H800": Accelerator(flops=400e12, memory_bytes=80e9, link_bps=1600e9),
+    "H200": Accelerator(flops=400e12, memory_bytes=141e9, link_bps=3600e9),
 }
+#: Memory in the name of a GPU.
 _MEMORY = re.compile(r"(\d+) ?GB", re.IGNORECASE)
 
 
 def accelerator_of(name: str) -> Accelerator | None:
-    """The known GPU that is a word of `name` ("NVIDIA A100-SXM4-40GB"), with the memory that the name states,
-    without NVLink if it says PCIe. None where no word is known."""
+    """Return the numbers of the known GPU model in a GPU's name, None if the name has none.
+
+    The memory is that in the name, if it has one. A PCIe card has no NVLink.
+
+    Args:
+        name: Name as the driver writes it, such as "NVIDIA A100-SXM4-40GB".
+    """
     words = re.split(r"[^A-Z0-9]+", name.upper())
-    accelerator = next((KNOWN[word] for word in words if word in KNOWN), None)
-    if accelerator is None:
+    models = [word for word in words if word in KNOWN_GPUS]
+    if not models:
         return None
-    if stated := _MEMORY.search(name):
-        accelerator = replace(accelerator, memory_bytes=float(stated[1]) * 1e9)
-    return replace(accelerator, link_bps=0.0) if "PCIE" in words else accelerator
+    accelerator = KNOWN_GPUS[models[0]]
+    memory = _MEMORY.search(name)
+    if memory:
+        accelerator = replace(accelerator, memory_bytes=float(memory[1]) * 1e9)
+    if "PCIE" in words:
+        accelerator = replace(accelerator, link_bps=0.0)
+    return accelerator
 
 
+#: Version of the file format.
 VERSION = 2
 _UPGRADE = (
     'write "version = 2": every key of version 1 means the same there, and version 2 adds uplinks and '
     "[[between]]"
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+#: Largest number of fast NICs of an emulated node.
 MAX_RAILS = 8
+#: Largest number of characters of NCCL's name of a network.
+_LONGEST_NET = 64
+#: Upper limit of FLOP/s and bytes, which only keeps nonsense out.
+_LARGEST_NUMBER = 1e30
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """Rates in bits/s for each node (uplink_bps: of all of them, 0 without), latency in seconds; rails: fast
-    NICs of each node, for the lab."""
+    """One `[[cluster]]` of a cluster.toml.
+
+    Raises:
+        HolmesError: a field has a value that is not allowed.
+    """
 
     name: str
-    kind: str
-    nodes: tuple[str, ...]
-    rate_bps: int
-    fabric: str
-    latency_s: float
-    processes: Annotated[int, InRange(1, 1024)] = 1
+    kind: str  # kind of the fast NICs
+    nodes: tuple[str, ...]  # host names
+    rate_bps: int  # all fast NICs of one node together, bits/s each way
+    fabric: str  # network of the fast NICs; clusters with the same fabric are connected by it
+    latency_s: float  # of a message on the fabric
+    processes: Annotated[int, InRange(1, 1024)] = 1  # on each node, one for each GPU
     gpu: str = ""
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()  # patterns of NICs that jobs use
+    exclude: tuple[str, ...] = ()  # patterns of NICs that jobs do not use
     accelerator: Accelerator = Accelerator()
-    net: str = ""
-    uplink_bps: int = 0
-    rails: Annotated[int, InRange(1, MAX_RAILS)] = 1
+    net: str = ""  # see Fabric.net
+    uplink_bps: int = 0  # all nodes together to other clusters, bits/s each way; 0 for no limit
+    rails: Annotated[int, InRange(1, MAX_RAILS)] = 1  # fast NICs of each node in `holmes lab`
 
     def __post_init__(self) -> None:
         check_fields(self, f"cluster {self.name!r}")
@@ -120,80 +140,104 @@ class ClusterSpec:
 
 @dataclass(frozen=True)
 class NodeOverride:
-    """One `[node.HOST]`: what differs from its cluster."""
+    """One `[node.HOST]` of a cluster.toml: settings of a node that differ from its cluster's."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    ethernet: str = ""
+    ethernet: str = ""  # network device on the network that reaches every node
 
 
 @dataclass(frozen=True)
 class SiteSpec:
+    """Content of a cluster.toml."""
+
     name: str
-    ethernet_rate_bps: int
+    ethernet_rate_bps: int  # of one node, each way
     ethernet_latency_s: float
-    ethernet_interface: str
+    ethernet_interface: str  # network device, "" for the one that reaches the master
     clusters: tuple[ClusterSpec, ...]
-    overrides: dict[str, NodeOverride] = field(default_factory=dict)
-    source: str = "cluster.toml"
-    links: dict[str, MeasuredLink] = field(default_factory=dict)
+    overrides: dict[str, NodeOverride] = field(default_factory=dict)  # host name -> its settings
+    source: str = "cluster.toml"  # path of the file
+    links: dict[str, MeasuredLink] = field(default_factory=dict)  # fabric -> measured times
     wan: Wan = Wan()
-    pairs: tuple[MeasuredPair, ...] = ()
+    pairs: tuple[MeasuredPair, ...] = ()  # measured links between clusters
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what the file says, but comments, its name and what was measured."""
+        """SHA-256 (hex) of the content that jobs must agree on.
+
+        Comments, the name, measured values and values that only predictions or the lab use do not count.
+        """
         content: list[object] = [
             self.ethernet_rate_bps,
             self.ethernet_latency_s,
             self.ethernet_interface,
         ]
-        beside = ("accelerator", "uplink_bps", "net", "rails")
-        content += [
-            {key: value for key, value in vars(c).items() if key not in beside}
-            for c in self.clusters
-        ]
-        content += [[node, vars(override)] for node, override in sorted(self.overrides.items())]
-        content += [asdict(self.wan)] if self.wan else []
+        ignored_keys = ("accelerator", "uplink_bps", "net", "rails")
+        for cluster in self.clusters:
+            values = vars(cluster).items()
+            content.append({key: value for key, value in values if key not in ignored_keys})
+        for host, override in sorted(self.overrides.items()):
+            content.append([host, vars(override)])
+        if self.wan:
+            content.append(asdict(self.wan))
         return digest_of(content)
 
     @property
     def notes(self) -> list[str]:
-        """What is possible but looks unintended, a line each."""
-        wan_notes = notes(
-            self.wan, {cluster.name: self.ethernet_rate_bps for cluster in self.clusters}
-        )
-        return [f"{self.source}: {note}" for note in wan_notes]
+        """One sentence for each value that is allowed but probably a mistake."""
+        node_rates = {cluster.name: self.ethernet_rate_bps for cluster in self.clusters}
+        return [f"{self.source}: {note}" for note in rate_notes(self.wan, node_rates)]
 
     def only(self, nodes: Collection[str]) -> SiteSpec:
-        """The same as far as these nodes go; a file may describe more than a job has."""
-        kept = [
-            replace(cluster, nodes=tuple(node for node in cluster.nodes if node in nodes))
-            for cluster in self.clusters
-        ]
-        clusters = tuple(cluster for cluster in kept if cluster.nodes)
+        """Return the part of this description that concerns some of the nodes.
+
+        A file may describe more nodes than a job uses. Clusters without any of the nodes are left out.
+
+        Args:
+            nodes: Names of the nodes, as the file has them.
+        """
+        clusters = []
+        for cluster in self.clusters:
+            kept = tuple(node for node in cluster.nodes if node in nodes)
+            if kept:
+                clusters.append(replace(cluster, nodes=kept))
         names = {cluster.name for cluster in clusters}
-        overrides = {host: override for host, override in self.overrides.items() if host in nodes}
-        pairs = tuple(pair for pair in self.pairs if names.issuperset(pair.clusters))
         return replace(
-            self, clusters=clusters, overrides=overrides, wan=self.wan.only(names), pairs=pairs
+            self,
+            clusters=tuple(clusters),
+            overrides={
+                host: override for host, override in self.overrides.items() if host in nodes
+            },
+            wan=self.wan.only(names),
+            pairs=tuple(pair for pair in self.pairs if names.issuperset(pair.clusters)),
         )
 
     @cached_property
     def owner(self) -> dict[str, ClusterSpec]:
-        """Node -> the cluster that lists it."""
+        """Node -> cluster that has it."""
         return {node: cluster for cluster in self.clusters for node in cluster.nodes}
 
     @cached_property
     def _by_short_name(self) -> dict[str, str]:
+        """Short host name -> the first node with it."""
         return {short_name(node): node for node in reversed(self.owner)}
 
     def known_as(self, host: str) -> str:
-        """The node that a host name means: the same, or the first alike up to the first dot; "" for none."""
-        return host if host in self.owner else self._by_short_name.get(short_name(host), "")
+        """Return the name that the file has for a host, "" if the host is in no cluster.
+
+        "gpu01" and "gpu01.site.org" are the same host, unless the file has both names.
+        """
+        if host in self.owner:
+            return host
+        return self._by_short_name.get(short_name(host), "")
 
     def cluster_of(self, node: str) -> ClusterSpec:
-        """The cluster that holds `node`; HolmesError when none does."""
+        """Return the cluster that has a node.
+
+        Raises:
+            HolmesError: no cluster has the node.
+        """
         if node not in self.owner:
             raise HolmesError(
                 f"{self.source}: node {node!r} is in no cluster; add it to a cluster's nodes"
@@ -202,17 +246,29 @@ class SiteSpec:
 
 
 def short_name(host: str) -> str:
-    """The host name up to its first dot: as one file says "gpu01" and one machine "gpu01.site.org"."""
+    """Return a host name up to its first dot: "gpu01" for "gpu01.site.org"."""
     return host.split(".")[0]
 
 
 def load_spec(path: str | Path) -> SiteSpec:
-    """Read and validate a cluster.toml; HolmesError names the file and the key, or the line."""
+    """Return the content of a cluster.toml.
+
+    Raises:
+        HolmesError: the file cannot be read or is wrong. The message names the key or the line.
+    """
     return parse_spec(read_text(path, "name a cluster.toml"), str(path))
 
 
 def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
-    """`text` of a cluster.toml as a SiteSpec; see load_spec."""
+    """Return the content of a cluster.toml.
+
+    Args:
+        text: The file's text.
+        source: Path of the file, for messages.
+
+    Raises:
+        HolmesError: the text is wrong. The message names the key or the line.
+    """
     if not text.strip():
         raise HolmesError(
             f"{source}: the file is empty; examples/clusters/ has samples to start from"
@@ -227,46 +283,65 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
             f"{source}: key 'cluster' is missing; a site needs at least one [[cluster]]"
         )
     node_table = top.table("node", default={})
-    known = _check_clusters(clusters, source)
+    cluster_of_node = _check_clusters(clusters, source)
     overrides = {
-        host: _override(node_table.table(host), host, known, source)
+        host: _override(node_table.table(host), host, cluster_of_node, source)
         for host in list(node_table.values)
     }
-    links = parse_links(
-        top.table("link", default={}), {"ethernet", *(cluster.fabric for cluster in clusters)}
-    )
-    rate, latency = ethernet.rate("rate"), latency_of(ethernet, KINDS["ethernet"].latency_s)
+    fabrics = {"ethernet", *(cluster.fabric for cluster in clusters)}
+    links = parse_links(top.table("link", default={}), fabrics)
+    ethernet_rate_bps = ethernet.rate("rate")
+    ethernet_latency_s = latency_of(ethernet, KINDS["ethernet"].latency_s)
     uplinks = {cluster.name: cluster.uplink_bps for cluster in clusters}
-    wan, pairs = parse_wan(top, uplinks, latency), parse_pairs(top, list(uplinks))
+    wan = parse_wan(top, uplinks, ethernet_latency_s)
+    pairs = parse_pairs(top, list(uplinks))
     top.done()
     interface = ethernet.take("interface", str, "")
     ethernet.done()
     return SiteSpec(
-        name, rate, latency, interface, tuple(clusters), overrides, source, links, wan, pairs
+        name=name,
+        ethernet_rate_bps=ethernet_rate_bps,
+        ethernet_latency_s=ethernet_latency_s,
+        ethernet_interface=interface,
+        clusters=tuple(clusters),
+        overrides=overrides,
+        source=source,
+        links=links,
+        wan=wan,
+        pairs=pairs,
     )
 
 
 def _nodes(table: Table, cluster: str) -> tuple[str, ...]:
     """Return the hosts of a cluster. An entry of key `nodes` is a host name or a list such as "gpu[00-15]".
 
+    Args:
+        table: The cluster's table.
+        cluster: Name of the cluster, for the error message.
+
     Raises:
         HolmesError: an entry is not a host list, or has a name that no host can have, or there is no host.
     """
-    where = table.at("nodes")
+    key = table.at("nodes")
     names: list[str] = []
     for entry in table.list("nodes", str):
-        hosts = expand(entry, where)
+        hosts = expand(entry, key)
         for host in hosts or [entry]:  # an empty entry is no host name
             if not _NAME.fullmatch(host):
                 advice = 'write for example "a0" or "a[0-3]"'
-                raise HolmesError(f"{where}: {host!r:.80} is not a host name; {advice}")
+                raise HolmesError(f"{key}: {host!r:.80} is not a host name; {advice}")
         names += hosts
     if not names:
-        raise HolmesError(f"{where}: cluster {cluster!r} has no nodes")
+        raise HolmesError(f"{key}: cluster {cluster!r} has no nodes")
     return tuple(names)
 
 
 def _cluster(table: Table) -> ClusterSpec:
+    """Return the content of a `[[cluster]]`.
+
+    Raises:
+        HolmesError: a key is missing, unknown, or has a value that is not allowed.
+    """
     name = _name(table, "name")
     table.path = f"cluster.{name}"
     kind = table.take("kind", str)
@@ -274,7 +349,8 @@ def _cluster(table: Table) -> ClusterSpec:
         raise HolmesError(f"{table.at('kind')}: {kind!r} is not one of {', '.join(KINDS)}")
     nodes = _nodes(table, name)
     fabric = _name(table, "fabric", "ethernet" if kind == "ethernet" else name)
-    flops, memory = _above_0(table, "gpu_flops"), _above_0(table, "gpu_memory_bytes")
+    gpu_flops = _positive(table, "gpu_flops")
+    gpu_memory_bytes = _positive(table, "gpu_memory_bytes")
     if kind != "ethernet" and fabric == "ethernet":
         advice = f"name the {kind} fabric otherwise"
         raise HolmesError(f"{table.at('fabric')}: 'ethernet' is the network of all nodes; {advice}")
@@ -287,24 +363,40 @@ def _cluster(table: Table) -> ClusterSpec:
         rate_bps=table.rate("rate", required=fabric != "ethernet"),
         latency_s=latency_of(table, KINDS[kind].latency_s),
         uplink_bps=table.rate("uplink", required=False),
-        accelerator=Accelerator(flops, memory, table.rate("nvlink", required=False)),
+        accelerator=Accelerator(
+            flops=gpu_flops,
+            memory_bytes=gpu_memory_bytes,
+            link_bps=table.rate("nvlink", required=False),
+        ),
     )
-    if kind == "ethernet" and "rails" in table.values:
-        raise HolmesError(
-            f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
-        )
-    if cluster.net and fabric == "ethernet":
-        raise HolmesError(
-            f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it"
-        )
-    if "net" in table.values and not (cluster.net.isprintable() and 0 < len(cluster.net) <= 64):
-        raise HolmesError(
-            f'{table.at("net")}: {cluster.net!r:.80} is not a network of NCCL\'s ("AWS Libfabric")'
-        )
+    _check_cluster(cluster, table)
     return cluster
 
 
+def _check_cluster(cluster: ClusterSpec, table: Table) -> None:
+    """Raise HolmesError if the keys `rails` and `net` of a `[[cluster]]` do not fit its NICs."""
+    if cluster.kind == "ethernet" and "rails" in table.values:
+        raise HolmesError(
+            f"{table.at('rails')}: nodes of kind 'ethernet' have no fast NIC; remove it"
+        )
+    if "net" not in table.values:
+        return
+    if cluster.net and cluster.fabric == "ethernet":
+        raise HolmesError(
+            f"{table.at('net')}: a cluster without a fast fabric goes over NCCL's sockets; remove it"
+        )
+    if not cluster.net.isprintable() or not 0 < len(cluster.net) <= _LONGEST_NET:
+        raise HolmesError(
+            f'{table.at("net")}: {cluster.net!r:.80} is not a network of NCCL\'s ("AWS Libfabric")'
+        )
+
+
 def _name(table: Table, key: str, *default: str) -> str:
+    """Return the value of a key that holds the name of a cluster or fabric.
+
+    Raises:
+        HolmesError: the value is not a name, or the key is missing and has no default.
+    """
     name: str = table.take(key, str, *default)
     if not _NAME.fullmatch(name):
         raise HolmesError(
@@ -313,50 +405,68 @@ def _name(table: Table, key: str, *default: str) -> str:
     return name
 
 
-def _above_0(table: Table, key: str) -> float:
-    """0 when left out."""
+def _positive(table: Table, key: str) -> float:
+    """Return the value of a key that holds a number above 0, or 0 without the key.
+
+    Raises:
+        HolmesError: the value is not above 0.
+    """
     value: float = table.take(key, float, 0.0)
-    if key in table.values and not 0 < value < 1e30:
+    if key in table.values and not 0 < value < _LARGEST_NUMBER:
         raise HolmesError(f"{table.at(key)}: {value!r} must be above 0")
     return value
 
 
-def _override(table: Table, host: str, known: dict[str, str], source: str) -> NodeOverride:
-    if host not in known:
-        hint = f"; did you mean {near!r}?" if (near := nearest(host, known)) else ""
+def _override(
+    table: Table, host: str, cluster_of_node: dict[str, str], source: str
+) -> NodeOverride:
+    """Return the content of a `[node.HOST]`.
+
+    Raises:
+        HolmesError: no cluster has the host, or a key is unknown.
+    """
+    if host not in cluster_of_node:
+        near = nearest(host, cluster_of_node)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise HolmesError(f"{source}: key 'node.{host}': no cluster has a node of that name{hint}")
     return table.into(NodeOverride)
 
 
 def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
-    """Node name -> cluster name; refuses what contradicts itself."""
-    owner: dict[str, str] = {}
-    kinds: dict[str, ClusterSpec] = {}
+    """Return the cluster of every node, by the node's name.
+
+    Raises:
+        HolmesError: a cluster or node is given twice, or clusters that share a fabric contradict each other.
+    """
+    cluster_of_node: dict[str, str] = {}
+    first_on_fabric: dict[str, ClusterSpec] = {}
     names: set[str] = set()
     for cluster in clusters:
-        here = f"{source}: key 'cluster.{cluster.name}"
+        key = f"{source}: key 'cluster.{cluster.name}"
         if cluster.name in names:
-            raise HolmesError(f"{here}': two clusters have this name")
+            raise HolmesError(f"{key}': two clusters have this name")
         names.add(cluster.name)
         for node in cluster.nodes:
-            if node in owner:
-                also = (
-                    f"cluster {owner[node]!r}" if owner[node] != cluster.name else "the same list"
-                )
+            other = cluster_of_node.setdefault(node, cluster.name)
+            if other != cluster.name:
                 raise HolmesError(
-                    f"{here}.nodes': node {node!r} is already in {also}; a node is in one"
+                    f"{key}.nodes': node {node!r} is already in cluster {other!r}; a node is in one"
                 )
-            owner[node] = cluster.name
-        first = kinds.setdefault(cluster.fabric, cluster)
+        if len(set(cluster.nodes)) < len(cluster.nodes):
+            twice = next(node for node in cluster.nodes if cluster.nodes.count(node) > 1)
+            raise HolmesError(
+                f"{key}.nodes': node {twice!r} is already in the same list; a node is in one"
+            )
+        first = first_on_fabric.setdefault(cluster.fabric, cluster)
         if first.kind != cluster.kind:
             raise HolmesError(
-                f"{here}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster "
+                f"{key}.fabric': fabric {cluster.fabric!r} is {first.kind} in cluster "
                 f"{first.name!r} and {cluster.kind} here; the two kinds cannot talk to each "
                 "other"
             )
         if first.net != cluster.net:
             raise HolmesError(
-                f"{here}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster "
+                f"{key}.net': fabric {cluster.fabric!r} has {first.net!r} in cluster "
                 f"{first.name!r} and {cluster.net!r} here; one network carries it"
             )
-    return owner
+    return cluster_of_node

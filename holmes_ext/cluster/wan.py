@@ -1,29 +1,33 @@
-"""What lies between the clusters, and is shared by all that crosses: uplinks, and links with latency.
+"""The network between clusters: uplinks, links with a rate and a latency, and their measured values.
 
-uplink = "100Gb/s"         # of a [[cluster]]: what all its nodes together get to other clusters, each way
+Part of a cluster.toml that describes it:
 
-[[between]]             # every pair of clusters, or none: then the network between them is flat
-clusters = ["a", "b"]
-rate = "10Gb/s"         # what all traffic between the two shares, each way; left out: no limit of its own
-latency = "20ms"        # one way, from node to node; left out: [ethernet]'s
+    uplink = "100Gb/s"         # in a [[cluster]]: rate of all its nodes together to other clusters, each way
 
-a0 --NIC--> (uplink of a) --> (a to b: rate, latency) --> (uplink of b) --NIC--> b0
-
-[link.FABRIC] and [[measured]] of cluster.toml, from `holmes probe`, written without touching the rest.
-
-    [link.ethernet]
-    send = [[1024, 0.00021], [65536, 0.0024]]   # bytes of a message, seconds from node to node
-    ring = [[8192, 0.0004], [524288, 0.0171]]   # bytes that a rank passes on in a
-                                                step of an all-reduce's ring, seconds
-
-Both optional, at least two sizes each, both numbers growing. Left out: rate and latency say what a message
-takes (plan/cost/links.py).
-
-    [[measured]]                  # a pair of clusters: in predictions it takes the place of their [[between]]
+    [[between]]                # a link; either every pair of clusters has one, or none has
     clusters = ["a", "b"]
-    rate = "9.4Gb/s"              # of several nodes at once, each way
-    stream = "1.2Gb/s"            # of one stream; optional
-    latency = "20.3ms"            # half a round trip, node to node
+    rate = "10Gb/s"            # shared by all traffic between the two, each way; default: no limit
+    latency = "20ms"           # one way, from node to node; default: [ethernet]'s
+
+Without uplinks and links, the network is flat: only the nodes' NICs limit it. Traffic passes in order
+
+    a0 --NIC--> (uplink of a) --> (link from a to b: rate, latency) --> (uplink of b) --NIC--> b0
+
+`holmes probe` writes the measured values into the same file and leaves the rest of the file as it is:
+
+    [link.ethernet]                             # a fabric
+    send = [[1024, 0.00021], [65536, 0.0024]]   # [bytes of a message, seconds from node to node]
+    ring = [[8192, 0.0004], [524288, 0.0171]]   # [bytes that a rank passes on, seconds] of one
+                                                # step of a ring all-reduce
+
+    [[measured]]               # a pair of clusters; predictions use it instead of the pair's [[between]]
+    clusters = ["a", "b"]
+    rate = "9.4Gb/s"           # of several nodes at once, each way
+    stream = "1.2Gb/s"         # of one TCP stream; optional
+    latency = "20.3ms"         # half a round trip, from node to node
+
+`send` and `ring` are optional. Each has at least two sizes, and both numbers grow. Without them, the time of a
+message is calculated from rate and latency (plan/cost/links.py).
 """
 
 from __future__ import annotations
@@ -34,49 +38,57 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holmes_ext.document import Table, parse_toml, quoted, read_text, write_whole
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import did_you_mean, some_of, why
 
-#: Seconds one way; a geostationary satellite takes 0.3.
+#: Longest latency that is accepted, seconds one way. A geostationary satellite takes 0.3.
 LONGEST_LATENCY_S = 10.0
+#: A link joins two clusters.
+_PAIR = 2
 
 
 class Hop(NamedTuple):
-    """One thing that traffic passes, one way. key: ("out" | "in", node, fabric) of a NIC, ("uplink" |
-    "downlink", cluster), ("between", from, to): the same for all who share it. rate_bps: bits/s that they
-    share; latency_s: what it adds to the path, seconds."""
+    """Part of a path that limits traffic in one direction, such as a NIC or an uplink."""
 
+    #: Identity of the hop, equal for all traffic that shares it: ("out" | "in", node, fabric) is a NIC,
+    #: ("uplink" | "downlink", cluster) an uplink, ("between", from, to) a link between clusters.
     key: tuple[str, ...]
-    rate_bps: float
-    latency_s: float = 0.0
+    rate_bps: float  # bits/s that all traffic on the hop shares
+    latency_s: float = 0.0  # seconds that the hop adds to the latency of the path
 
 
 @dataclass(frozen=True)
 class Uplink:
-    """Bits/s of all nodes of a cluster together, to other clusters, each way."""
+    """Connection of all nodes of a cluster to the other clusters."""
 
     cluster: str
-    rate_bps: int
+    rate_bps: int  # bits/s of all nodes together, each way
 
 
 @dataclass(frozen=True)
 class Between:
-    """One `[[between]]`. rate_bps: bits/s, 0 without a limit of its own; latency_s: seconds one way, node to
-    node; stream_bps: what one TCP stream gets, 0 where that was not measured."""
+    """Link between two clusters: one `[[between]]` of cluster.toml."""
 
-    clusters: tuple[str, ...]
-    rate_bps: int
-    latency_s: float
-    stream_bps: int = 0
+    clusters: tuple[str, ...]  # two names
+    rate_bps: int  # bits/s, 0 for no limit
+    latency_s: float  # one way, from node to node
+    stream_bps: int = 0  # rate of one TCP stream in bits/s, 0 if not measured
+
+
+class LinkCost(NamedTuple):
+    """Time that data takes from one cluster to another."""
+
+    seconds_per_bit: float  # on the slowest hop
+    latency_s: float  # of all hops together
 
 
 @dataclass(frozen=True)
 class Wan:
-    """The network between the clusters. Empty: flat, limited by the nodes' NICs only."""
+    """Network between the clusters. An empty one is flat: only the nodes' NICs limit it."""
 
     uplinks: tuple[Uplink, ...] = ()
     between: tuple[Between, ...] = ()
@@ -86,110 +98,162 @@ class Wan:
 
     @cached_property
     def uplink_of(self) -> dict[str, int]:
-        """Cluster -> bits/s, of those that have one."""
+        """Cluster -> rate of its uplink in bits/s, for clusters with an uplink."""
         return {uplink.cluster: uplink.rate_bps for uplink in self.uplinks}
 
     @cached_property
     def pair_of(self) -> dict[tuple[str, str], Between]:
-        """(cluster, cluster), in either order -> their link."""
-        links = [(link.clusters, link) for link in self.between]
-        return {pair: link for (a, b), link in links for pair in ((a, b), (b, a))}
+        """(cluster, cluster) -> link between the two; both orders are keys."""
+        links: dict[tuple[str, str], Between] = {}
+        for link in self.between:
+            first, second = link.clusters
+            links[first, second] = link
+            links[second, first] = link
+        return links
 
     def hops(self, source: str, target: str) -> tuple[Hop, ...]:
-        """What traffic from one cluster to another passes between NICs; () in one, on a flat network."""
-        hops: list[Hop] = []
+        """Return the hops between the NICs of two clusters, in the order in which traffic passes them.
+
+        There are none inside a cluster and on a flat network.
+
+        Args:
+            source: Cluster of the sender.
+            target: Cluster of the receiver.
+        """
         if source == target:
             return ()
+        hops = []
         if source in self.uplink_of:
             hops.append(Hop(("uplink", source), self.uplink_of[source]))
-        if link := self.pair_of.get((source, target)):
-            hops.append(
-                Hop(("between", source, target), link.rate_bps or float("inf"), link.latency_s)
-            )
+        link = self.pair_of.get((source, target))
+        if link is not None:
+            rate_bps = link.rate_bps or float("inf")
+            hops.append(Hop(("between", source, target), rate_bps, link.latency_s))
         if target in self.uplink_of:
             hops.append(Hop(("downlink", target), self.uplink_of[target]))
         return tuple(hops)
 
-    def cost(self, pair: tuple[str, str]) -> tuple[float, float]:
-        """From one cluster to another: seconds of a bit over the slowest hop, and of latency."""
-        hops = self.hops(*pair)
-        return max((1 / hop.rate_bps for hop in hops), default=0.0), sum(
-            hop.latency_s for hop in hops
+    def cost(self, pair: tuple[str, str]) -> LinkCost:
+        """Return the time that data takes from the first to the second cluster of a pair."""
+        source, target = pair
+        hops = self.hops(source, target)
+        return LinkCost(
+            seconds_per_bit=max((1 / hop.rate_bps for hop in hops), default=0.0),
+            latency_s=sum(hop.latency_s for hop in hops),
         )
 
     def only(self, clusters: Collection[str]) -> Wan:
+        """Return the network between some of the clusters."""
         return Wan(
             tuple(uplink for uplink in self.uplinks if uplink.cluster in clusters),
             tuple(link for link in self.between if set(link.clusters).issubset(clusters)),
         )
 
     def measured(self, pairs: Sequence[Between]) -> Wan:
-        """With these in place of the links between the same clusters; others come besides."""
-        new = {frozenset(link.clusters): Between(**vars(link)) for link in pairs}
-        kept = {frozenset(link.clusters): link for link in self.between}
-        return replace(self, between=tuple((kept | new).values())) if new else self
+        """Return this network with measured links.
+
+        Args:
+            pairs: The measured links. Each replaces the link between the same clusters, if there is one.
+        """
+        if not pairs:
+            return self
+        # A link is found by its clusters in any order.
+        links = {frozenset(link.clusters): link for link in self.between}
+        for link in pairs:
+            links[frozenset(link.clusters)] = Between(**vars(link))
+        return replace(self, between=tuple(links.values()))
 
     def scaled(self, factor: float, latency_factor: float = 1.0) -> Wan:
-        """All rates times `factor`, all latencies times `latency_factor`."""
-        uplinks = tuple(
-            replace(u, rate_bps=max(1, round(u.rate_bps * factor))) for u in self.uplinks
-        )
-        between = tuple(
-            replace(
-                link,
-                rate_bps=link.rate_bps and max(1, round(link.rate_bps * factor)),
-                latency_s=link.latency_s * latency_factor,
-            )
-            for link in self.between
-        )
-        return Wan(uplinks, between)
+        """Return this network with all rates and latencies multiplied.
+
+        Args:
+            factor: Factor of the rates of uplinks and links.
+            latency_factor: Factor of the latencies.
+        """
+        uplinks = [
+            replace(uplink, rate_bps=max(1, round(uplink.rate_bps * factor)))
+            for uplink in self.uplinks
+        ]
+        between = []
+        for link in self.between:
+            rate_bps = 0  # no limit
+            if link.rate_bps:
+                rate_bps = max(1, round(link.rate_bps * factor))
+            latency_s = link.latency_s * latency_factor
+            between.append(replace(link, rate_bps=rate_bps, latency_s=latency_s))
+        return Wan(tuple(uplinks), tuple(between))
 
 
 def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float) -> Wan:
-    """The `[[between]]` tables of a cluster.toml; uplinks: cluster -> bits/s (0: none), of every cluster."""
+    """Return the network between the clusters of a cluster.toml.
+
+    Args:
+        top: The whole file.
+        uplinks: Every cluster -> rate of its uplink in bits/s, 0 without one.
+        ethernet_latency_s: Latency of a link whose table has none.
+
+    Raises:
+        HolmesError: a [[between]] is wrong, or some pairs of clusters have one and others have none.
+    """
     links: dict[frozenset[str], Between] = {}
     for table in top.tables("between"):
-        link = Between(
-            cluster_pair(table, list(uplinks)),
-            table.rate("rate", required=False),
-            latency_of(table, ethernet_latency_s),
+        clusters = cluster_pair(table, list(uplinks))
+        if frozenset(clusters) in links:
+            raise HolmesError(
+                f"{table.at('clusters')}: the pair {_names(clusters)} is given twice; keep one"
+            )
+        links[frozenset(clusters)] = Between(
+            clusters,
+            rate_bps=table.rate("rate", required=False),
+            latency_s=latency_of(table, ethernet_latency_s),
         )
         table.done()
-        if links.setdefault(frozenset(link.clusters), link) is not link:
-            raise HolmesError(
-                f"{table.at('clusters')}: the pair {_names(link.clusters)} is given twice; keep one"
-            )
-    pairs = list(combinations(uplinks, 2)) if links else []
-    missing = [_names(pair) for pair in pairs if frozenset(pair) not in links]
-    if missing:
-        advice = "give every pair of clusters, or no [[between]] at all (a flat network)"
-        raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {advice}")
+    if links:
+        pairs = combinations(uplinks, _PAIR)
+        missing = [_names(pair) for pair in pairs if frozenset(pair) not in links]
+        if missing:
+            advice = "give every pair of clusters, or no [[between]] at all (a flat network)"
+            raise HolmesError(f"{top.at('between')}: {some_of(missing, 3)} missing; {advice}")
     return Wan(
-        tuple(Uplink(name, rate) for name, rate in uplinks.items() if rate), tuple(links.values())
+        uplinks=tuple(Uplink(name, rate_bps) for name, rate_bps in uplinks.items() if rate_bps),
+        between=tuple(links.values()),
     )
 
 
 def cluster_pair(table: Table, known: Sequence[str]) -> tuple[str, ...]:
-    """The key `clusters`: two different names of `known`."""
+    """Return the value of the key `clusters`: the names of two different clusters.
+
+    Args:
+        table: A [[between]] or [[measured]].
+        known: Names of all clusters.
+
+    Raises:
+        HolmesError: the value is anything else.
+    """
     clusters = table.list("clusters", str)
     for name in clusters:
         if name not in known:
             raise HolmesError(
                 f"{table.at('clusters')}: no cluster is called {name!r:.80}; {did_you_mean(name, known)}"
             )
-    if len(clusters) != 2:
+    if len(clusters) != _PAIR:
         raise HolmesError(
             f"{table.at('clusters')}: {len(clusters)} names; a link joins two clusters"
         )
-    if clusters[0] == clusters[1]:
+    first, second = clusters
+    if first == second:
         raise HolmesError(
-            f"{table.at('clusters')}: a link of {clusters[0]!r} with itself; name two clusters"
+            f"{table.at('clusters')}: a link of {first!r} with itself; name two clusters"
         )
     return clusters
 
 
 def latency_of(table: Table, default: float) -> float:
-    """The key `latency`, in seconds."""
+    """Return the value of the key `latency` in seconds.
+
+    Raises:
+        HolmesError: the value is not a time, or longer than LONGEST_LATENCY_S.
+    """
     seconds = table.seconds("latency", default)
     if seconds > LONGEST_LATENCY_S:
         raise HolmesError(
@@ -198,135 +262,198 @@ def latency_of(table: Table, default: float) -> float:
     return seconds
 
 
-def notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
-    """What is possible but looks unintended; node_rates: bits/s of one node's Ethernet NIC, by cluster."""
-    result = []
-    for name, rate in wan.uplink_of.items():
-        if rate < node_rates[name]:
-            less = f"less than one node's {format_rate(node_rates[name])}"
-            result.append(f"the uplink of cluster {name!r} is {format_rate(rate)}, {less}")
+def rate_notes(wan: Wan, node_rates: Mapping[str, int]) -> list[str]:
+    """Return one sentence for each rate that is allowed but probably a mistake.
+
+    Args:
+        wan: The network between the clusters.
+        node_rates: Cluster -> Ethernet rate of one of its nodes, in bits/s.
+    """
+    sentences = []
+    for name, uplink_bps in wan.uplink_of.items():
+        if uplink_bps < node_rates[name]:
+            sentences.append(
+                f"the uplink of cluster {name!r} is {format_rate(uplink_bps)}, "
+                f"less than one node's {format_rate(node_rates[name])}"
+            )
     for link in wan.between:
         for name in link.clusters:
-            if link.rate_bps > (uplink := wan.uplink_of.get(name, link.rate_bps)):
-                more = (
-                    f"{format_rate(link.rate_bps)}, more than the uplink of {name!r} "
-                    f"({format_rate(uplink)})"
+            uplink_bps = wan.uplink_of.get(name, link.rate_bps)
+            if link.rate_bps > uplink_bps:
+                sentences.append(
+                    f"the link between {_names(link.clusters)} is {format_rate(link.rate_bps)}, "
+                    f"more than the uplink of {name!r} ({format_rate(uplink_bps)})"
                 )
-                result.append(f"the link between {_names(link.clusters)} is {more}")
-    return result
+    return sentences
 
 
 def _names(pair: Sequence[str]) -> str:
     return " and ".join(map(repr, pair))
 
 
+#: Measured (bytes, seconds), growing.
 Points = tuple[tuple[float, float], ...]
+#: TOML header of a table or of an item of a list of tables.
 _HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?")
-_OURS = ("link", "measured")
+#: Top-level keys of the tables that `holmes probe` writes.
+_MEASURED_KEYS = ("link", "measured")
 NOTE = "# measured by `holmes probe`; it replaces these tables, and only these"
+#: Upper limit of measured sizes and times, which only keeps nonsense out.
+_LARGEST_NUMBER = 1e18
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """(bytes, seconds) of messages and of ring steps; () where not measured."""
+    """Measured times of one fabric."""
 
-    send: Points = ()
-    ring: Points = ()
+    send: Points = ()  # (bytes of a message, seconds from node to node), () if not measured
+    ring: Points = ()  # (bytes that a rank passes on, seconds) of a step of a ring, () if not measured
 
 
 @dataclass(frozen=True)
 class MeasuredPair(Between):
-    """One `[[measured]]`. rate_bps: bits/s of several nodes at once; latency_s: half a round trip."""
+    """Measured link between two clusters: one `[[measured]]` of cluster.toml.
+
+    The rate is that of several nodes at once, the latency half a round trip.
+    """
 
 
 def parse_pairs(top: Table, clusters: Sequence[str]) -> tuple[MeasuredPair, ...]:
-    """The `[[measured]]` tables; HolmesError names the key."""
+    """Return the measured links between the clusters of a cluster.toml.
+
+    Args:
+        top: The whole file.
+        clusters: Names of all clusters.
+
+    Raises:
+        HolmesError: a [[measured]] is wrong, or two are for the same pair.
+    """
     pairs: dict[frozenset[str], MeasuredPair] = {}
     for table in top.tables("measured"):
         names = cluster_pair(table, clusters)
-        table.take("latency", str)
-        pair = MeasuredPair(
-            names, table.rate("rate"), latency_of(table, 0.0), table.rate("stream", required=False)
-        )
-        table.done()
-        if pairs.setdefault(frozenset(names), pair) is not pair:
+        if frozenset(names) in pairs:
             raise HolmesError(
                 f"{table.at('clusters')}: the pair {' and '.join(names)} is given twice; probe again"
             )
+        table.take("latency", str)  # required
+        pairs[frozenset(names)] = MeasuredPair(
+            names,
+            rate_bps=table.rate("rate"),
+            latency_s=latency_of(table, default=0.0),
+            stream_bps=table.rate("stream", required=False),
+        )
+        table.done()
     return tuple(pairs.values())
 
 
 def parse_links(table: Table, fabrics: set[str]) -> dict[str, MeasuredLink]:
-    """The tables by fabric name; HolmesError names the key."""
-    result = {}
+    """Return the measured times of each fabric, by the fabric's name.
+
+    Args:
+        table: The table `link` of a cluster.toml.
+        fabrics: Names of all fabrics.
+
+    Raises:
+        HolmesError: a fabric does not exist, or its measured times are wrong.
+    """
+    links = {}
     for name in list(table.values):
         link = table.table(name)
         if name not in fabrics:
             known = ", ".join(sorted(fabrics))
             raise HolmesError(f"{table.at(name)}: there is no fabric of that name; known: {known}")
-        result[name] = MeasuredLink(_points(link, "send"), _points(link, "ring"))
+        links[name] = MeasuredLink(send=_points(link, "send"), ring=_points(link, "ring"))
         link.done()
-    return result
+    return links
 
 
 def _points(table: Table, key: str) -> Points:
+    """Return the list of [bytes, seconds] that a key has, () without the key.
+
+    Raises:
+        HolmesError: the list has a single entry, or an entry is not two growing numbers above 0.
+    """
     points: list[tuple[float, float]] = []
     for index, row in enumerate(table.list(key, list, ())):
         item = f"{table.at(key)}: item {index}"
-        numbers = [
-            value
-            for value in row
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-        ]
-        if len(row) != 2 or len(numbers) != 2 or not all(0 < number < 1e18 for number in numbers):
+        if len(row) != _PAIR or not all(_is_measurement(value) for value in row):
             raise HolmesError(f"{item} is {row!r:.60}, not [bytes, seconds], both above 0")
-        if points and not (points[-1][0] < row[0] and points[-1][1] <= row[1]):
-            rule = "bytes must grow and seconds not shrink"
-            raise HolmesError(f"{item}, {row!r:.60}, after {list(points[-1])}: {rule}")
-        points.append((float(row[0]), float(row[1])))
+        size_bytes, seconds = row
+        if points:
+            last_size_bytes, last_seconds = points[-1]
+            if size_bytes <= last_size_bytes or seconds < last_seconds:
+                rule = "bytes must grow and seconds not shrink"
+                raise HolmesError(f"{item}, {row!r:.60}, after {list(points[-1])}: {rule}")
+        points.append((float(size_bytes), float(seconds)))
     if len(points) == 1:
         raise HolmesError(f"{table.at(key)}: one size makes no curve; give two or more")
     return tuple(points)
 
 
-def render(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> str:
-    parts = [NOTE]
+def _is_measurement(value: Any) -> bool:
+    """Return whether a value is a positive number that may be a size or a time."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value < _LARGEST_NUMBER
+
+
+def measured_tables(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> str:
+    """Return measured values as tables of a cluster.toml.
+
+    Args:
+        links: Fabric name -> measured times.
+        pairs: Measured links between clusters.
+    """
+    lines = [NOTE]
     for name, link in links.items():
-        parts.append(f"[link.{name if re.fullmatch('[A-Za-z0-9_-]+', name) else quoted(name)}]")
-        for key in ("send", "ring"):
-            if points := getattr(link, key):
-                listed = ", ".join(f"[{size:.0f}, {seconds:.4g}]" for size, seconds in points)
-                parts.append(f"{key} = [{listed}]")
+        is_bare_key = re.fullmatch("[A-Za-z0-9_-]+", name) is not None
+        lines.append(f"[link.{name if is_bare_key else quoted(name)}]")
+        if link.send:
+            lines.append(f"send = [{_list_of_points(link.send)}]")
+        if link.ring:
+            lines.append(f"ring = [{_list_of_points(link.ring)}]")
     for pair in pairs:
         first, second = pair.clusters
-        parts += ["[[measured]]", f'clusters = ["{first}", "{second}"]']
-        parts.append(f'rate = "{pair.rate_bps / 1e6:.6g}Mb/s"')
-        parts += [f'stream = "{pair.stream_bps / 1e6:.6g}Mb/s"'] if pair.stream_bps else []
-        parts.append(f'latency = "{pair.latency_s * 1e3:.4g}ms"')
-    return "\n".join(parts) + "\n"
+        lines.append("[[measured]]")
+        lines.append(f'clusters = ["{first}", "{second}"]')
+        lines.append(f'rate = "{pair.rate_bps / 1e6:.6g}Mb/s"')
+        if pair.stream_bps:
+            lines.append(f'stream = "{pair.stream_bps / 1e6:.6g}Mb/s"')
+        lines.append(f'latency = "{pair.latency_s * 1e3:.4g}ms"')
+    return "\n".join(lines) + "\n"
 
 
-def merge(
+def _list_of_points(points: Points) -> str:
+    return ", ".join(f"[{size_bytes:.0f}, {seconds:.4g}]" for size_bytes, seconds in points)
+
+
+def with_measured_values(
     text: str, links: Mapping[str, MeasuredLink], source: str, pairs: Sequence[MeasuredPair] = ()
 ) -> str:
-    """`text` of a cluster.toml with its [link] and [[measured]] tables replaced, the rest byte for byte;
-    HolmesError when that cannot be done."""
+    """Return a cluster.toml with new measured values in place of the old ones.
+
+    Everything outside the [link] and [[measured]] tables stays byte for byte.
+
+    Args:
+        text: Content of the file.
+        links: Fabric name -> measured times.
+        source: Name of the file, for the error message.
+        pairs: Measured links between clusters.
+
+    Raises:
+        HolmesError: the old tables are written in a way that cannot be replaced safely.
+    """
+    merged = _without_measured_tables(text).rstrip("\r\n") + "\n\n" + measured_tables(links, pairs)
     before = parse_toml(text, source).values
-    kept, dropping = [], False
-    for line in text.splitlines(keepends=True):
-        if header := _HEADER.fullmatch(line.rstrip("\r\n")):
-            dropping = re.split(r"[.\s]", header[1])[0].strip("\"'") in _OURS
-        if not dropping and line.strip() != NOTE:
-            kept.append(line)
-    merged = "".join(kept).rstrip("\r\n") + "\n\n" + render(links, pairs)
     try:
         after = parse_toml(merged, source).values
     except HolmesError:
         after = {}
-    written = [after.pop(key, None) for key in _OURS]
-    for key in _OURS:
+    # Removing lines may have damaged the file: compare both versions without the measured values.
+    has_measured_values = any(after.get(key) for key in _MEASURED_KEYS)
+    for key in _MEASURED_KEYS:
         before.pop(key, None)
-    if not any(written) or after != before:
+        after.pop(key, None)
+    if not has_measured_values or after != before:
         advice = "put them in tables of their own at the end, or use --dry-run"
         raise HolmesError(
             f"{source}: its [link] and [[measured]] tables cannot be replaced safely; {advice}"
@@ -334,11 +461,34 @@ def merge(
     return merged
 
 
-def store(
+def _without_measured_tables(text: str) -> str:
+    """Return a cluster.toml without the lines of its [link] and [[measured]] tables."""
+    kept = []
+    is_measured_table = False
+    for line in text.splitlines(keepends=True):
+        header = _HEADER.fullmatch(line.rstrip("\r\n"))
+        if header:
+            top_level_key = re.split(r"[.\s]", header[1])[0].strip("\"'")
+            is_measured_table = top_level_key in _MEASURED_KEYS
+        if not is_measured_table and line.strip() != NOTE:
+            kept.append(line)
+    return "".join(kept)
+
+
+def write_measured_values(
     path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
 ) -> None:
-    """Put what was measured into the cluster.toml `path`, which keeps its permissions."""
-    merged = merge(read_text(path, "name a cluster.toml"), links, str(path), pairs)
+    """Write measured values into a cluster.toml, which keeps its permissions.
+
+    Args:
+        path: The cluster.toml.
+        links: Fabric name -> measured times.
+        pairs: Measured links between clusters.
+
+    Raises:
+        HolmesError: the file cannot be read or written, or its tables cannot be replaced safely.
+    """
+    merged = with_measured_values(read_text(path, "name a cluster.toml"), links, str(path), pairs)
     try:
         write_whole(path, merged)
     except OSError as error:

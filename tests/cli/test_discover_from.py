@@ -37,7 +37,7 @@ GIVEN = (
 
 @pytest.fixture
 def ask(monkeypatch):
-    monkeypatch.setattr(slurm, "ask", lambda *argv: ANSWERS[argv])
+    monkeypatch.setattr(slurm, "run_command", lambda *argv: ANSWERS[argv])
 
 
 def discover(*argv):

@@ -100,7 +100,11 @@ def test_address_on_loopback_only(monkeypatch):
         "_all_addresses",
         lambda: {"lo": ("127.0.0.1/8", "10.0.0.1/32"), "x": (), "eth1": ("10.0.1.1/31",)},
     )
-    monkeypatch.setattr(addresses, "_local_address", lambda family, target: ("10.0.0.1", 0))
+    monkeypatch.setattr(
+        addresses,
+        "_local_address",
+        lambda family, target: addresses._LocalAddress("10.0.0.1", interface_index=0),
+    )
     assert egress_interface("10.0.0.9") == "eth1"
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.cluster.wan import MeasuredPair, merge
+from holmes_ext.cluster.wan import MeasuredPair, with_measured_values
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from tests.clusters import TWO, spec, toml
@@ -105,10 +105,10 @@ def test_notes_name_what_looks_unmeant():
 
 
 def test_what_was_measured_takes_the_place_of_what_is_stated():
-    text = merge(
+    text = with_measured_values(
         THREE + PAIRS, {}, "c.toml", [MeasuredPair(("b", "a"), 90_000_000, 0.021, 40_000_000)]
     )
-    found = parse_spec(merge(text, {}, "c.toml", parse_spec(text).pairs))
+    found = parse_spec(with_measured_values(text, {}, "c.toml", parse_spec(text).pairs))
     assert found.digest == parse_spec(THREE + PAIRS).digest  # what was measured does not count
     assert found.pairs == (MeasuredPair(("b", "a"), 90_000_000, 0.021, 40_000_000),)
     path = Links.of_spec(found).site(site_from_spec(found)).path("a0", "b0")

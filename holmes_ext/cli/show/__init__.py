@@ -1,1 +1,1 @@
-"""What the commands share for showing things."""
+"""Output that several commands share, such as tables."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from holmes_ext.cli.show.table import Screen
-from holmes_ext.cluster.spec import KNOWN, SiteSpec, accelerator_of
+from holmes_ext.cluster.spec import KNOWN_GPUS, SiteSpec, accelerator_of
 from holmes_ext.doctor.command import split_command
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options, meant, parse_flags
@@ -118,9 +118,7 @@ def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
         }
         keys = [key for key, value in missing.items() if not value]
         if cluster.gpu and keys and accelerator_of(cluster.gpu) is None:
-            what = (
-                f"gpu {cluster.gpu!r} of cluster {cluster.name}: {did_you_mean(cluster.gpu, KNOWN)}"
-            )
+            what = f"gpu {cluster.gpu!r} of cluster {cluster.name}: {did_you_mean(cluster.gpu, KNOWN_GPUS)}"
             yield f"not known: {what}; without {', '.join(keys)} in cluster.toml these are not counted"
 
 

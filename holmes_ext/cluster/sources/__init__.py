@@ -1,1 +1,1 @@
-"""Other places that know nodes: Slurm, Kubernetes, hostfiles; what they say as clusters of a cluster.toml."""
+"""Readers of node lists (Slurm, Kubernetes, hostfiles), and the cluster.toml made from them."""

@@ -1,8 +1,10 @@
-"""Nodes that another program knows, as clusters: alike and on one fabric.
+"""Nodes that another program lists, grouped into clusters with the same hardware and fabric.
 
-found nodes    a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1     asked for: what nobody but a
-               a1 ib h100 x 8 fabric "spine"          cluster "roce": b0      person knows (rates, a kind
-               b0 roce h100 x 8 fabric "spine"                                that no label tells)
+    listed nodes   a0 ib h100 x 8 fabric "spine"     ->   cluster "ib": a0 a1
+                   a1 ib h100 x 8 fabric "spine"          cluster "roce": b0
+                   b0 roce h100 x 8 fabric "spine"
+
+The program may have no rates, or no labels that name the kind of NIC. Those values come from the user.
 """
 
 from __future__ import annotations
@@ -13,118 +15,159 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from holmes_ext.cluster.nic import KINDS
-from holmes_ext.cluster.spec import KNOWN
+from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 
 _WORD = re.compile(r"[a-z0-9]+")
 
 
+class _Hardware(NamedTuple):
+    """Properties that all nodes of a cluster have in common."""
+
+    fabric: str
+    kind: str
+    gpu: str
+    processes: int
+    rate_bps: int
+
+
 @dataclass(frozen=True)
 class FoundNode:
-    """kind: of its fast NICs; fabric: a name for what it shares with others; rate_bps: of all its fast NICs
-    ("", "", 0: not told); group: what its source calls its like; why_not: why no job can use it now."""
+    """Node that another program lists. Empty and zero values are unknown."""
 
     name: str
-    processes: int
-    kind: str = ""
+    processes: int  # one for each GPU
+    kind: str = ""  # kind of the fast NICs
     gpu: str = ""
-    fabric: str = ""
-    rate_bps: int = 0
-    group: tuple[str, ...] = ()
-    why_not: str = ""
+    fabric: str = ""  # name of the network that the node shares with other nodes
+    rate_bps: int = 0  # all fast NICs together
+    group: tuple[str, ...] = ()  # groups of the node in the program: partitions, features, pools
+    why_not: str = ""  # reason why no job can use the node now, "" if one can
+
+    @property
+    def hardware(self) -> _Hardware:
+        """Properties by which nodes are grouped into clusters."""
+        return _Hardware(self.fabric, self.kind, self.gpu, self.processes, self.rate_bps)
 
 
 @dataclass(frozen=True)
 class FoundCluster:
-    """Of alike nodes. kind "", rate_bps 0: to be asked for."""
+    """Nodes with the same hardware. An empty kind or a rate of 0 must come from the user."""
 
     name: str
     nodes: tuple[str, ...]
-    processes: int
-    kind: str = ""
+    processes: int  # on each node
+    kind: str = ""  # kind of the fast NICs
     gpu: str = ""
-    rate_bps: int = 0
-    fabric: str = ""
+    rate_bps: int = 0  # all fast NICs of one node together
+    fabric: str = ""  # name of a fabric that several clusters share
 
 
 def kind_of(words: Iterable[str]) -> str:
-    """The kind of NIC that features or labels name; "" where none does, or several do."""
+    """Return the kind of NIC that the features or labels of a node name.
+
+    The kind is "" if the words name none, or several.
+    """
     tokens = {token for text in words for token in _WORD.findall(text.lower())}
     kinds = [name for name, kind in KINDS.items() if tokens.intersection(kind.words)]
     return kinds[0] if len(kinds) == 1 else ""
 
 
 def gpu_name(text: str) -> str:
-    """ "H100" of "NVIDIA-H100-80GB-HBM3", "h100", "tesla_h100"; `text` itself where it names no known GPU."""
+    """Return the known GPU model in a name, or the name itself if it has none.
+
+    "NVIDIA-H100-80GB-HBM3", "h100" and "tesla_h100" all give "H100".
+    """
     words = _WORD.findall(text.lower())
-    return next((name for name in KNOWN if name.lower() in words), text)
+    for name in KNOWN_GPUS:
+        if name.lower() in words:
+            return name
+    return text
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
-    """Nodes alike in kind, GPUs and fabric, in order. HolmesError: a node is named twice, or none is."""
+    """Return the clusters that nodes with the same hardware form, in the order of their first nodes.
+
+    Raises:
+        HolmesError: there is no node, or two have the same name.
+    """
     names: set[str] = set()
-    members: dict[tuple[object, ...], list[FoundNode]] = {}
+    groups: dict[_Hardware, list[FoundNode]] = {}
     for node in nodes:
         if node.name in names:
             raise HolmesError(f"node {node.name!r} is named twice")
         names.add(node.name)
-        members.setdefault(
-            (node.fabric, node.kind, node.gpu, node.processes, node.rate_bps), []
-        ).append(node)
-    if not members:
+        groups.setdefault(node.hardware, []).append(node)
+    if not groups:
         raise HolmesError(
             "no node has a GPU or a slot for a process: there is nothing to make a cluster of"
         )
-    result = []
-    for name, alike in zip(_named(list(members.values())), members.values()):
-        first = alike[0]
-        others = [
-            group[0]
-            for group in members.values()
-            if group is not alike and group[0].fabric == first.fabric
-        ]
-        shared = (
-            first.fabric
-            and first.kind
-            and others
-            and all(other.kind == first.kind for other in others)
-        )
-        result.append(
+    clusters = []
+    for name, (hardware, group) in zip(_cluster_names(list(groups.values())), groups.items()):
+        clusters.append(
             FoundCluster(
                 name,
-                tuple(node.name for node in alike),
-                first.processes,
-                first.kind,
-                first.gpu,
-                first.rate_bps,
-                _plain(first.fabric) if shared else "",
+                nodes=tuple(node.name for node in group),
+                processes=hardware.processes,
+                kind=hardware.kind,
+                gpu=hardware.gpu,
+                rate_bps=hardware.rate_bps,
+                fabric=_as_name(hardware.fabric) if _shares_fabric(hardware, groups) else "",
             )
         )
-    return result
+    return clusters
 
 
-def _named(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
-    """What its source calls exactly these nodes, else kind and GPU or the fabric, else a number."""
-    owner: dict[str, set[str]] = {}
-    for node in (node for group in groups for node in group):
-        for text in node.group:
-            owner.setdefault(text, set()).add(node.name)
-    described = ["-".join(filter(None, [group[0].kind, group[0].gpu.lower()])) for group in groups]
-    taken: list[str] = []
-    for number, group in enumerate(groups):
-        members, looks = {node.name for node in group}, described[number]
-        exact = [text for text in group[0].group if owner[text] == members]
-        alone = [looks] if described.count(looks) == 1 else []
-        choices = map(_plain, (*exact, *alone, group[0].fabric))
-        # that is the common network
-        free = (text for text in choices if text and text not in (*taken, "ethernet"))
-        taken.append(next(free, f"cluster{number + 1}"))
-    return taken
+def _shares_fabric(hardware: _Hardware, every: Iterable[_Hardware]) -> bool:
+    """Return whether several clusters are on the fabric of one, all with the same known kind of NIC.
+
+    Clusters of different kinds cannot communicate over a fabric, even if the program says that they share it.
+
+    Args:
+        hardware: Hardware of one cluster.
+        every: Hardware of all clusters.
+    """
+    on_fabric = [other for other in every if other.fabric == hardware.fabric]
+    kinds = {other.kind for other in on_fabric}
+    return bool(hardware.fabric and hardware.kind) and len(on_fabric) > 1 and len(kinds) == 1
 
 
-def _plain(text: str) -> str:
-    """As a name of cluster.toml may be."""
+def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
+    """Return a name for each group of nodes with the same hardware.
+
+    The first of these that no earlier group has: the program's name for exactly these nodes, the kind of NIC and
+    the GPU if no other group has both, the fabric, or a number.
+    """
+    nodes_of_label: dict[str, set[str]] = {}  # the program's group -> names of its nodes
+    for group in groups:
+        for node in group:
+            for label in node.group:
+                nodes_of_label.setdefault(label, set()).add(node.name)
+    descriptions = [_description(group[0]) for group in groups]
+    taken = {"ethernet"}  # name of the network that reaches every node
+    names = []
+    for number, (group, description) in enumerate(zip(groups, descriptions), start=1):
+        first = group[0]
+        members = {node.name for node in group}
+        candidates = [label for label in first.group if nodes_of_label[label] == members]
+        if descriptions.count(description) == 1:
+            candidates.append(description)
+        candidates.append(first.fabric)
+        free = [name for name in map(_as_name, candidates) if name and name not in taken]
+        name = free[0] if free else f"cluster{number}"
+        taken.add(name)
+        names.append(name)
+    return names
+
+
+def _description(node: FoundNode) -> str:
+    """Return the kind of NIC and the GPU of a node, such as "ib-h100"."""
+    return "-".join(filter(None, [node.kind, node.gpu.lower()]))
+
+
+def _as_name(text: str) -> str:
+    """Return a text with the characters replaced that a name in cluster.toml cannot have."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", text).strip("-._")
 
 
@@ -152,13 +195,13 @@ def completed(
         rates: Name of a cluster -> bits/s of all fast NICs of one node.
 
     Raises:
-        HolmesError: no cluster has one of the names, or a kind does not exist.
+        HolmesError: a name is not that of a cluster, or a kind does not exist.
     """
-    known = [cluster.name for cluster in clusters]
+    names = [cluster.name for cluster in clusters]
     for name in (*kinds, *rates):
-        if name not in known:
+        if name not in names:
             raise HolmesError(
-                f"no cluster {name!r} was found; there are {some_of(known) or 'no new ones'}"
+                f"no cluster {name!r} was found; there are {some_of(names) or 'no new ones'}"
             )
     for name, kind in kinds.items():
         if kind not in KINDS:

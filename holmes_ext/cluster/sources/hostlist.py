@@ -1,7 +1,7 @@
-"""Lists of hosts, as Slurm and cluster.toml write them: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
+"""Host lists, as Slurm and cluster.toml write them: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
 
-Brackets hold numbers and ranges. A number keeps the zeros in front of it. The last bracket counts fastest.
-Slurm's manual of scontrol has the format under `show hostnames`.
+Brackets hold numbers and ranges. A number keeps its leading zeros. With several brackets, the last one counts
+fastest. The format is documented in Slurm's manual of scontrol, under `show hostnames`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import re
 from collections.abc import Iterable, Iterator
 from itertools import product
 from math import prod
+from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
 
-#: Hosts that one list may name.
+#: Largest number of hosts in a list.
 MAX_NODES = 100_000
 _ITEM = re.compile(r"(?:[^,\[\]\s]|\[[^\[\]]*\])+")
-_PART = re.compile(r"\[([^\]]*)\]")
+_BRACKETS = re.compile(r"\[([^\]]*)\]")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
 _NUMBERED = re.compile(r"(.*?)([0-9]+)([^0-9]*)")
 
@@ -25,6 +26,7 @@ def expand(text: str, where: str) -> list[str]:
     """Return the names of the hosts in a list, in the order of the list.
 
     Args:
+        text: A host list, such as "gpu[01-04],x1".
         where: The file and key, option or variable that has the list, for the error message.
 
     Raises:
@@ -34,21 +36,31 @@ def expand(text: str, where: str) -> list[str]:
     items = _ITEM.findall(text)
     if ",".join(items) != text:
         raise HolmesError(f"{where}: {text!r:.80} is not a list of hosts such as gpu[01-04],x1")
-    result: list[str] = []
+    hosts: list[str] = []
     for item in items:
-        pieces = _PART.split(item)  # text, inside of brackets, text, ...
-        choices = [
-            list(_numbers(piece, text, where)) if place % 2 else [piece]
-            for place, piece in enumerate(pieces)
-        ]
-        if len(result) + prod(map(len, choices)) > MAX_NODES:
+        choices: list[list[str]] = []
+        # The split alternates: text outside of brackets, text inside of brackets, text outside, ...
+        for position, piece in enumerate(_BRACKETS.split(item)):
+            is_inside = position % 2 == 1
+            choices.append(list(_numbers(piece, text, where)) if is_inside else [piece])
+        count = prod(len(choice) for choice in choices)
+        if len(hosts) + count > MAX_NODES:
             raise HolmesError(f"{where}: {text!r:.80} names more than {MAX_NODES} hosts")
-        result += map("".join, product(*choices))
-    return result
+        hosts += ["".join(pieces) for pieces in product(*choices)]
+    return hosts
 
 
 def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
-    """Return the numbers that one bracket of `text` stands for, with their leading zeros."""
+    """Yield the numbers that a bracket stands for, with their leading zeros.
+
+    Args:
+        inside: Content of the bracket: "01-04,7".
+        text: The list with the bracket, for error messages.
+        where: The file and key, option or variable that has the list, for error messages.
+
+    Raises:
+        HolmesError: the content is not numbers and ranges, or a range is too long.
+    """
     for part in inside.split(","):
         match = _RANGE.fullmatch(part)
         if match is None:
@@ -64,7 +76,8 @@ def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
                 f"{where}: range {part} in {text!r:.80} names more than {MAX_NODES} hosts"
             )
         width = len(match[1])
-        yield from (f"{number:0{width}d}" for number in range(first, last + 1))
+        for number in range(first, last + 1):
+            yield f"{number:0{width}d}"
 
 
 def folded(names: Iterable[str]) -> str:
@@ -73,43 +86,68 @@ def folded(names: Iterable[str]) -> str:
     Hosts whose names differ only in the last number, with as many digits, share brackets. Numbers in brackets
     are sorted; brackets are in the order of their first hosts.
     """
-    return ",".join(
-        _written(*key, ",".join(parts), several) for key, parts, several in _grouped(names)
-    )
+    items = []
+    for group in _grouped(names):
+        numbers = ",".join(group.ranges)
+        if group.hosts > 1:
+            numbers = f"[{numbers}]"
+        items.append(f"{group.prefix}{numbers}{group.suffix}")
+    return ",".join(items)
 
 
 def runs(names: Iterable[str]) -> list[str]:
-    """Return the hosts as texts of at most one range each: "a[0-2]", "a5", "b1". The order is folded()'s."""
-    return [
-        _written(*key, part, "-" in part) for key, parts, _ in _grouped(names) for part in parts
-    ]
+    """Return the hosts as texts of at most one range each: "a[0-2]", "a5", "b1".
+
+    The order is the same as in `folded()`.
+    """
+    texts = []
+    for group in _grouped(names):
+        for numbers in group.ranges:
+            if "-" in numbers:
+                numbers = f"[{numbers}]"
+            texts.append(f"{group.prefix}{numbers}{group.suffix}")
+    return texts
 
 
-_Key = tuple[str, str]
+class _HostGroup(NamedTuple):
+    """Hosts whose names differ only in their last number."""
+
+    prefix: str
+    suffix: str
+    ranges: list[str]  # their numbers: "0-2", "5"; [""] for a host without a number
+    hosts: int
 
 
-def _grouped(names: Iterable[str]) -> Iterator[tuple[_Key, list[str], bool]]:
-    """((prefix, suffix), numbers and ranges, whether they are several hosts)."""
+def _grouped(names: Iterable[str]) -> Iterator[_HostGroup]:
+    """Yield groups of hosts whose names differ only in their last number, with as many digits."""
+    # (text before the number, text after it, digits of the number) -> numbers
     groups: dict[tuple[str, str, int], list[int]] = {}
     for name in dict.fromkeys(names):
         match = _NUMBERED.fullmatch(name)
         prefix, digits, suffix = match.groups() if match else (name, "", "")
         groups.setdefault((prefix, suffix, len(digits)), []).append(int(digits or 0))
     for (prefix, suffix, width), numbers in groups.items():
-        parts: list[list[int]] = []
-        for number in sorted(numbers):
-            if parts and number == parts[-1][-1] + 1:
-                parts[-1].append(number)
-            else:
-                parts.append([number])
-        shown = [
-            "-".join(f"{end:0{width}d}" for end in dict.fromkeys((part[0], part[-1])))
-            if width
-            else ""
-            for part in parts
-        ]
-        yield (prefix, suffix), shown, len(numbers) > 1
+        ranges = _ranges(numbers, width) if width else [""]
+        yield _HostGroup(prefix, suffix, ranges, hosts=len(numbers))
 
 
-def _written(prefix: str, suffix: str, numbers: str, several: bool) -> str:
-    return f"{prefix}[{numbers}]{suffix}" if several else f"{prefix}{numbers}{suffix}"
+def _ranges(numbers: Iterable[int], width: int) -> list[str]:
+    """Return numbers as texts, with a range for numbers in a row: "00-02", "05".
+
+    Args:
+        numbers: Different numbers in any order.
+        width: Digits of each number, filled up with zeros.
+    """
+    rows: list[list[int]] = []
+    for number in sorted(numbers):
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    texts = []
+    for row in rows:
+        text = f"{row[0]:0{width}d}"
+        if len(row) > 1:
+            text += f"-{row[-1]:0{width}d}"
+        texts.append(text)
+    return texts

@@ -1,10 +1,11 @@
-"""`kubectl get nodes -o json`: what operators and clouds write onto nodes, as labels and as resources.
+"""Reader of `kubectl get nodes -o json`: labels and resources that operators and clouds give to nodes.
 
-GPUs      nvidia.com/gpu.product, .count (GPU feature discovery); resource nvidia.com/gpu
-kind      backend.coreweave.cloud/flavor, resources rdma/... and labels that name it; an NVIDIA NIC that
-          can RDMA (feature.node.kubernetes.io/rdma.capable, pci-15b3) may be either: asked for
-rate      ib.coreweave.cloud/speed, backend.coreweave.cloud/speed
-fabric    the first label of FABRICS that nodes have
+GPUs      labels nvidia.com/gpu.product and .count (GPU feature discovery), or resource nvidia.com/gpu
+kind      label backend.coreweave.cloud/flavor, or resources rdma/... and labels that name the kind. An NVIDIA
+          NIC that supports RDMA (feature.node.kubernetes.io/rdma.capable, pci-15b3) may be InfiniBand or
+          RoCE, so then the kind comes from the user
+rate      label ib.coreweave.cloud/speed or backend.coreweave.cloud/speed
+fabric    the first label of FABRICS that the node has
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
 from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 
-#: Labels that say which nodes are on one network, the surest first: of fabrics themselves, then of blocks and
-#: islands of clouds (whose RDMA networks end there), then the zone.
+#: Labels with the same value on nodes of one network, the most reliable first: fabrics themselves, then blocks
+#: and islands of clouds, which their RDMA networks do not leave, then the zone.
 FABRICS = (
     "backend.coreweave.cloud/fabric",
     "ib.coreweave.cloud/fabric",
@@ -32,12 +33,15 @@ FABRICS = (
     "topology.k8s.aws/network-node-layer-1",
     "topology.kubernetes.io/zone",
 )
+#: Labels with the rate of the fast NICs.
 _SPEEDS = (
     "backend.coreweave.cloud/speed",
     "ib.coreweave.cloud/speed",
     "ib.coreweave.cloud/speed.expected",
 )
+#: Labels with the kind of the fast NICs.
 _FLAVORS = ("backend.coreweave.cloud/flavor",)
+#: Labels whose values may name a cluster.
 _GROUPS = (
     "node.kubernetes.io/instance-type",
     "cloud.google.com/gke-nodepool",
@@ -51,87 +55,118 @@ _ADVICE = "write it with: kubectl get nodes -o json > nodes.json"
 
 
 def read_nodes(path: str) -> list[FoundNode]:
-    """Nodes with GPUs; path "-": standard input. HolmesError when it is not what kubectl prints."""
+    """Return the nodes that have GPUs.
+
+    Args:
+        path: File with the output of `kubectl get nodes -o json`; "-" for standard input.
+
+    Raises:
+        HolmesError: the file is something else, or no node has a GPU.
+    """
     text = sys.stdin.read() if path == "-" else read_text(path, _ADVICE)
     try:
         document = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise HolmesError(f"{path}: not valid JSON: {str(error)[:100]}; {_ADVICE}") from None
     items = document.get("items", [document]) if isinstance(document, dict) else None
-    if not isinstance(items, list) or not all(
-        isinstance(item, dict) and item.get("kind") == "Node" for item in items
-    ):
+    if not isinstance(items, list) or not all(_is_node(item) for item in items):
         raise HolmesError(f"{path}: not Kubernetes nodes; {_ADVICE}")
-    result = [node for item in items if (node := _node(item, path)) is not None]
-    if not result:
+    nodes = [_node(item, path) for item in items]
+    with_gpus = [node for node in nodes if node is not None]
+    if not with_gpus:
         raise HolmesError(
             f"{path}: no node has a GPU (label nvidia.com/gpu.count or resource "
             f"{_GPU_RESOURCE}): is NVIDIA's GPU operator or device plugin installed?"
         )
-    return result
+    return with_gpus
+
+
+def _is_node(item: object) -> bool:
+    return isinstance(item, dict) and item.get("kind") == "Node"
 
 
 def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:
-    """None without a GPU."""
-    metadata, status, spec = (_table(item, key) for key in ("metadata", "status", "spec"))
-    name, labels = (
-        metadata.get("name"),
-        {str(k): str(v) for k, v in _table(metadata, "labels").items()},
-    )
+    """Return the description of a Kubernetes node, None for a node without GPUs.
+
+    Args:
+        item: The node as JSON.
+        path: File with the node, for the error message.
+
+    Raises:
+        HolmesError: the node has no name.
+    """
+    metadata = _table(item, "metadata")
+    spec = _table(item, "spec")
+    status = _table(item, "status")
+    name = metadata.get("name")
     if not isinstance(name, str) or not name:
         raise HolmesError(f"{path}: a node has no name; {_ADVICE}")
+    labels = {str(label): str(value) for label, value in _table(metadata, "labels").items()}
     resources = {**_table(status, "capacity"), **_table(status, "allocatable")}
-    counts = [_count(resources.get(_GPU_RESOURCE)), _count(labels.get("nvidia.com/gpu.count"))]
-    if not any(counts):
+    gpu_counts = [_count(resources.get(_GPU_RESOURCE)), _count(labels.get("nvidia.com/gpu.count"))]
+    if not any(gpu_counts):
         return None
-    count = min(filter(None, counts))  # time slicing offers each GPU several times
-    fabric = next((labels[label] for label in FABRICS if labels.get(label)), "")
-    speed = next(
-        (match for label in _SPEEDS if (match := _SPEED.fullmatch(labels.get(label, "")))), None
-    )
     product = labels.get("nvidia.com/gpu.product") or labels.get("gpu.nvidia.com/model") or ""
-    groups = tuple(labels[label] for label in _GROUPS if label in labels)
     return FoundNode(
         name,
-        count,
-        _kind(labels, resources),
-        gpu_name(product),
-        fabric,
-        int(speed[1]) * 10**9 if speed else 0,
-        groups,
-        _why_not(spec, status),
+        # With time slicing, the resource counts each GPU several times.
+        processes=min(filter(None, gpu_counts)),
+        kind=_kind(labels, resources),
+        gpu=gpu_name(product),
+        fabric=next((labels[label] for label in FABRICS if labels.get(label)), ""),
+        rate_bps=_rate_bps(labels),
+        group=tuple(labels[label] for label in _GROUPS if label in labels),
+        why_not=_why_not(spec, status),
     )
 
 
 def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Return the JSON object of a key, an empty one if the key is missing or holds another value."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}
 
 
 def _count(value: object) -> int:
+    """Return a count that labels hold as text, 0 if the value is not a count."""
     return int(str(value)) if str(value).isdecimal() else 0
 
 
+def _rate_bps(labels: Mapping[str, str]) -> int:
+    """Return the rate of a node's fast NICs in bits/s that a label states, 0 if none does."""
+    for label in _SPEEDS:
+        match = _SPEED.fullmatch(labels.get(label, ""))
+        if match:
+            return int(match[1]) * 10**9
+    return 0
+
+
 def _kind(labels: Mapping[str, str], resources: Mapping[str, Any]) -> str:
-    """ "" where nothing tells InfiniBand from RoCE, or a NIC from none."""
-    said = [labels[label] for label in _FLAVORS if label in labels]
-    if not said:
-        said = [
-            name
-            for name in resources
-            if name.startswith(("rdma/", "nvidia.com/", "openshift.io/"))
-            and _count(resources[name])
+    """Return the kind of a node's fast NICs, "" if neither labels nor resources name it.
+
+    Args:
+        labels: Label -> value.
+        resources: Resource -> number that the node has.
+    """
+    words = [labels[label] for label in _FLAVORS if label in labels]
+    if not words:
+        prefixes = ("rdma/", "nvidia.com/", "openshift.io/")
+        words += [
+            name for name, count in resources.items() if name.startswith(prefixes) and _count(count)
         ]
-        said += [label for label in labels if label.startswith("ib.coreweave.cloud/")]
-    return kind_of(said)
+        words += [label for label in labels if label.startswith("ib.coreweave.cloud/")]
+    return kind_of(words)
 
 
 def _why_not(spec: Mapping[str, Any], status: Mapping[str, Any]) -> str:
-    conditions = {
-        entry.get("type"): entry.get("status")
-        for entry in status.get("conditions") or ()
-        if isinstance(entry, dict)
-    }
-    if conditions.get("Ready", "True") != "True":
-        return "not ready"
+    """Return the reason why no job can use a node now, "" if one can.
+
+    Args:
+        spec: `spec` of the Kubernetes node.
+        status: `status` of the Kubernetes node.
+    """
+    for condition in status.get("conditions") or ():
+        if not isinstance(condition, dict) or condition.get("type") != "Ready":
+            continue
+        if condition.get("status") != "True":
+            return "not ready"
     return "cordoned" if spec.get("unschedulable") else ""

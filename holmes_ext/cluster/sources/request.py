@@ -1,9 +1,9 @@
-"""Chosen nodes as lines of sbatch, an MPI hostfile, a node affinity of Kubernetes.
+"""Chosen nodes in the formats of sbatch, of MPI hostfiles, and of Kubernetes.
 
-#SBATCH --nodes=12 --constraint="[ib*8&roce*4]"         any nodes with these features will do
-#SBATCH --nodes=8 --nodelist=a[0-7]                     or these very nodes; a heterogeneous
-                                                        job has a component for
-#SBATCH hetjob                                          each cluster
+#SBATCH --nodes=12 --constraint="[ib*8&roce*4]"     any nodes with these features
+
+#SBATCH --nodes=8 --nodelist=a[0-7]                 exactly these nodes; a heterogeneous job
+#SBATCH hetjob                                      has one component for each cluster
 #SBATCH --nodes=4 --nodelist=b[0-3]
 """
 
@@ -15,64 +15,86 @@ from typing import Any
 
 from holmes_ext.cluster.sources.hostlist import folded
 
-#: Node -> its features, as Slurm has them.
+#: Node -> its features in Slurm.
 Features = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
 class ChosenNodes:
-    """Nodes of one cluster, `processes` on each; all_nodes: every one that the cluster has."""
+    """Nodes of one cluster on which a job is to run."""
 
     cluster: str
     nodes: tuple[str, ...]
-    processes: int
-    all_nodes: tuple[str, ...]
+    processes: int  # on each node
+    all_nodes: tuple[str, ...]  # all nodes of the cluster
 
 
 def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
-    """Of one job on all of them; features: where Slurm was asked, so that it may choose the nodes."""
-    per_node = f" --ntasks-per-node={parts[0].processes} --gpus-per-node={parts[0].processes}"
-    count = sum(len(part.nodes) for part in parts)
-    constraints = [_feature(part, features) for part in parts] if features else []
-    if constraints and all(constraints):
-        wanted = "&".join(
-            f"{feature}*{len(part.nodes)}" for feature, part in zip(constraints, parts)
-        )
-        where = f'--constraint="[{wanted}]"' if len(parts) > 1 else f"--constraint={constraints[0]}"
+    """Return the sbatch options of one job on all chosen nodes.
+
+    If each cluster has a feature of its own, Slurm chooses the nodes by features. Otherwise the nodes are named.
+
+    Args:
+        parts: The chosen nodes of each cluster, with the same number of processes per node.
+        features: Features of all nodes; None to name the nodes in any case.
+    """
+    processes = parts[0].processes
+    node_count = sum(len(part.nodes) for part in parts)
+    part_features = [_feature(part, features) for part in parts] if features else []
+    if not part_features or not all(part_features):
+        nodes = f"--nodelist={folded(node for part in parts for node in part.nodes)}"
+    elif len(parts) == 1:
+        nodes = f"--constraint={part_features[0]}"
     else:
-        where = f"--nodelist={folded(node for part in parts for node in part.nodes)}"
-    return [f"#SBATCH --nodes={count}{per_node} {where}"]
+        counts = [f"{feature}*{len(part.nodes)}" for feature, part in zip(part_features, parts)]
+        nodes = f'--constraint="[{"&".join(counts)}]"'
+    return [
+        f"#SBATCH --nodes={node_count} --ntasks-per-node={processes} "
+        f"--gpus-per-node={processes} {nodes}"
+    ]
 
 
 def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
-    """Of a heterogeneous job: a component for each cluster (srun --het-group=0-1 starts one step on all)."""
+    """Return the sbatch options of a heterogeneous job with one component for each cluster.
+
+    `srun --het-group=0-1` starts one step on all components.
+
+    Args:
+        parts: The chosen nodes of each cluster.
+        features: Features of all nodes; None to name the nodes in any case.
+    """
     lines: list[str] = []
     for part in parts:
-        lines += ["#SBATCH hetjob"] * bool(lines) + sbatch_lines([part], features)
+        if lines:
+            lines.append("#SBATCH hetjob")
+        lines += sbatch_lines([part], features)
     return lines
 
 
 def _feature(part: ChosenNodes, features: Features | None) -> str:
-    """One that all nodes of the cluster have and no other node has; "" where there is none."""
+    """Return a feature that all nodes of the cluster have and no other node, "" if there is none."""
     features = features or {}
     members = set(part.all_nodes)
     for name in features.get(part.nodes[0], ()):
-        if {node for node, feature in features.items() if name in feature} == members:
+        nodes_with_feature = {node for node, of_node in features.items() if name in of_node}
+        if nodes_with_feature == members:
             return name
     return ""
 
 
 def hostfile(parts: Sequence[ChosenNodes]) -> str:
-    """Open MPI's and deepspeed's."""
-    return "".join(f"{node} slots={part.processes}\n" for part in parts for node in part.nodes)
+    """Return the chosen nodes as a hostfile of Open MPI and deepspeed."""
+    lines = []
+    for part in parts:
+        lines += [f"{node} slots={part.processes}\n" for node in part.nodes]
+    return "".join(lines)
 
 
 def node_affinity(parts: Sequence[ChosenNodes]) -> dict[str, Any]:
-    """`affinity` of a pod that may run on these nodes alone."""
+    """Return the `affinity` of a Kubernetes pod that may run on the chosen nodes only."""
     names = [node for part in parts for node in part.nodes]
-    term = {
-        "matchExpressions": [{"key": "kubernetes.io/hostname", "operator": "In", "values": names}]
-    }
+    is_chosen_node = {"key": "kubernetes.io/hostname", "operator": "In", "values": names}
+    term = {"matchExpressions": [is_chosen_node]}
     return {
         "nodeAffinity": {
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}

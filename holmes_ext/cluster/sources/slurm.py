@@ -1,9 +1,10 @@
-"""What Slurm knows of its nodes: `scontrol show node`, `scontrol show topology`, `sinfo`.
+"""Reader of Slurm's nodes: `scontrol show node`, `scontrol show topology`.
 
-Kind of NIC: from features (ib, hdr, roce, ...), else asked for. Processes: GPUs of the gres, else none; their
-type from there, else from a feature (h100).
-Fabric: the uppermost switch of the topology; where it joins nodes of different kinds, it is a switch that the
-site made up.
+kind of NIC    a feature names it (ib, hdr, roce, ...); otherwise it comes from the user
+processes      one for each GPU of the node's generic resources (gres)
+GPU            type of the gres; otherwise a feature (h100)
+fabric         the topmost switch above the node in the topology. If that switch connects nodes of different
+               kinds, it is a switch that the site invented for Slurm
 """
 
 from __future__ import annotations
@@ -12,25 +13,29 @@ import contextlib
 import re
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 from packaging.version import Version
 
 from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
 from holmes_ext.cluster.sources.topology import Topology, parse_topology
-from holmes_ext.cluster.spec import KNOWN
+from holmes_ext.cluster.spec import KNOWN_GPUS
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
-#: The oldest Slurm whose words are read: heterogeneous jobs are called so from here on.
+#: Oldest supported Slurm: the first that calls heterogeneous jobs "hetjob".
 OLDEST = Version("20.02")
-#: Seconds for a command of Slurm's, which itself waits for a controller that does not answer.
+#: Seconds that a Slurm command may take. The command itself waits for a controller that does not answer.
 PATIENCE = 60.0
-_MUNGE = "/run/munge/munge.socket.2"  # MUNGE_SOCKET_NAME of its source
-_MEND = "start munged, or ask the cluster's administrators"
-#: Base states in which a node takes jobs, and flags (after "+") with which it does not.
-_FREE = ("IDLE",)
-_OUT = (
+#: Socket of Slurm's authentication service munge (MUNGE_SOCKET_NAME in its source).
+_MUNGE_SOCKET = "/run/munge/munge.socket.2"
+_MUNGE_ADVICE = "start munged, or ask the cluster's administrators"
+#: Base states in which a node can start a job.
+_FREE_STATES = ("IDLE",)
+#: Flags, after "+" in the state, with which a node cannot start a job.
+_UNAVAILABLE_FLAGS = (
     "DRAIN",
     "DOWN",
     "FAIL",
@@ -42,16 +47,38 @@ _OUT = (
     "INVALID_REG",
 )
 _FIELD = re.compile(r"(?:^| )([A-Za-z][\w:]*)=")
-#: What commas outside brackets divide: "gpu:a100:4(S:0,1),craynetwork:4".
+#: Item of a list whose items may have commas in brackets: "gpu:a100:4(S:0,1),craynetwork:4".
 _ITEM = re.compile(r"(?:[^,(]|\([^)]*\))+")
-#: gres/gpu of one node: "gpu:h100:8(S:0-1)", "gpu:8", "gpu:a100_3g.40gb:4".
+#: GPUs in the generic resources of a node: "gpu:h100:8(S:0-1)", "gpu:8", "gpu:a100_3g.40gb:4".
 _GPU = re.compile(r"gpu(?::([A-Za-z][^:(),]*))?(?::(\d+))?(?:\([^)]*\))?")
 
 
-def ask(*argv: str) -> str:
-    """What a command of Slurm's prints; HolmesError where it fails, Slurm is absent, or munge is silent."""
+class NodeStates(NamedTuple):
+    """Nodes of a Slurm cluster."""
+
+    idle: list[str]  # names of the nodes on which a job could start now
+    features: dict[str, list[str]]  # every node -> its features
+
+
+class _Gpus(NamedTuple):
+    """GPUs of one node."""
+
+    model: str  # "" if the resources do not name it
+    count: int
+
+
+def run_command(*argv: str) -> str:
+    """Return the output of a Slurm command.
+
+    Args:
+        argv: The command and its arguments.
+
+    Raises:
+        HolmesError: Slurm is not installed, its controller or munge does not answer, or the command fails.
+    """
+    command = " ".join(argv)
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE)
+        process = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE)
     except FileNotFoundError:
         raise HolmesError(
             f"there is no `{argv[0]}` on this machine: run it on a login node of the Slurm "
@@ -59,135 +86,194 @@ def ask(*argv: str) -> str:
         ) from None
     except subprocess.TimeoutExpired:
         raise HolmesError(
-            f"`{' '.join(argv)}` does not answer within {PATIENCE:g} s; is slurmctld alive"
+            f"`{command}` does not answer within {PATIENCE:g} s; is slurmctld alive"
             " (scontrol ping)?"
         ) from None
     except OSError as error:
         raise HolmesError(f"`{argv[0]}` cannot be started: {why(error)}") from None
-    if done.returncode == 0:
-        return done.stdout
-    said = [line.strip() for line in (done.stderr or done.stdout).splitlines() if line.strip()]
-    munge = [line for line in said if "munge" in line.lower()]
-    if munge:
+    if process.returncode == 0:
+        return process.stdout
+    output = process.stderr or process.stdout
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    about_munge = [line for line in lines if "munge" in line.lower()]
+    if about_munge:
         raise HolmesError(
-            f"Slurm's munge does not answer on this machine ({munge[-1]:.160}); {_MEND}"
+            f"Slurm's munge does not answer on this machine ({about_munge[-1]:.160}); {_MUNGE_ADVICE}"
         )
-    raise HolmesError(
-        f"`{' '.join(argv)}` failed: {said[-1] if said else f'status {done.returncode}':.200}"
-    )
+    reason = lines[-1] if lines else f"status {process.returncode}"
+    raise HolmesError(f"`{command}` failed: {reason:.200}")
 
 
 def check_version() -> None:
-    """HolmesError for a Slurm older than OLDEST, or a dead socket of munge (commands try it for long)."""
+    """Raise HolmesError if Slurm is older than OLDEST, or munge is not running.
+
+    Without munge, Slurm's commands would retry for a long time.
+    """
     with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as munge:
         try:
-            munge.connect(_MUNGE)
+            munge.connect(_MUNGE_SOCKET)
         except ConnectionRefusedError:
             raise HolmesError(
-                f"Slurm's munge does not answer on this machine ({_MUNGE}: nobody listens); {_MEND}"
+                f"Slurm's munge does not answer on this machine ({_MUNGE_SOCKET}: nobody listens); "
+                f"{_MUNGE_ADVICE}"
             ) from None
         except PermissionError:
-            pass  # Slurm says what it makes of it
-    said = ask("scontrol", "--version")
-    match = re.search(r"slurm\D* (\d+\.\d+)", said)
+            pass  # Slurm's commands may have the permission
+    answer = run_command("scontrol", "--version")
+    match = re.search(r"slurm\D* (\d+\.\d+)", answer)
     if match and Version(match[1]) < OLDEST:
         raise HolmesError(
-            f"{said.strip()} is too old: holmes reads Slurm {OLDEST.major}.{OLDEST.minor:02d} and newer"
+            f"{answer.strip()} is too old: holmes reads Slurm {OLDEST.major}.{OLDEST.minor:02d} and newer"
         )
 
 
 def nodes_of_slurm(
     partitions: Sequence[str] = (), topology: Topology | None = None
 ) -> list[FoundNode]:
-    """All nodes that Slurm knows (of these partitions); topology: in place of Slurm's own."""
+    """Return the nodes of the Slurm cluster that this machine belongs to.
+
+    Args:
+        partitions: Partitions whose nodes are wanted; () for all nodes.
+        topology: Topology to use instead of Slurm's own.
+
+    Raises:
+        HolmesError: Slurm does not answer, or a partition has no node.
+    """
     check_version()
-    listed = ask("scontrol", "show", "node", "--oneliner")
+    listed = run_command("scontrol", "show", "node", "--oneliner")
     if topology is None:
-        topology = parse_topology(ask("scontrol", "show", "topology"), "scontrol show topology")
+        topology = parse_topology(
+            run_command("scontrol", "show", "topology"), "scontrol show topology"
+        )
     return parse_nodes(listed, topology, partitions)
 
 
 def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -> list[FoundNode]:
-    """Of `scontrol show node --oneliner`; nodes without GPUs only where none has any. HolmesError: an empty
-    partition."""
-    records = [record for record in map(_fields, text.splitlines()) if "NodeName" in record]
-    known = {name for record in records for name in _words(record.get("Partitions"))}
-    for name in partitions:
-        if name not in known:
-            raise HolmesError(
-                f"--partition {name!r}: Slurm has no node in it; its partitions are"
-                f" {', '.join(sorted(known)) or 'none'}"
-            )
+    """Return the nodes with GPUs. If no node has a GPU, return all nodes, each with one process.
+
+    Args:
+        text: Output of `scontrol show node --oneliner`.
+        topology: Topology of the network.
+        partitions: Partitions whose nodes are wanted; () for all nodes.
+
+    Raises:
+        HolmesError: a partition has no node.
+    """
+    records = _records(text)
+    _check_partitions(records, partitions)
     fabric_of = topology.fabric_of
     nodes = []
     for record in records:
-        name, node_partitions = record["NodeName"], _words(record.get("Partitions"))
-        features = _features(record)
+        name = record["NodeName"]
+        node_partitions = _words(record.get("Partitions"))
         if partitions and not set(partitions).intersection(node_partitions):
             continue
-        gpu, count = _gpus(record.get("Gres", ""))
-        if count and not gpu:
-            models = {gpu_name(feature) for feature in features}.intersection(KNOWN)
-            gpu = models.pop() if len(models) == 1 else ""
+        features = _features(record)
+        gpus = _gpus(record.get("Gres", ""))
+        gpu = gpus.model
+        if gpus.count and not gpu:
+            gpu = _gpu_in_features(features)
         nodes.append(
             FoundNode(
                 name,
-                count,
-                kind_of(features),
-                gpu_name(gpu),
-                fabric_of.get(name, ""),
+                processes=gpus.count,
+                kind=kind_of(features),
+                gpu=gpu_name(gpu),
+                fabric=fabric_of.get(name, ""),
                 group=(*node_partitions, *features),
                 why_not=_why_not(record.get("State", "")),
             )
         )
     with_gpus = [node for node in nodes if node.processes]
-    return with_gpus or [FoundNode(**{**vars(node), "processes": 1}) for node in nodes]
+    return with_gpus or [replace(node, processes=1) for node in nodes]
 
 
-def idle_nodes() -> tuple[list[str], dict[str, list[str]]]:
-    """Those on which a job could start now, and the features of every node, as Slurm says."""
+def _check_partitions(records: Sequence[Mapping[str, str]], partitions: Sequence[str]) -> None:
+    """Raise HolmesError if a partition has no node.
+
+    Args:
+        records: Fields of every node.
+        partitions: Names of partitions.
+    """
+    existing = {name for record in records for name in _words(record.get("Partitions"))}
+    for name in partitions:
+        if name not in existing:
+            raise HolmesError(
+                f"--partition {name!r}: Slurm has no node in it; its partitions are"
+                f" {', '.join(sorted(existing)) or 'none'}"
+            )
+
+
+def idle_nodes() -> NodeStates:
+    """Return the nodes on which a job could start now, and the features of every node.
+
+    Raises:
+        HolmesError: Slurm does not answer.
+    """
     check_version()
-    records = [
-        record
-        for record in map(_fields, ask("scontrol", "show", "node", "--oneliner").splitlines())
-        if "NodeName" in record
-    ]
-    idle = [record["NodeName"] for record in records if not _why_not(record.get("State", ""))]
-    return idle, {record["NodeName"]: _features(record) for record in records}
+    records = _records(run_command("scontrol", "show", "node", "--oneliner"))
+    return NodeStates(
+        idle=[record["NodeName"] for record in records if not _why_not(record.get("State", ""))],
+        features={record["NodeName"]: _features(record) for record in records},
+    )
+
+
+def _records(text: str) -> list[dict[str, str]]:
+    """Return the fields of every node in the output of `scontrol show node --oneliner`."""
+    records = [_fields(line) for line in text.splitlines()]
+    return [record for record in records if "NodeName" in record]
 
 
 def _fields(line: str) -> dict[str, str]:
-    """ "NodeName=a0 Gres=gpu:8 OS=Linux 6.1 #1 SMP ..." by key; a value may hold spaces."""
-    places = list(_FIELD.finditer(line))
-    ends = [place.start() for place in places[1:]] + [len(line)]
-    return {place[1]: line[place.end() : end].strip() for place, end in zip(places, ends)}
+    """Return the fields of a line such as "NodeName=a0 Gres=gpu:8 OS=Linux 6.1 #1 SMP ...".
+
+    A value may have spaces: it ends where the next KEY= begins.
+    """
+    matches = list(_FIELD.finditer(line))
+    ends = [match.start() for match in matches[1:]] + [len(line)]
+    return {match[1]: line[match.end() : end].strip() for match, end in zip(matches, ends)}
 
 
 def _words(text: str | None) -> list[str]:
+    """Return the words of a comma-separated value, for which Slurm writes "(null)" if it is empty."""
     return [word for word in (text or "").split(",") if word and word != "(null)"]
 
 
-def _features(record: dict[str, str]) -> list[str]:
+def _features(record: Mapping[str, str]) -> list[str]:
     return _words(record.get("AvailableFeatures"))
 
 
-def _gpus(gres: str) -> tuple[str, int]:
-    """Type and number of a node's GPUs, all of them; ("", 0) for none."""
-    kinds: list[str] = []
+def _gpus(gres: str) -> _Gpus:
+    """Return the GPUs in the generic resources of a node: the first model, and the number of all models."""
+    models: list[str] = []
     count = 0
-    for match in map(_GPU.fullmatch, _ITEM.findall(gres)):
+    for item in _ITEM.findall(gres):
+        match = _GPU.fullmatch(item)
         if match:
-            kinds.append(match[1] or "")
+            models.append(match[1] or "")
             count += int(match[2] or 1)
-    return (kinds[0] if kinds else ""), count
+    return _Gpus(models[0] if models else "", count)
+
+
+def _gpu_in_features(features: Sequence[str]) -> str:
+    """Return the known GPU model that the features of a node name, "" if they name none or several."""
+    models = {gpu_name(feature) for feature in features}.intersection(KNOWN_GPUS)
+    if len(models) != 1:
+        return ""
+    return models.pop()
 
 
 def _why_not(state: str) -> str:
-    """ "" for "IDLE", what keeps a job off for "MIXED", "IDLE+DRAIN", "DOWN*"."""
+    """Return the reason why a node cannot start a job, "" if it can.
+
+    Args:
+        state: State of the node in Slurm: "IDLE", "MIXED", "IDLE+DRAIN", "DOWN*". The star marks a node that does
+            not respond; other characters at the end concern power saving and reservations.
+    """
     base, *flags = state.rstrip("*~#!%$@^-").split("+")
-    if base not in _FREE:
+    if base not in _FREE_STATES:
         return base.lower() or "unknown"
-    out = [flag for flag in flags if flag in _OUT]
-    if out or state.endswith("*"):
-        return (out[0] if out else "not responding").lower().replace("_", " ")
-    return ""
+    for flag in flags:
+        if flag in _UNAVAILABLE_FLAGS:
+            return flag.lower().replace("_", " ")
+    return "not responding" if state.endswith("*") else ""

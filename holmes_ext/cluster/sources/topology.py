@@ -1,12 +1,14 @@
-"""Slurm's topology: which nodes are under which switches or in which blocks, in three notations.
+"""Reader of Slurm's network topology: the nodes under each switch or in each block.
+
+There are three formats:
 
     scontrol show topology     SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
                                SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32] Switches=leaf[1-2]
                                BlockName=b1 BlockIndex=0 Nodes=gpu[01-18] BlockSize=18
-    topology.conf              the same without levels; of an upper switch only Switches
+    topology.conf              the same without levels; an upper switch has only Switches
     topology.yaml              a list of topologies, each a tree or blocks (Slurm 25.05 and newer)
 
-Two nodes are connected where some switch is above both, and in blocks, whose nodes are all on one network.
+Two nodes are on the same fabric if some switch is above both. All nodes in blocks are on one fabric.
 """
 
 from __future__ import annotations
@@ -20,82 +22,106 @@ from typing import Any
 from holmes_ext.cluster.sources.hostlist import expand
 from holmes_ext.errors import HolmesError
 
+#: Key of a KEY=VALUE.
 _KEY = re.compile(r"(?:^|\s)(\w+)=", re.ASCII)
-#: The name of the fabric of all blocks, which Slurm does not name.
+#: Name of the fabric of all blocks, for which Slurm has no name.
 BLOCKS = "blocks"
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A switch with its nodes (a leaf) or its switches, or a block."""
+    """Switch or block of the topology."""
 
     name: str
-    nodes: tuple[str, ...]
-    switches: tuple[str, ...] = ()
+    nodes: tuple[str, ...]  # of a block or a leaf switch; () for an upper switch
+    switches: tuple[str, ...] = ()  # switches below an upper switch
     block: bool = False
 
 
 @dataclass(frozen=True)
 class Topology:
-    """units: switches and blocks. HolmesError for a node under two of them, or switches in a circle."""
+    """Switches and blocks of a network.
+
+    Raises:
+        HolmesError: a node is in two units, or a switch is above itself.
+    """
 
     units: tuple[Unit, ...]
-    source: str
+    source: str  # file or command that describes the topology, for error messages
 
     def __post_init__(self) -> None:
-        owner: dict[str, str] = {}
+        self._check_nodes()
+        self._check_switches()
+
+    def _check_nodes(self) -> None:
+        """Raise HolmesError if a node is in two units, or twice in one."""
+        unit_of_node: dict[str, str] = {}
         for unit in self.units:
             for node in unit.nodes:
-                if node in owner:
-                    twice = owner[node] == unit.name
-                    where = (
-                        f"{unit.name!r} twice" if twice else f"{owner[node]!r} and {unit.name!r}"
-                    )
-                    raise HolmesError(
-                        f"{self.source}: node {node!r} is in {where}; a node is under one "
-                        "switch or in one block"
-                    )
-                owner[node] = unit.name
-        above: dict[str, str] = {}
+                first = unit_of_node.get(node)
+                if first is None:
+                    unit_of_node[node] = unit.name
+                    continue
+                units = f"{first!r} and {unit.name!r}"
+                if first == unit.name:
+                    units = f"{first!r} twice"
+                raise HolmesError(
+                    f"{self.source}: node {node!r} is in {units}; a node is under one "
+                    "switch or in one block"
+                )
+
+    def _check_switches(self) -> None:
+        """Raise HolmesError if a switch is above itself, directly or over other switches."""
+        upper_switch: dict[str, str] = {}
         for unit in self.units:
             for switch in unit.switches:
-                above.setdefault(switch, unit.name)
-        for name in above:
-            seen = {name}
-            while (name := above.get(name, "")) and name not in seen:
-                seen.add(name)
-            if name:
-                raise HolmesError(f"{self.source}: switch {name!r} is above itself")
+                upper_switch.setdefault(switch, unit.name)
+        for start in upper_switch:
+            visited = {start}
+            switch = upper_switch[start]
+            while switch in upper_switch and switch not in visited:
+                visited.add(switch)
+                switch = upper_switch[switch]
+            if switch in visited:
+                raise HolmesError(f"{self.source}: switch {switch!r} is above itself")
 
     @cached_property
     def fabric_of(self) -> dict[str, str]:
-        """Node -> the uppermost switch above it; BLOCKS in a block."""
-        groups: dict[str, str] = {
-            unit.name: unit.name for unit in self.units
-        }  # union of what is connected
+        """Node -> its fabric: the topmost switch above the node, or BLOCKS for a node in a block."""
+        # Union-find: each switch points to a switch of the same fabric, the root of a fabric to itself.
+        parents = {unit.name: unit.name for unit in self.units}
 
         def root(name: str) -> str:
-            while groups.setdefault(name, name) != name:
-                name = groups[name]
+            while parents.setdefault(name, name) != name:
+                name = parents[name]
             return name
 
         for unit in self.units:
             for switch in unit.switches:
-                groups[root(switch)] = root(unit.name)
-        return {
-            node: BLOCKS if unit.block else root(unit.name)
-            for unit in self.units
-            for node in unit.nodes
-        }
+                parents[root(switch)] = root(unit.name)
+        fabrics = {}
+        for unit in self.units:
+            for node in unit.nodes:
+                fabrics[node] = BLOCKS if unit.block else root(unit.name)
+        return fabrics
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """Of topology.conf, `scontrol show topology`, topology.yaml (by its name); HolmesError: the line."""
+    """Return the topology in the output of `scontrol show topology`, or in topology.conf or topology.yaml.
+
+    Args:
+        text: The output, or the content of the file.
+        source: The command, or the path of the file. Its end tells YAML from the other formats.
+
+    Raises:
+        HolmesError: the text is wrong. The message names the line.
+    """
     if source.endswith((".yaml", ".yml")):
         return Topology(tuple(_units_of_yaml(text, source)), source)
     units: dict[str, Unit] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        for keys in _records(line.partition("#")[0]):
+        without_comment = line.partition("#")[0]
+        for keys in _records(without_comment):
             unit = _unit(keys, f"{source}: line {number}")
             if unit is not None and units.setdefault(unit.name, unit) != unit:
                 raise HolmesError(
@@ -105,35 +131,78 @@ def parse_topology(text: str, source: str) -> Topology:
 
 
 def _records(line: str) -> Iterator[dict[str, str]]:
-    """The keys of each switch or block on a line, in lower case."""
+    """Yield the values of each switch or block on a line, by their keys in lower case.
+
+    A switch or block begins with SwitchName= or BlockName=.
+    """
     keys: dict[str, str] = {}
-    places = list(_KEY.finditer(line))
-    for match, following in zip(places, [*places[1:], None]):
-        key, value = (
-            match[1].lower(),
-            line[match.end() : following.start() if following else None].strip(),
-        )
+    matches = list(_KEY.finditer(line))
+    ends = [match.start() for match in matches[1:]] + [len(line)]
+    for match, end in zip(matches, ends):
+        key = match[1].lower()
         if key in ("switchname", "blockname") and keys:
             yield keys
             keys = {}
-        keys[key] = value
+        keys[key] = line[match.end() : end].strip()
     if keys:
         yield keys
 
 
 def _unit(keys: Mapping[str, str], where: str) -> Unit | None:
-    """None for a line that describes none (BlockSizes=...)."""
-    block = "blockname" in keys
+    """Return the switch or block that has the values, None for a line without one (BlockSizes=...).
+
+    Args:
+        keys: Key in lower case -> value.
+        where: File and line, for the error message.
+
+    Raises:
+        HolmesError: a value is not a host list.
+    """
     name = keys.get("blockname") or keys.get("switchname")
     if not name:
         return None
     switches = tuple(expand(keys.get("switches", ""), where))
-    # upper ones repeat what is below them
-    nodes = () if switches else tuple(expand(keys.get("nodes", ""), where))
-    return Unit(name, nodes, switches, block)
+    nodes: tuple[str, ...] = ()
+    if not switches:  # an upper switch repeats the nodes of the switches below it
+        nodes = tuple(expand(keys.get("nodes", ""), where))
+    return Unit(name, nodes, switches, block="blockname" in keys)
 
 
 def _units_of_yaml(text: str, source: str) -> Iterator[Unit]:
+    """Yield the switches and blocks of a topology.yaml.
+
+    If the file has several topologies, the default one counts, or else the first.
+
+    Args:
+        text: Content of the file.
+        source: Path of the file, for error messages.
+
+    Raises:
+        HolmesError: PyYAML is not installed, or the text is not a topology.yaml.
+    """
+    topology = _default_topology(text, source)
+    where = f"{source}: topology {topology.get('topology')!r}"
+    for entry in _list(topology, "tree", "switches", where):
+        switches = tuple(expand(str(entry.get("children") or ""), where))
+        nodes: tuple[str, ...] = ()
+        if not switches:
+            nodes = tuple(expand(str(entry.get("nodes") or ""), where))
+        yield Unit(str(entry.get("switch")), nodes, switches)
+    for entry in _list(topology, "block", "blocks", where):
+        nodes = tuple(expand(str(entry.get("nodes") or ""), where))
+        yield Unit(str(entry.get("block")), nodes, block=True)
+
+
+def _default_topology(text: str, source: str) -> dict[str, Any]:
+    """Return the default topology of a topology.yaml, or the first if none is marked as the default.
+
+    Args:
+        text: Content of the file.
+        source: Path of the file, for error messages.
+
+    Raises:
+        HolmesError: PyYAML is not installed, or the text is not a topology.yaml.
+    """
     try:
         import yaml
     except ModuleNotFoundError:
@@ -144,31 +213,35 @@ def _units_of_yaml(text: str, source: str) -> Iterator[Unit]:
         document = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise HolmesError(f"{source}: not valid YAML: {str(error)[:200]}") from None
-    topologies = (
-        [entry for entry in document if isinstance(entry, dict)]
-        if isinstance(document, list)
-        else []
-    )
+    topologies: list[dict[str, Any]] = []
+    if isinstance(document, list):
+        topologies = [entry for entry in document if isinstance(entry, dict)]
     if not topologies:
         raise HolmesError(f"{source}: not Slurm's topology.yaml, which is a list of topologies")
-    chosen = next(
-        (entry for entry in topologies if entry.get("cluster_default") is True), topologies[0]
-    )
-    where = f"{source}: topology {chosen.get('topology')!r}"
-    for entry in _list(chosen, "tree", "switches", where):
-        switches = tuple(expand(str(entry.get("children") or ""), where))
-        nodes = () if switches else tuple(expand(str(entry.get("nodes") or ""), where))
-        yield Unit(str(entry.get("switch")), nodes, switches)
-    for entry in _list(chosen, "block", "blocks", where):
-        yield Unit(
-            str(entry.get("block")), tuple(expand(str(entry.get("nodes") or ""), where)), block=True
-        )
+    for topology in topologies:
+        if topology.get("cluster_default") is True:
+            return topology
+    return topologies[0]
 
 
 def _list(topology: Mapping[str, Any], kind: str, key: str, where: str) -> Sequence[dict[str, Any]]:
-    inside = topology.get(kind) or {}
-    entries = inside.get(key) if isinstance(inside, dict) else None
-    entries = [] if entries is None else entries
+    """Return the switches or blocks of a topology in YAML, () if it has none.
+
+    Args:
+        topology: The topology.
+        kind: "tree" or "block".
+        key: "switches" or "blocks".
+        where: File and topology, for the error message.
+
+    Raises:
+        HolmesError: the value is not a list of YAML mappings.
+    """
+    section = topology.get(kind)
+    if not isinstance(section, dict):
+        return ()
+    entries = section.get(key)
+    if entries is None:
+        return ()
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise HolmesError(f"{where}: {kind}.{key} is not a list of them")
     return entries

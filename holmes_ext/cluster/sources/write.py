@@ -1,14 +1,15 @@
-"""Found clusters as a cluster.toml: a new one, or put into one that a person wrote.
+"""Writer of a cluster.toml from clusters that another program lists: a new file, or additions to a file.
 
-What is there stays byte for byte. New nodes come to the cluster that holds their like, or into clusters of
-their own at the end.
+Existing text stays byte for byte. New nodes are added to the cluster that already has nodes of the same kind, or
+form new clusters at the end of the file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from holmes_ext.cluster.sources.found import FoundCluster
 from holmes_ext.cluster.sources.hostlist import runs
@@ -18,122 +19,199 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
+#: TOML header of any table.
 _HEADER = re.compile(r"(?m)^\s*\[{1,2}\s*[A-Za-z]")
-_CLUSTER = re.compile(r"\s*\[\[\s*cluster\s*\]\]")
+_CLUSTER_HEADER = re.compile(r"\s*\[\[\s*cluster\s*\]\]")
+#: Begin of the list of nodes, up to its bracket.
 _NODES = re.compile(r"(?m)^\s*nodes\s*=\s*\[")
 
 
+class Additions(NamedTuple):
+    """Nodes that a cluster.toml does not have yet."""
+
+    nodes: dict[str, tuple[str, ...]]  # cluster of the file -> nodes to add
+    clusters: list[FoundCluster]  # clusters to add
+
+
 def new_file(clusters: Sequence[FoundCluster], ethernet_bps: int, source: str) -> str:
-    """A whole cluster.toml; kinds and rates must be known. source: "Slurm", for its first line."""
-    first = f"# from {source} by `holmes discover`; what is changed here stays when it is run again"
-    top = [first, "version = 2", "", "[ethernet]", f'rate = "{_rate(ethernet_bps)}"', ""]
-    return "\n".join([*top, *map(_table, clusters)])
+    """Return the text of a new cluster.toml.
+
+    Args:
+        clusters: Clusters with known kinds and rates.
+        ethernet_bps: Rate of one node on the network that reaches every node, in bits/s.
+        source: Name of the program that lists the nodes, such as "Slurm".
+    """
+    lines = [
+        f"# from {source} by `holmes discover`; what is changed here stays when it is run again",
+        "version = 2",
+        "",
+        "[ethernet]",
+        f'rate = "{_rate(ethernet_bps)}"',
+        "",
+    ]
+    return "\n".join([*lines, *map(_table, clusters)])
 
 
 def _table(cluster: FoundCluster) -> str:
+    """Return a `[[cluster]]` of cluster.toml."""
     lines = ["[[cluster]]", f'name = "{cluster.name}"', f'kind = "{cluster.kind}"']
-    lines += [f'rate = "{_rate(cluster.rate_bps)}"'] if cluster.kind != "ethernet" else []
-    lines += [
-        f"nodes = [{', '.join(map(quoted, runs(cluster.nodes)))}]",
-        f"processes = {cluster.processes}",
-    ]
-    lines += [f"gpu = {quoted(cluster.gpu)}"] if cluster.gpu else []
-    lines += [f'fabric = "{cluster.fabric}"'] if cluster.fabric else []
-    return "\n".join([*lines, ""])
+    if cluster.kind != "ethernet":
+        lines.append(f'rate = "{_rate(cluster.rate_bps)}"')
+    lines.append(f"nodes = [{_items(cluster.nodes)}]")
+    lines.append(f"processes = {cluster.processes}")
+    if cluster.gpu:
+        lines.append(f"gpu = {quoted(cluster.gpu)}")
+    if cluster.fabric:
+        lines.append(f'fabric = "{cluster.fabric}"')
+    return "\n".join(lines) + "\n"
+
+
+def _items(nodes: Sequence[str]) -> str:
+    """Return nodes as items of a TOML list: '"a[0-3]", "b1"'."""
+    return ", ".join(quoted(text) for text in runs(nodes))
 
 
 def _rate(bits_per_second: int) -> str:
+    """Return a rate as cluster.toml has it, with all significant digits."""
     return format_rate(bits_per_second, 12).replace(" ", "")
 
 
-def split(
-    spec: SiteSpec, clusters: Sequence[FoundCluster]
-) -> tuple[dict[str, tuple[str, ...]], list[FoundCluster]]:
-    """What the file does not know: nodes for clusters that hold others of theirs; clusters, newly named."""
-    more: dict[str, tuple[str, ...]] = {}
-    new: list[FoundCluster] = []
+def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
+    """Return the nodes that a cluster.toml does not have yet.
+
+    If the file has other nodes of a listed cluster, new nodes go to the file's cluster with most of those. Otherwise
+    they form a new cluster, whose name gets a number if the file has the name already.
+
+    Args:
+        spec: Content of the file.
+        clusters: All clusters that the other program lists.
+    """
+    added: dict[str, tuple[str, ...]] = {}
+    new_clusters: list[FoundCluster] = []
     taken = {cluster.name for cluster in spec.clusters}
     for cluster in clusters:
         missing = tuple(node for node in cluster.nodes if node not in spec.owner)
+        if not missing:
+            continue
         homes = [spec.owner[node].name for node in cluster.nodes if node in spec.owner]
-        if missing and homes:
-            home = max(dict.fromkeys(homes), key=homes.count)
-            more[home] = (*more.get(home, ()), *missing)
-        elif missing:
-            name, number = cluster.name, 2
-            while name in taken:
-                name, number = f"{cluster.name}-{number}", number + 1
-            taken.add(name)
-            new.append(replace(cluster, name=name))
-    return more, new
+        if homes:
+            most_common = max(dict.fromkeys(homes), key=homes.count)
+            added[most_common] = (*added.get(most_common, ()), *missing)
+            continue
+        name = cluster.name
+        number = 2
+        while name in taken:
+            name = f"{cluster.name}-{number}"
+            number += 1
+        taken.add(name)
+        new_clusters.append(replace(cluster, name=name))
+    return Additions(added, new_clusters)
 
 
 def merged(
-    text: str, source: str, more: dict[str, tuple[str, ...]], new: Sequence[FoundCluster]
+    text: str, source: str, added: Mapping[str, tuple[str, ...]], clusters: Sequence[FoundCluster]
 ) -> str:
-    """`text` of a cluster.toml with what `split` found; HolmesError where it cannot be put there safely."""
+    """Return a cluster.toml with nodes and clusters added.
+
+    Args:
+        text: Content of the file.
+        source: Path of the file, for error messages.
+        added: Cluster of the file -> nodes to add.
+        clusters: Clusters to add.
+
+    Raises:
+        HolmesError: the file is written in a way in which nodes cannot be added safely.
+    """
     before = parse_spec(text, source)
-    for name, nodes in more.items():
+    for name, nodes in added.items():
         text = _with_nodes(text, source, name, nodes)
-    if new:
-        text = "\n".join([text.rstrip("\n"), "", *map(_table, new)])
+    if clusters:
+        text = "\n".join([text.rstrip("\n"), "", *map(_table, clusters)])
     after = parse_spec(text, source)
-    kept = {cluster.name: cluster for cluster in after.clusters}
-    grown = tuple(
-        replace(cluster, nodes=(*cluster.nodes, *more.get(cluster.name, ())))
+
+    # The text was edited without a TOML parser: check that it says what it should.
+    expected = [
+        replace(cluster, nodes=(*cluster.nodes, *added.get(cluster.name, ())))
         for cluster in before.clusters
-    )
-    if tuple(kept[cluster.name] for cluster in grown) != grown or replace(
-        after, clusters=()
-    ) != replace(before, clusters=()):
+    ]
+    after_by_name = {cluster.name: cluster for cluster in after.clusters}
+    clusters_match = [after_by_name[cluster.name] for cluster in expected] == expected
+    others_match = replace(after, clusters=()) == replace(before, clusters=())
+    if not clusters_match or not others_match:
+        all_nodes = [node for nodes in added.values() for node in nodes]
         raise HolmesError(
-            f"{source}: {some_of(more)}: nodes cannot be added safely; write them there "
-            f"yourself: {some_of(node for nodes in more.values() for node in nodes)}"
+            f"{source}: {some_of(added)}: nodes cannot be added safely; write them there "
+            f"yourself: {some_of(all_nodes)}"
         )
     return text
 
 
 def _with_nodes(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
-    """With `nodes` at the end of the list of cluster `name`."""
-    at = _end_of_list(text, name)
-    if at is None:
+    """Return a cluster.toml with nodes added at the end of a cluster's list of nodes.
+
+    Args:
+        text: Content of the file.
+        source: Path of the file, for the error message.
+        name: Name of the cluster.
+        nodes: The nodes to add.
+
+    Raises:
+        HolmesError: the list is not found.
+    """
+    end = _end_of_list(text, name)
+    if end is None:
         raise HolmesError(
             f"{source}: the list of nodes of cluster {name!r} is written in a way that is not "
             f"understood here; add {some_of(nodes)} there yourself"
         )
-    comma = "" if text[at - 1] in ",[" else ","
-    return f"{text[:at]}{comma} {', '.join(map(quoted, runs(nodes)))}{text[at:]}"
+    comma = "" if text[end - 1] in ",[" else ","
+    return f"{text[:end]}{comma} {_items(nodes)}{text[end:]}"
 
 
 def _end_of_list(text: str, name: str) -> int | None:
-    """Where the last entry of the list of nodes of [[cluster]] `name` ends; None where that is not found."""
+    """Return the position after the last item in a cluster's list of nodes, None if it is not found.
+
+    Args:
+        text: Content of a cluster.toml.
+        name: Name of the cluster.
+    """
+    has_name = re.compile(rf"""(?m)^\s*name\s*=\s*["']{re.escape(name)}["']""")
     headers = [match.start() for match in _HEADER.finditer(text)]
     for start, end in zip(headers, [*headers[1:], len(text)]):
         table = text[start:end]
-        named, nodes = (
-            re.search(rf"""(?m)^\s*name\s*=\s*["']{re.escape(name)}["']""", table),
-            _NODES.search(table),
-        )
-        if _CLUSTER.match(table) and named and nodes:
-            return _end_of_entries(text, start + nodes.end())
+        nodes = _NODES.search(table)
+        if _CLUSTER_HEADER.match(table) and has_name.search(table) and nodes:
+            return _end_of_items(text, start + nodes.end())
     return None
 
 
-def _end_of_entries(text: str, start: int) -> int | None:
-    """Of those behind a bracket at `start` - 1: strings and comments may hold brackets too."""
-    quote, comment, end = "", False, start
-    for place in range(start, len(text)):
-        letter = text[place]
-        if comment:
-            comment = letter != "\n"
+def _end_of_items(text: str, start: int) -> int | None:
+    """Return the position after the last item of a TOML list, None if the list does not end.
+
+    Strings and comments in the list may have brackets, too.
+
+    Args:
+        text: Content of a TOML file.
+        start: Position after the list's opening bracket.
+    """
+    quote = ""  # quotation mark of the string that has begun, "" outside of strings
+    is_comment = False
+    end = start
+    for position in range(start, len(text)):
+        letter = text[position]
+        if is_comment:
+            is_comment = letter != "\n"
             continue
-        if not quote and letter == "#":
-            comment = True
-            continue
-        if not quote and letter == "]":
-            return end
-        if letter in "\"'" and quote in ("", letter):
-            quote = "" if quote else letter
+        if not quote:
+            if letter == "#":
+                is_comment = True
+                continue
+            if letter == "]":
+                return end
+            if letter in "\"'":
+                quote = letter
+        elif letter == quote:
+            quote = ""
         if not letter.isspace():
-            end = place + 1
+            end = position + 1
     return None

@@ -1,1 +1,1 @@
-"""The NICs of a node, from /sys or a tree captured on another machine: node.py joins what the others read."""
+"""Reader of the NICs in a /sys tree, of this node or captured on another; node.py is the entry point."""

@@ -1,17 +1,19 @@
-"""class/net: the net devices of a tree, what each one is, and which a training job should leave alone.
+"""Reader of class/net: the network devices of a /sys tree, and reasons not to use some of them.
 
-    physical  has a `device` link (PCI, virtio, a virtual function, ...)
-    stacked   bond, VLAN, bridge, team, macvlan: the devices below it are its `lower_NAME` links (a macvlan or
-              ipvlan in a container has its lower device in another namespace, and looks like a veth)
-    vrf       a routing table; devices under it stay what they are
-    veth      a cable to another network namespace: what containers (and the lab) have for a NIC
-    virtual   all others without `device`: dummy, tap, tunnels, switches
+Each device has a category:
+
+    physical  the device has a `device` link (PCI, virtio, a virtual function, ...)
+    stacked   bond, VLAN, bridge, team, macvlan: `lower_NAME` links name the devices below. A macvlan or ipvlan in
+              a container has its lower device in another namespace and looks like a veth
+    vrf       a routing table; the devices in it are used as without it
+    veth      a cable to another network namespace: the NIC of a container, or of a node of `holmes lab`
+    virtual   all other devices without a `device` link: dummy, tap, tunnels, switches
 
 Layout: drivers/net/core/net-sysfs.c of Linux and Documentation/ABI/testing/sysfs-class-net.
 
-A default rule sets a NIC aside (`Nic.skipped`), with its reason in one line; naming the NIC in `include`
-overrules that. What a NIC is cabled to (storage) cannot be known from /sys: `exclude` is for what names do
-not say.
+Default rules exclude devices that a training job should not use, with a reason in `Nic.skipped`. A user who names
+a NIC in `include` overrules them. /sys does not show which network a NIC is cabled to (such as storage), so the
+rules use names, and the user excludes other NICs with `exclude`.
 """
 
 from __future__ import annotations
@@ -20,16 +22,24 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from holmes_ext.cluster.sysfs.tree import Tree
 from holmes_ext.errors import HolmesError
 
-ETHERNET, INFINIBAND = 1, 32  # ARPHRD_ETHER, ARPHRD_INFINIBAND (IPoIB) of linux/if_arp.h
+#: Hardware type of a network device (linux/if_arp.h): ARPHRD_ETHER.
+ETHERNET = 1
+#: Hardware type of a network device (linux/if_arp.h): ARPHRD_INFINIBAND, IP over InfiniBand.
+INFINIBAND = 32
 _UP = 0x1  # IFF_UP
 _OPERSTATES = ("unknown", "notpresent", "down", "lowerlayerdown", "testing", "dormant", "up")
+#: phys_port_name of a device that represents a virtual function inside a NIC's switch.
 _REPRESENTOR = re.compile(r"(c[0-9]+)?pf[0-9]+(vf|sf)[0-9]+")
-_UNKNOWN_SPEEDS = (-1, 65535, 4294967295)  # SPEED_UNKNOWN as different kernels print it
-# Line coding of each PCIe generation: the share of the GT/s that carries data
+#: SPEED_UNKNOWN as different kernels print it.
+_UNKNOWN_SPEEDS = (-1, 65535, 4294967295)
+#: Upper limit of a speed in Mb/s.
+_FASTEST_MBPS = 10**8
+#: GT/s of a PCIe generation -> share of the transferred bits that is data (line coding).
 _PCIE_CODING = {
     2.5: 8 / 10,
     5.0: 8 / 10,
@@ -42,97 +52,123 @@ _PCIE_CODING = {
 
 @dataclass(frozen=True)
 class Function:
-    """The PCI function (or other bus device) behind a port, in the words of cluster/nic.py."""
+    """PCI function, or device on another bus, to which a port belongs. The fields are those of a `Nic`."""
 
-    max_rate_bps: int = (
-        0  # what its PCIe link carries now; 0 when unknown (no PCIe, a virtual function)
-    )
-    numa: int = -1
+    max_rate_bps: int = 0  # rate of the PCIe link, 0 if unknown (no PCIe, a virtual function)
+    numa: int = -1  # NUMA node, -1 if unknown
     pci: str = ""
     driver: str = ""
-    parent: str = ""  # PCI address of the physical function of a virtual one
+    parent: str = ""  # virtual function: PCI address of its physical function
 
 
 @dataclass(frozen=True)
 class NetDevice(Function):
+    """Network device of a /sys tree."""
+
     name: str = ""
     type: int = ETHERNET
-    what: str = "virtual"  # physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual
+    category: str = "virtual"  # physical, bond, team, vlan, bridge, macvlan, vrf, veth or virtual
     up: bool = False
-    state_text: str = ""
+    state_text: str = ""  # state in the kernel's words
     speed_bps: int = 0
     mtu: int = 0
-    master: str = ""  # the device that has taken it in (bond, bridge, ...)
-    lowers: tuple[str, ...] = ()  # the devices below it
-    port_index: int = 0  # which port of its HCA it belongs to
+    master: str = ""  # bond, bridge, ... that has this device as a member
+    lowers: tuple[str, ...] = ()  # devices below this one
+    port_index: int = 0  # port of the HCA to which the device belongs, from 0
     usb: bool = False
     wireless: bool = False
-    representor: bool = False
+    representor: bool = False  # represents a virtual function inside the NIC's switch
 
 
 def read_net_devices(tree: Tree) -> dict[str, NetDevice]:
-    """The Ethernet and IPoIB net devices of a tree by name, without those that vanish meanwhile (a container
-    stops). HolmesError names the damaged file."""
+    """Return the Ethernet and IPoIB network devices of a tree by name.
+
+    A device that disappears while the tree is read, because a container stops, is left out.
+
+    Raises:
+        HolmesError: a file of a device is damaged.
+    """
     devices = {}
     for name in tree.names("class/net"):
         path = f"class/net/{name}"
         if name == "bonding_masters":  # a file of the bonding driver, no device
             continue
-        real = tree.resolve(path)
+        real_path = tree.resolve(path)
         try:
             if tree.needed_number(f"{path}/type") in (ETHERNET, INFINIBAND):
-                devices[name] = _read_device(tree, name, real)
+                devices[name] = _read_device(tree, name, real_path)
         except HolmesError:
-            if tree.is_dir(real):
+            if tree.is_dir(real_path):
                 raise
     return devices
 
 
-def _read_device(tree: Tree, name: str, real: str) -> NetDevice:
+def _read_device(tree: Tree, name: str, real_path: str) -> NetDevice:
+    """Return a network device of a tree.
+
+    Args:
+        tree: The /sys tree.
+        name: Name of the device.
+        real_path: Path of the device after all links.
+
+    Raises:
+        HolmesError: a file of the device is damaged.
+    """
     path = f"class/net/{name}"
-    names = tree.names(path)
-    slaves = tree.text(f"{path}/bonding/slaves") or "" if "bonding" in names else ""
+    names = tree.names(path)  # files and folders of the device
+    slaves = ""
+    if "bonding" in names:
+        slaves = tree.text(f"{path}/bonding/slaves") or ""
     flags = tree.needed_number(f"{path}/flags", "0x[0-9a-f]{1,8}")
     carrier = tree.number(f"{path}/carrier", "[01]")
     speed = tree.number(f"{path}/speed")
     devtype = tree.uevent(path).get("DEVTYPE", "")
-    physical = "device" in names
-    what = "physical" if physical else _what(tree, path, names, devtype, speed)
-    function = (
-        read_function(tree, path)
-        if physical
-        else Function(driver=what if what != "virtual" else "")
-    )
-    up, state_text = _state(tree, path, flags, carrier)
-    about = tree.uevent(f"{path}/device") if physical else {}
+    is_physical = "device" in names
+    if is_physical:
+        category = "physical"
+        function = read_function(tree, path)
+        bus_uevent = tree.uevent(f"{path}/device")
+    else:
+        category = _category(tree, path, names, devtype, speed)
+        function = Function(driver=category if category != "virtual" else "")
+        bus_uevent = {}
+    state = _state(tree, path, flags, carrier)
+    is_usb = bus_uevent.get("DEVTYPE") == "usb_interface" or "/usb" in real_path
     port_name = tree.text(f"{path}/phys_port_name") or ""
+    members = tree.devices(f"{path}/bonding/slaves", slaves.split())
     return NetDevice(
         **vars(function),
         name=name,
         type=tree.needed_number(f"{path}/type"),
-        what=what,
-        up=up,
-        state_text=state_text,
-        speed_bps=_speed(tree, path, speed) if up else 0,
+        category=category,
+        up=state.up,
+        state_text=state.text,
+        speed_bps=_speed_bps(tree, path, speed) if state.up else 0,
         mtu=tree.needed_number(f"{path}/mtu", "[0-9]{1,10}"),
         master=tree.link_name(f"{path}/master", "INTERFACE") if "master" in names else "",
-        lowers=tuple(
-            dict.fromkeys(
-                [*tree.devices(f"{path}/bonding/slaves", slaves.split()), *_lowers(names)]
-            )
-        ),
+        lowers=tuple(dict.fromkeys([*members, *_lowers(names)])),
         port_index=_port_index(tree, path),
-        usb=physical and (about.get("DEVTYPE") == "usb_interface" or "/usb" in real),
+        usb=is_physical and is_usb,
         wireless=devtype == "wlan" or "wireless" in names,
         representor=_REPRESENTOR.fullmatch(port_name) is not None,
     )
 
 
 def _lowers(names: Sequence[str]) -> list[str]:
+    """Return the devices below a network device, from the names of the files of the device."""
     return [name.removeprefix("lower_") for name in names if name.startswith("lower_")]
 
 
-def _what(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None) -> str:
+def _category(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int | None) -> str:
+    """Return the category of a network device without a `device` link.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the device in the tree.
+        names: Names of the files of the device.
+        devtype: DEVTYPE in the uevent of the device, "" without one.
+        speed: Content of the device's file `speed`, None without one.
+    """
     if devtype in ("bond", "vlan", "bridge", "macvlan", "vrf"):
         return devtype
     if devtype == "ipvlan":
@@ -140,100 +176,152 @@ def _what(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: int 
     if "bonding" in names:
         return "bond"
     lowers = _lowers(names)
-    if not devtype and lowers:  # a team takes in what is below it; a macvlan only stands on it
+    if not devtype and lowers:
+        # A team is the master of the devices below it; a macvlan only uses them.
         name = path.rpartition("/")[2]
-        taken = any(tree.link_name(f"class/net/{n}/master", "INTERFACE") == name for n in lowers)
-        return "team" if taken else "macvlan"
-    # veth has no mark of its own in /sys. Its peer is another device (iflink), or, where both happen to have
-    # the same number in two namespaces, it still claims a speed, which dummy and ifb do not.
+        masters = [tree.link_name(f"class/net/{lower}/master", "INTERFACE") for lower in lowers]
+        return "team" if name in masters else "macvlan"
     if not devtype and "tun_flags" not in names:
+        # /sys does not mark a veth. Its peer is another device (iflink). If both happen to have the same number
+        # in two namespaces, the veth still has a speed, which dummy and ifb devices do not have.
         peer = tree.needed_number(f"{path}/iflink")
         if peer != tree.needed_number(f"{path}/ifindex") or speed is not None:
             return "veth"
     return "virtual"
 
 
-def _state(tree: Tree, path: str, flags: int, carrier: int | None) -> tuple[bool, str]:
-    oper = tree.needed_text(f"{path}/operstate")
-    if oper not in _OPERSTATES:
+class _State(NamedTuple):
+    """State of a network device."""
+
+    up: bool
+    text: str  # in the kernel's words
+
+
+def _state(tree: Tree, path: str, flags: int, carrier: int | None) -> _State:
+    """Return the state of a network device.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the device in the tree.
+        flags: Content of the device's file `flags`.
+        carrier: Content of the device's file `carrier`, None without one.
+
+    Raises:
+        HolmesError: operstate is missing or unknown.
+    """
+    operstate = tree.needed_text(f"{path}/operstate")
+    if operstate not in _OPERSTATES:
         raise tree.error(
             f"{path}/operstate",
-            f"{oper!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})",
+            f"{operstate!a:.80} is no state that Linux knows ({', '.join(_OPERSTATES)})",
         )
     if not flags & _UP:
-        return False, "not brought up"
-    # Drivers that do not keep operstate (some tunnels and virtual NICs) say "unknown": then carrier counts.
-    if oper == "up" or (oper == "unknown" and carrier == 1):
-        return True, "up"
-    return False, "no carrier" if carrier == 0 else oper
+        return _State(up=False, text="not brought up")
+    if operstate == "up":
+        return _State(up=True, text="up")
+    # Drivers that do not maintain operstate (some tunnels and virtual NICs) report "unknown".
+    if operstate == "unknown" and carrier == 1:
+        return _State(up=True, text="up")
+    return _State(up=False, text="no carrier" if carrier == 0 else operstate)
 
 
-def _speed(tree: Tree, path: str, speed: int | None) -> int:
+def _speed_bps(tree: Tree, path: str, speed: int | None) -> int:
+    """Return the rate of a network device in bits/s, 0 if it is unknown.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the device in the tree, for the error message.
+        speed: Content of the device's file `speed` in Mb/s, None without one.
+
+    Raises:
+        HolmesError: the content is not a speed.
+    """
     if speed is None or speed in _UNKNOWN_SPEEDS:
         return 0
-    if not 0 <= speed < 10**8:
+    if not 0 <= speed < _FASTEST_MBPS:
         raise tree.error(f"{path}/speed", f"{speed} is no speed in Mb/s")
     return speed * 10**6
 
 
 def _port_index(tree: Tree, path: str) -> int:
+    """Return the port of the HCA to which a network device belongs, from 0."""
     index = tree.number(f"{path}/dev_port", "[0-9]{1,4}")
-    if not index:  # before Linux 3.15 only dev_id told the ports of one device apart
+    if not index:  # before Linux 3.15, only dev_id differs between the ports of a device
         index = tree.number(f"{path}/dev_id", "0x[0-9a-f]{1,4}")
     return index or 0
 
 
 def top_device(name: str, devices: dict[str, NetDevice]) -> str:
-    """What has taken `name` in at last (a bond, or a bridge over it), to which sockets bind; else `name`. A
-    virtual switch (Open vSwitch) is none: it carries no address."""
-    seen = set()
-    while name not in seen:
-        seen.add(name)
+    """Return the device to which sockets bind: the topmost bond or bridge above a device, or the device itself.
+
+    A virtual switch (Open vSwitch) does not count: it has no address.
+
+    Args:
+        name: Name of the device.
+        devices: All network devices by name.
+    """
+    visited = set()
+    while name not in visited:
+        visited.add(name)
         master = devices.get(devices[name].master)
-        if master is not None and master.what in ("bond", "team", "bridge", "physical"):
+        if master is not None and master.category in ("bond", "team", "bridge", "physical"):
             name = master.name
     return name
 
 
 def physical_below(device: NetDevice, devices: dict[str, NetDevice]) -> tuple[NetDevice, ...]:
-    """The physical devices that a stacked one stands on (itself when it is physical)."""
-    seen, below = {}, [device.name]
-    while below:
-        name = below.pop()
-        if name in devices and name not in seen:
-            seen[name] = devices[name]
-            below.extend(devices[name].lowers)
-    return tuple(d for d in seen.values() if d.what == "physical")
+    """Return the physical devices below a device, or the device itself if it is physical.
+
+    Args:
+        device: A network device.
+        devices: All network devices by name.
+    """
+    visited: dict[str, NetDevice] = {}
+    pending = [device.name]
+    while pending:
+        name = pending.pop()
+        if name in devices and name not in visited:
+            visited[name] = devices[name]
+            pending.extend(devices[name].lowers)
+    return tuple(found for found in visited.values() if found.category == "physical")
 
 
 def read_function(tree: Tree, path: str) -> Function:
-    """What is behind the `device` link of a net device or an HCA."""
+    """Return the PCI function, or the device on another bus, of a network device or an HCA.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the network device or HCA, which has a `device` link.
+
+    Raises:
+        HolmesError: a file is damaged.
+    """
     device = f"{path}/device"
     tree.resolve(device)
-    node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
+    numa_node = tree.number(f"{device}/numa_node", "-1|[0-9]{1,4}")
     driver = tree.uevent(device).get("DRIVER", "") or tree.link_name(f"{device}/driver", "DRIVER")
     tree.devices(f"{device}/uevent", [driver] if driver else [])
-    parent = tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME")
     return Function(
-        _pcie_bps(tree, device),
-        -1 if node is None else node,
-        tree.pci_address(device),
-        driver,
-        parent,
+        max_rate_bps=_pcie_bps(tree, device),
+        numa=-1 if numa_node is None else numa_node,
+        pci=tree.pci_address(device),
+        driver=driver,
+        parent=tree.link_name(f"{device}/physfn", "PCI_SLOT_NAME"),
     )
 
 
 def _pcie_bps(tree: Tree, device: str) -> int:
+    """Return the rate of a device's PCIe link in bits/s: speed x width x line coding; 0 if it is unknown."""
     speed = tree.text(f"{device}/current_link_speed") or ""
     width = tree.text(f"{device}/current_link_width") or ""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)
     if not match or not re.fullmatch("[0-9]{1,2}", width, re.ASCII):
         return 0
-    rate = float(match[1])
-    return int(rate * 1e9 * _PCIE_CODING.get(rate, 0) * int(width))
+    transfers = float(match[1])  # GT/s of one lane
+    return int(transfers * 1e9 * _PCIE_CODING.get(transfers, 0) * int(width))
 
 
-# Names that administrators and systems give to NICs that are not for training traffic
+#: Reason -> names that administrators and systems give to NICs that are not for training traffic.
 NAMES = {
     "storage (by its name)": ("*storage*", "stor[0-9]*", "san[0-9]*", "iscsi*", "nfs[0-9]*"),
     "management (by its name)": ("idrac*", "ilo[0-9]*", "bmc*", "ipmi*", "mgmt*", "usb[0-9]*"),
@@ -246,11 +334,12 @@ NAMES = {
         "cni[0-9]*",
     ),
 }
+#: Drivers of a baseboard controller's USB link to the host.
 _USB_DRIVERS = ("cdc_ether", "cdc_ncm", "cdc_subset", "rndis_host", "cdc_eem")
 
 
 def reason_by_name(*names: str) -> str:
-    """The reason to set aside a NIC that has one of these names, "" when there is none."""
+    """Return the reason not to use a NIC that one of its names gives, "" if none does."""
     for reason, patterns in NAMES.items():
         if any(fnmatchcase(name, pattern) for name in names for pattern in patterns):
             return reason
@@ -260,25 +349,32 @@ def reason_by_name(*names: str) -> str:
 def reason_to_skip(
     device: NetDevice, devices: dict[str, NetDevice], has_address: bool | None
 ) -> str:
-    """Why an Ethernet device is set aside, "" when it is not. `has_address`: None when unknown."""
-    master = devices.get(device.master)
-    if device.usb or device.driver in _USB_DRIVERS:  # a baseboard controller's link to the host
+    """Return the reason why jobs do not use an Ethernet device by default, "" if they do.
+
+    Args:
+        device: The device.
+        devices: All network devices by name.
+        has_address: The device has an IP address; None if addresses are unknown.
+    """
+    if device.usb or device.driver in _USB_DRIVERS:
         return "management (USB/BMC)"
     if device.wireless:
         return "wireless"
-    if device.representor:  # the switch's side of a virtual function
+    if device.representor:
         return "representor of a virtual function"
-    if device.master and (
-        master is None or master.what != "vrf"
-    ):  # sockets belong on the bond or bridge
-        return f"member of {device.master}"
-    named = reason_by_name(device.name)
-    if named:
-        return named
-    if device.what in ("bond", "team", "vlan", "bridge"):
-        # over a physical NIC it is that NIC's face; without one it joins containers of this node (docker0)
-        return "" if physical_below(device, devices) else f"{device.what} without a physical NIC"
-    if device.what in ("veth", "macvlan"):
-        # a container's NIC has an address; the host's end of a container's cable has none
-        return f"{device.what} without an address" if has_address is False else ""
-    return "" if device.what == "physical" else "virtual device"
+    if device.master:
+        # Sockets belong on the bond or bridge. In a vrf, they belong on the member.
+        master = devices.get(device.master)
+        if master is None or master.category != "vrf":
+            return f"member of {device.master}"
+    by_name = reason_by_name(device.name)
+    if by_name:
+        return by_name
+    if device.category in ("bond", "team", "vlan", "bridge"):
+        # Without a physical NIC below, the device connects containers of this node (docker0).
+        has_physical = bool(physical_below(device, devices))
+        return "" if has_physical else f"{device.category} without a physical NIC"
+    if device.category in ("veth", "macvlan"):
+        # A container's NIC has an address; the host's end of a container's cable has none.
+        return f"{device.category} without an address" if has_address is False else ""
+    return "" if device.category == "physical" else "virtual device"

@@ -1,13 +1,13 @@
-"""The NICs of a node, read from /sys or from a tree captured on another machine.
+"""Reader of the NICs of a node, from /sys or from a tree that was captured on another machine.
 
     class/infiniband ─> rdma.py ─┐
                                  ├─> read_nics ─> (Nic, ...) ─> select ─> the NICs a job may use
     class/net ───────> net.py ───┘        │
     addresses.py ─────────────────────────┘
 
-Every port is listed once for each use: a RoCE port as "roce" and its net device as "ethernet" (whose `rdma`
-names the port). IPoIB net devices belong to their InfiniBand port, as they reach no Ethernet. Ports that are
-down, or set aside by the default rules (with the reason), are listed.
+Every port is listed once for each use: a RoCE port as "roce", and its network device as "ethernet" with the port's
+name in `rdma`. IPoIB network devices belong to their InfiniBand port, because they do not reach Ethernet. The list
+includes ports that are down, and ports that the default rules exclude, with the reason in `skipped`.
 """
 
 from __future__ import annotations
@@ -40,101 +40,158 @@ from holmes_ext.errors import HolmesError
 
 
 def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> tuple[Nic, ...]:
-    """All NIC ports of the tree at `root`: InfiniBand, then RoCE, then Ethernet, each in natural order of
-    names.
+    """Return all NIC ports of a tree: InfiniBand, then RoCE, then Ethernet, each sorted by name.
 
-    addresses: net device -> ("10.0.0.1/16", ...). None: this node's own for /sys, else ip_addr.json of the
-    captured tree. A captured tree without it has no addresses, except that GIDs of RoCE ports tell theirs,
-    whose prefix length is unknown: they are given as /32 and /128, which claims the least (no other node is
-    inside).
+    If a captured tree has no addresses, the GIDs of RoCE ports give theirs. Their prefix length is unknown: /32 and
+    /128 claim the least, because no other node is in such a subnet.
 
-    Raises HolmesError naming the damaged file, or when /sys shows another network namespace than the
-    process's.
+    Args:
+        root: Root of the /sys tree.
+        addresses: Network device -> its addresses, such as ("10.0.0.1/16",). None reads those of this node for
+            /sys, and those in ip_addr.json for a captured tree.
+
+    Raises:
+        HolmesError: a file is damaged, or /sys shows another network namespace than this process's.
     """
     tree = Tree(root)
     devices = read_net_devices(tree)
     if addresses is None:
         if tree.live:
             _check_namespace(tree)
-        addresses = interface_addresses() if tree.live else captured_addresses(root)
-    ports = [_with_addresses(p, addresses, devices) for p in read_rdma_ports(tree, devices)]
-    hcas = {port.pci: port.device for port in ports if port.pci}
-    ports = [replace(p, parent=hcas.get(p.parent, p.parent)) for p in ports]
-    owners = {
-        netdev: port for port in reversed(ports) if port.kind == "roce" for netdev in port.netdevs
-    }
+            addresses = interface_addresses()
+        else:
+            addresses = captured_addresses(root)
+    rdma_ports = _read_rdma_ports(tree, devices, addresses)
+    port_of_netdev: dict[str, Nic] = {}
+    for port in rdma_ports:
+        if port.kind == "roce":
+            for netdev in port.netdevs:
+                port_of_netdev.setdefault(netdev, port)
     ethernet = [
-        _ethernet(d, devices, addresses, owners.get(d.name))
-        for d in devices.values()
-        if d.type == ETHERNET
+        _ethernet_nic(device, devices, addresses, port_of_netdev.get(device.name))
+        for device in devices.values()
+        if device.type == ETHERNET
     ]
-    return tuple(
-        sorted(
-            [*ports, *ethernet], key=lambda nic: (list(KINDS).index(nic.kind), _natural(nic.name))
-        )
-    )
+    kinds = list(KINDS)
+    nics = [*rdma_ports, *ethernet]
+    nics.sort(key=lambda nic: (kinds.index(nic.kind), _natural_order(nic.name)))
+    return tuple(nics)
 
 
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [
-        (part.isdigit(), int(part) if part.isdigit() else 0, part)
-        for part in re.split("([0-9]+)", name)
-    ]
+def _read_rdma_ports(
+    tree: Tree, devices: dict[str, NetDevice], addresses: Addresses | None
+) -> list[Nic]:
+    """Return the InfiniBand and RoCE ports of a tree, with addresses and names of physical functions.
+
+    Args:
+        tree: The /sys tree.
+        devices: All network devices by name.
+        addresses: Network device -> its addresses; None if unknown.
+    """
+    ports = [_with_addresses(port, addresses, devices) for port in read_rdma_ports(tree, devices)]
+    hca_at: dict[str, str] = {port.pci: port.device for port in ports if port.pci}
+    # `parent` is a PCI address until here.
+    return [replace(port, parent=hca_at.get(port.parent, port.parent)) for port in ports]
+
+
+def _natural_order(name: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key that orders numbers in names by value: eth2 before eth10."""
+    key = []
+    for part in re.split("([0-9]+)", name):
+        is_number = part.isdigit()
+        key.append((is_number, int(part) if is_number else 0, part))
+    return key
 
 
 def _check_namespace(tree: Tree) -> None:
-    """/sys belongs to the network namespace of whoever mounted it; say so when that is not the process's."""
-    here = {(name, index) for index, name in socket.if_nameindex()}
-    missing = sorted(
-        name
-        for name, index in here
-        if not tree.is_dir(f"class/net/{name}")
-        or tree.number(f"class/net/{name}/ifindex") not in (index, None)
-    )
+    """Raise HolmesError if /sys shows another network namespace than this process's.
+
+    /sys belongs to the network namespace of the process that mounted it.
+    """
+    missing = []
+    for index, name in socket.if_nameindex():
+        path = f"class/net/{name}"
+        if not tree.is_dir(path) or tree.number(f"{path}/ifindex") not in (index, None):
+            missing.append(name)
     if missing:
         raise HolmesError(
             f"{tree.root}: shows the net devices of another network namespace than this "
-            f"process's (not {', '.join(missing)}); mount it again inside: unshare --mount, "
+            f"process's (not {', '.join(sorted(missing))}); mount it again inside: unshare --mount, "
             "mount -t sysfs sysfs /sys"
         )
 
 
 def _with_addresses(port: Nic, addresses: Addresses | None, devices: dict[str, NetDevice]) -> Nic:
-    """The port with the addresses of its net devices; those that carry some and are up come first."""
-    known = addresses or {}
-    netdevs = tuple(sorted(port.netdevs, key=lambda n: (not known.get(n), not devices[n].up)))
-    port_addresses = tuple(a for n in netdevs for a in known.get(n, ()))
+    """Return an RDMA port with the addresses and MTU of its network devices.
+
+    The network devices are sorted: those with addresses first, then those that are up.
+
+    Args:
+        port: An InfiniBand or RoCE port.
+        addresses: Network device -> its addresses; None if unknown.
+        devices: All network devices by name.
+    """
+    address_of = addresses or {}
+
+    def rank(netdev: str) -> tuple[bool, bool]:
+        return not address_of.get(netdev), not devices[netdev].up
+
+    netdevs = tuple(sorted(port.netdevs, key=rank))
+    port_addresses: list[str] = []
+    for netdev in netdevs:
+        port_addresses += address_of.get(netdev, ())
     if not port_addresses and port.kind == "roce" and (addresses is None or not netdevs):
         port_addresses = _gid_addresses(port)
-    mtu = devices[netdevs[0]].mtu if netdevs else 0
     return replace(
         port,
         netdevs=netdevs,
         addresses=tuple(dict.fromkeys(port_addresses)),
-        mtu=mtu,
+        mtu=devices[netdevs[0]].mtu if netdevs else 0,
         skipped=reason_by_name(port.device, *netdevs),
     )
 
 
-def _gid_addresses(port: Nic, netdev: str = "") -> tuple[str, ...]:
-    """Addresses that the GIDs (of one net device) of a RoCE port stand for, with full prefix length."""
-    addresses = (gid.address for gid in port.gids if netdev in ("", gid.netdev))
-    return tuple(dict.fromkeys(f"{a}/{a.max_prefixlen}" for a in addresses if not a.is_link_local))
+def _gid_addresses(port: Nic, netdev: str = "") -> list[str]:
+    """Return the addresses that the GIDs of a RoCE port stand for, with full prefix length.
+
+    Args:
+        port: A RoCE port.
+        netdev: Network device whose GIDs count; "" for all.
+    """
+    addresses = []
+    for gid in port.gids:
+        address = gid.address
+        if netdev in ("", gid.netdev) and not address.is_link_local:
+            addresses.append(f"{address}/{address.max_prefixlen}")
+    return list(dict.fromkeys(addresses))
 
 
-def _ethernet(
-    device: NetDevice, devices: dict[str, NetDevice], addresses: Addresses | None, owner: Nic | None
+def _ethernet_nic(
+    device: NetDevice,
+    devices: dict[str, NetDevice],
+    addresses: Addresses | None,
+    rdma_port: Nic | None,
 ) -> Nic:
+    """Return a network device as a NIC of kind "ethernet".
+
+    Args:
+        device: The network device.
+        devices: All network devices by name.
+        addresses: Network device -> its addresses; None if unknown.
+        rdma_port: RoCE port that has the network device, None without one.
+    """
+    device_addresses: tuple[str, ...] = ()
+    has_address = None
     if addresses is not None:
         device_addresses = tuple(addresses.get(device.name, ()))
-    else:
-        device_addresses = _gid_addresses(owner, device.name) if owner else ()
-    has_address = (
-        None if addresses is None else any(not is_link_local_v6(a) for a in device_addresses)
-    )
-    lowers = device.lowers if device.what in ("bond", "team", "bridge") else ()
-    functions = {d.pci: d.name for d in devices.values() if d.pci and not d.representor}
-    numas = {d.numa for d in physical_below(device, devices)}
+        has_address = any(not is_link_local_v6(address) for address in device_addresses)
+    elif rdma_port is not None:
+        device_addresses = tuple(_gid_addresses(rdma_port, device.name))
+    has_members = device.category in ("bond", "team", "bridge")
+    device_at = {
+        other.pci: other.name for other in devices.values() if other.pci and not other.representor
+    }
+    numa_nodes = {physical.numa for physical in physical_below(device, devices)}
     return Nic(
         kind="ethernet",
         device=device.name,
@@ -145,12 +202,12 @@ def _ethernet(
         max_rate_bps=device.max_rate_bps,
         addresses=device_addresses,
         mtu=device.mtu,
-        numa=numas.pop() if len(numas) == 1 else -1,
+        numa=numa_nodes.pop() if len(numa_nodes) == 1 else -1,
         pci=device.pci,
         driver=device.driver,
-        parent=functions.get(device.parent, device.parent),
-        members=lowers,
-        rdma=owner.name if owner else "",
+        parent=device_at.get(device.parent, device.parent),
+        members=device.lowers if has_members else (),
+        rdma=rdma_port.name if rdma_port else "",
         skipped=reason_to_skip(device, devices, has_address),
     )
 
@@ -158,50 +215,79 @@ def _ethernet(
 def select(
     nics: Iterable[Nic], include: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> tuple[Nic, ...]:
-    """The NICs that a job may use, in the order given; ports that are down stay (as down).
+    """Return the NICs that a job may use, in the order given. Ports that are down stay in the list.
 
-    Patterns (fnmatch, case matters) match the device ("mlx5_0"), the port ("mlx5_0:1") or a net device behind
-    it ("ens1f0"). Without `include` all NICs are taken that the default rules left in use; with it only those
-    matched. A name written out in `include` overrules the default rules; a pattern with wildcards does not
-    ("en*" is not meant to bring back the members of a bond). `exclude` takes away afterwards; by the name of
-    a RoCE port it takes away that port's net devices too: what is kept off a network is kept off it in both
-    ways.
+    A pattern (fnmatch, case-sensitive) matches the device ("mlx5_0"), the port ("mlx5_0:1") or a network device of
+    the port ("ens1f0").
 
-    Raises HolmesError naming a pattern that matches nothing, or only NICs that are set aside.
+    Args:
+        nics: All NICs of a node.
+        include: Patterns of the NICs to use. Without a pattern, those are used that the default rules do not
+            exclude. A name without wildcards overrules the default rules; a pattern with wildcards does not
+            ("en*" is not meant to bring back the members of a bond).
+        exclude: Patterns of NICs not to use. The name of a RoCE port excludes its network devices, too.
+
+    Raises:
+        HolmesError: a pattern matches no NIC, or only NICs that the default rules exclude.
     """
     nics = tuple(nics)
-    for option, patterns in (("include", include), ("exclude", exclude)):
-        for pattern in patterns:
-            if not any(_matches(nic, pattern, option) for nic in nics):
-                listed = ", ".join(nic.name for nic in nics) or "none"
-                raise HolmesError(
-                    f"{option} pattern {pattern!a:.80} matches no NIC of this node; there are: {listed}"
-                )
-    chosen = [nic for nic in nics if not nic.skipped]
+    _check_patterns(nics, "include", include)
+    _check_patterns(nics, "exclude", exclude)
     if include:
-        chosen = [nic for pattern in include for nic in _included(nics, pattern)]
-        chosen = [replace(nic, skipped="") for nic in nics if nic in chosen]
-    return tuple(
-        nic for nic in chosen if not any(_matches(nic, pattern, "exclude") for pattern in exclude)
-    )
+        included = [nic for pattern in include for nic in _included(nics, pattern)]
+        chosen = [replace(nic, skipped="") for nic in nics if nic in included]
+    else:
+        chosen = [nic for nic in nics if not nic.skipped]
+    return tuple(nic for nic in chosen if not any(_is_excluded(nic, p) for p in exclude))
 
 
-def _matches(nic: Nic, pattern: str, option: str) -> bool:
+def _check_patterns(nics: Sequence[Nic], option: str, patterns: Sequence[str]) -> None:
+    """Raise HolmesError if a pattern matches no NIC.
+
+    Args:
+        nics: All NICs of a node.
+        option: "include" or "exclude".
+        patterns: The patterns of the option.
+    """
+    matches = _is_included if option == "include" else _is_excluded
+    for pattern in patterns:
+        if not any(matches(nic, pattern) for nic in nics):
+            listed = ", ".join(nic.name for nic in nics) or "none"
+            raise HolmesError(
+                f"{option} pattern {pattern!a:.80} matches no NIC of this node; there are: {listed}"
+            )
+
+
+def _is_included(nic: Nic, pattern: str) -> bool:
     names = {nic.device, nic.name, *nic.netdevs}
-    if option == "exclude" and nic.rdma:
-        names |= {nic.rdma, nic.rdma.rpartition(":")[0]}
     return any(fnmatchcase(name, pattern) for name in names)
 
 
+def _is_excluded(nic: Nic, pattern: str) -> bool:
+    if _is_included(nic, pattern):
+        return True
+    if not nic.rdma:
+        return False
+    # The network device of a RoCE port is excluded with the port.
+    hca = nic.rdma.rpartition(":")[0]
+    return fnmatchcase(nic.rdma, pattern) or fnmatchcase(hca, pattern)
+
+
 def _included(nics: Sequence[Nic], pattern: str) -> list[Nic]:
-    matched = [nic for nic in nics if _matches(nic, pattern, "include")]
-    if not any(c in pattern for c in "*?["):
+    """Return the NICs that a pattern of `include` selects.
+
+    Raises:
+        HolmesError: the pattern has wildcards, and the default rules exclude all NICs that it matches.
+    """
+    matched = [nic for nic in nics if _is_included(nic, pattern)]
+    has_wildcards = any(letter in pattern for letter in "*?[")
+    if not has_wildcards:
         return matched
     kept = [nic for nic in matched if not nic.skipped]
     if not kept:
-        why = ", ".join(f"{nic.name} ({nic.skipped})" for nic in matched)
+        reasons = ", ".join(f"{nic.name} ({nic.skipped})" for nic in matched)
         raise HolmesError(
-            f"include pattern {pattern!a:.80} matches only NICs that are set aside: {why}; "
+            f"include pattern {pattern!a:.80} matches only NICs that are set aside: {reasons}; "
             "to use one, write its name without wildcards"
         )
     return kept

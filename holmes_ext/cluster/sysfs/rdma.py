@@ -1,4 +1,4 @@
-"""class/infiniband: the InfiniBand and RoCE ports of a tree.
+"""Reader of class/infiniband: the InfiniBand and RoCE ports of a /sys tree.
 
 Layout: drivers/infiniband/core/sysfs.c of Linux and Documentation/ABI/stable/sysfs-class-infiniband.
 
@@ -16,6 +16,8 @@ Layout: drivers/infiniband/core/sysfs.c of Linux and Documentation/ABI/stable/sy
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from holmes_ext.cluster.nic import GID, KINDS, Gid, Nic
 from holmes_ext.cluster.sysfs.net import (
@@ -31,92 +33,158 @@ from holmes_ext.cluster.sysfs.tree import Tree
 _STATE = re.compile(r"([0-5]): (NOP|DOWN|INIT|ARMED|ACTIVE|ACTIVE_DEFER)")
 _PHYS_STATE = re.compile(r"[0-9]+: ?(.{0,40})")
 _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,3})?) Gb/sec \(.{1,40}\)")
-#: By what /sys calls it, and whether the port is InfiniBand's.
+#: (type in /sys, the port is InfiniBand) -> type of a `Gid`.
 _GID_TYPES = {
     ("IB/RoCE v1", True): "ib",
     ("IB/RoCE v1", False): "roce_v1",
     ("RoCE v2", False): "roce_v2",
 }
-#: By what /sys calls their link layer.
+#: Link layer in /sys -> kind of NIC.
 _KINDS = {kind.layer: name for name, kind in KINDS.items() if kind.layer and not kind.driver}
-#: Kinds that only the driver tells from another one.
+#: Kernel driver -> kind of NIC, for kinds that have the link layer of another kind.
 _KINDS_BY_DRIVER = {kind.driver: name for name, kind in KINDS.items() if kind.driver}
 _EMPTY_GID = "0000:0000:0000:0000:0000:0000:0000:0000"
+#: Characters of the upper half of a GID, the subnet prefix: four groups of four digits.
+_PREFIX_LENGTH = 19
+_LAST_PORT = 255
 
 
 def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...]:
-    """The InfiniBand and RoCE ports of a tree, without addresses, `parent` still a PCI address.
+    """Return the InfiniBand and RoCE ports of a tree, without IP addresses.
 
-    Raises HolmesError naming the damaged file.
+    `parent` of a virtual function is a PCI address. iWARP ("4: RNIC") and vendor fabrics (link layer "Unspecified"
+    or "Unknown") are left out, because the IB transport of the collective libraries does not support them. Their
+    network devices count as Ethernet.
 
-    iWARP ("4: RNIC") and vendor fabrics (link layer "Unspecified", "Unknown") are left out: the IB transport
-    of the collective libraries does not run on them; their net devices count as Ethernet.
+    Args:
+        tree: The /sys tree.
+        devices: All network devices by name.
+
+    Raises:
+        HolmesError: a file is damaged.
     """
     nics = []
     for hca in tree.names("class/infiniband"):
         path = f"class/infiniband/{hca}"
         tree.resolve(path)
         node_type = tree.text(f"{path}/node_type") or "1: CA"
+        is_channel_adapter = node_type.startswith("1:")
         ports = tree.names(f"{path}/ports")
-        for port in sorted(ports, key=lambda p: (len(p), p)):
-            if not re.fullmatch("[0-9]{1,3}", port, re.ASCII) or int(port) > 255:
+        for port in sorted(ports, key=_numeric_order):
+            if not re.fullmatch("[0-9]{1,3}", port, re.ASCII) or int(port) > _LAST_PORT:
                 raise tree.error(f"{path}/ports", f"{port!a:.80} is no port number")
             layer = tree.needed_text(f"{path}/ports/{port}/link_layer")
             if layer not in (*_KINDS, "Unspecified", "Unknown"):
                 raise tree.error(
                     f"{path}/ports/{port}/link_layer", f"{layer!a:.80} is not {' or '.join(_KINDS)}"
                 )
-            if layer in _KINDS and node_type.startswith("1:") and int(port) > 0:
+            if layer in _KINDS and is_channel_adapter and int(port) > 0:
                 nics.append(_read_port(tree, hca, int(port), len(ports), _KINDS[layer], devices))
     return tuple(nics)
 
 
+def _numeric_order(number: str) -> tuple[int, str]:
+    """Return a sort key that orders decimal numbers without leading zeros by value."""
+    return len(number), number
+
+
 def _read_port(
-    tree: Tree, hca: str, port: int, n_ports: int, kind: str, devices: dict[str, NetDevice]
+    tree: Tree, hca: str, port: int, port_count: int, kind: str, devices: dict[str, NetDevice]
 ) -> Nic:
-    top = f"class/infiniband/{hca}"
-    path, physical = f"{top}/ports/{port}", "device" in tree.names(top)  # soft-RoCE has none
-    function = read_function(tree, top) if physical else Function()
+    """Return a port of an HCA.
+
+    Args:
+        tree: The /sys tree.
+        hca: Name of the HCA.
+        port: Number of the port, from 1.
+        port_count: Number of ports of the HCA.
+        kind: Kind of NIC with the port's link layer.
+        devices: All network devices by name.
+
+    Raises:
+        HolmesError: a file of the port is damaged.
+    """
+    hca_path = f"class/infiniband/{hca}"
+    path = f"{hca_path}/ports/{port}"
+    is_physical = "device" in tree.names(hca_path)  # soft-RoCE has no device
+    function = read_function(tree, hca_path) if is_physical else Function()
     kind = _KINDS_BY_DRIVER.get(function.driver, kind)
-    state, phys_state = _states(tree, path)
+    state = _state(tree, path)
+    has_link = state.physical == "LinkUp" or state.logical == "ACTIVE"
     gids = _gids(tree, path, kind)
-    netdevs, members = _netdevs(
-        tree, f"{top}/device" if physical else "", port, n_ports, kind, gids, devices
-    )
+    names = [gid.netdev for gid in gids]
+    if is_physical:
+        names = _netdevs_of_function(tree, f"{hca_path}/device", port, port_count, devices) + names
+    netdevs = _top_netdevs(names, kind, devices)
+    members = []
+    for netdev in netdevs:
+        if devices[netdev].category in ("bond", "team"):
+            members += devices[netdev].lowers
+    subnet_prefix = ""
+    if KINDS[kind].infiniband and gids and gids[0].index == 0:
+        subnet_prefix = gids[0].value[:_PREFIX_LENGTH]
     return Nic(
         **vars(function),
         kind=kind,
         device=hca,
         port=port,
         netdevs=netdevs,
-        state="up" if state == "ACTIVE" else "down",
-        state_text=state if phys_state in ("", "LinkUp") else f"{state}/{phys_state}",
-        # A port without link still shows a number (its slowest lane); it is no rate of anything.
-        rate_bps=_rate(tree, f"{path}/rate") if phys_state == "LinkUp" or state == "ACTIVE" else 0,
+        state="up" if state.logical == "ACTIVE" else "down",
+        state_text=state.text,
+        # A port without a link still has a number in /sys, that of its slowest lane.
+        rate_bps=_rate_bps(tree, f"{path}/rate") if has_link else 0,
         mtu=devices[netdevs[0]].mtu if netdevs else 0,
-        subnet_prefix=next(
-            (gid.value[:19] for gid in gids if gid.index == 0 and KINDS[kind].infiniband), ""
-        ),
+        subnet_prefix=subnet_prefix,
         gids=gids,
         lid=_lid(tree, f"{path}/lid", kind),
         sm_lid=_lid(tree, f"{path}/sm_lid", kind),
-        members=members,
+        members=tuple(members),
     )
 
 
-def _states(tree: Tree, path: str) -> tuple[str, str]:
+class _PortState(NamedTuple):
+    """State of an RDMA port."""
+
+    logical: str  # "ACTIVE", "INIT", "DOWN", ...
+    physical: str  # "LinkUp", "Polling", ...; "" if unknown
+
+    @property
+    def text(self) -> str:
+        """State in the kernel's words: "ACTIVE", "DOWN/Polling"."""
+        if self.physical in ("", "LinkUp"):
+            return self.logical
+        return f"{self.logical}/{self.physical}"
+
+
+def _state(tree: Tree, path: str) -> _PortState:
+    """Return the state of a port.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the port in the tree.
+
+    Raises:
+        HolmesError: a file with the state is damaged.
+    """
     text = tree.needed_text(f"{path}/state")
     match = _STATE.fullmatch(text)
     if not match:
         raise tree.error(f"{path}/state", f"{text!a:.80} is no port state such as '4: ACTIVE'")
-    phys = tree.text(f"{path}/phys_state") or "0:"
-    phys_match = _PHYS_STATE.fullmatch(phys)
-    if not phys_match:
-        raise tree.error(f"{path}/phys_state", f"{phys!a:.80} is no state such as '5: LinkUp'")
-    return match[2], phys_match[1]
+    physical_text = tree.text(f"{path}/phys_state") or "0:"
+    physical_match = _PHYS_STATE.fullmatch(physical_text)
+    if not physical_match:
+        raise tree.error(
+            f"{path}/phys_state", f"{physical_text!a:.80} is no state such as '5: LinkUp'"
+        )
+    return _PortState(logical=match[2], physical=physical_match[1])
 
 
-def _rate(tree: Tree, path: str) -> int:
+def _rate_bps(tree: Tree, path: str) -> int:
+    """Return the rate in a port's file `rate`, in bits/s.
+
+    Raises:
+        HolmesError: the file does not hold a rate.
+    """
     text = tree.needed_text(path)
     match = _RATE.fullmatch(text)
     if not match:
@@ -125,12 +193,26 @@ def _rate(tree: Tree, path: str) -> int:
 
 
 def _lid(tree: Tree, path: str, kind: str) -> int:
-    return tree.number(path, "0x[0-9a-f]{1,8}") or 0 if KINDS[kind].infiniband else 0
+    """Return the local identifier in a file, 0 if there is none or the port is not InfiniBand."""
+    if not KINDS[kind].infiniband:
+        return 0
+    return tree.number(path, "0x[0-9a-f]{1,8}") or 0
 
 
 def _gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
-    gids, infiniband = [], KINDS[kind].infiniband
-    for index in sorted(tree.names(f"{path}/gids"), key=lambda i: (len(i), i)):
+    """Return the GID table of a port without its empty entries, sorted by index.
+
+    Args:
+        tree: The /sys tree.
+        path: Path of the port in the tree.
+        kind: Kind of NIC.
+
+    Raises:
+        HolmesError: an entry is damaged.
+    """
+    is_infiniband = KINDS[kind].infiniband
+    gids = []
+    for index in sorted(tree.names(f"{path}/gids"), key=_numeric_order):
         if not re.fullmatch("[0-9]{1,6}", index, re.ASCII):
             raise tree.error(f"{path}/gids", f"{index!a:.80} is no GID index")
         value = tree.text(f"{path}/gids/{index}")
@@ -138,44 +220,52 @@ def _gids(tree: Tree, path: str, kind: str) -> tuple[Gid, ...]:
             continue
         if not GID.fullmatch(value):
             raise tree.error(f"{path}/gids/{index}", f"{value!a:.80} is no GID")
-        # Kernels before 4.5 have no gid_attrs: all their GIDs are of the one type there was.
-        text = tree.text(f"{path}/gid_attrs/types/{index}") or "IB/RoCE v1"
-        if (text, infiniband) not in _GID_TYPES:
+        # Kernels before 4.5 have no gid_attrs: all their GIDs are of this type.
+        type_text = tree.text(f"{path}/gid_attrs/types/{index}") or "IB/RoCE v1"
+        gid_type = _GID_TYPES.get((type_text, is_infiniband))
+        if gid_type is None:
             raise tree.error(
                 f"{path}/gid_attrs/types/{index}",
-                f"{text!a:.80} is no GID type of a port of kind {kind}",
+                f"{type_text!a:.80} is no GID type of a port of kind {kind}",
             )
-        netdev = tree.device_name(f"{path}/gid_attrs/ndevs/{index}") if not infiniband else ""
-        gids.append(Gid(int(index), value, _GID_TYPES[text, infiniband], netdev))
+        netdev = ""
+        if not is_infiniband:
+            netdev = tree.device_name(f"{path}/gid_attrs/ndevs/{index}")
+        gids.append(Gid(int(index), value, gid_type, netdev))
     return tuple(gids)
 
 
-def _netdevs(
-    tree: Tree,
-    device: str,
-    port: int,
-    n_ports: int,
-    kind: str,
-    gids: tuple[Gid, ...],
-    devices: dict[str, NetDevice],
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Net devices behind a port (those of its PCI function, then those its GIDs belong to), and bond members.
+def _netdevs_of_function(
+    tree: Tree, device: str, port: int, port_count: int, devices: dict[str, NetDevice]
+) -> list[str]:
+    """Return the network devices that belong to a port of a PCI function.
 
-    A device that a bond has taken in gives way to the bond: sockets bind to that one. Only devices of the
-    tree's own network namespace count.
+    Args:
+        tree: The /sys tree.
+        device: Path of the PCI function in the tree.
+        port: Number of the port, from 1.
+        port_count: Number of ports of the function.
+        devices: All network devices of this network namespace by name.
     """
-    wanted = INFINIBAND if KINDS[kind].infiniband else ETHERNET
-    of_function = [
-        n
-        for n in (tree.names(f"{device}/net") if device else ())
-        if n in devices
-        and not devices[n].representor
-        and (n_ports == 1 or devices[n].port_index == port - 1)
-    ]
-    behind = [*of_function, *(gid.netdev for gid in gids)]
-    names = dict.fromkeys(top_device(n, devices) for n in behind if n in devices)
-    netdevs = tuple(n for n in names if devices[n].type == wanted)
-    members = tuple(
-        m for n in netdevs if devices[n].what in ("bond", "team") for m in devices[n].lowers
-    )
-    return netdevs, members
+    netdevs = []
+    for name in tree.names(f"{device}/net"):
+        if name not in devices or devices[name].representor:
+            continue
+        if port_count == 1 or devices[name].port_index == port - 1:
+            netdevs.append(name)
+    return netdevs
+
+
+def _top_netdevs(names: Iterable[str], kind: str, devices: dict[str, NetDevice]) -> tuple[str, ...]:
+    """Return the network devices to which the sockets of a port bind.
+
+    A member of a bond is replaced by the bond.
+
+    Args:
+        names: Network devices of the port; those of other network namespaces are ignored.
+        kind: Kind of NIC.
+        devices: All network devices of this network namespace by name.
+    """
+    wanted_type = INFINIBAND if KINDS[kind].infiniband else ETHERNET
+    top = dict.fromkeys(top_device(name, devices) for name in names if name in devices)
+    return tuple(name for name in top if devices[name].type == wanted_type)

@@ -1,9 +1,10 @@
-"""Reading files of a /sys tree: the running machine's, or one captured on another machine.
+"""Reader of the files in a /sys tree: this machine's, or one that was captured on another machine.
 
-The kernel's attributes are short one-line text files. A captured tree may be damaged in any way, so every
-reading either gives a value, or None where the kernel itself has nothing to say, or a HolmesError that names
-the file. What `tar` makes of a sysfs tree is understood: it pads files with NULs to the 4096 bytes that the
-kernel claims (and stores only NULs for a file whose reading fails with EINVAL).
+The attributes of the kernel are short text files of one line. A captured tree may be damaged in any way. So each
+method returns a value, or None if the kernel itself has no value, or raises a HolmesError that names the file.
+
+`tar` pads files of /sys with NULs up to the 4096 bytes that the kernel reports as their size, and stores nothing but
+NULs for a file that cannot be read (EINVAL). Both are accepted.
 """
 
 from __future__ import annotations
@@ -21,16 +22,21 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
 T = TypeVar("T")
-_LARGEST = 65536  # bytes; the kernel allows one page, and pages have at most 64 KiB
-# What the kernel answers for an attribute that has no value now (speed of a port without link, ...)
-_NOTHING = {errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV, errno.ENETDOWN}
+#: Largest file in bytes: the kernel writes at most one page, and pages have at most 64 KiB.
+_LARGEST = 65536
+#: Errors of the kernel for an attribute that has no value now, such as the speed of a port without a link.
+_NO_VALUE = {errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV, errno.ENETDOWN}
 
 
 class Tree:
-    """A /sys tree. Paths are relative to its root ("class/net/eth0/mtu")."""
+    """A /sys tree. All paths are relative to the root, such as "class/net/eth0/mtu"."""
 
     def __init__(self, root: str | Path = "/sys"):
-        """HolmesError when `root` is no directory or holds neither class/net nor class/infiniband."""
+        """Open the tree at `root`.
+
+        Raises:
+            HolmesError: the root is not a folder, or has neither class/net nor class/infiniband.
+        """
         self.root = Path(root)
         try:
             self.real_root = os.path.realpath(root, strict=True)
@@ -43,77 +49,119 @@ class Tree:
 
     @property
     def live(self) -> bool:
-        """Whether this is the running machine's own /sys."""
+        """True if this is the /sys of the running machine."""
         return str(self.real_root) == "/sys"
 
     def error(self, path: str, problem: str) -> HolmesError:
+        """Return an error that names a file of the tree."""
         return HolmesError(f"{os.path.join(self.root, path)}: {problem}")
 
-    def _at(self, path: str) -> str:
+    def _absolute(self, path: str) -> str:
         return os.path.join(self.real_root, path)
 
     def is_dir(self, path: str) -> bool:
-        return os.path.isdir(self._at(path))
+        """Return whether the path is a folder, or a link to one."""
+        return os.path.isdir(self._absolute(path))
 
     def names(self, path: str) -> tuple[str, ...]:
-        """Sorted device names in a directory, () without one; HolmesError for others."""
+        """Return the sorted names in a folder, () if the folder does not exist.
+
+        Raises:
+            HolmesError: the folder cannot be listed, or a name is not a possible device name.
+        """
         try:
-            names = sorted(os.listdir(self._at(path)))
+            names = sorted(os.listdir(self._absolute(path)))
         except FileNotFoundError:
-            if os.path.lexists(self._at(path)):
-                what = "is a link to nothing; capture the tree again with what it points to"
-                raise self.error(path, what) from None
+            if os.path.lexists(self._absolute(path)):
+                problem = "is a link to nothing; capture the tree again with what it points to"
+                raise self.error(path, problem) from None
             return ()
         except (OSError, ValueError) as error:
             raise self.error(path, f"cannot be listed: {why(error)}") from None
         return self.devices(path, names)
 
     def devices(self, path: str, names: Collection[str]) -> tuple[str, ...]:
-        """`names` that were read at `path`, each checked to be a possible device name."""
+        """Return device names that were read from a path.
+
+        Raises:
+            HolmesError: a name is not a possible device name.
+        """
         for name in names:
             if not DEVICE_NAME.fullmatch(name):
                 raise self.error(path, f"holds or points to {name!a:.80}, which is no device name")
         return tuple(names)
 
     def text(self, path: str) -> str | None:
-        """Of an attribute, without surrounding space; None when there is none. HolmesError: it is no readable
-        regular file of text (a directory, a link, binary data, longer than a page)."""
+        """Return the text of an attribute without surrounding space, None if it has no value.
+
+        Raises:
+            HolmesError: the path is no readable regular file of text (a folder, a link, binary data), or the file is
+                longer than a page.
+        """
         data = (self._read(path) or b"").rstrip(b"\0")
         if len(data) > _LARGEST:
             raise self.error(path, f"is longer than {_LARGEST} bytes: no file of /sys is")
         text = data.decode("latin-1").strip()
-        if not text.isascii() or not all(c.isprintable() or c in "\n\t" for c in text):
+        is_printable = all(letter.isprintable() or letter in "\n\t" for letter in text)
+        if not text.isascii() or not is_printable:
             raise self.error(path, "holds binary data instead of text")
         return text or None
 
     def needed_text(self, path: str) -> str:
-        """Like `text`, of an attribute that every device has."""
+        """Return the text of an attribute that every device has.
+
+        Raises:
+            HolmesError: the attribute has no value, or `text()` raises the error.
+        """
         return self._needed(path, self.text(path))
 
     def _needed(self, path: str, value: T | None) -> T:
+        """Return the value of a path, or raise HolmesError if there is none."""
         if value is None:
             raise self.error(path, "is missing or empty")
         return value
 
     def _read(self, path: str) -> bytes | None:
+        """Return the first _LARGEST + 1 bytes of a regular file, None if the kernel has no value for it.
+
+        Raises:
+            HolmesError: the path is not a regular file, or it cannot be read.
+        """
+        # Not following links, and not waiting for a pipe: a captured tree may have anything.
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+        absolute = self._absolute(path)
         try:
-            if not stat.S_ISREG(os.lstat(self._at(path)).st_mode):
+            if not stat.S_ISREG(os.lstat(absolute).st_mode):
                 raise self.error(path, "is not a regular file")
-            with open(os.open(self._at(path), flags), "rb") as file:
+            with open(os.open(absolute, flags), "rb") as file:
                 return file.read(_LARGEST + 1)
         except (OSError, ValueError) as error:
-            if isinstance(error, OSError) and error.errno in _NOTHING:
+            if isinstance(error, OSError) and error.errno in _NO_VALUE:
                 return None
             raise self.error(path, f"cannot be read: {why(error)}") from None
 
     def device_name(self, path: str) -> str:
-        """The text of an attribute that holds a device name, "" when it has none."""
+        """Return the device name in an attribute, "" if it has no value.
+
+        Raises:
+            HolmesError: the text is not a possible device name, or `text()` raises the error.
+        """
         text = self.text(path)
-        return self.devices(path, [text])[0] if text else ""
+        if not text:
+            return ""
+        (name,) = self.devices(path, [text])
+        return name
 
     def number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int | None:
-        """A decimal or 0x number that matches `pattern`; None when there is none."""
+        """Return the decimal or hexadecimal (0x) number in an attribute, None if it has no value.
+
+        Args:
+            path: Path of the attribute.
+            pattern: Regular expression that the text must match.
+
+        Raises:
+            HolmesError: the text does not match, or `text()` raises the error.
+        """
         text = self.text(path)
         if text is None:
             return None
@@ -122,59 +170,99 @@ class Tree:
         return int(text, 0) if text.startswith("0x") else int(text)
 
     def needed_number(self, path: str, pattern: str = r"-?[0-9]{1,18}") -> int:
-        """Like `number`, of an attribute that every device has."""
+        """Return the number in an attribute that every device has.
+
+        Args:
+            path: Path of the attribute.
+            pattern: Regular expression that the text must match.
+
+        Raises:
+            HolmesError: the attribute has no value, or `number()` raises the error.
+        """
         return self._needed(path, self.number(path, pattern))
 
     def uevent(self, path: str) -> dict[str, str]:
-        """The KEY=VALUE lines of a directory's uevent file; empty when there is none."""
+        """Return the KEY=VALUE lines in the uevent file of a folder, {} if the folder has no such file.
+
+        Raises:
+            HolmesError: a line is not KEY=VALUE, or `text()` raises the error.
+        """
         file = f"{path}/uevent"
-        pairs = {}
+        values = {}
         for line in (self.text(file) or "").splitlines():
             key, equals, value = line.partition("=")
             if not equals or not key:
                 raise self.error(file, f"line {line!a:.80} is not KEY=VALUE")
-            pairs[key] = value
-        return pairs
+            values[key] = value
+        return values
 
     def link_name(self, path: str, key: str) -> str:
-        """The device that a link points to (of one copied as a directory `key` of its uevent), or ""."""
+        """Return the device that a link points to, "" if there is no link.
+
+        A tree may have been copied with a folder in place of the link.
+
+        Args:
+            path: Path of the link.
+            key: Key in the uevent of such a folder that has the device name.
+
+        Raises:
+            HolmesError: the path is neither a link nor a folder, or the name is not a possible device name.
+        """
         try:
-            name = os.path.basename(os.readlink(self._at(path)))
+            name = os.path.basename(os.readlink(self._absolute(path)))
         except FileNotFoundError:
             return ""
         except (OSError, ValueError) as error:
             if getattr(error, "errno", None) != errno.EINVAL:  # EINVAL: exists, but is no link
                 raise self.error(path, f"cannot be read: {why(error)}") from None
-            if not self.is_dir(path):
-                raise self.error(path, "is neither a link nor a directory") from None
-            name = self.uevent(path).get(key, "")
-            if not name:
-                raise self.error(f"{path}/uevent", f"does not say {key}=") from None
+            name = self._name_in_uevent(path, key)
         return self.devices(path, [name])[0]
 
-    def resolve(self, path: str) -> str:
-        """Where a path leads after all links, relative to the root.
+    def _name_in_uevent(self, path: str, key: str) -> str:
+        """Return the value of a key in the uevent of a folder.
 
-        Raises HolmesError when it leads nowhere, round in a circle, or out of the tree (an absolute link in a
-        captured tree would read the wrong machine).
+        Raises:
+            HolmesError: the path is not a folder, or its uevent does not have the key.
+        """
+        if not self.is_dir(path):
+            raise self.error(path, "is neither a link nor a directory") from None
+        name = self.uevent(path).get(key, "")
+        if not name:
+            raise self.error(f"{path}/uevent", f"does not say {key}=") from None
+        return name
+
+    def resolve(self, path: str) -> str:
+        """Return a path with all links followed, relative to the root.
+
+        Raises:
+            HolmesError: a link points to nothing, in a circle, or out of the tree. (An absolute link in a captured
+                tree would read the wrong machine.)
         """
         try:
-            real = os.path.realpath(self._at(path), strict=True)
+            real_path = os.path.realpath(self._absolute(path), strict=True)
         except (OSError, ValueError) as error:
             advice = "capture the tree again with what it points to"
             raise self.error(path, f"leads nowhere: {why(error)}; {advice}") from None
-        if os.path.commonpath([real, self.real_root]) != self.real_root:
-            raise self.error(path, f"leads out of the tree, to {real!a:.200}")
-        return os.path.relpath(real, self.real_root)
+        if os.path.commonpath([real_path, self.real_root]) != self.real_root:
+            raise self.error(path, f"leads out of the tree, to {real_path!a:.200}")
+        return os.path.relpath(real_path, self.real_root)
 
     def pci_address(self, device: str) -> str:
-        """PCI address of a device directory or of the nearest PCI device above it, "" when there is none."""
-        said = self.uevent(device).get("PCI_SLOT_NAME", "")
-        if said:
-            if not PCI_ADDRESS.fullmatch(said):
+        """Return the PCI address of a device, or of the nearest PCI device above it; "" if there is none.
+
+        Args:
+            device: Path of the device.
+
+        Raises:
+            HolmesError: the uevent of the device has something else as its PCI address.
+        """
+        slot_name = self.uevent(device).get("PCI_SLOT_NAME", "")
+        if slot_name:
+            if not PCI_ADDRESS.fullmatch(slot_name):
                 raise self.error(
-                    f"{device}/uevent", f"PCI_SLOT_NAME={said!a:.80} is no PCI address"
+                    f"{device}/uevent", f"PCI_SLOT_NAME={slot_name!a:.80} is no PCI address"
                 )
-            return said
-        above = [part for part in self.resolve(device).split("/") if PCI_ADDRESS.fullmatch(part)]
-        return above[-1] if above else ""
+            return slot_name
+        parts = self.resolve(device).split("/")
+        addresses = [part for part in parts if PCI_ADDRESS.fullmatch(part)]
+        return addresses[-1] if addresses else ""

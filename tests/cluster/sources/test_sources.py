@@ -202,7 +202,7 @@ def test_what_slurm_does_not_answer_is_one_line(monkeypatch, done, message):
 
     monkeypatch.setattr(slurm.subprocess, "run", run)
     with pytest.raises(HolmesError, match=message):
-        slurm.ask("scontrol", "show", "node")
+        slurm.run_command("scontrol", "show", "node")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +216,7 @@ def test_what_slurm_does_not_answer_is_one_line(monkeypatch, done, message):
     ],
 )
 def test_an_old_slurm_is_refused(monkeypatch, said, good):
-    monkeypatch.setattr(slurm, "ask", lambda *_: f"{said}\n")
+    monkeypatch.setattr(slurm, "run_command", lambda *_: f"{said}\n")
     if good:
         slurm.check_version()
     else:

@@ -9,7 +9,12 @@ import pytest
 from holmes_ext.cli.main import main
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
-from holmes_ext.cluster.wan import MeasuredLink, merge, render, store
+from holmes_ext.cluster.wan import (
+    MeasuredLink,
+    measured_tables,
+    with_measured_values,
+    write_measured_values,
+)
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.runtime.measure import probe
@@ -41,23 +46,23 @@ LINKS = {
 
 
 def test_tables_are_replaced_and_the_rest_stays_byte_for_byte():
-    once = merge(TEXT, LINKS, "c.toml")
+    once = with_measured_values(TEXT, LINKS, "c.toml")
     assert once.startswith(TEXT.rstrip("\n")) and parse_spec(once).links == LINKS
     other = {"b": LINKS["a"]}
-    twice = merge(once + '\n[node.a1]\nethernet = "eth9"\n', other, "c.toml")
+    twice = with_measured_values(once + '\n[node.a1]\nethernet = "eth9"\n', other, "c.toml")
     assert parse_spec(twice).links == other and twice.startswith(TEXT.rstrip("\n"))
     assert parse_spec(twice).overrides["a1"].ethernet == "eth9"
     assert parse_spec(twice).digest == parse_spec(TEXT + '\n[node.a1]\nethernet = "eth9"\n').digest
-    assert merge(once, LINKS, "c.toml") == once
+    assert with_measured_values(once, LINKS, "c.toml") == once
 
 
 def test_a_table_that_only_looks_like_one_is_not_lost():
     tricky = 'name = """\n[link.a]\nstay\n"""\n' + TEXT
     with pytest.raises(HolmesError, match="safely"):
-        merge(tricky, LINKS, "c.toml")
+        with_measured_values(tricky, LINKS, "c.toml")
     inline = TEXT.replace("version = 2", "version = 2\nlink.a.send = [[1, 1], [2, 2]]")
     with pytest.raises(HolmesError, match="safely"):
-        merge(inline, LINKS, "c.toml")
+        with_measured_values(inline, LINKS, "c.toml")
 
 
 def test_a_file_keeps_its_mode_and_a_failed_write_leaves_it_alone(tmp_path, monkeypatch):
@@ -66,7 +71,7 @@ def test_a_file_keeps_its_mode_and_a_failed_write_leaves_it_alone(tmp_path, monk
     file.chmod(0o640)
     link = tmp_path / "link.toml"
     link.symlink_to(file)
-    store(link, LINKS)
+    write_measured_values(link, LINKS)
     assert (
         load_spec(file).links == LINKS
         and stat.S_IMODE(file.stat().st_mode) == 0o640
@@ -79,7 +84,7 @@ def test_a_file_keeps_its_mode_and_a_failed_write_leaves_it_alone(tmp_path, monk
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(HolmesError, match="No space left"):
-        store(file, LINKS)
+        write_measured_values(file, LINKS)
     assert file.read_text() == before and sorted(os.listdir(tmp_path)) == ["c.toml", "link.toml"]
 
 
@@ -104,14 +109,14 @@ def test_bad_tables_name_the_key(table, word):
 
 
 def test_curves_of_a_file_are_what_the_simulation_takes():
-    spec = parse_spec(merge(TEXT, LINKS, "c.toml"))
+    spec = parse_spec(with_measured_values(TEXT, LINKS, "c.toml"))
     links, site = Links.of_spec(spec), site_from_spec(spec)
     ethernet = links.of(site.fabric_by_name["ethernet"])
     assert ethernet.send.seconds(65536) == 0.0024 and ethernet.ring.seconds(524288) == 0.0171
     fabric = links.of(site.fabric_by_name["a"])
     assert fabric.ring.seconds(65536) == fabric.send.seconds(65536) == 0.0005
     assert links.of(site.fabric_by_name["b"]).send.rate_bps == 1e9
-    assert parse_spec(TEXT + "\n" + render(LINKS)).links == LINKS
+    assert parse_spec(TEXT + "\n" + measured_tables(LINKS)).links == LINKS
 
 
 def session_of(order, processes=1):
