@@ -179,11 +179,11 @@ class GroupPart:
     #: In one group.
     nodes: int
     #: Ranks of one group on each node.
-    here: int
+    ranks_per_node: int
     #: Groups of the family on each node.
     groups: int
     #: Groups of all families and stages on each node.
-    crowd: int
+    concurrent_groups: int
 
 
 @dataclass(frozen=True)
@@ -441,7 +441,7 @@ class Fold:
                 (self._kind_of_slot[slot_of[at]], like[slot_of[at]] if is_data else 1)
                 for at in turns
             )
-            ranks = sum(part.nodes * part.here for part in parts)
+            ranks = sum(part.nodes * part.ranks_per_node for part in parts)
             pipelines = tuple(sorted({self.kind_of[at] for at in members}))
             yield GroupFamily(stage, ranks, groups_of * count, parts, pipelines, ring)
 

@@ -1,43 +1,48 @@
-"""What a GPT costs, layer by layer: parameters, FLOPs, bytes sent on, and memory.
+"""Cost model of a GPT: parameters, FLOPs, bytes sent and memory of every layer.
 
-    embedding | block 0 | block 1 | ... | block N-1 | output          the partition cuts between blocks;
-    stays with the first stage             stays with the last one    only blocks are counted as "layers"
+A model is a list of layers. A pipeline cuts the list between blocks; only blocks count as "layers":
 
-b: sequences in a micro-batch, s: tokens of one, h: hidden size, V: vocabulary, a: heads, t: tensor size.
+    embedding | block 0 | block 1 | ... | block N-1 | output
+    stays with the first stage            stays with the last stage
 
-    parameters   block 12 h^2 + 13 h, embedding (V + s) h (Narayanan et al. 2021, arXiv 2104.04473, eq. 2)
-    FLOPs        block 24 b s h^2 + 4 b s^2 h forward, output 2 b s h V; backward twice that, and a forward
-                 more where a block is recomputed (the same, appendix; equation 3 is their sum)
-    memory       block s b h (10 + 24/t + 5 a s / (h t)) bytes kept in 16 bits, without the last term
-                 when attention is recomputed ("selective"), 2 s b h when all is ("full")
-                 Korthikanti et al. 2022 (arXiv 2205.05198), equations 2, 5, table 2; the 24 is 8 of
-                 attention (4 h of query and output, 4 h of keys and values) and 16 of an MLP 4 h wide,
-                 which other widths and SwiGLU change in proportion
-    flash        without the last term either; the backward computes the scores again: 5 products for the
-                 forward's 2 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)
+The formulas use these letters:
 
-The embedding computes next to nothing, but its gradients are reduced and its parameters kept. Tied, the
-output layer uses its weight: no parameters more in the model, yet the last stage keeps a copy, and first and
-last stage all-reduce its gradient. With `sequence_parallel` what a block keeps, and stages send, is divided
-by t (arXiv 2205.05198, equation 4). With `experts` a token passes `experts_per_token` of an MLP's; where only
-some blocks have experts, every block counts as the mean of all.
+    b   sequences in a micro-batch      h   hidden size         a   attention heads
+    s   tokens in a sequence            V   vocabulary size     t   tensor-parallel size
 
-On clusters: a model comes from its TOML file (examples/models/); cluster.toml can give it other GPUs.
+    parameters   block: 12 h^2 + 13 h; embedding: (V + s) h
+                 (Narayanan et al. 2021, arXiv 2104.04473, equation 2)
+    FLOPs        forward: 24 b s h^2 + 4 b s^2 h in a block, 2 b s h V in the output layer. Backward: twice as
+                 many, and the forward again if the block is recomputed (same paper, appendix and equation 3)
+    activations  s b h (10 + 24 / t + 5 a s / (h t)) bytes in a block, in 16 bits. "selective" recomputation
+                 removes the last term; "full" recomputation leaves 2 s b h
+                 (Korthikanti et al. 2022, arXiv 2205.05198, equations 2 and 5, table 2)
+    flash        FlashAttention removes the last term of the activations too; its backward pass computes the
+                 attention scores again: 5 matrix products for the 2 of the forward pass
+                 (Dao et al. 2022, arXiv 2205.14135, algorithm 4)
 
-Memory: what one rank of a pipeline stage holds at its fullest, term by term.
+The 24 of the activations is 8 for attention (4 for query and output, 4 for keys and values) and 16 for an MLP
+of width 4 h. Other widths and SwiGLU change these terms in proportion.
 
-    weights, gradients, optimizer   by the ZeRO stage: 1 divides the optimizer by
-                                    the data-parallel ranks, 2 gradients too, 3 all
-    activations                     what each layer keeps of a micro-batch (above) x the micro-batches in
-                                    flight on the stage
-    working                         the layer that is recomputed right now, logits with their
-                                    gradient, and the buckets of gradients that have memory
-                                    of their own (plan/buckets.py)
+Special cases:
 
-Under way on stage s of p: min(p - s, m) under 1F1B; with v chunks a stage min(m, (2 (p - s - 1) + (v - 1) p +
-1) / v), Megatron's warm-up (Narayanan et al. 2021, arXiv 2104.04473, section 2.2; the first stage's is the
-paper's 1 + (p - 1) / (p v) of p). Not counted: the allocator's fragments, NCCL's buffers and the CUDA
-context. tests/plan/cost/test_memory.py compares with the bytes that torch holds.
+    tied embedding        The output layer uses the embedding's weight. The model has no more parameters, but
+                          the last stage keeps a copy, and the first and last stage all-reduce its gradient.
+    sequence parallelism  Divides the activations, kept or sent to the next stage, by t (arXiv 2205.05198,
+                          equation 4).
+    experts               A token passes through `experts_per_token` expert MLPs. If only some blocks have
+                          experts, every block counts as the mean of all blocks.
+
+Memory is the largest amount that a rank of a pipeline stage holds at any time:
+
+    weights, gradients, optimizer   ZeRO 1 divides the optimizer's part by the data-parallel size, ZeRO 2 the
+                                    gradients too, ZeRO 3 all of it
+    activations                     bytes that each layer keeps per micro-batch x micro-batches in flight
+    working                         activations of the layer that is recomputed at the moment, logits and
+                                    their gradient, and gradient buckets of separate memory (plan/buckets.py)
+
+Not counted: fragmentation in the allocator, NCCL's buffers and the CUDA context.
+tests/plan/cost/test_memory.py compares the result with the bytes that torch allocates.
 """
 
 from __future__ import annotations
@@ -46,7 +51,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.spec import SiteSpec, accelerator_of
 from holmes_ext.document import Table, load_toml
@@ -56,75 +61,120 @@ from holmes_ext.plan.workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
+#: Limits above which a number in a model file is a mistake.
+_MOST_LAYERS = 100_000  # every plan holds the cost of each layer
+_MOST_ELEMENTS = 10**12
+_MOST_BYTES_PER_PARAMETER = 1e6
+_TOO_LARGE = 1e30  # FLOP/s or bytes
+#: ZeRO stage from which on each part of a rank's state is sharded.
+_ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What one rank computes and keeps for one layer and one micro-batch. tensors: elements of each parameter
-    of this rank but experts', in the order of the forward pass; their gradients become final in the reverse.
-    forward_flops, backward_flops; weight_flops: those of the backward that make weights' gradients, which
-    nobody waits for. activation_bytes: sent on if the stage ends here. kept_bytes: from the micro-batch's
-    forward to its backward. tensor_bytes, context_bytes, expert_bytes: forward and backward together, as in
-    Workload. expert_parameters: of experts."""
+    """Computation, memory and communication of one layer on one rank, for one micro-batch."""
 
-    kind: str
+    kind: str  # "embedding", "block" or "output"
+    #: Number of elements of each parameter on this rank, in the order of the forward pass, without experts.
+    #: The gradients become final in the reverse order.
     tensors: tuple[float, ...]
     forward_flops: float
     backward_flops: float
-    activation_bytes: float
-    kept_bytes: float
+    activation_bytes: float  # sent to the next stage if a stage ends after this layer
+    kept_bytes: float  # activations kept from the forward to the backward pass
+    #: Bytes that tensor, context and expert groups exchange, forward and backward together (see Workload).
     tensor_bytes: float = 0.0
     context_bytes: float = 0.0
     expert_bytes: float = 0.0
-    expert_parameters: float = 0.0
+    expert_parameters: float = 0.0  # parameters in experts on this rank
+    #: Part of backward_flops that computes weight gradients. No other stage waits for these.
     weight_flops: float = 0.0
 
     @cached_property
     def parameters(self) -> float:
+        """Return the number of parameters on this rank, experts included."""
         return sum(self.tensors) + self.expert_parameters
 
     def reduced(self, ranks: int, expert: int) -> tuple[float, ...]:
-        """Elements of each gradient as a group of all `ranks` ranks would have to reduce them to send as
-        much: an expert's are reduced by ranks / expert only. The last becomes final first."""
+        """Return the size of each gradient, in elements, for an all-reduce among all `ranks` ranks.
+
+        Experts are reduced among `ranks / expert` ranks only. The last size is the number of elements that
+        would cost as much traffic in a ring of all ranks.
+
+        Args:
+            ranks: Number of ranks that reduce the gradients of this layer's dense parameters.
+            expert: Expert-parallel size.
+        """
         if not self.expert_parameters:
             return self.tensors
-        group = max(1, ranks // expert)
-        part = (group - 1) / group / ((ranks - 1) / ranks) if ranks > 1 else 1.0
-        return (*self.tensors, self.expert_parameters * part)
+        expert_ranks = max(1, ranks // expert)
+        # A ring all-reduce among n ranks sends 2 (n - 1) / n of the bytes.
+        share = 1.0
+        if ranks > 1:
+            share = (expert_ranks - 1) / expert_ranks / ((ranks - 1) / ranks)
+        return (*self.tensors, self.expert_parameters * share)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """flops: FLOP/s that training reaches on one GPU (not the data sheet's peak). memory_bytes: 0 when no
-    limit is known. link_bps: bits/s of one GPU to the others of its node (NVLink), each way; 0 when not
-    known: then that traffic counts as free."""
+    """Speed, memory and intra-node link of one GPU."""
 
-    flops: float = 150e12
-    memory_bytes: float = 0.0
+    flops: float = 150e12  # FLOP/s that training reaches, not the peak of the data sheet
+    memory_bytes: float = 0.0  # 0: no limit is known
+    #: Bits/s to the other GPUs of the node (NVLink), each way. 0: not known; that traffic then costs nothing.
     link_bps: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.flops < 1e30:
+        if not 0 < self.flops < _TOO_LARGE:
             raise HolmesError(f"gpu: flops is {self.flops}; it must be above 0, and finite")
-        if not 0 <= self.memory_bytes < 1e30:
+        if not 0 <= self.memory_bytes < _TOO_LARGE:
             raise HolmesError(
                 f"gpu: memory_bytes is {self.memory_bytes}; it must be 0 (no limit) or more, and finite"
             )
 
 
-#: Every plan holds a cost for each layer.
-_MOST_LAYERS = 100_000
-
-
 def _key(text: str, default: Any = MISSING, training: bool = False) -> Any:
-    """A field of Model. text: what the key of a model file says; training: it stands in [training]."""
+    """Return a dataclass field of Model that a model file can set.
+
+    Args:
+        text: Description of the key, for the documentation.
+        default: Value if the file lacks the key. Without a default, the key is required.
+        training: Whether the key stands in the table [training] of the file.
+    """
     return field(default=default, metadata={"text": text, "training": training})
+
+
+class _BlockWidths(NamedTuple):
+    """Widths of the matrices of a transformer block; with experts, the mean of all blocks."""
+
+    query: int  # heads x head size
+    key_value: int  # key-value heads x head size
+    dense_mlp: float  # inner width of the MLP that every token passes through
+    expert_mlp: int  # inner width of one expert
+    token_mlp: float  # inner widths of all MLPs that one token passes through, added up
+    expert_share: float  # part of the blocks that have experts
+    active_experts: int  # experts that one token passes through
+
+
+class _BlockFlops(NamedTuple):
+    """FLOPs of one transformer block on one rank, for one micro-batch."""
+
+    forward: float
+    scores: float  # part of `forward` that computes attention scores and applies them
+    recomputed: float  # computed again in the backward pass
+
+
+class _BlockTraffic(NamedTuple):
+    """Bytes that the groups of one rank exchange for a block and a micro-batch, both passes together."""
+
+    tensor: float
+    context: float
+    expert: float
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT and how it is trained; optional sizes are 0 where they are left out. gpus: where a cluster's
-    differ."""
+    """Shape of a GPT and its training settings, as in a model file; 0 stands for an optional size."""
 
     layers: int = _key("transformer blocks")
     hidden: int = _key("hidden size: the width of an activation")
@@ -148,85 +198,102 @@ class Model:
     expert_ffn: int = _key("width inside an expert; 0: ffn", 0)
     shared_ffn: int = _key("width inside the shared expert; 0: none", 0)
     expert_layers: int = _key("blocks with experts; 0: all", 0)
-    micro_batch: int = _key("sequences per micro-batch", 1, True)
+    micro_batch: int = _key("sequences per micro-batch", 1, training=True)
     micro_batches: int = _key(
-        "micro-batches per step on each rank; give this or global_batch", 0, True
+        "micro-batches per step on each rank; give this or global_batch", 0, training=True
     )
-    global_batch: int = _key("sequences per step over all ranks", 0, True)
-    recompute: str = _key('"none", "selective" or "full"', "none", True)
-    flash: bool = _key("attention keeps no scores", False, True)
-    sequence_parallel: bool = _key("norms and dropout are split over the tensor ranks", False, True)
-    activation_width: int = _key("bytes per activation element", 2, True)
-    gradient_width: int = _key("bytes per gradient element", 4, True)
+    global_batch: int = _key("sequences per step over all ranks", 0, training=True)
+    recompute: str = _key('"none", "selective" or "full"', "none", training=True)
+    flash: bool = _key("attention keeps no scores", False, training=True)
+    sequence_parallel: bool = _key(
+        "norms and dropout are split over the tensor ranks", False, training=True
+    )
+    activation_width: int = _key("bytes per activation element", 2, training=True)
+    gradient_width: int = _key("bytes per gradient element", 4, training=True)
     state_bytes: float = _key(
-        "bytes per parameter on each rank: weight, gradient, optimizer", 18.0, True
+        "bytes per parameter on each rank: weight, gradient, optimizer", 18.0, training=True
     )
     sharded_bytes: float = _key(
         "the same, sharded over the data size: 12, with state_bytes 6, for Adam under ZeRO 1",
         0.0,
-        True,
+        training=True,
     )
     gpu: Gpu = Gpu()
-    gpus: dict[str, Gpu] = field(default_factory=dict)
-    source: str = "model"
+    gpus: dict[str, Gpu] = field(default_factory=dict)  # cluster -> its GPU, if it differs from gpu
+    source: str = "model"  # file that the model was read from, for messages
 
     def __post_init__(self) -> None:
-        for item in fields(self):
-            if item.type != "int" or item.name == "experts_per_token":
-                continue
-            name, value, least = item.name, getattr(self, item.name), int(item.default != 0)
-            if not least <= value < 10**12:
-                raise self._wrong(name, f"{value} is not {least} or more")
-        if self.layers > _MOST_LAYERS:
-            raise self._wrong("layers", f"{self.layers} is more than {_MOST_LAYERS}")
-        for name in ("state_bytes", "sharded_bytes"):
-            if not 0 <= getattr(self, name) < 1e6:
-                raise self._wrong(
-                    name, f"{getattr(self, name)} is not a number of bytes, 0 or more"
-                )
-        for name, known in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
-            if getattr(self, name) not in known:
-                raise self._wrong(name, f"{getattr(self, name)!r} is not one of {', '.join(known)}")
-        if (not self.head_size and self.hidden % self.heads) or self.heads % (
-            self.groups or self.heads
-        ):
-            problem = f"{self.heads} heads must divide hidden {self.hidden}"
-            raise self._wrong("heads", f"{problem}, and key 'groups' the heads")
+        self._check_ranges()
+        self._check_choices()
+        self._check_heads()
         if self.experts and not 1 <= self.experts_per_token <= self.experts:
             problem = f"{self.experts_per_token} is not 1 to {self.experts}"
-            raise self._wrong("experts_per_token", f"{problem} (key 'experts')")
+            raise self._error("experts_per_token", f"{problem} (key 'experts')")
         if self.expert_layers > self.layers:
-            raise self._wrong(
-                "expert_layers", f"{self.expert_layers} is more than the {self.layers} layers"
-            )
+            problem = f"{self.expert_layers} is more than the {self.layers} layers"
+            raise self._error("expert_layers", problem)
         if bool(self.micro_batches) == bool(self.global_batch):
             raise HolmesError(
                 f"{self.source}: give one of the keys 'micro_batches' and 'global_batch'"
             )
 
-    def _wrong(self, key: str, what: str) -> HolmesError:
-        return HolmesError(f"{self.source}: key '{key}': {what}")
+    def _check_ranges(self) -> None:
+        for item in fields(self):
+            if item.type != "int" or item.name == "experts_per_token":
+                continue
+            value = getattr(self, item.name)
+            is_optional = item.default == 0
+            least = 0 if is_optional else 1
+            if not least <= value < _MOST_ELEMENTS:
+                raise self._error(item.name, f"{value} is not {least} or more")
+        if self.layers > _MOST_LAYERS:
+            raise self._error("layers", f"{self.layers} is more than {_MOST_LAYERS}")
+        for name in ("state_bytes", "sharded_bytes"):
+            value = getattr(self, name)
+            if not 0 <= value < _MOST_BYTES_PER_PARAMETER:
+                raise self._error(name, f"{value} is not a number of bytes, 0 or more")
+
+    def _check_choices(self) -> None:
+        for name, choices in (("recompute", RECOMPUTE), ("positions", POSITIONS)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise self._error(name, f"{value!r} is not one of {', '.join(choices)}")
+
+    def _check_heads(self) -> None:
+        is_hidden_divided = bool(self.head_size) or self.hidden % self.heads == 0
+        key_value_heads = self.groups or self.heads
+        if not is_hidden_divided or self.heads % key_value_heads:
+            problem = f"{self.heads} heads must divide hidden {self.hidden}"
+            raise self._error("heads", f"{problem}, and key 'groups' the heads")
+
+    def _error(self, key: str, problem: str) -> HolmesError:
+        return HolmesError(f"{self.source}: key '{key}': {problem}")
 
     def gpu_of(self, cluster: str) -> Gpu:
+        """Return the GPU of a cluster's nodes."""
         return self.gpus.get(cluster, self.gpu)
 
     def micro_batches_of(self, data: int) -> int:
-        """Of a step on `data` data-parallel ranks; HolmesError when the global batch is not divisible."""
+        """Return the number of micro-batches that each of `data` data-parallel ranks runs per step.
+
+        Raises:
+            HolmesError: The global batch is not divisible by micro-batch size x `data`.
+        """
         if self.micro_batches:
             return self.micro_batches
-        if self.global_batch % (self.micro_batch * data):
-            by = f"micro_batch {self.micro_batch} x data {data}"
-            unit = self.micro_batch * data
-            below = self.global_batch // unit * unit
-            near = f"{below} or {below + unit} is" if below else f"{unit} is"
-            raise self._wrong(
-                "global_batch", f"{self.global_batch} is not divisible by {by}; {near}"
-            )
-        return self.global_batch // (self.micro_batch * data)
+        sequences = self.micro_batch * data  # of all ranks in one micro-batch
+        if self.global_batch % sequences == 0:
+            return self.global_batch // sequences
+        below = self.global_batch // sequences * sequences
+        above = below + sequences
+        divisible = f"{below} or {above} is" if below else f"{above} is"
+        product = f"micro_batch {self.micro_batch} x data {data}"
+        problem = f"{self.global_batch} is not divisible by {product}; {divisible}"
+        raise self._error("global_batch", problem)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, tied ones once."""
+        """Return the number of parameters of the whole model, a tied weight counted once."""
         embedding, *blocks, output = self.costs()
         tied = self.vocabulary * self.hidden if self.tied else 0
         return round(
@@ -237,155 +304,281 @@ class Model:
         )
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Embedding, every block, output, as one rank has them, with its part of the experts."""
+        """Return the costs of the embedding, every block and the output layer on one rank.
+
+        Args:
+            tensor: Tensor-parallel size.
+            context: Context-parallel size.
+            expert: Expert-parallel size.
+        """
+        embedding = self._embedding(tensor, context)
         block = self._block(tensor, context, expert)
-        return (
-            self._embedding(tensor, context),
-            *[block] * self.layers,
-            self._output(tensor, context),
-        )
+        output = self._output(tensor, context)
+        return (embedding, *[block] * self.layers, output)
 
     def _tokens(self, context: int) -> float:
+        """Return the number of tokens in a micro-batch on one rank."""
         return self.micro_batch * self.sequence / context
 
-    def _sent(self, tensor: int, context: int) -> float:
-        return (
-            self._tokens(context)
-            * self.hidden
-            * self.activation_width
-            / (tensor if self.sequence_parallel else 1)
-        )
-
-    def _block(self, tensor: int, context: int, expert: int) -> Layer:
-        h, head = self.hidden, self.head_size or self.hidden // self.heads
-        q, kv = self.heads * head, (self.groups or self.heads) * head
-        norm, times = (h, h) if self.bias else (h,), 3 if self.gated else 2  # matrices of an MLP
-        routed = (
-            (self.expert_layers or self.layers) / self.layers if self.experts else 0.0
-        )  # of all blocks
-        wide, active = self.expert_ffn or self._ffn, self.experts_per_token if self.experts else 0
-
-        def linear(inputs: float, outputs: float) -> tuple[float, ...]:
-            return (inputs * outputs / tensor, *((outputs / tensor,) if self.bias else ()))
-
-        def mlp(ffn: float) -> tuple[float, ...]:
-            return (*linear(h, (times - 1) * ffn), *linear(ffn, h)) if ffn else ()
-
-        # what every token passes, mean of all blocks
-        dense = (1 - routed) * self._ffn + routed * self.shared_ffn
-        experts = routed * self.experts / expert * sum(mlp(wide))
-        router = (h * self.experts * routed,) if self.experts else ()
-        tensors = (*norm, *linear(h, q + 2 * kv), *linear(q, h), *norm, *router, *mlp(dense))
-        # MLP's width that a token passes
-        tokens, passed = self._tokens(context), dense + routed * active * wide
-        scores_flops = 4 * tokens * self.sequence * q
-        forward = (2 * tokens * (2 * h * (q + kv) + times * h * passed) + scores_flops) / tensor
-        again = {"none": 0.0, "selective": scores_flops / tensor, "full": forward}[self.recompute]
-        again += scores_flops / 2 / tensor if self.flash else 0.0
-        bytes_wide = tokens * h * self.activation_width
-        scores = (
-            0.0 if self.flash else 5 * self.heads * self.sequence / h
-        )  # bytes for each element of s b h
-        whole = tensor if self.sequence_parallel else 1  # what the 10 and the 2 are divided by
-        inside = (
-            4 * (q + kv) / h
-            + (6 if self.gated else 4) * passed / h
-            + 3 * routed * max(0, active - 1)
-        )
-        kept = 10 / whole + inside / tensor
-        kept = {"none": kept + scores / tensor, "selective": kept, "full": 2.0 / whole}[
-            self.recompute
-        ]
-        # passes through the block: forward, (forward again,) backward
-        through = 3 if self.recompute == "full" else 2
-        sent = (
-            2 * through * bytes_wide
-        )  # two all-reduces (Shoeybi et al. 2019) or all-to-alls a pass
-        # K, V and their gradients
-        around = 4 * tokens * kv * self.activation_width / tensor if context > 1 else 0.0
-        routes = sent * routed * active * (expert - 1) / expert / tensor
-        computing, both = (
-            (forward, 2 * forward + again),
-            (self._sent(tensor, context), bytes_wide / 2 * kept),
-        )
-        later = (
-            forward - scores_flops / tensor
-            if self.recompute == "none" and not self.experts
-            else 0.0
-        )
-        sums = sent if tensor > 1 else 0.0, around, routes, experts
-        return Layer("block", tensors, *computing, *both, *sums, later)
+    def _stage_activation_bytes(self, tensor: int, context: int) -> float:
+        """Return the bytes of a micro-batch's activations that one rank sends to the next stage."""
+        elements = self._tokens(context) * self.hidden
+        parts = tensor if self.sequence_parallel else 1
+        return elements * self.activation_width / parts
 
     @property
     def _ffn(self) -> int:
         return self.ffn or 4 * self.hidden
 
-    def _embedding(self, tensor: int, context: int) -> Layer:
-        tokens, h = self._tokens(context), self.hidden
-        positions = (
-            ((self.max_positions or self.sequence) * h,) if self.positions == "learned" else ()
-        )
-        kept = tokens * h / (tensor if self.sequence_parallel else 1)  # the dropout mask
-        tensors = (self.vocabulary * h / tensor, *positions)
+    @property
+    def _mlp_matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def _norm_parameters(self) -> tuple[int, ...]:
+        return (self.hidden, self.hidden) if self.bias else (self.hidden,)
+
+    def _block(self, tensor: int, context: int, expert: int) -> Layer:
+        """Return the costs of a transformer block on one rank, for one micro-batch."""
+        tokens = self._tokens(context)
+        hidden_bytes = tokens * self.hidden * self.activation_width
+        widths = self._block_widths()
+        flops = self._block_flops(widths, tokens, tensor)
+        traffic = self._block_traffic(widths, tokens, tensor, context, expert)
+        # A split backward pass can delay the weight gradients, except those of the attention scores, which
+        # have no weights.
+        weight_flops = 0.0
+        if self.recompute == "none" and not self.experts:
+            weight_flops = flops.forward - flops.scores / tensor
+        # The paper's coefficients count bytes of elements that have 2 bytes each.
+        kept_bytes = hidden_bytes / 2 * self._kept_per_element(widths, tensor)
         return Layer(
-            "embedding", tensors, tokens * h, tokens * h, self._sent(tensor, context), kept
+            kind="block",
+            tensors=self._block_tensors(widths, tensor),
+            forward_flops=flops.forward,
+            backward_flops=2 * flops.forward + flops.recomputed,
+            activation_bytes=self._stage_activation_bytes(tensor, context),
+            kept_bytes=kept_bytes,
+            tensor_bytes=traffic.tensor,
+            context_bytes=traffic.context,
+            expert_bytes=traffic.expert,
+            expert_parameters=self._expert_parameters(widths, tensor, expert),
+            weight_flops=weight_flops,
+        )
+
+    def _block_widths(self) -> _BlockWidths:
+        head_size = self.head_size or self.hidden // self.heads
+        expert_share = 0.0
+        active_experts = 0
+        if self.experts:
+            expert_share = (self.expert_layers or self.layers) / self.layers
+            active_experts = self.experts_per_token
+        dense_mlp = (1 - expert_share) * self._ffn + expert_share * self.shared_ffn
+        expert_mlp = self.expert_ffn or self._ffn
+        return _BlockWidths(
+            query=self.heads * head_size,
+            key_value=(self.groups or self.heads) * head_size,
+            dense_mlp=dense_mlp,
+            expert_mlp=expert_mlp,
+            token_mlp=dense_mlp + expert_share * active_experts * expert_mlp,
+            expert_share=expert_share,
+            active_experts=active_experts,
+        )
+
+    def _linear_tensors(self, inputs: float, outputs: float, tensor: int) -> tuple[float, ...]:
+        """Return the elements of a linear layer's weight and bias on one tensor-parallel rank."""
+        weight = inputs * outputs / tensor
+        if not self.bias:
+            return (weight,)
+        return (weight, outputs / tensor)
+
+    def _mlp_tensors(self, width: float, tensor: int) -> tuple[float, ...]:
+        """Return the elements of each parameter of an MLP on one tensor-parallel rank."""
+        if not width:
+            return ()
+        # A gated MLP has its two input matrices side by side in one tensor.
+        input_width = (self._mlp_matrices - 1) * width
+        return (
+            *self._linear_tensors(self.hidden, input_width, tensor),
+            *self._linear_tensors(width, self.hidden, tensor),
+        )
+
+    def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
+        """Return the elements of each parameter of a block on one rank, without experts."""
+        h = self.hidden
+        router: tuple[float, ...] = ()
+        if self.experts:
+            router = (h * self.experts * widths.expert_share,)
+        return (
+            *self._norm_parameters,
+            *self._linear_tensors(h, widths.query + 2 * widths.key_value, tensor),
+            *self._linear_tensors(widths.query, h, tensor),
+            *self._norm_parameters,
+            *router,
+            *self._mlp_tensors(widths.dense_mlp, tensor),
+        )
+
+    def _expert_parameters(self, widths: _BlockWidths, tensor: int, expert: int) -> float:
+        """Return the parameters of a block's experts on one rank."""
+        experts_on_rank = widths.expert_share * self.experts / expert
+        return experts_on_rank * sum(self._mlp_tensors(widths.expert_mlp, tensor))
+
+    def _block_flops(self, widths: _BlockWidths, tokens: float, tensor: int) -> _BlockFlops:
+        """Return the FLOPs of a block, with attention scores that are not divided by `tensor`."""
+        attention_parameters = 2 * self.hidden * (widths.query + widths.key_value)
+        mlp_parameters = self._mlp_matrices * self.hidden * widths.token_mlp
+        # Each parameter takes one multiplication and one addition per token.
+        matrix_flops = 2 * tokens * (attention_parameters + mlp_parameters)
+        # Two matrix products over the sequence: scores, and scores times values.
+        scores_flops = 4 * tokens * self.sequence * widths.query
+        forward_flops = (matrix_flops + scores_flops) / tensor
+        recomputed_flops = 0.0
+        if self.recompute == "selective":
+            recomputed_flops = scores_flops / tensor
+        elif self.recompute == "full":
+            recomputed_flops = forward_flops
+        if self.flash:
+            # The backward pass computes one of the two products again (arXiv 2205.14135, algorithm 4).
+            recomputed_flops += scores_flops / 2 / tensor
+        return _BlockFlops(forward=forward_flops, scores=scores_flops, recomputed=recomputed_flops)
+
+    def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
+        """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.
+
+        The terms are those of arXiv 2205.05198, equations 2 and 4 and table 2 (see the module).
+        """
+        h = self.hidden
+        unsplit_parts = tensor if self.sequence_parallel else 1
+        if self.recompute == "full":
+            return 2.0 / unsplit_parts  # the input of the block
+        attention_bytes = 4 * (widths.query + widths.key_value) / h
+        mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
+        # Each further expert of a token has a copy of the MLP's input and output.
+        expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
+        norm_and_dropout_bytes = 10
+        kept = (
+            norm_and_dropout_bytes / unsplit_parts
+            + (attention_bytes + mlp_bytes + expert_bytes) / tensor
+        )
+        if self.recompute == "selective":
+            return kept
+        scores_bytes = 0.0
+        if not self.flash:
+            scores_bytes = 5 * self.heads * self.sequence / h
+        return kept + scores_bytes / tensor
+
+    def _block_traffic(
+        self, widths: _BlockWidths, tokens: float, tensor: int, context: int, expert: int
+    ) -> _BlockTraffic:
+        hidden_bytes = tokens * self.hidden * self.activation_width
+        # "full" recomputation runs the forward pass again, with its communication.
+        passes = 3 if self.recompute == "full" else 2
+        # Two all-reduces per pass in a tensor-parallel block (Shoeybi et al. 2019, arXiv 1909.08053); two
+        # all-to-alls per pass if the block has experts.
+        two_per_pass_bytes = 2 * passes * hidden_bytes
+        context_bytes = 0.0
+        if context > 1:
+            # Keys, values and their gradients go around the ring.
+            context_bytes = 4 * tokens * widths.key_value * self.activation_width / tensor
+        routed_bytes = two_per_pass_bytes * widths.expert_share * widths.active_experts
+        return _BlockTraffic(
+            tensor=two_per_pass_bytes if tensor > 1 else 0.0,
+            context=context_bytes,
+            expert=routed_bytes * (expert - 1) / expert / tensor,
+        )
+
+    def _embedding(self, tensor: int, context: int) -> Layer:
+        """Return the costs of the embedding layer on one rank, for one micro-batch."""
+        elements = self._tokens(context) * self.hidden
+        position_tensors: tuple[int, ...] = ()
+        if self.positions == "learned":
+            position_tensors = ((self.max_positions or self.sequence) * self.hidden,)
+        dropout_mask_bytes = elements / (tensor if self.sequence_parallel else 1)
+        return Layer(
+            kind="embedding",
+            tensors=(self.vocabulary * self.hidden / tensor, *position_tensors),
+            forward_flops=elements,
+            backward_flops=elements,
+            activation_bytes=self._stage_activation_bytes(tensor, context),
+            kept_bytes=dropout_mask_bytes,
         )
 
     def _output(self, tensor: int, context: int) -> Layer:
-        """Final norm, logits and loss; kept: the inputs of norm and matrix, and the logits in 32 bits."""
-        tokens, h = self._tokens(context), self.hidden
+        """Return the costs of the final norm, the logits and the loss on one rank."""
+        tokens = self._tokens(context)
         logits = tokens * self.vocabulary / tensor
-        kept = 2 * tokens * h * self.activation_width + 4 * logits
-        tensors = (*((h, h) if self.bias else (h,)), self.vocabulary * h / tensor)
-        forward = 2 * h * logits
-        return Layer("output", tensors, forward, 2 * forward, 0.0, kept, weight_flops=forward)
+        input_bytes = 2 * tokens * self.hidden * self.activation_width  # inputs of norm and matrix
+        logits_bytes = 4 * logits  # in 32 bits
+        forward_flops = 2 * self.hidden * logits
+        return Layer(
+            kind="output",
+            tensors=(*self._norm_parameters, self.vocabulary * self.hidden / tensor),
+            forward_flops=forward_flops,
+            backward_flops=2 * forward_flops,
+            activation_bytes=0.0,
+            kept_bytes=input_bytes + logits_bytes,
+            weight_flops=forward_flops,
+        )
 
     def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
-        """costs() as a job of `sizes` has them: tied, a single stage has one matrix, not two copies."""
+        """Return the costs of all layers on one rank of a job with these parallel sizes.
+
+        With a tied embedding, a pipeline of one stage has a single copy of the weight; longer pipelines have
+        a second copy in the output layer.
+        """
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
-        if self.tied and sizes.pipeline == 1:
-            layers = (*layers[:-1], replace(layers[-1], tensors=layers[-1].tensors[:-1]))
-        return layers
+        if not self.tied or sizes.pipeline > 1:
+            return layers
+        output = layers[-1]
+        return (*layers[:-1], replace(output, tensors=output.tensors[:-1]))
 
     def tied_bytes(self, sizes: Sizes) -> float:
-        """Of a tied embedding's gradient that ranks of the first and the last stage all-reduce."""
+        """Return the bytes of a tied embedding's gradient that the first and last stage all-reduce."""
         if not self.tied or sizes.pipeline == 1:
             return 0.0
         return self.vocabulary * self.hidden / sizes.tensor * self.gradient_width
 
     def copies(self, sizes: Sizes) -> int:
-        """Tensor ranks of a stage that have the same activation to send."""
+        """Return how many tensor-parallel ranks of a stage send the same activation to the next stage."""
         return 1 if self.sequence_parallel else sizes.tensor
 
     def workload(self, sizes: Sizes) -> Workload:
-        """One rank's work on the average stage of complete `sizes`: what placement compares."""
+        """Return the work of one rank on an average pipeline stage, on the slowest GPU.
+
+        Args:
+            sizes: Parallel sizes, with the data size.
+        """
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
-        def mean(name: str) -> float:
+        def stage_mean(name: str) -> float:
             total: float = sum(getattr(layer, name) for layer in layers)
             return total / sizes.pipeline
 
-        slowest = min(gpu.flops for gpu in (self.gpu, *self.gpus.values()))
-        computing = mean("forward_flops") / slowest, mean("backward_flops") / slowest
-        gradients, activation = mean("parameters") * self.gradient_width, layers[0].activation_bytes
-        sent = {name: mean(name) for name in ("tensor_bytes", "context_bytes", "expert_bytes")}
+        slowest_flops = min(gpu.flops for gpu in (self.gpu, *self.gpus.values()))
         return Workload(
-            *computing,
-            self.micro_batches_of(sizes.data),
-            gradients,
-            activation,
-            **sent,
+            forward_s=stage_mean("forward_flops") / slowest_flops,
+            backward_s=stage_mean("backward_flops") / slowest_flops,
+            micro_batches=self.micro_batches_of(sizes.data),
+            gradient_bytes=stage_mean("parameters") * self.gradient_width,
+            activation_bytes=layers[0].activation_bytes,
+            tensor_bytes=stage_mean("tensor_bytes"),
+            context_bytes=stage_mean("context_bytes"),
+            expert_bytes=stage_mean("expert_bytes"),
             copies=self.copies(sizes),
             activation_width=self.activation_width,
         )
 
 
-#: Of a model file.
+#: Version of the format of model files.
 VERSION = 1
 
 
 def on_clusters(model: Model, spec: SiteSpec) -> Model:
-    """`model` with the GPUs of cluster.toml: its numbers, then [gpu.cluster.NAME], the GPU's name, [gpu]."""
+    """Return `model` with the GPU of each cluster in cluster.toml.
+
+    Every number of a GPU comes from the first source that has it: the numbers in cluster.toml,
+    [gpu.cluster.NAME] of the model file, the GPU's product name in cluster.toml, [gpu] of the model file.
+    """
     gpus = {}
     for cluster in spec.clusters:
         sources = (
@@ -394,63 +587,73 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
             accelerator_of(cluster.gpu),
             model.gpu,
         )
-        every = {
-            item.name: [getattr(source, item.name, 0.0) for source in sources]
-            for item in fields(Gpu)
-        }
-        gpus[cluster.name] = Gpu(
-            **{name: next(filter(None, values), 0.0) for name, values in every.items()}
-        )
+        numbers: dict[str, Any] = {}
+        for item in fields(Gpu):
+            candidates = [getattr(source, item.name, 0.0) for source in sources]
+            numbers[item.name] = next(filter(None, candidates), 0.0)
+        gpus[cluster.name] = Gpu(**numbers)
     return replace(model, gpus=gpus)
 
 
 def load_model(path: str | Path) -> Model:
-    """Read and validate a model TOML (examples/models/); HolmesError names the file and the key."""
+    """Read and validate a model file (TOML, such as those of examples/models/).
+
+    Raises:
+        HolmesError: The file cannot be read, or a key is missing, unknown or has a bad value.
+    """
     top = load_toml(path, "name a model's TOML, such as those of examples/models/")
     top.version(VERSION)
-    training, gpu = top.table("training"), top.table("gpu", default={})
+    training = top.table("training")
+    gpu = top.table("gpu", default={})
     values: dict[str, Any] = {}
     for item in fields(Model):
-        if item.metadata:
-            table = training if item.metadata["training"] else top
-            required = item.default is MISSING
-            kind = int if required else type(item.default)
-            values[item.name] = table.take(item.name, kind, *(() if required else (item.default,)))
-    clusters, default = gpu.table("cluster", default={}), _gpu(gpu, Gpu())
-    gpus = {name: _gpu(clusters.table(name), default) for name in list(clusters.values)}
+        if not item.metadata:
+            continue  # not a key of the file
+        table = training if item.metadata["training"] else top
+        if item.default is MISSING:
+            values[item.name] = table.take(item.name, int)
+        else:
+            values[item.name] = table.take(item.name, type(item.default), item.default)
+    clusters = gpu.table("cluster", default={})
+    default_gpu = _take_gpu(gpu, Gpu())
+    gpus = {name: _take_gpu(clusters.table(name), default_gpu) for name in list(clusters.values)}
     for table in (top, training):
         table.done()
-    return Model(**values, gpu=default, gpus=gpus, source=str(path))
+    return Model(**values, gpu=default_gpu, gpus=gpus, source=str(path))
 
 
-def _gpu(table: Table, default: Gpu) -> Gpu:
-    values = {
-        name: table.take(name, float, getattr(default, name)) for name in ("flops", "memory_bytes")
-    }
+def _take_gpu(table: Table, default: Gpu) -> Gpu:
+    """Read a GPU from a table of the model file; numbers that are missing come from `default`."""
+    flops = table.take("flops", float, default.flops)
+    memory_bytes = table.take("memory_bytes", float, default.memory_bytes)
     table.done()
     try:
-        return Gpu(**values)
+        return Gpu(flops=flops, memory_bytes=memory_bytes)
     except HolmesError as error:
         raise HolmesError(f"{table.source}: key '{table.path}': {error}") from None
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank."""
+    """Memory of one rank at its fullest, in bytes, by purpose."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
-    working: float
+    working: float  # buffers that exist for a moment, such as those of recomputation
 
     @property
     def terms(self) -> dict[str, float]:
+        """Return the bytes by the name of their purpose."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
 
 def states(model: Model) -> dict[str, float]:
-    """Bytes of one parameter when nothing is shared: their sum is the model's state_bytes + sharded_bytes."""
+    """Return the bytes per parameter for "weights", "gradients" and "optimizer", without sharding.
+
+    Their sum is the model's state_bytes + sharded_bytes.
+    """
     total = model.state_bytes + model.sharded_bytes
     weights = min(float(model.activation_width), total)
     gradients = min(float(model.gradient_width), total - weights)
@@ -458,31 +661,56 @@ def states(model: Model) -> dict[str, float]:
 
 
 def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> float:
-    """All three of a layer on one rank; what ZeRO divides is the model's sharded_bytes."""
-    whole, shared = model.state_bytes, model.sharded_bytes
-    dense = layer.parameters - layer.expert_parameters
-    return dense * (whole + shared / shards) + layer.expert_parameters * (
-        whole + shared / expert_shards
-    )
+    """Return the bytes of a layer's weights, gradients and optimizer state on one rank.
+
+    Args:
+        model: Model with the bytes per parameter that every rank has, and those that ZeRO shards.
+        layer: The layer.
+        shards: Number of ranks that the sharded bytes of dense parameters are divided among.
+        expert_shards: The same for parameters of experts.
+    """
+    dense_parameters = layer.parameters - layer.expert_parameters
+    dense_bytes = model.state_bytes + model.sharded_bytes / shards  # per parameter
+    expert_bytes = model.state_bytes + model.sharded_bytes / expert_shards  # per parameter
+    return dense_parameters * dense_bytes + layer.expert_parameters * expert_bytes
 
 
 def in_flight(stage: int, pipeline: int, virtual: int, micro_batches: int) -> float:
-    """Micro-batches (of the whole stage) whose activations the stage keeps at most."""
+    """Return the largest number of micro-batches whose activations a stage holds at the same time.
+
+    This is min(p - s, m) under 1F1B, for stage s of p and m micro-batches. With v > 1 chunks per stage it is
+    min(m, (2 (p - s - 1) + (v - 1) p + 1) / v), the warm-up depth of Megatron's interleaved schedule
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    Args:
+        stage: Number of the stage, from 0.
+        pipeline: Number of stages.
+        virtual: Chunks of layers per stage.
+        micro_batches: Micro-batches per step.
+    """
+    stages_after = pipeline - stage - 1
     if virtual == 1:
-        return min(pipeline - stage, micro_batches)
-    return min(micro_batches, (2 * (pipeline - stage - 1) + (virtual - 1) * pipeline + 1) / virtual)
+        return min(stages_after + 1, micro_batches)
+    chunks = 2 * stages_after + (virtual - 1) * pipeline + 1  # chunk-sized micro-batches in flight
+    return min(micro_batches, chunks / virtual)
 
 
 def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int = 1) -> float:
-    """Of a block: all that its forward keeps while it is recomputed; 0 without recomputation."""
+    """Return the bytes of activations that a block holds only while it is recomputed.
+
+    Args:
+        model: The model; without recomputation the result is 0.
+        tensor: Tensor-parallel size.
+        context: Context-parallel size.
+        expert: Expert-parallel size.
+    """
     if model.recompute == "none":
         return 0.0
-    sizes = tensor, context, expert
-    whole, kept = (
-        replace(model, recompute=name).costs(*sizes)[1].kept_bytes
-        for name in ("none", model.recompute)
-    )
-    return whole - kept
+
+    def block_kept_bytes(recompute: str) -> float:
+        return replace(model, recompute=recompute).costs(tensor, context, expert)[1].kept_bytes
+
+    return block_kept_bytes("none") - block_kept_bytes(model.recompute)
 
 
 def stage_memory(
@@ -494,15 +722,35 @@ def stage_memory(
     in_flight: float = 1.0,
     working: float = 0.0,
 ) -> Memory:
-    """A stage that holds `layers` (of model.costs()); shards, expert_shards: what ZeRO divides by."""
-    experts = sum(layer.expert_parameters for layer in layers)
-    rest = sum(layer.parameters for layer in layers) - experts
-    parts = states(model)
+    """Return the memory of one rank of a pipeline stage.
 
-    def share(name: str, from_stage: int) -> float:
-        if zero < from_stage:
-            return parts[name] * (rest + experts)
-        return parts[name] * (rest / shards + experts / (expert_shards or shards))
+    Args:
+        model: Model with the bytes per parameter.
+        layers: Layers of the stage, out of model.costs().
+        zero: ZeRO stage, 0 to 3.
+        shards: Number of ranks that ZeRO divides dense parameters among.
+        expert_shards: The same for parameters of experts; 0: as many as `shards`.
+        in_flight: Micro-batches whose activations the stage holds at the same time.
+        working: Bytes of buffers that exist for a moment.
+    """
+    expert_parameters = sum(layer.expert_parameters for layer in layers)
+    dense_parameters = sum(layer.parameters for layer in layers) - expert_parameters
+    bytes_per_parameter = states(model)
 
-    kept = in_flight * sum(layer.kept_bytes for layer in layers)
-    return Memory(share("weights", 3), share("gradients", 2), share("optimizer", 1), kept, working)
+    def state_part(name: str, sharded_from: int) -> float:
+        """Return the bytes of one part of the state, which ZeRO stages >= sharded_from divide."""
+        if zero < sharded_from:
+            parameters = dense_parameters + expert_parameters
+        else:
+            dense_share = dense_parameters / shards
+            expert_share = expert_parameters / (expert_shards or shards)
+            parameters = dense_share + expert_share
+        return bytes_per_parameter[name] * parameters
+
+    return Memory(
+        weights=state_part("weights", sharded_from=_ZERO_WEIGHTS),
+        gradients=state_part("gradients", sharded_from=_ZERO_GRADIENTS),
+        optimizer=state_part("optimizer", sharded_from=_ZERO_OPTIMIZER),
+        activations=in_flight * sum(layer.kept_bytes for layer in layers),
+        working=working,
+    )

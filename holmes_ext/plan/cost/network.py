@@ -219,7 +219,9 @@ class Network:
         ]
         longer += [0.0] * (family.ranks - len(longer))
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
-        flows = {part.node: part.crowd if groups else part.groups for part in family.parts}
+        flows = {
+            part.node: part.concurrent_groups if groups else part.groups for part in family.parts
+        }
         return Load(
             self.both_ways(fabric, flows),
             self.hops(fabric, crossing),
@@ -239,7 +241,10 @@ class Network:
         if family.nodes == 1:
             return Load(inside_bps=inside_bps)
         fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
-        flows = {part.node: part.crowd * (part.here if every else 1) for part in family.parts}
+        flows = {
+            part.node: part.concurrent_groups * (part.ranks_per_node if every else 1)
+            for part in family.parts
+        }
         longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
         return Load(

@@ -1,15 +1,22 @@
-"""A pipeline's step: the order of a stage's passes, the end of its last backward, and what follows that.
+"""Duration of a pipeline's step: the order of each stage's passes, and when they end.
 
-    stage 0  F F F F    B   B   B   B [reduce]   each stage reduces its gradients right after its own last
-    stage 1    F F F B F B ...  B [reduce]       backward, as DeepSpeed's and Megatron's 1F1B do; the later
-                step ends with the last of them -^   the stage, the earlier
+Each stage reduces its gradients right after its own last backward pass, as DeepSpeed's and Megatron's 1F1B
+do, so the first stage starts last and usually decides the end of the step:
 
-    1F1B           F F B F B F B B               Narayanan et al. 2019 (PipeDream-flush): bubble (p - 1) / m
-    interleaved    the same, v chunks a stage    Narayanan et al. 2021 (arXiv 2104.04473): (p - 1) / (v m)
-    breadth-first  F F F F B B B B, chunk by     Lamy-Poirier 2022 (arXiv 2211.05953): a chunk's gradients are
-                   chunk                         final long before those of the first
+    stage 0  F F F F    B   B   B   B [reduce]   <- the step ends
+    stage 1    F F F B F B ...  B [reduce]
 
-All in seconds, tuples by stage; transfer: of one activation over each stage link, as of its gradient.
+With p stages, m micro-batches and v chunks per stage, the schedules are:
+
+    1F1B           F F B F B F B B          bubble (p - 1) / m
+                                            (Narayanan et al. 2019, PipeDream-flush)
+    interleaved    the same, with v chunks  bubble (p - 1) / (v m)
+                                            (Narayanan et al. 2021, arXiv 2104.04473)
+    breadth-first  F F F F B B B B, chunk   the gradients of a chunk are final long before those of the first
+                   by chunk                 (Lamy-Poirier 2022, arXiv 2211.05953)
+
+All times are in seconds, in sequences by stage. `transfer` has one entry for each stage link (from a stage to
+the next one): the time of one activation, which is also the time of its gradient.
 """
 
 from __future__ import annotations
@@ -23,16 +30,26 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.schedule import passes
 
 Seconds = Sequence[float]
-#: Part of a stage's forward and backward that a stage link may take unhidden: what holmes's own sends cost is
-#: about as much.
+#: Stage links that take less than this part of a stage's forward and backward need not be hidden: the sends
+#: of holmes cost about as much.
 SMALL = 0.01
-#: A step of so many times the micro-batches in flight settles at the slowest stage's pace; more in flight
-#: than that needs must save this part of a shorter one.
-SETTLED, WORTH_MORE = 4, 0.005
+#: With more micro-batches than this times those in flight, the pace of the slowest stage decides the step.
+SETTLED = 4
+#: More micro-batches in flight are used only if they save this part of the step.
+WORTH_MORE = 0.005
+#: Part of a pass by which a rounded-up number of micro-batches may be short.
+_ROUNDING_PASS = 0.02
+_BISECTIONS = 30
+#: Relative difference at which Dinkelbach's method has converged.
+_CONVERGED = 1e-13
 
 
 def uniform(layers: int, parts: int) -> tuple[int, ...]:
-    """The same number for each part, the first ones one more (DeepSpeed's and Megatron's rule)."""
+    """Split layers evenly into parts; the first parts get one layer more (DeepSpeed's and Megatron's rule).
+
+    Raises:
+        HolmesError: There are fewer layers than parts.
+    """
     if layers < parts:
         raise HolmesError(
             f"{layers} layers are too few for {parts} pipeline stages; every stage needs one"
@@ -48,39 +65,51 @@ def in_flight(
     most: Sequence[float] = (),
     pace_s: float = 0.0,
 ) -> tuple[int, ...]:
-    """Micro-batches that each stage must have begun and not ended, at most, so that no stage link is
-    waited for.
+    """Return the micro-batches that each stage must have in flight so that no stage waits for a stage link.
 
-    With k[s] of them a stage's backward of m follows its forward of m + k[s] - 1. So a micro-batch goes from
-    stage s to t, there the backward of an earlier one follows, comes back, and s goes on k[s] - k[t] + 1
-    micro-batches later: that many paces must be as long as the busy seconds of s..t and the stage
-    links between,
-    there and back. The pace is that of the slowest stage, or stage link: load is the part of transfer
-    in which an
-    stage link carries nothing else (not its latency). Free stage links and equal stages: 1F1B's p - s,
-    which is the least of all. A fiftieth of a pass more is none.
+    With k[s] micro-batches in flight, stage s runs the backward of micro-batch n after the forward of
+    n + k[s] - 1. A micro-batch travels from stage s to a later stage t, an earlier micro-batch's backward
+    follows there, and its gradient travels back. Stage s needs it k[s] - k[t] + 1 micro-batches later. In this
+    time the stages s..t compute and the stage links between them are used twice, so
 
-    most: of each stage, as many as its memory holds. Where they are fewer, the least pace is taken that needs
-    no more than those; 1F1B's own are the framework's to fit. pace_s: of stages that may take longer, instead
-    of the slowest's.
+        (k[s] - k[t] + 1) pace  >=  sum of busy[s..t]  +  2 x sum of transfer[s..t-1]
+
+    The pace is the time between two micro-batches: that of the slowest stage or stage link. With free stage
+    links and equal stages the result is that of 1F1B, p - s for stage s of p, which is also the least possible.
+
+    Args:
+        busy: Seconds of a forward and a backward pass together.
+        transfer: Seconds of an activation over each stage link.
+        micro_batches: Micro-batches per step; the results are never larger.
+        load: Part of `transfer` in which a stage link carries nothing else (without latency).
+        most: Largest number that fits each stage's memory. If the needed numbers do not fit, the result is
+            that of the shortest pace that fits. 1F1B's own numbers always count as fitting.
+        pace_s: A longer pace than that of the slowest stage, in seconds; 0: the slowest stage's.
     """
-    of_1f1b = range(len(busy), 0, -1)
-    room = [max(limit, least) for limit, least in zip(most, of_1f1b)] or [inf] * len(busy)
-    fast, slow = max((*((pace_s,) if pace_s else busy), *load)), sum(busy) + 2 * sum(transfer)
+    stages = len(busy)
+    of_1f1b = range(stages, 0, -1)
+    limits = [max(limit, least) for limit, least in zip(most, of_1f1b)] or [inf] * stages
+    longest_s = (pace_s,) if pace_s else busy
+    fastest_s = max((*longest_s, *load))
 
     def counts_at(pace: float) -> list[int]:
         return [min(count, micro_batches) for count in _counts_at(busy, transfer, pace)]
 
-    counts = counts_at(fast)
-    if any(count > holds for count, holds in zip(counts, room)):
-        for _ in range(
-            30
-        ):  # bisection: a longer pace needs no more of them, the longest 1F1B's own
-            middle = (fast + slow) / 2
-            enough = all(count <= holds for count, holds in zip(counts_at(middle), room))
-            fast, slow = (fast, middle) if enough else (middle, slow)
-        counts = counts_at(slow)
-    return tuple(counts)
+    def fit(counts: Sequence[int]) -> bool:
+        return all(count <= limit for count, limit in zip(counts, limits))
+
+    counts = counts_at(fastest_s)
+    if fit(counts):
+        return tuple(counts)
+    # A longer pace never needs more micro-batches in flight, and the longest needs those of 1F1B: bisection.
+    slowest_s = sum(busy) + 2 * sum(transfer)
+    for _ in range(_BISECTIONS):
+        middle_s = (fastest_s + slowest_s) / 2
+        if fit(counts_at(middle_s)):
+            slowest_s = middle_s
+        else:
+            fastest_s = middle_s
+    return tuple(counts_at(slowest_s))
 
 
 @lru_cache(maxsize=64)
@@ -92,36 +121,64 @@ def quickest_in_flight(
     load: tuple[float, ...] = (),
     most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """in_flight's, or as many as the mean stage's pace needs where that makes the step shorter: with few
-    micro-batches faster stages work ahead, and messages have more time."""
-    busy = [f + b for f, b in zip(forward, backward)]
+    """Return the micro-batches in flight on each stage with the shorter step, out of two candidates.
+
+    The first candidate suits the pace of the slowest stage (see in_flight), the second the mean pace of all
+    stages. With few micro-batches the second may win: faster stages work ahead and messages have more time.
+
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of an activation over each stage link.
+        micro_batches: Micro-batches per step.
+        load: As in in_flight.
+        most: As in in_flight.
+    """
+    busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     counts = in_flight(busy, transfer, micro_batches, load, most)
     if micro_batches > SETTLED * counts[0]:
         return counts
-    more = in_flight(busy, transfer, micro_batches, load, most, sum(busy) / len(busy))
-    if more == counts:
+    mean_s = sum(busy) / len(busy)
+    more_counts = in_flight(busy, transfer, micro_batches, load, most, pace_s=mean_s)
+    if more_counts == counts:
         return counts
-    now, then = (
-        max(walked_ends(forward, backward, transfer, micro_batches, numbers))
-        for numbers in (counts, more)
-    )
-    return more if then < now * (1 - WORTH_MORE) else counts
+
+    def step_s(numbers: tuple[int, ...]) -> float:
+        return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+
+    is_worth_it = step_s(more_counts) < step_s(counts) * (1 - WORTH_MORE)
+    return more_counts if is_worth_it else counts
 
 
 def both_ways(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """`transfer` and `load` where stages first..final of `nics` send to both sides through one NIC, and that
-    takes longer than the slowest stage is busy: it carries both for each micro-batch, so nearly every message
-    meets one of the other stage link and takes longer by the shorter of both. (The longer one may be
-    limited by a link, not by the NIC.)"""
-    seconds, loads = list(transfer), list(load)
-    for first, final in nics:
-        shared = min(load[first - 1], load[final])
-        for stage_link in (first - 1, final) if 2 * shared > busy_s else ():
-            seconds[stage_link] = max(seconds[stage_link], transfer[stage_link] + shared)
-            loads[stage_link] = max(loads[stage_link], 2 * shared)
-    return tuple(seconds), tuple(loads)
+    """Return the times of stage links, longer if two of them share a busy NIC.
+
+    A NIC that sends to both sides carries two messages for each micro-batch. If this takes longer than the
+    slowest stage computes, nearly every message meets one of the other stage link, and takes longer by the
+    shorter of both. (The longer one may be limited by a link, not by the NIC.)
+
+    Args:
+        transfer: Seconds of an activation over each stage link.
+        load: Part of `transfer` in which a stage link carries nothing else.
+        nics: (first, last) of stages that send to both sides through one NIC.
+        busy_s: Seconds of a forward and a backward pass on the slowest stage.
+
+    Returns:
+        `transfer` and `load`, changed.
+    """
+    transfer_s = list(transfer)
+    load_s = list(load)
+    for first, last in nics:
+        shared_s = min(load[first - 1], load[last])
+        if 2 * shared_s <= busy_s:
+            continue
+        for stage_link in (first - 1, last):
+            shared_transfer_s = transfer[stage_link] + shared_s
+            transfer_s[stage_link] = max(transfer_s[stage_link], shared_transfer_s)
+            load_s[stage_link] = max(load_s[stage_link], 2 * shared_s)
+    return tuple(transfer_s), tuple(load_s)
 
 
 def schedule(
@@ -132,48 +189,76 @@ def schedule(
     load: tuple[float, ...] = (),
     most: tuple[float, ...] = (),
 ) -> tuple[int, ...]:
-    """quickest_in_flight's; () where the framework's own schedule is as fast and stage links take little."""
-    result = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
-    if max(transfer, default=0.0) > SMALL * max(f + b for f, b in zip(forward, backward)):
-        return result
+    """Return the micro-batches in flight on each stage that make the step shortest.
+
+    The arguments are those of quickest_in_flight.
+
+    Returns:
+        () if stage links take little time and the framework's own schedule is as fast.
+    """
+    counts = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
+    slowest_s = max(forward_s + backward_s for forward_s, backward_s in zip(forward, backward))
+    if max(transfer, default=0.0) > SMALL * slowest_s:
+        return counts
     of_1f1b = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
-    if result == of_1f1b:
+    if counts == of_1f1b:
         return ()
-    now, then = (
-        max(walked_ends(forward, backward, transfer, micro_batches, numbers))
-        for numbers in (of_1f1b, result)
-    )
-    return result if then < now * (1 - WORTH_MORE) else ()
+
+    def step_s(numbers: tuple[int, ...]) -> float:
+        return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
+
+    is_worth_it = step_s(counts) < step_s(of_1f1b) * (1 - WORTH_MORE)
+    return counts if is_worth_it else ()
 
 
 def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
-    """in_flight's number for one pace; a stage that takes longer counts as if it did not."""
-    result, last = [1] * len(busy), len(busy) - 1
-    for stage in reversed(range(last)):
+    """Return the micro-batches in flight on each stage that in_flight's inequality needs for one pace.
+
+    A stage that takes longer than the pace counts as if it took the pace.
+    """
+    stages = len(busy)
+    counts = [1] * stages
+    for stage in reversed(range(stages - 1)):
         trip_s = min(busy[stage], pace_s)
-        for other in range(stage + 1, last + 1):
+        for other in range(stage + 1, stages):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
-            result[stage] = max(result[stage], result[other] - 1 + ceil(trip_s / pace_s - 0.02))
-        result[stage] = max(result[stage], len(busy) - stage)
-    return result
+            needed = counts[other] - 1 + ceil(trip_s / pace_s - _ROUNDING_PASS)
+            counts[stage] = max(counts[stage], needed)
+        of_1f1b = stages - stage
+        counts[stage] = max(counts[stage], of_1f1b)
+    return counts
 
 
 def pace(busy: Seconds, transfer: Seconds) -> float:
-    """From one micro-batch to the next under 1F1B; busy: forward and backward of each stage. The slowest run
-    of neighbouring stages s..t decides: (sum of busy[s..t] + 2 x transfers between them) / (t - s + 1), found
-    by Dinkelbach's method."""
-    best = top = max(busy)
+    """Return the seconds from one micro-batch to the next under 1F1B.
+
+    The slowest run of neighbouring stages s..t decides: the maximum over all runs of
+
+        (sum of busy[s..t] + 2 x sum of transfer[s..t-1]) / (t - s + 1)
+
+    This maximal ratio is found by Dinkelbach's method (1967).
+
+    Args:
+        busy: Seconds of a forward and a backward pass together, by stage.
+        transfer: Seconds of an activation over each stage link.
+    """
+    best_s = slowest_s = max(busy)
     while True:
-        total, count = busy[-1], 1
+        run_s = busy[-1]  # of the slowest run that begins with the stage looked at
+        count = 1  # stages in that run
         for stage in reversed(range(len(busy) - 1)):
-            hop = 2 * transfer[stage]
-            # the run from the next stage on is slower than the pace, with its stage link
-            onward = total + hop > best * count
-            total, count = (total + hop + busy[stage], count + 1) if onward else (busy[stage], 1)
-            top = max(top, total / count)
-        if top <= best * (1 + 1e-13):
-            return best
-        best = top
+            link_s = 2 * transfer[stage]
+            if run_s + link_s > best_s * count:
+                # The run that begins with the next stage is slower than the pace: continue it.
+                run_s = run_s + link_s + busy[stage]
+                count += 1
+            else:
+                run_s = busy[stage]
+                count = 1
+            slowest_s = max(slowest_s, run_s / count)
+        if slowest_s <= best_s * (1 + _CONVERGED):
+            return best_s
+        best_s = slowest_s
 
 
 def formula_ends(
@@ -186,22 +271,37 @@ def formula_ends(
     hidden: Seconds | None = None,
     nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
-    """When each stage ends its last backward: the first micro-batch goes down and back, the others follow at
-    the pace, the last backward runs up. Exact for equal stages and free stage links, (m + p - 1)(f +
-    b); else up to
-    20 % too long. hidden: load of each stage link (in_flight) where enough micro-batches are in flight
-    to hide them. virtual, load_s: as in StageCosts; nics: as in walked_ends."""
-    busy = [f + b for f, b in zip(forward, backward)]
-    hops = 2 * sum(transfer)
+    """Return when each stage ends its last backward pass, in closed form.
+
+    The first micro-batch travels to the last stage and back, the others follow at the pace of the pipeline,
+    and the last gradient travels to the first stage. This is exact for equal stages and free stage links,
+    (m + p - 1) (f + b); otherwise it is up to 20 % too long.
+
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of an activation over each stage link.
+        micro_batches: Micro-batches per step.
+        virtual: Chunks per stage.
+        load_s: Seconds in which a NIC sends one micro-batch of all chunks of a stage.
+        hidden: Part of `transfer` in which a stage link carries nothing else, if enough micro-batches are in
+            flight to hide the stage links; None under the framework's own schedule.
+        nics: (first, last) of stages that send to both sides through one NIC.
+    """
+    busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
+    links_s = 2 * sum(transfer)
     if hidden is not None:
-        both = (hidden[first - 1] + hidden[final] for first, final in nics)
-        ends = [sum(busy) + hops + (micro_batches - 1) * max((*busy, *hidden, *both))]
+        nics_s = (hidden[first - 1] + hidden[last] for first, last in nics)
+        pace_s = max((*busy, *hidden, *nics_s))
+        first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace_s
     elif virtual == 1:
-        ends = [sum(busy) + hops + (micro_batches - 1) * pace(busy, transfer)]
+        first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace(busy, transfer)
     else:
-        ends = [sum(busy) / virtual + hops + (micro_batches - 1 / virtual) * max(*busy, load_s)]
-    for stage, stage_link in enumerate(transfer):
-        ends.append(ends[-1] - backward[stage] / virtual - stage_link)
+        pace_s = max(*busy, load_s)
+        first_end_s = sum(busy) / virtual + links_s + (micro_batches - 1 / virtual) * pace_s
+    ends = [first_end_s]
+    for stage, link_s in enumerate(transfer):
+        ends.append(ends[-1] - backward[stage] / virtual - link_s)
     return ends
 
 
@@ -214,48 +314,65 @@ def walked_ends(
     load: Seconds = (),
     nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
-    """The same pass by pass, one chunk a stage: each after the one before it on its stage and what it needs
-    of its neighbour. in_flight: micro-batches by stage, if not 1F1B's; load: part of transfer in which
-    a stage link carries nothing else, () where sends block; nics: first and last stage of those that
-    send to both neighbours through one NIC."""
-    last = len(forward) - 1
-    ahead, load = in_flight or range(last + 1, 0, -1), load or (0.0,) * last
+    """Return when each stage ends its last backward pass, calculated pass by pass.
+
+    A pass starts after the pass before it on its stage, and after the message that it needs has arrived. Each
+    stage has one chunk.
+
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of an activation over each stage link.
+        micro_batches: Micro-batches per step.
+        in_flight: Micro-batches in flight on each stage; (): those of 1F1B.
+        load: Part of `transfer` in which a stage link carries nothing else; (): sends block.
+        nics: (first, last) of stages that send to both sides through one NIC.
+    """
+    stages = len(forward)
+    last = stages - 1
+    counts = in_flight or range(stages, 0, -1)
+    load = load or (0.0,) * last
     orders = [
-        passes(stage, last + 1, micro_batches, in_flight=ahead[stage]) for stage in range(last + 1)
+        passes(stage, stages, micro_batches, in_flight=counts[stage]) for stage in range(stages)
     ]
-    # of each stage, by micro-batch: when its message has left, but for the latency
-    left: dict[str, list[list[float]]] = {kind: [[] for _ in orders] for kind in "FB"}
-    clock, place = [0.0] * len(orders), [0] * len(orders)
-    while place[0] < len(orders[0]):
+    # kind of pass -> stage -> micro-batch -> when its message has left the stage, without latency
+    left: dict[str, list[list[float]]] = {"F": [[] for _ in orders], "B": [[] for _ in orders]}
+    clock = [0.0] * stages  # when each stage has ended its latest pass
+    position = [0] * stages  # of the next pass in each stage's order
+    while position[0] < len(orders[0]):
         for stage, order in enumerate(orders):
-            while place[stage] < len(order):
-                kind, micro_batch, _ = order[place[stage]]
-                seconds, ready = (forward if kind == "F" else backward)[stage], 0.0
-                neighbour = stage - 1 if kind == "F" else stage + 1
-                if 0 <= neighbour <= last:
-                    if len(left[kind][neighbour]) <= micro_batch:
-                        break
-                    ready = left[kind][neighbour][micro_batch] + transfer[min(stage, neighbour)]
+            while position[stage] < len(order):
+                kind, micro_batch, _ = order[position[stage]]
+                if kind == "F":
+                    seconds = forward[stage]
+                    sender = stage - 1
+                    stage_link = stage
+                else:
+                    seconds = backward[stage]
+                    sender = stage + 1
+                    stage_link = stage - 1
+                ready = 0.0  # when the message that the pass needs has arrived
+                if 0 <= sender <= last:
+                    if len(left[kind][sender]) <= micro_batch:
+                        break  # not sent yet: continue with the next stage
+                    ready = left[kind][sender][micro_batch] + transfer[min(stage, sender)]
                 clock[stage] = max(clock[stage], ready) + seconds
-                stage_link = stage if kind == "F" else stage - 1
-                free = (
-                    left[kind][stage][-1] + load[stage_link]
-                    if micro_batch and 0 <= stage_link < last
-                    else 0.0
-                )
-                left[kind][stage].append(max(clock[stage], free))
-                place[stage] += 1
-    least = {
-        first - 1: _sent_s(forward, backward, transfer, load, first, final, micro_batches)
+                link_free = 0.0  # when the stage link has carried the message before this one
+                if micro_batch and 0 <= stage_link < last:
+                    link_free = left[kind][stage][-1] + load[stage_link]
+                left[kind][stage].append(max(clock[stage], link_free))
+                position[stage] += 1
+    least_end = {
+        first - 1: _least_end_s(forward, backward, transfer, load, first, final, micro_batches)
         for first, final in nics
     }
     for stage in reversed(range(last)):
         after_s = clock[stage + 1] + transfer[stage] + backward[stage]
-        clock[stage] = max(clock[stage], after_s, least.get(stage, 0.0))
+        clock[stage] = max(clock[stage], after_s, least_end.get(stage, 0.0))
     return clock
 
 
-def _sent_s(
+def _least_end_s(
     forward: Seconds,
     backward: Seconds,
     transfer: Seconds,
@@ -264,47 +381,52 @@ def _sent_s(
     final: int,
     micro_batches: int,
 ) -> float:
-    """When stage first - 1 has ended its last backward, at the earliest, where stages first..final send and
-    receive everything through one NIC, from the first activation to the last gradient."""
-    before, stage_link = first - 1, transfer[first - 1]
-    sends = sum(forward[: final + 1]) + sum(transfer[:final]) + stage_link - load[before]
-    receives = (
+    """Return a lower bound on the end of stage first - 1, if the stages after it share a NIC.
+
+    Stages first to final send and receive everything through one NIC. It is busy with two messages for each
+    micro-batch, in each direction, from its first activation to its last gradient.
+    """
+    before = first - 1
+    link_before_s = transfer[before]
+    messages_s = micro_batches * (load[before] + load[final])
+    # Time without messages in the NIC's outgoing direction, before its first and after its last one.
+    not_sending_s = sum(forward[: final + 1]) + sum(transfer[:final]) + link_before_s - load[before]
+    # The same in the incoming direction.
+    not_receiving_s = (
         sum(forward[:first])
         + sum(transfer[:before])
         + transfer[final]
         - load[final]
         + sum(backward[first : final + 1])
         + sum(transfer[first:final])
-        + stage_link
+        + link_before_s
     )
-    return micro_batches * (load[before] + load[final]) + max(sends, receives) + backward[before]
+    return messages_s + max(not_sending_s, not_receiving_s) + backward[before]
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """One step; tuples by stage. compute_s: all micro-batches. transfer_s: one activation to the next stage,
-    by stage link. reduction_s: all of it; exposed_s: what is left after the stage's last backward,
-    with a tied
-    embedding's all-reduce. end_s: when the stage has ended all. stage_layers, memory_bytes, fits, in_flight
-    (of each stage): where layers were given to stages (plan/cost/stages.py)."""
+    """Predicted times of one step; tuples are by stage."""
 
-    compute_s: tuple[float, ...]
-    transfer_s: tuple[float, ...]
-    reduction_s: tuple[float, ...]
-    exposed_s: tuple[float, ...]
-    end_s: tuple[float, ...]
+    compute_s: tuple[float, ...]  # of all micro-batches
+    transfer_s: tuple[float, ...]  # of one activation, by stage link
+    reduction_s: tuple[float, ...]  # the whole reduction, hidden or not
+    exposed_s: tuple[float, ...]  # reduction and tied weights after the stage's last backward pass
+    end_s: tuple[float, ...]  # when the stage has ended everything
+    # Empty if the prediction is not about a partition (plan/cost/stages.py):
     stage_layers: tuple[int, ...] = ()
     memory_bytes: tuple[float, ...] = ()
-    fits: tuple[bool, ...] = ()
-    in_flight: tuple[int, ...] = ()
+    fits: tuple[bool, ...] = ()  # whether memory_bytes is within the GPU's memory
+    in_flight: tuple[int, ...] = ()  # micro-batches; (): those of the framework's own schedule
 
     @property
     def step_s(self) -> float:
+        """Return the duration of the step, in seconds."""
         return max(self.end_s)
 
     @property
     def idle_s(self) -> tuple[float, ...]:
-        """Neither computing nor reducing after its backward: bubble, transfers, waiting for others."""
+        """Return the seconds in which each stage neither computes nor reduces: bubble and transfers."""
         return tuple(
             self.step_s - compute - exposed
             for compute, exposed in zip(self.compute_s, self.exposed_s)
@@ -312,5 +434,5 @@ class Estimate:
 
     @property
     def waited_s(self) -> float:
-        """What reductions add after the first stage's last backward."""
+        """Return the seconds that reductions add after the first stage's last backward pass."""
         return self.step_s - (self.end_s[0] - self.exposed_s[0])

@@ -1,11 +1,11 @@
-"""The one price: what every layer costs on every stage of a placement, with the reductions that it has.
+"""Cost of every layer on every stage of a placement, with the reductions that the stages use.
 
-    StageSums(network, job, rules)              ->  what the groups of a stage can do, priced
-    StageSums.reductions(placement)             ->  how each stage sums its gradients: by its slowest group
-    price(network, placement, job, rules)       ->  StageCosts: what partition, search, bounds and plans ask
+    StageSums               prices the ways in which the groups of a stage can sum gradients
+    StageSums.reductions    chooses one for each stage: that of its slowest group
+    Prices.costs, price     -> StageCosts, the input of partition, search, bounds and plans
 
-Stages that hold the same nodes are looked at once. The slowest GPU, the smallest one, and the slowest group
-of a stage count.
+Results are kept, so stages on equal nodes are priced once. A stage is as fast as its slowest GPU and its
+slowest group, and holds as much as its smallest GPU.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Load, Network, Price
@@ -27,98 +27,133 @@ from holmes_ext.plan.cost.reductions import (
     by_pairs,
     hierarchical,
     inside_clusters,
-    is_hierarchical,
     owners,
+    tied_hierarchical,
     twins,
 )
 from holmes_ext.plan.cost.stages import RankModel, Row, StageCosts, estimate
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL, Rules
-from holmes_ext.plan.placement import Content, Fold, GroupFamily, Placement
+from holmes_ext.plan.placement import Content, Fold, GroupFamily, Placement, StageMessages
 from holmes_ext.plan.sizes import INSIDE
 
 T = TypeVar("T")
-#: The fold of some stages, and their numbers there.
-FoldedStages = tuple[Fold, tuple[int, ...]]
+
+
+class FoldedStages(NamedTuple):
+    """Some stages of a placement, as stages of a Fold that contains them."""
+
+    fold: Fold
+    stages: tuple[int, ...]  # numbers of the stages within the fold
 
 
 @dataclass(frozen=True)
 class Sums:
-    """How the groups of a family could sum their gradients."""
+    """Ways in which the groups of a family can sum their gradients, priced."""
 
     family: GroupFamily
     flat: PricedReduction
-    #: None: they cannot.
-    both: Hierarchical | None
-    #: Groups that share what lies between clusters.
-    crossing: float
+    both: Hierarchical | None  # the hierarchical all-reduce; None: not possible
+    crossing: float  # number of groups that share the links between clusters
+
+
+class _StageKey(NamedTuple):
+    """Equal for stages with equal nodes and groups, whose results can be shared."""
+
+    parts: tuple[Content, ...]  # nodes of the components that contain the stages
+    sizes: Hashable
+    stages: tuple[int, ...]  # numbers of the stages within these components
 
 
 class StageSums:
-    """Of one job on one network, for any placement of the same sizes; what was worked out is kept.
-    on_best_fabrics: a kind of group, such as "data", that is priced by Network.on_best_fabrics: what would a
-    step take if none of these groups spanned; "": no kind."""
+    """Prices of the gradient reductions of one job on one network, for placements of the same sizes.
+
+    Args:
+        network: The site.
+        job: Layers and bytes of one rank.
+        rules: Reductions that the engine and the options allow.
+        on_best_fabrics: Kind of group, such as "data", to price as if each node could use the best of its
+            fabrics (Network.on_best_fabrics): the step time if no group of this kind spanned networks.
+    """
 
     def __init__(
         self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
     ):
-        self.network, self.job, self.rules = network, job, rules
-        self.stock = network.only is not None
+        self.network = network
+        self.job = job
+        self.rules = rules
+        self.stock = network.only is not None  # training without holmes
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
-        self.known: dict[Hashable, Any] = {}
-        #: By kind of group.
-        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)
+        self.known: dict[Hashable, Any] = {}  # results of `remember`
+        self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)  # kind of group -> network
         if on_best_fabrics:
             self.groups[on_best_fabrics] = Network(
                 network.site, network.links, network.only, on_best_fabrics=True
             )
 
-    # ------------------------------------------------------------------- what is alike
+    # ------------------------------------------------------------------- results of equal stages
 
     def _stages(
         self, placement: Placement, *stages: int
-    ) -> tuple[Hashable, Callable[[], FoldedStages]]:
-        """What tells these stages from others, and where their nodes' fold is found."""
+    ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
+        """Return a key that equal stages share, and a function that folds the nodes of the stages."""
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
-        places = tuple(components.index(stage // tied) * tied + stage % tied for stage in stages)
-        key = tuple(placement.parts[index] for index in components), placement.sizes
+        folded_stages = tuple(
+            components.index(stage // tied) * tied + stage % tied for stage in stages
+        )
+        parts = tuple(placement.parts[index] for index in components)
+        sizes = placement.sizes
 
         def folded() -> FoldedStages:
-            return self.network.remember(
-                ("fold", key), lambda: Fold(placement.alone(*components))
-            ), places
+            fold = self.network.remember(
+                ("fold", (parts, sizes)), lambda: Fold(placement.alone(*components))
+            )
+            return FoldedStages(fold, folded_stages)
 
-        return (key, places), folded
+        return _StageKey(parts, sizes, folded_stages), folded
 
     def _on_stages(
         self,
-        what: str,
+        name: str,
         make: Callable[[Fold, tuple[int, ...]], T],
         placement: Placement,
         *stages: int,
     ) -> T:
-        """What `make` tells of these stages' fold, once for all stages that are like them."""
+        """Return make(fold, stages), computed once for all stages that are equal.
+
+        Args:
+            name: Name of the result.
+            make: Computes the result from a fold and the stages' numbers in it.
+            placement: The placement.
+            stages: Numbers of the stages.
+        """
         key, folded = self._stages(placement, *stages)
-        return self.remember(what, key, lambda: make(*folded()))
+        return self.remember(name, key, lambda: make(*folded()))
 
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
-        """Where the groups of these stages, and the stage links between them, are found; their numbers
-        there."""
-        return self._stages(placement, *stages)[1]()
+        """Return a fold of the nodes of these stages, to look at their groups and stage links."""
+        _, folded = self._stages(placement, *stages)
+        return folded()
 
-    def remember(self, what: str, key: Hashable, make: Callable[[], T]) -> T:
-        if (what, key) not in self.known:
-            self.known[what, key] = make()
-        result: T = self.known[what, key]
+    def remember(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
+        """Return make(), computed once for each name and key."""
+        if (name, key) not in self.known:
+            self.known[name, key] = make()
+        result: T = self.known[name, key]
         return result
 
     # ------------------------------------------------------------------- reductions
 
     def reductions(self, placement: Placement) -> list[PricedReduction]:
-        """Of each stage: the slowest of its groups."""
+        """Return the reduction of each stage: that of its slowest group."""
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
-        names = {(priced.name, len(content)) for priced, content in zip(result, placement.stages)}
-        if self.rules.alike and len(names) > 1 and any(name == HIERARCHICAL for name, _ in names):
+        if not self.rules.alike:
+            return result
+        # The engine has one setting for all stages that lie on as many clusters.
+        choices = {
+            (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
+        }
+        if len(choices) > 1 and any(name == HIERARCHICAL for name, _ in choices):
             flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
@@ -128,119 +163,153 @@ class StageSums:
         size = self.job.total_bytes / placement.sizes.pipeline
 
         def slowest() -> PricedReduction:
-            every = self.sums(placement, stage)
+            all_sums = self.sums(placement, stage)
             across = [
-                group
-                for group in every
-                if group.both is not None or self.network.across(group.family.kinds)
+                sums
+                for sums in all_sums
+                if sums.both is not None or self.network.across(sums.family.kinds)
             ]
-            twice = bool(across) and all(self._is_hierarchical(group, size) for group in across)
-            chosen = [self._chosen(group, twice) for group in every]
-            return max(chosen, key=lambda group: group.seconds(size))
+            # The groups of a stage reduce at the same time, so they all use the same way.
+            use_hierarchical = bool(across) and all(
+                self._prefers_hierarchical(sums, size) for sums in across
+            )
+            chosen = [self._chosen(sums, use_hierarchical) for sums in all_sums]
+            return max(chosen, key=lambda reduction: reduction.seconds(size))
 
         return self.remember("reduction", (key, self._together(placement, stage)), slowest)
 
-    def _is_hierarchical(self, sums: Sums, size: float) -> bool:
+    def _prefers_hierarchical(self, sums: Sums, size: float) -> bool:
         if sums.both is None:
             return False
-        return FLAT not in self.rules.reductions or sums.both.seconds(size) < sums.flat.seconds(
-            size
-        )
+        if FLAT not in self.rules.reductions:
+            return True
+        return sums.both.seconds(size) < sums.flat.seconds(size)
 
-    def _chosen(self, sums: Sums, twice: bool) -> PricedReduction:
+    def _chosen(self, sums: Sums, use_hierarchical: bool) -> PricedReduction:
         if sums.family.ranks == 1:
             return NONE
         sharded = self._sharded(sums) if self.rules.zero else None
-        if twice and sums.both is not None:
+        if use_hierarchical and sums.both is not None:
             if sharded is not None and self.rules.gathers:
                 return replace(sums.both, gather=sharded.gather)
             return sums.both
         return sharded or sums.flat
 
     def _together(self, placement: Placement, stage: int) -> int:
-        """Stages on the same nodes reduce at the same time: they share what lies between clusters."""
-        return placement.stages.count(placement.stages[stage]) if self.network.wan else 1
+        """Return how many stages share the links between clusters with this one.
+
+        Stages on the same nodes reduce their gradients at the same time.
+        """
+        if not self.network.wan:
+            return 1
+        return placement.stages.count(placement.stages[stage])
 
     def sums(self, placement: Placement, stage: int) -> list[Sums]:
-        """How the groups of a stage could sum: of each family."""
+        """Return the ways to sum gradients that each family of a stage's groups has."""
         key, folded = self._stages(placement, stage)
         together = self._together(placement, stage)
 
         def made() -> list[Sums]:
-            fold, (place,) = folded()
-            families = fold.families(place)
+            fold, (folded_stage,) = folded()
+            families = fold.families(folded_stage)
             crossing = together * sum(family.count for family in families)
             return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
 
         return self.remember("sums", (key, together), made)
 
     def sums_of(self, family: GroupFamily, crossing: float, pipeline: int = 1) -> Sums:
-        """crossing: groups that share what lies between clusters."""
-        network, rules = self.groups["data"], self.rules
-        link, both = self.link_bps(family.kinds), None
-        load = network.ring(family, crossing, link)
+        """Return the ways to sum gradients that one family of groups has.
+
+        Args:
+            family: Groups that are equal.
+            crossing: Number of groups that share the links between clusters.
+            pipeline: Number of stages, to divide the bytes of all gradients by.
+        """
+        network = self.groups["data"]
+        rules = self.rules
+        link_bps = self.link_bps(family.kinds)
+        both = None
         if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
-            how = rules.direct, crossing, rules.compress, link
-            size = self.job.total_bytes / pipeline
-            both = hierarchical(network, family, size, *how, chunk_bytes=rules.bucket_bytes)
-        return Sums(
-            family, PricedReduction(load, FLAT if family.nodes > 1 else "local"), both, crossing
+            both = hierarchical(
+                network,
+                family,
+                self.job.total_bytes / pipeline,
+                direct=rules.direct,
+                groups=crossing,
+                compress=rules.compress,
+                inside_bps=link_bps,
+                chunk_bytes=rules.bucket_bytes,
+            )
+        flat = PricedReduction(
+            load=network.ring(family, crossing, link_bps),
+            name=FLAT if family.nodes > 1 else "local",
         )
+        return Sums(family, flat, both, crossing)
 
     def _sharded(self, sums: Sums) -> Sharded:
-        known: dict[str, Any] = {"zero": self.rules.zero, "weights": self.job.weights}
+        """Return the collectives of sharded training (ZeRO, FSDP) for a family of groups."""
+        sharded = Sharded(
+            sums.flat.load, sums.flat.name, zero=self.rules.zero, weights=self.job.weights
+        )
         if self.rules.zero == 1 and self.rules.gathers:
-            known["scatter_part"] = 1.0
+            sharded = replace(sharded, scatter_part=1.0)  # an all-reduce instead of a scatter
         parts = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
         if not parts:
-            return Sharded(sums.flat.load, sums.flat.name, **known)
+            return sharded
         rings = [
             self.network.ring(part, sums.crossing, self.link_bps(part.kinds)) for part in parts
         ]
         slowest = max(rings, key=lambda ring: (ring.price.byte_s, ring.price.latency_s))
         across = self.network.ring(owners(self.network, sums.family), sums.crossing)
-        return Sharded(slowest, "hybrid", **known, across=across, shards=parts[0].ranks)
+        return replace(sharded, load=slowest, name="hybrid", across=across, shards=parts[0].ranks)
 
     def link_bps(self, kinds: Iterable[int]) -> float:
-        """Between the GPUs of a node of these kinds."""
-        key, cluster = frozenset(kinds), self.network.cluster
-        return self.remember("link", key, lambda: self.job.slowest(map(cluster, key)).link_bps)
+        """Return the slowest rate between the GPUs of a node of these kinds, in bits/s."""
+        kinds = frozenset(kinds)
+        clusters = map(self.network.cluster, kinds)
+        return self.remember("link", kinds, lambda: self.job.slowest(clusters).link_bps)
 
 
 class Prices(StageSums):
-    """Of one job on one network, for any placement of the same sizes."""
+    """Costs of one job on one network, for any placement of the same sizes."""
 
     def costs(
         self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
     ) -> StageCosts:
-        """See the module. sharded: with what ZeRO 2 and 3 send in each micro-batch."""
-        job, rules, contents = self.job, self.rules, placement.stages
+        """Return the costs of every kind of layer on every stage.
+
+        Args:
+            placement: Nodes of each stage.
+            reductions: Reduction of each stage; by default the fastest.
+            sharded: Whether passes include the collectives of ZeRO 2 and 3 in each micro-batch.
+        """
+        job = self.job
+        rules = self.rules
         chosen = list(reductions) or self.reductions(placement)
-        rows = []
-        for stage, priced in enumerate(chosen):
-            key, fold = self._stages(placement, stage)
-            key = key, id(priced), sharded
-            rows.append(self.remember("layers", key, partial(self._layers, fold, priced, sharded)))
-        forward, backward, reduction, weights = zip(*rows)
-        stage_links, size = self.stage_links(placement), job.block.activation_bytes
-        seconds = [stage_link.seconds(size) for stage_link in (*stage_links, FREE)]
-        ends = (0.0,) * bool(job.after)
-        transfer = tuple(
-            (stage_link,) * (len(job.layers) - len(ends)) + ends for stage_link in seconds
-        )
-        places = [
-            self.remember("place", content, partial(self._place, content)) for content in contents
+        layer_costs = [
+            self._layer_costs_of(placement, stage, reduction, sharded)
+            for stage, reduction in enumerate(chosen)
         ]
+        stage_links = self.stage_links(placement)
+        limits = [
+            self.remember("place", content, partial(self._limits, content))
+            for content in placement.stages
+        ]
+        hidden = None
+        if self.hide_stage_links and stage_links:
+            # Without the latency, during which other messages can use the link.
+            size = job.block.activation_bytes
+            hidden = tuple(stage_link.byte_s * size for stage_link in stage_links)
         return StageCosts(
-            forward,
-            backward,
-            reduction,
-            transfer,
-            job.micro_batches,
-            latency_s=tuple(priced.once.latency_s for priced in chosen),
+            forward_s=tuple(costs.forward_s for costs in layer_costs),
+            backward_s=tuple(costs.backward_s for costs in layer_costs),
+            reduction_s=tuple(costs.reduction_s for costs in layer_costs),
+            transfer_s=self._transfer_s(stage_links),
+            micro_batches=job.micro_batches,
+            latency_s=tuple(reduction.once.latency_s for reduction in chosen),
             state_bytes=job.state_bytes,
             kept_bytes=tuple(layer.kept_bytes for layer in job.layers),
-            limit_bytes=tuple(limit for _, limit in places),
+            limit_bytes=tuple(limit.memory_bytes for limit in limits),
             before=job.before,
             after=job.after,
             tied_s=self.tied_s(placement),
@@ -249,54 +318,70 @@ class Prices(StageSums):
             working_bytes=job.working_bytes,
             virtual=rules.virtual,
             load_s=self._load_s(placement, stage_links) if rules.virtual > 1 else 0.0,
-            places=tuple(place for place, _ in places),
-            hidden=tuple(stage_link.byte_s * size for stage_link in stage_links)
-            if self.hide_stage_links and stage_links
-            else None,
+            places=tuple(limit.clusters for limit in limits),
+            hidden=hidden,
             nics=self.nics(placement) if self.hide_stage_links else (),
-            weights_s=weights,
+            weights_s=tuple(costs.weights_s for costs in layer_costs),
         )
 
     def step_s(self, placement: Placement) -> float:
-        """A step in closed form, with one block on each stage."""
+        """Return the step time in closed form, in seconds, with one block on each stage."""
         costs = self.costs(placement)
         return estimate(costs, (1,) * costs.stages).step_s
 
-    def _place(self, content: Content) -> tuple[str, float]:
-        """Names of the clusters, and bytes that the smallest GPU holds."""
+    def _limits(self, content: Content) -> _StageLimits:
         clusters = self.network.clusters(content)
-        memory = self.job.slowest(clusters).memory_bytes or inf
-        return ", ".join(clusters), min(memory, self.rules.memory_bytes or inf)
+        memory_bytes = self.job.slowest(clusters).memory_bytes or inf
+        return _StageLimits(
+            clusters=", ".join(clusters),
+            memory_bytes=min(memory_bytes, self.rules.memory_bytes or inf),
+        )
 
-    def _layers(
-        self, folded: Callable[[], FoldedStages], priced: PricedReduction, sharded: bool
-    ) -> tuple[Row, Row, Row, Row]:
-        """By kind of layer: forward, backward, reduction but its latency, weights' gradients."""
+    def _layer_costs_of(
+        self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
+    ) -> _LayerCosts:
+        """Return the costs of each kind of layer on one stage, computed once for equal stages."""
+        key, folded = self._stages(placement, stage)
+        return self.remember(
+            "layers",
+            (key, id(reduction), sharded),
+            partial(self._layer_costs, folded, reduction, sharded),
+        )
+
+    def _layer_costs(
+        self, folded: Callable[[], FoldedStages], reduction: PricedReduction, sharded: bool
+    ) -> _LayerCosts:
         fold, (stage,) = folded()
-        job, content = self.job, fold.placement.stages[stage]
+        job = self.job
+        content = fold.placement.stages[stage]
         flops = job.slowest(self.network.clusters(content)).flops
-        half = self.collective_s(fold, stage) / 2
-        groups_s = [half if layer.kind == "block" else 0.0 for layer in job.layers]
-        forward = tuple(
-            layer.forward_flops / flops + more for layer, more in zip(job.layers, groups_s)
+        # Half of the groups' collectives run in the forward pass, half in the backward pass.
+        half_s = self.collective_s(fold, stage) / 2
+        groups_s = [half_s if layer.kind == "block" else 0.0 for layer in job.layers]
+        forward_s = tuple(
+            layer.forward_flops / flops + more_s for layer, more_s in zip(job.layers, groups_s)
         )
-        backward = tuple(
-            layer.backward_flops / flops + more for layer, more in zip(job.layers, groups_s)
+        backward_s = tuple(
+            layer.backward_flops / flops + more_s for layer, more_s in zip(job.layers, groups_s)
         )
-        if sharded and isinstance(priced, Sharded):
-            how = job.reduced_bytes, job.repeats, self.rules.prefetch
-            forward, backward = priced.passes(forward, backward, *how)
-        reduction = tuple(size * priced.once.byte_s for size in job.reduced_bytes)
-        return (
-            forward,
-            backward,
-            reduction,
-            tuple(layer.weight_flops / flops for layer in job.layers),
+        if sharded and isinstance(reduction, Sharded):
+            forward_s, backward_s = reduction.passes(
+                forward_s, backward_s, job.reduced_bytes, job.repeats, self.rules.prefetch
+            )
+        return _LayerCosts(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            reduction_s=tuple(size * reduction.once.byte_s for size in job.reduced_bytes),
+            weights_s=tuple(layer.weight_flops / flops for layer in job.layers),
         )
 
     def collective_s(self, fold: Fold, stage: int) -> float:
-        """Seconds of a block's tensor, context and expert groups in one micro-batch, forward and backward."""
-        block, sizes = self.job.block, fold.of.sizes
+        """Return the seconds that a block's tensor, context and expert groups take for a micro-batch.
+
+        This is the sum of the forward and the backward pass.
+        """
+        block = self.job.block
+        sizes = fold.of.sizes
         groups = (
             ("tensor", sizes.tensor, block.tensor_bytes),
             ("context", sizes.context, block.context_bytes),
@@ -307,146 +392,191 @@ class Prices(StageSums):
         )
 
     def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
-        seconds = [0.0]
+        """Return the seconds in which the slowest group of a kind exchanges `size` bytes."""
+        network = self.groups[kind]
+        slowest_s = 0.0
         for family in fold.families(stage, kind):
-            link = self.link_bps(family.kinds)
+            link_bps = self.link_bps(family.kinds)
             if kind == "tensor":
-                load = self.groups[kind].ring(family, family.count, link)
+                load = network.ring(family, family.count, link_bps)
             else:
-                load = self.groups[kind].in_turn(family, kind == "expert", link)
-            seconds.append(load.price.seconds(size))
-        return max(seconds)
+                load = network.in_turn(family, kind == "expert", link_bps)
+            slowest_s = max(slowest_s, load.price.seconds(size))
+        return slowest_s
+
+    # ------------------------------------------------------------------- stage links
 
     def stage_links(self, placement: Placement) -> list[Price]:
-        """Of an activation, from each stage to the next."""
+        """Return the price of sending an activation from each stage to the next one."""
         return [
             self.stage_link(placement, stage, stage + 1)
             for stage in range(placement.sizes.pipeline - 1)
         ]
 
     def stage_link(self, placement: Placement, stage: int, other: int) -> Price:
-        """Until the slowest pair of ranks has its activation across."""
+        """Return the price of sending an activation to another stage, for the slowest pair of ranks."""
         return self._on_stages("stage_link", self._stage_link, placement, stage, other)
 
     def _stage_link(self, fold: Fold, stages: tuple[int, ...]) -> Price:
-        """What each kind of pipeline's message takes is worked out once for all jobs."""
         sender, receiver = stages
-        slices, size = self.slices(fold.of), self.job.block.activation_bytes
+        slices = self.slices(fold.of)
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
         def prices() -> list[Price]:
-            crossing: Counter[tuple[int, int]] = Counter()
-            stage_links = fold.stage_links(
-                sender, receiver, lambda kinds: self.network.fabric(kinds).name
-            )
+            """Return the price of each kind of pipeline's message."""
+            stage_links = self._messages(fold, sender, receiver)
+            crossing: Counter[tuple[int, int]] = Counter()  # kinds of both nodes -> messages
             for stage_link in stage_links:
                 crossing[stage_link.kinds] += stage_link.count
-            links = [self.link_bps(stage_link.kinds) for stage_link in stage_links]
-            loads = [
-                self.network.message(stage_link, link, crossing[stage_link.kinds])
-                for stage_link, link in zip(stage_links, links)
-            ]
-            return [_cut(load, link, slices, share) for load, link in zip(loads, links)]
+            result = []
+            for stage_link in stage_links:
+                link_bps = self.link_bps(stage_link.kinds)
+                load = self.network.message(stage_link, link_bps, crossing[stage_link.kinds])
+                result.append(_sliced(load, link_bps, slices, share))
+            return result
 
+        # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them.
         key = "stage_link", id(fold), stages, slices, share, id(self.job.gpus)
-        return max(self.network.remember(key, prices), key=lambda price: price.seconds(size or 1.0))
+        size = self.job.block.activation_bytes or 1.0
+        return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
+
+    def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
+        """Return the messages between two stages, of each kind of pipeline."""
+        return fold.stage_links(sender, receiver, lambda kinds: self.network.fabric(kinds).name)
+
+    def _transfer_s(self, stage_links: Sequence[Price]) -> tuple[Row, ...]:
+        """Return the seconds that each kind of layer's output takes to the next stage, by stage."""
+        job = self.job
+        size = job.block.activation_bytes
+        output: Row = (0.0,) if job.after else ()  # the output layer sends nothing
+        senders = len(job.layers) - len(output)
+        return tuple((price.seconds(size),) * senders + output for price in (*stage_links, FREE))
 
     def nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
-        """StageCosts.nics: (first, last) of neighbouring stages on the same nodes, where the stage
-        links before and after them are on one network."""
-        last, ranges, first = placement.sizes.pipeline - 1, [], 0
+        """Return the ranges of stages that share NICs for the stage links on both of their sides.
+
+        Returns:
+            (first, last) of neighbouring stages on the same nodes, if the stage links before and after them
+            use the same network.
+        """
+        last = placement.sizes.pipeline - 1
         fabrics = [
             self._on_stages("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
+        inside_node = {""}
+        ranges = []
+        first = 0  # first stage on the nodes of the stage looked at
         for stage in range(1, last):
-            first = first if fabrics[stage - 1] == {""} else stage
-            if first and fabrics[stage] != {""} and fabrics[first - 1] & fabrics[stage]:
+            if fabrics[stage - 1] != inside_node:
+                first = stage
+            if first == 0 or fabrics[stage] == inside_node:
+                continue
+            if fabrics[first - 1] & fabrics[stage]:
                 ranges.append((first, stage))
         return tuple(ranges)
 
     def _fabrics(self, fold: Fold, stages: tuple[int, ...]) -> set[str]:
-        """Fabrics that carry a stage's messages to the next one; "" inside nodes."""
+        """Return the fabrics that carry the messages between two stages; "" stands for inside a node."""
         sender, receiver = stages
-        stage_links = fold.stage_links(
-            sender, receiver, lambda kinds: self.network.fabric(kinds).name
-        )
         return {
             "" if stage_link.local else self.network.fabric(stage_link.kinds).name
-            for stage_link in stage_links
+            for stage_link in self._messages(fold, sender, receiver)
         }
 
     def slices(self, placement: Placement) -> int:
-        """Tensor ranks that share out an activation on Ethernet (runtime/groups/wire.py); 1 where receivers
-        are on several nodes. All, where nobody told whether there is sequence parallelism."""
-        if (
-            self.stock
-            or not self.rules.slices
-            or not placement.sizes.tensor_inside(placement.processes)
-        ):
+        """Return among how many tensor-parallel ranks an activation on Ethernet is divided.
+
+        Every rank sends one slice, and the receivers gather the slices inside their node
+        (runtime/groups/wire.py). So it is 1 if a tensor-parallel group has several nodes. If it is not known
+        whether the job uses sequence parallelism, all ranks take part.
+        """
+        is_possible = placement.sizes.tensor_inside(placement.processes)
+        if self.stock or not self.rules.slices or not is_possible:
             return 1
         return self.job.copies or placement.sizes.tensor
 
+    def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
+        """Return the seconds in which the busiest NIC sends one micro-batch of an interleaved schedule.
+
+        With v chunks per stage, a stage sends v activations down and v gradients up. The last stage sends
+        v - 1 activations to the first one, which sends as many gradients back. Messages inside a cluster and
+        between clusters use different NICs.
+        """
+        chunks = self.rules.virtual
+        size = self.job.block.activation_bytes
+        last = placement.sizes.pipeline - 1
+        clusters = [set(self.network.clusters(content)) for content in placement.stages]
+        inside_s = [0.0] * (last + 1)
+        across_s = [0.0] * (last + 1)
+
+        def add(stage: int, other: int, seconds: float) -> None:
+            crosses = len(clusters[stage] | clusters[other]) > 1
+            load_s = across_s if crosses else inside_s
+            load_s[stage] += seconds
+            load_s[other] += seconds
+
+        for stage, stage_link in enumerate(stage_links):
+            add(stage, stage + 1, chunks * stage_link.seconds(size))
+        around_s = self.stage_link(placement, last, 0).seconds(size) if last else 0.0
+        add(0, last, (chunks - 1) * around_s)
+        return max(*inside_s, *across_s)
+
+    # ------------------------------------------------------------------- tied weights, spanning groups
+
     def tied_s(self, placement: Placement) -> float:
-        """All-reduce of a tied embedding's gradient between the first and the last stage."""
-        size, last = self.job.tied_bytes, placement.sizes.pipeline - 1
+        """Return the seconds in which the first and last stage sum a tied embedding's gradient."""
+        size = self.job.tied_bytes
+        last = placement.sizes.pipeline - 1
         if not size or not last:
             return 0.0
 
-        def seconds(fold: Fold, stages: tuple[int, ...]) -> float:
+        def seconds(fold: Fold, _: tuple[int, ...]) -> float:
             return max(reduction.seconds(size) for reduction in self.tied(fold))
 
         return self._on_stages("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
-        """Of each kind of pipeline: by pairs, or hierarchically where that is faster."""
-        size, result = self.job.tied_bytes, []
+        """Return the fastest reduction of a tied weight for each kind of pipeline."""
+        size = self.job.tied_bytes
+        result: list[PricedReduction] = []
         for kind in range(len(fold.kinds)):
-            pairs, hierarchical = self.tied_of(fold, kind, alone=False)
-            result.append(
-                hierarchical
-                if hierarchical and hierarchical.seconds(size) < pairs.seconds(size)
-                else pairs
-            )
+            pairs, joint = self.tied_of(fold, kind, alone=False)
+            if joint and joint.seconds(size) < pairs.seconds(size):
+                result.append(joint)
+            else:
+                result.append(pairs)
         return result
 
     def tied_of(
         self, fold: Fold, kind: int, alone: bool
     ) -> tuple[PricedReduction, Hierarchical | None]:
-        """By pairs, and hierarchically where that is possible; alone: the others being still."""
-        kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
-        pairs = by_pairs(self.network, fold, kind, self.link_bps(kinds))
+        """Return the reductions of a tied weight: by pairs, and hierarchically (None: not possible).
+
+        Args:
+            fold: The placement.
+            kind: Kind of pipeline.
+            alone: Whether no other group sends at the same time.
+        """
+        node_kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
+        pairs = by_pairs(self.network, fold, kind, self.link_bps(node_kinds))
         if self.stock or not self.rules.tied:
             return pairs, None
         for family in twins(fold):
             if kind in family.pipelines:
-                groups = 0 if alone else family.count
-                size, direct = self.job.tied_bytes, self.rules.direct
-                link = self.link_bps(family.kinds)
-                return pairs, is_hierarchical(self.network, family, size, direct, groups, link)
+                joint = tied_hierarchical(
+                    self.network,
+                    family,
+                    self.job.tied_bytes,
+                    direct=self.rules.direct,
+                    groups=0 if alone else family.count,
+                    inside_bps=self.link_bps(family.kinds),
+                )
+                return pairs, joint
         return pairs, None
 
-    def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
-        """Seconds that a stage's NIC sends for a micro-batch of all chunks: v activations down, v gradients
-        up, at the ends v - 1 around; inside a cluster and across it is another NIC."""
-        v, size, last = (
-            self.rules.virtual,
-            self.job.block.activation_bytes,
-            placement.sizes.pipeline - 1,
-        )
-        on = [{self.network.cluster(kind) for kind, _ in content} for content in placement.stages]
-        loads = [{True: 0.0, False: 0.0} for _ in on]
-        for stage, stage_link in enumerate(stage_links):
-            across = len(on[stage] | on[stage + 1]) > 1
-            loads[stage][across] += v * stage_link.seconds(size)
-            loads[stage + 1][across] += v * stage_link.seconds(size)
-        around = self.stage_link(placement, last, 0).seconds(size) if last else 0.0
-        for load in (loads[0], loads[-1]):
-            load[len(on[0] | on[-1]) > 1] += (v - 1) * around
-        return max(max(load.values()) for load in loads)
-
     def spans_networks(self, placement: Placement) -> bool:
-        """Whether groups are left to Ethernet though a member has a better fabric."""
+        """Return whether some group has to use Ethernet although a member has a faster fabric."""
         return any(
             self._on_stages("spans_networks", self._spans_networks, placement, stage)
             for stage in range(placement.sizes.pipeline)
@@ -457,12 +587,35 @@ class Prices(StageSums):
         return any(self.network.spans_networks(family.kinds) for family in families)
 
 
-def _cut(load: Load, link_bps: float, slices: int, share: float) -> Price:
-    """A message rounded to `share` and cut into `slices` on Ethernet, gathered where it arrives."""
+class _StageLimits(NamedTuple):
+    """Clusters and memory of one stage."""
+
+    clusters: str  # names, for messages
+    memory_bytes: float  # of the smallest GPU; inf: no limit
+
+
+class _LayerCosts(NamedTuple):
+    """Seconds of each kind of layer on one stage."""
+
+    forward_s: Row
+    backward_s: Row
+    reduction_s: Row  # of the layer's gradients, without latency
+    weights_s: Row  # part of backward_s that computes weight gradients
+
+
+def _sliced(load: Load, link_bps: float, slices: int, share: float) -> Price:
+    """Return the price of a message that is compressed and divided among ranks if it uses Ethernet.
+
+    Args:
+        load: The whole message.
+        link_bps: Bits/s inside the receiving node, where the slices are gathered; 0: not known.
+        slices: Number of ranks that send one slice each.
+        share: Part of the bytes that compression leaves.
+    """
     if load.fabric is None or load.fabric.name != ETHERNET:
         return load.price
-    gathered = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0
-    return Price(share * load.price.byte_s / slices + gathered, load.price.latency_s)
+    gather_byte_s = 8 * (slices - 1) / slices / link_bps if link_bps else 0.0
+    return Price(share * load.price.byte_s / slices + gather_byte_s, load.price.latency_s)
 
 
 def price(
@@ -472,5 +625,13 @@ def price(
     rules: Rules = Rules(),
     reductions: Sequence[PricedReduction] = (),
 ) -> StageCosts:
-    """What a partition of the job's layers over the placement's stages costs."""
+    """Return the costs of every kind of layer on every stage of a placement.
+
+    Args:
+        network: The site.
+        placement: Nodes of each stage.
+        job: Layers and bytes of one rank.
+        rules: Reductions that the engine and the options allow.
+        reductions: Reduction of each stage; by default the fastest.
+    """
     return Prices(network, job, rules).costs(placement, reductions)

@@ -1,36 +1,40 @@
-"""How gradients are summed: each reduction prices itself, and says which NICs and links it uses.
+"""Costs of the ways to sum gradients over a data-parallel group.
 
-A reduction is made for one family of groups (plan/placement.py): its prices where it is alone, its flows
-for the simulation.
+Each class below prices one way, and lists its transfers for the simulation:
 
-    PricedReduction   one ring over all ranks of a group
-    Hierarchical         a sum inside every cluster, across them, and inside again
+    PricedReduction   one ring all-reduce over all ranks of a group
+    Hierarchical      reduce inside every cluster, then across clusters, then distribute inside again
     Sharded           gradients, weights or optimizer sharded over a data-parallel group (ZeRO, FSDP)
-    by_pairs, ...     the gradient of a weight that the first and the last stage share
+    by_pairs          all-reduce of the gradient of a weight that the first and last stage share
 
-A hierarchical all-reduce. What crosses is a sum of a whole cluster:
+A hierarchical all-reduce sends only the sums of whole clusters over the slow network between clusters. It
+cuts the gradients into chunks that follow each other in a pipeline, so the slower network is always busy:
 
-    chunk 0   inside | there | back | inside          chunks follow each other, so the slower level is
-    chunk 1            inside | there | back | ...    always busy
+    chunk 0   reduce inside | reduce across | gather across | gather inside
+    chunk 1                 | reduce inside | reduce across | gather across | gather inside
 
-The steps inside clusters are rings (NCCL, runtime/reduce/hierarchical_nccl.py), or `direct`: every rank sends
-each other its block (gloo, hierarchical.py). NCCL's need as many ranks in each cluster.
+With NCCL the steps inside a cluster are rings, and every cluster needs the same number of ranks
+(runtime/reduce/hierarchical_nccl.py). With gloo they are `direct` exchanges: every rank sends each other rank
+its block (runtime/reduce/hierarchical.py).
 
-Sharded:
+Sharded training sends:
 
-    ZeRO 1    once a step: gradients are scattered, updated weights gathered
-    ZeRO 2    gradients are scattered after each micro-batch's backward; weights gathered once a step
-    ZeRO 3    and weights gathered before each layer's forward and again before its backward
-    hybrid    the same inside each cluster; the owners of a shard, one in each, all-reduce its gradient across
+    ZeRO 1    once a step: gradients are reduce-scattered, updated weights are gathered
+    ZeRO 2    gradients are reduce-scattered after each micro-batch's backward; weights gathered once a step
+    ZeRO 3    as ZeRO 2, but weights are gathered before each layer's forward and again before its backward
+    hybrid    the same inside each cluster; ranks of different clusters that own the same shard all-reduce
+              its gradient
 
-A scatter or a gather is half of a ring's all-reduce; gloo's reduce-scatter moves as much as an all-reduce.
-With prefetch the next layer's weights, and the last one's gradients, travel while a layer computes.
+A reduce-scatter or an all-gather takes half the time of a ring all-reduce; gloo's reduce-scatter takes as
+long as its all-reduce. With prefetching, the next layer's weights and the previous layer's gradients travel
+while a layer computes.
 
-A tied weight's gradient:
+The gradient of a weight that the first and last stage share (a tied embedding) is summed in one of two ways:
 
-    pairs        every rank of the first stage all-reduces the whole gradient with its twin of the last
-    a hierarchical all-reduce   the sum over all ranks of both stages, each in a cluster of
-                 its own: it crosses once for a stage (runtime/reduce/tied.py)
+    pairs          every rank of the first stage all-reduces the whole gradient with its counterpart in the
+                   last stage
+    hierarchical   the ranks of both stages form one group, with each stage in a cluster; the sum of a stage
+                   crosses between clusters once (runtime/reduce/tied.py)
 """
 
 from __future__ import annotations
@@ -40,197 +44,273 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import Fabric
 from holmes_ext.plan.across import ways_across
 from holmes_ext.plan.buckets import chunk_bytes, chunks_of
-from holmes_ext.plan.cost.network import FREE, Load, Network, Price
+from holmes_ext.plan.cost.network import FREE, Load, Network, Nic, Price
 from holmes_ext.plan.placement import Fold, GroupFamily, GroupPart
 from holmes_ext.plan.traffic import CrossClusterAlgorithm, Pair
 
-#: Of a transfer.
+#: Name of a transfer in the simulation.
 Tag = tuple[Hashable, ...]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of `sizes`, one after the other, over one load; or one step of a chain, over several at once."""
+    """A transfer of the simulation: messages one after the other, or a step of a chain of transfers."""
 
-    loads: tuple[Load, ...]
-    sizes: tuple[float, ...]
-    #: Name in the simulation, and what it stands behind.
+    loads: tuple[Load, ...]  # several only in a chain: the same step in several clusters at once
+    sizes: tuple[float, ...]  # bytes of each message
     tag: Hashable
+    #: Transfers on one channel wait for each other, in the order of their start.
     channel: Hashable = None
-    #: The step of a chain that follows when it has arrived.
-    then: Hashable = None
+    then: Hashable = None  # tag of the transfer that starts when this one has arrived
     chained: bool = False
-    #: Latency of a way between clusters; blocks: what follows on the same channel waits for it too.
-    way_s: float = 0.0
-    blocks: bool = False
+    way_s: float = 0.0  # latency between clusters, in seconds
+    blocks: bool = False  # whether the next transfer on the channel waits for the latency too
 
 
 @dataclass(frozen=True)
 class PricedReduction:
-    """A reduction by one ring over all ranks of a group, which others refine. name: in tables."""
+    """A ring all-reduce over all ranks of a group; the base class of the other reductions."""
 
     load: Load = Load()
-    name: str = "flat"
+    name: str = "flat"  # in tables
 
     @property
     def once(self) -> Price:
-        """Of a step's gradients, by their bytes."""
+        """Return the price of reducing all gradients of a step, per byte of gradients."""
         return self.load.price
 
     def seconds(self, size: float) -> float:
-        """Of `size` bytes at once."""
+        """Return the seconds that a sum of `size` bytes takes."""
         return self.once.seconds(size)
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        """Of buckets of `sizes` bytes: at most `most` chains, begun by their first flow; the last is named
-        `tag`."""
-        return [[Flow((self.load,), tuple(sizes), tag, tag[:3])]]
+        """Return the transfers that reduce buckets of gradients, as chains that start independently.
+
+        Args:
+            sizes: Bytes of each bucket.
+            tag: Name of the last transfer.
+            most: Largest number of chains.
+        """
+        return [[Flow(loads=(self.load,), sizes=tuple(sizes), tag=tag, channel=tag[:3])]]
 
 
-#: Where there is nothing to sum.
+#: For a group of a single rank.
 NONE = PricedReduction(name="none")
 
 
-#: Below this, there and back, chunks are not made larger to outlast latency: other costs are as long.
+#: With a shorter round trip than this, in seconds, larger chunks save nothing: other costs are as long.
 HIDDEN_LATENCY_S = 5e-4
-#: What another route across must take at most of the direct one's time.
+#: Another route across clusters is chosen if it takes less than this part of the direct route's time.
 WORTH = 0.95
 #: Bytes on the wire for each byte of gradients that crosses (runtime/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
-#: Streams of two ranks at most; the part of a link that they are to fill, as measuring one is not exact.
-MOST_STREAMS, STREAM_SHARE = 8, 0.8
+#: Largest number of TCP streams between two ranks.
+MOST_STREAMS = 8
+#: Part of a link's rate that streams must reach; below 1 because the rate is measured imprecisely.
+STREAM_SHARE = 0.8
+#: Sizes for which `faster_from` compares two reductions: powers of two from 1 KiB to 1 GiB.
+_COMPARED_BYTES = tuple(2**power for power in range(10, 31))
 
 
 @dataclass(frozen=True)
 class Hierarchical(PricedReduction):
-    """insides: of each cluster, one of the two steps there; there, back: across."""
+    """An all-reduce in steps inside and across clusters, so that only clusters' sums cross between them."""
 
     name: str = "hierarchical"
+    #: Step inside each cluster. It runs twice: as a reduce-scatter and as an all-gather.
     insides: tuple[Load, ...] = ()
-    there: Load = Load()
-    back: Load = Load()
+    there: Load = Load()  # reduce step across clusters
+    back: Load = Load()  # gather step across clusters
     chunk_bytes: float = 0.0
     route: CrossClusterAlgorithm = field(default=CrossClusterAlgorithm("direct", ()))
-    #: Ranks of each cluster.
-    ranks: Mapping[str, int] = field(default_factory=dict, hash=False)
-    #: Seconds of a half for the first bytes, and what they are more than a fabric's latency.
+    ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
+    #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
     half_s: float = 0.0
     longer_s: float = 0.0
-    #: Seconds of a half for each byte of a chunk, as every cluster on its way receives it whole before it
-    #: passes it on (nothing is compressed then).
+    #: Seconds per byte of a chunk that a step across takes longer because clusters on the route receive a
+    #: chunk completely before they forward it.
     relay_byte_s: float = 0.0
-    #: Whether a chunk must have arrived across before the next one leaves (direct exchanges over long ways).
+    #: Whether a chunk must arrive before the next one leaves (direct exchanges over long distances).
     stalls: bool = False
-    #: What compression leaves of the bytes that cross.
-    share: float = 1.0
-    #: Ranks of a node that send across at once.
-    senders: float = 1.0
-    #: Of weights, once a step, by the bytes of their gradients.
-    gather: Price = FREE
+    share: float = 1.0  # part of the bytes that compression leaves on the slow network
+    senders: float = 1.0  # ranks of a node that send across at the same time
+    gather: Price = FREE  # of updated weights, once a step, per byte of gradients
 
     @cached_property
     def inside(self) -> Price:
-        """Both steps inside the slowest cluster."""
-        slowest = max(
-            (load.price for load in self.insides), key=lambda price: price.byte_s, default=FREE
-        )
+        """Return the price of both steps inside the slowest cluster."""
+        prices = [load.price for load in self.insides]
+        slowest = max(prices, key=lambda price: price.byte_s, default=FREE)
         return slowest.scaled(2)
+
+    @property
+    def _stall_byte_s(self) -> float:
+        """Return the seconds per byte that chunks wait for the latency of the chunk before them."""
+        if not self.stalls:
+            return 0.0
+        return 2 * self.half_s / self.chunk_bytes
 
     @cached_property
     def across(self) -> Price:
-        """There and back."""
-        bit_s: dict[object, float] = defaultdict(float)
+        """Return the price of both steps across clusters, limited by the busiest NIC or link."""
+        bit_s: dict[object, float] = defaultdict(
+            float
+        )  # NIC or link -> seconds per bit of gradients
         for load in (self.there, self.back):
             assert load.fabric is not None
             for nic, flows in load.nics:
                 bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:
                 bit_s[hop] += flows / hop.rate_bps
-        stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
-        # a receive is posted with the send: gloo's sender hears of it a way later
-        turns = 4 if self.stalls else 2
-        return Price(8 * self.share * max(bit_s.values()) + stall_s, turns * self.half_s)
+        # A receive is posted together with the send, so gloo's sender learns of it one latency later.
+        latencies = 4 if self.stalls else 2
+        return Price(
+            byte_s=8 * self.share * max(bit_s.values()) + self._stall_byte_s,
+            latency_s=latencies * self.half_s,
+        )
 
     @property
     def once(self) -> Price:
-        """Of many chunks: the slower level all the time, and the first chunk on the other one."""
-        slower, faster = sorted((self.inside.byte_s, self.across.byte_s), reverse=True)
+        """Return the price of reducing all gradients of a step, in many chunks.
+
+        The slower of the two networks is always busy. The first chunk has to pass the faster one before.
+        """
+        slower_byte_s, faster_byte_s = sorted(
+            (self.inside.byte_s, self.across.byte_s), reverse=True
+        )
         latency_s = self.inside.latency_s + self.across.latency_s
-        first_s = self.chunk_bytes * (faster + 2 * self.relay_byte_s)
-        return Price(slower, latency_s + first_s) + self.gather
+        first_chunk_s = self.chunk_bytes * (faster_byte_s + 2 * self.relay_byte_s)
+        return Price(slower_byte_s, latency_s + first_chunk_s) + self.gather
 
     def seconds(self, size: float) -> float:
-        """One chunk alone takes one level after the other."""
+        """Return the seconds that a sum of `size` bytes takes; a single chunk overlaps nothing."""
         if size > self.chunk_bytes:
             return self.once.seconds(size)
-        stall_s = 2 * self.half_s / self.chunk_bytes if self.stalls else 0.0
-        # nothing follows that could stall
-        byte_s = self.inside.byte_s + self.across.byte_s + 2 * self.relay_byte_s - stall_s
-        alone = Price(byte_s, self.inside.latency_s + self.across.latency_s)
-        return (alone + self.gather).seconds(size)
+        relay_byte_s = 2 * self.relay_byte_s
+        # No further chunk follows that would stall.
+        byte_s = self.inside.byte_s + self.across.byte_s + relay_byte_s - self._stall_byte_s
+        single_chunk = Price(byte_s, self.inside.latency_s + self.across.latency_s)
+        return (single_chunk + self.gather).seconds(size)
 
     def sized(self, size: float) -> Hierarchical:
-        """With chunks that suit so many bytes: small ones fill the levels, large ones outlast latency."""
+        """Return this reduction with the chunk size that is fastest for `size` bytes.
+
+        Small chunks keep both networks busy, large ones pay the latency less often.
+        """
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
             return self
-        sizes = [self]
-        while sizes[-1].chunk_bytes < size:
-            sizes.append(replace(self, chunk_bytes=2 * sizes[-1].chunk_bytes))
-        return min(sizes, key=lambda levels: levels.seconds(size))
+        candidates = [self]
+        while candidates[-1].chunk_bytes < size:
+            doubled = 2 * candidates[-1].chunk_bytes
+            candidates.append(replace(self, chunk_bytes=doubled))
+        return min(candidates, key=lambda candidate: candidate.seconds(size))
 
     def flows(self, sizes: Sequence[float], tag: Tag, most: int) -> list[list[Flow]]:
-        real = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
-        chunks = min(most, real)
-        way_s = self.longer_s + self.relay_byte_s * sum(sizes) / real
-        steps = [self.insides, (self.there,), (self.back,), self.insides]
-        return [
-            list(self._chain(steps, sum(sizes) / chunks, way_s, tag, chunk, chunk == chunks - 1))
-            for chunk in range(chunks)
-        ]
+        """Return one chain of four transfers for each chunk.
+
+        Args:
+            sizes: Bytes of each bucket.
+            tag: Name of the last transfer of the last chunk.
+            most: Largest number of chunks; above it, the simulated chunks are larger than the real ones.
+        """
+        real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
+        chunks = min(most, real_chunks)
+        relay_s = self.relay_byte_s * sum(sizes) / real_chunks
+        chains = []
+        for chunk in range(chunks):
+            chain = self._chain(
+                size=sum(sizes) / chunks,
+                across_s=self.longer_s + relay_s,
+                tag=tag,
+                chunk=chunk,
+                is_last=chunk == chunks - 1,
+            )
+            chains.append(list(chain))
+        return chains
 
     def _chain(
-        self,
-        steps: Sequence[tuple[Load, ...]],
-        size: float,
-        across_s: float,
-        tag: Tag,
-        chunk: int,
-        last: bool,
+        self, size: float, across_s: float, tag: Tag, chunk: int, is_last: bool
     ) -> Iterator[Flow]:
+        """Yield the transfers of one chunk: inside, across, back across, inside.
+
+        Args:
+            size: Bytes of the chunk.
+            across_s: Latency of a step across clusters, in seconds, beyond the fabric's own.
+            tag: Name of the whole reduction.
+            chunk: Number of the chunk.
+            is_last: Whether this is the last chunk; its last transfer is named `tag`.
+        """
+        steps = [self.insides, (self.there,), (self.back,), self.insides]
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
-        names[-1] = tag if last else names[-1]
-        for step, (loads, following) in enumerate(zip(steps, (*names[1:], None))):
+        if is_last:
+            names[-1] = tag
+        followers = (*names[1:], None)
+        for step, loads in enumerate(steps):
             crosses = loads is not self.insides
-            way_s, part = (across_s, self.share) if crosses else (0.0, 1.0)
-            blocks = self.stalls and crosses
             yield Flow(
-                loads, (part * size,), names[step], (tag[:3], step), following, True, way_s, blocks
+                loads=loads,
+                sizes=(self.share * size if crosses else size,),
+                tag=names[step],
+                channel=(tag[:3], step),
+                then=followers[step],
+                chained=True,
+                way_s=across_s if crosses else 0.0,
+                blocks=self.stalls and crosses,
             )
 
     def streams(self, network: Network, crossing: float) -> int:
-        """TCP streams between two ranks that fill the measured links; crossing: groups at once."""
-        count, load = 1, self.there
-        assert load.fabric is not None
-        nic_bps = load.fabric.rate_bps / self.senders
+        """Return how many TCP streams between two ranks fill the measured links between clusters.
+
+        Args:
+            network: The site, with measured rates of links and of one stream.
+            crossing: Number of groups that cross at the same time.
+        """
+        assert self.there.fabric is not None
+        nic_bps = self.there.fabric.rate_bps / self.senders
+        count = 1
         for source, target in self.route.halves[0]:
             link = network.wan.pair_of.get((source, target))
-            if link is not None and link.stream_bps and link.rate_bps:
-                ranks = min(self.ranks[source], self.ranks[target])
-                wanted = min(nic_bps, link.rate_bps / (crossing * ranks))
-                count = max(count, ceil(STREAM_SHARE * wanted / link.stream_bps))
+            if link is None or not link.stream_bps or not link.rate_bps:
+                continue
+            rank_pairs = min(self.ranks[source], self.ranks[target])
+            wanted_bps = min(nic_bps, link.rate_bps / (crossing * rank_pairs))
+            count = max(count, ceil(STREAM_SHARE * wanted_bps / link.stream_bps))
         return min(count, MOST_STREAMS)
 
     def faster_from(self, flat: PricedReduction) -> int | None:
-        """The least bytes of a sum for which this is faster than `flat`; None: never."""
-        sums = [2**power for power in range(10, 31)]
-        slower = [size for size in sums if self.seconds(size) >= flat.seconds(size)]
-        if sums[-1] in slower:
+        """Return the least number of bytes for which this reduction is faster than `flat`.
+
+        Returns:
+            A power of two, 0 if it is always faster, or None if it is slower for 1 GiB.
+        """
+        slower = [size for size in _COMPARED_BYTES if self.seconds(size) >= flat.seconds(size)]
+        if _COMPARED_BYTES[-1] in slower:
             return None
         return 2 * slower[-1] if slower else 0
+
+
+class _HierarchicalRequest(NamedTuple):
+    """Arguments of `hierarchical` that select the price, besides the size of the sum."""
+
+    family: GroupFamily
+    direct: bool
+    groups: float
+    compress: str
+    inside_bps: float
+    spread: bool
+    chunk_bytes: int
+
+
+class _ClusterMembers(NamedTuple):
+    """Members of a group, by cluster."""
+
+    parts: dict[str, list[GroupPart]]  # cluster -> its nodes in the group
+    ranks: dict[str, int]  # cluster -> its ranks in the group
 
 
 def hierarchical(
@@ -244,320 +324,475 @@ def hierarchical(
     spread: bool = True,
     chunk_bytes: int = 0,
 ) -> Hierarchical | None:
-    """Of the groups of a family, by the fastest route for a sum of `size` bytes; None where they cannot.
+    """Return the fastest hierarchical all-reduce of a family of groups, or None if it is not possible.
 
-    direct: gloo's; groups: as of Network.ring; inside_bps: of the GPUs of a node; spread: only where some
-    cluster has two nodes, else every rank sends across what it has anyhow; chunk_bytes: 0 for what suits.
+    Args:
+        network: The site.
+        family: Groups that are equal; each sums its gradients.
+        size: Bytes of the sum that the route and the chunks are chosen for.
+        direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
+        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
+        compress: Compression across clusters: "off", "bf16" or "int8".
+        inside_bps: Bits/s between the GPUs of a node.
+        spread: Whether some cluster must have two nodes. With a node in every cluster, each rank sends
+            across as much as in a flat ring.
+        chunk_bytes: Size of a chunk; 0 for the size that suits the network.
     """
-    known = family, direct, groups, compress, inside_bps, spread, chunk_bytes
-    key = "a hierarchical all-reduce", known, size if network.wan else 0.0
-    return network.remember(key, lambda: _hierarchical(network, size, *known))
+    request = _HierarchicalRequest(
+        family, direct, groups, compress, inside_bps, spread, chunk_bytes
+    )
+    # Without a WAN the result does not depend on the size.
+    key = "a hierarchical all-reduce", request, size if network.wan else 0.0
+    return network.remember(key, lambda: _hierarchical(network, size, request))
 
 
 def _hierarchical(
-    network: Network,
-    size: float,
-    family: GroupFamily,
-    direct: bool,
-    groups: float,
-    compress: str,
-    inside_bps: float,
-    spread: bool,
-    given_bytes: int,
+    network: Network, size: float, request: _HierarchicalRequest
 ) -> Hierarchical | None:
-    clusters: dict[str, list[GroupPart]] = {}
-    for part in family.parts:
-        clusters.setdefault(network.cluster(part.kind), []).append(part)
-    ranks = {
-        name: sum(part.nodes * part.here for part in parts) for name, parts in clusters.items()
-    }
-    several = [parts for parts in clusters.values() if sum(part.nodes for part in parts) > 1]
-    even = direct or network.uneven or len(set(ranks.values())) == 1
-    if len(clusters) < 2 or (spread and not several) or not even:
+    """Price the routes across clusters and return the fastest, or None if the groups cannot use it."""
+    members = _by_cluster(network, request.family)
+    if not _is_possible(network, request, members):
         return None
-    fabric = network.fabric(family.kinds)
-    inside = {network.fabric(part.kind for part in parts) for parts in several}
-    if fabric in inside and not network.wan:
-        return None  # the ring sends no more over it
-    share = SHARES[compress]
-    if compress != "off" and not direct:  # every cluster's sum is gathered whole
-        share *= len(clusters) / 2
+    clusters = tuple(members.parts)
+    if request.direct:
+        routes = ways_across(network.wan, clusters)
+    else:
+        # NCCL's all-reduce is a ring.
+        algorithm = "ring" if network.wan else "direct"
+        routes = (CrossClusterAlgorithm(algorithm, clusters),)
+    if request.compress != "off":
+        routes = routes[:1]
     insides = tuple(
-        _inside(network, family, parts, ranks[name], direct, groups, inside_bps)
-        for name, parts in clusters.items()
-        if ranks[name] > 1
+        _inside(network, request, members.parts[cluster], members.ranks[cluster])
+        for cluster in clusters
+        if members.ranks[cluster] > 1
     )
-    around = CrossClusterAlgorithm(
-        "ring" if network.wan else "direct", tuple(clusters)
-    )  # NCCL's all-reduce
-    routes = ways_across(network.wan, tuple(clusters)) if direct else (around,)
     candidates = []
-    for route in routes[:1] if compress != "off" else routes:
-        there, back = (
-            _half(network, family, clusters, ranks, half, groups) for half in route.halves
-        )
-        assert there.fabric is not None
-        fabric = there.fabric
-
-        def way_s(pair: Pair) -> float:
-            return sum(hop.latency_s for hop in network.wan.hops(*pair)) or fabric.latency_s  # noqa: B023
-
-        levels = Hierarchical(
-            insides=insides,
-            there=there,
-            back=back,
-            chunk_bytes=given_bytes or chunk_bytes(min(ranks.values()), direct),
-            route=route,
-            ranks=ranks,
-            half_s=route.latency_s(way_s),
-            share=share,
-            longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),  # noqa: B023
-            relay_byte_s=_relay_byte_s(network, fabric, route, ranks),
-            stalls=bool(network.wan) and direct and route.algorithm == "direct",
-            senders=max(_senders(part, groups) for part in family.parts),
-        )
-        candidates.append(levels if given_bytes else levels.sized(size))
+    for route in routes:
+        candidate = _by_route(network, request, members, route, insides)
+        if not request.chunk_bytes:
+            candidate = candidate.sized(size)
+        candidates.append(candidate)
+    default = candidates[0]
     best = min(candidates, key=lambda candidate: candidate.seconds(size))
-    return best if best.seconds(size) < WORTH * candidates[0].seconds(size) else candidates[0]
+    is_worth_it = best.seconds(size) < WORTH * default.seconds(size)
+    return best if is_worth_it else default
+
+
+def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
+    parts: dict[str, list[GroupPart]] = {}
+    for part in family.parts:
+        parts.setdefault(network.cluster(part.kind), []).append(part)
+    ranks = {
+        cluster: sum(part.nodes * part.ranks_per_node for part in cluster_parts)
+        for cluster, cluster_parts in parts.items()
+    }
+    return _ClusterMembers(parts, ranks)
+
+
+def _is_possible(network: Network, request: _HierarchicalRequest, members: _ClusterMembers) -> bool:
+    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring."""
+    if len(members.parts) < 2:
+        return False
+    with_several_nodes = [
+        parts for parts in members.parts.values() if sum(part.nodes for part in parts) > 1
+    ]
+    if request.spread and not with_several_nodes:
+        return False
+    # NCCL's steps need as many ranks in each cluster.
+    has_equal_ranks = len(set(members.ranks.values())) == 1
+    if not (request.direct or network.uneven or has_equal_ranks):
+        return False
+    across = network.fabric(request.family.kinds)
+    inside = {network.fabric(part.kind for part in parts) for parts in with_several_nodes}
+    # If a cluster uses the same network inside and across, a flat ring sends no more over it.
+    return across not in inside or bool(network.wan)
+
+
+def _by_route(
+    network: Network,
+    request: _HierarchicalRequest,
+    members: _ClusterMembers,
+    route: CrossClusterAlgorithm,
+    insides: tuple[Load, ...],
+) -> Hierarchical:
+    """Return the hierarchical all-reduce with one route across clusters."""
+    there, back = (_half(network, request, members, volumes) for volumes in route.halves)
+    fabric = there.fabric
+    assert fabric is not None
+
+    def latency_s(pair: Pair) -> float:
+        wan_s = sum(hop.latency_s for hop in network.wan.hops(*pair))
+        return wan_s or fabric.latency_s
+
+    share = SHARES[request.compress]
+    if request.compress != "off" and not request.direct:
+        # Compressed NCCL groups gather the sum of every cluster as a whole.
+        share *= len(members.parts) / 2
+    suitable_bytes = chunk_bytes(min(members.ranks.values()), request.direct)
+    return Hierarchical(
+        insides=insides,
+        there=there,
+        back=back,
+        chunk_bytes=request.chunk_bytes or suitable_bytes,
+        route=route,
+        ranks=members.ranks,
+        half_s=route.latency_s(latency_s),
+        share=share,
+        longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),
+        relay_byte_s=_relay_byte_s(network, fabric, route, members.ranks),
+        stalls=bool(network.wan) and request.direct and route.algorithm == "direct",
+        senders=max(_senders(part, request.groups) for part in request.family.parts),
+    )
 
 
 def _relay_byte_s(
     network: Network, fabric: Fabric, route: CrossClusterAlgorithm, ranks: Mapping[str, int]
 ) -> float:
-    """The messages of a half one after the other, without the slowest one's, which its flow takes anyhow; of
-    a byte that is summed."""
+    """Return the seconds per byte of a sum that a step across takes because clusters relay messages.
+
+    This is the time of all messages of a step that follow each other, less the time that the busiest link
+    needs anyway.
+    """
 
     def message_s(pair: Pair) -> float:
-        rates: list[float] = [fabric.rate_bps * min(ranks[name] for name in pair)]
-        rates += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
-        return 8 * route.part / min(rates)
+        """Return the seconds of one message between two clusters, per byte of the sum."""
+        rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
+        rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
+        return 8 * route.part / min(rates_bps)
 
-    flow_s = max(message_s(pair) * volume / route.part for pair, volume in route.halves[0].items())
-    return max(0.0, route.latency_s(message_s) - flow_s)
+    busiest_s = max(
+        message_s(pair) * volume / route.part for pair, volume in route.halves[0].items()
+    )
+    return max(0.0, route.latency_s(message_s) - busiest_s)
 
 
 def _senders(part: GroupPart, groups: float) -> float:
-    return part.here * (part.crowd if groups else part.groups)
+    """Return how many ranks of a node send at the same time; groups: as in `hierarchical`."""
+    return part.ranks_per_node * (part.concurrent_groups if groups else part.groups)
 
 
 def _inside(
-    network: Network,
-    family: GroupFamily,
-    parts: Sequence[GroupPart],
-    ranks: int,
-    direct: bool,
-    groups: float,
-    inside_bps: float,
+    network: Network, request: _HierarchicalRequest, parts: Sequence[GroupPart], ranks: int
 ) -> Load:
-    """One step among the ranks of a cluster."""
-    if sum(part.nodes for part in parts) == 1:
-        return Load(inside_bps=inside_bps, volume=(ranks - 1) / ranks)
-    fabric, per_node = network.fabric(part.kind for part in parts), max(part.here for part in parts)
-    volume = per_node * (ranks - per_node) / ranks if direct else (ranks - 1) / ranks
-    flows = {part.node: float(part.crowd if groups else part.groups) for part in parts}
+    """Return the load of one step inside a cluster.
+
+    Args:
+        network: The site.
+        request: The reduction.
+        parts: Nodes of the cluster that a group has.
+        ranks: Ranks of the group in the cluster.
+    """
     nodes = sum(part.nodes for part in parts)
+    ring_volume = (ranks - 1) / ranks
+    if nodes == 1:
+        return Load(inside_bps=request.inside_bps, volume=ring_volume)
+    family = request.family
+    fabric = network.fabric(part.kind for part in parts)
+    flows = {
+        part.node: float(part.concurrent_groups if request.groups else part.groups)
+        for part in parts
+    }
+    if request.direct:
+        ranks_per_node = max(part.ranks_per_node for part in parts)
+        volume = ranks_per_node * (ranks - ranks_per_node) / ranks
+        messages = 1
+        posts = family.count * ranks * (ranks - 1)
+    else:
+        volume = ring_volume
+        messages = ranks - 1
+        posts = 0.0
     return Load(
-        network.both_ways(fabric, flows),
+        nics=network.both_ways(fabric, flows),
         fabric=network.line(fabric),
         volume=volume,
-        messages=1 if direct else ranks - 1,
+        messages=messages,
         part=1 / ranks,
-        ring=not direct,
+        ring=not request.direct,
         across=True,
         senders=family.count * nodes,
-        posts=family.count * ranks * (ranks - 1) if direct else 0.0,
+        posts=posts,
     )
 
 
 def _half(
     network: Network,
-    family: GroupFamily,
-    clusters: Mapping[str, Sequence[GroupPart]],
-    ranks: Mapping[str, int],
+    request: _HierarchicalRequest,
+    members: _ClusterMembers,
     volumes: Mapping[Pair, float],
-    groups: float,
 ) -> Load:
-    """The way across, there or back; volumes: bytes from cluster to cluster, for each byte summed."""
+    """Return the load of one step across clusters.
+
+    Args:
+        network: The site.
+        request: The reduction.
+        members: Members of a group by cluster.
+        volumes: (from cluster, to cluster) -> bytes sent for each byte of the sum.
+    """
+    family = request.family
     fabric = network.fabric(family.kinds)
-    leaving: dict[str, float] = defaultdict(float)
-    reaching: dict[str, float] = defaultdict(float)
+    # Bytes per rank of a cluster, for each byte of the sum.
+    sent_by: dict[str, float] = defaultdict(float)
+    received_by: dict[str, float] = defaultdict(float)
     for (source, target), volume in volumes.items():
-        leaving[source] += volume / ranks[source]
-        reaching[target] += volume / ranks[target]
-    nics = tuple(
-        ((part.node, fabric.name, direction), _senders(part, groups) * volume_of[name])
-        for direction, volume_of in (("out", leaving), ("in", reaching))
-        for name, parts in clusters.items()
-        if name in volume_of
-        for part in parts
-    )
-    crossing = {pair: volume * (groups or family.count) for pair, volume in volumes.items()}
-    posts = family.count * sum(max(ranks[name] for name in pair) for pair in volumes)
+        sent_by[source] += volume / members.ranks[source]
+        received_by[target] += volume / members.ranks[target]
+    nics: list[tuple[Nic, float]] = []
+    for direction, volume_of in (("out", sent_by), ("in", received_by)):
+        for cluster, parts in members.parts.items():
+            if cluster not in volume_of:
+                continue
+            for part in parts:
+                flows = _senders(part, request.groups) * volume_of[cluster]
+                nics.append(((part.node, fabric.name, direction), flows))
+    groups = request.groups or family.count
+    crossing = {pair: volume * groups for pair, volume in volumes.items()}
+    messages = sum(max(members.ranks[cluster] for cluster in pair) for pair in volumes)
     return Load(
-        nics,
-        network.hops(fabric, crossing),
-        network.line(fabric),
-        part=max(leaving.values()),
+        nics=tuple(nics),
+        hops=network.hops(fabric, crossing),
+        fabric=network.line(fabric),
+        part=max(sent_by.values()),
         across=True,
         senders=family.count * sum(volumes.values()),
-        posts=posts,
+        posts=family.count * messages,
     )
 
 
+#: Seconds or bytes, one number for each kind of layer.
 Row = tuple[float, ...]
+_ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Sharded(PricedReduction):
-    """load: of an all-reduce among the ranks that share."""
+    """Collectives of sharded training (ZeRO, FSDP); `load` is an all-reduce among the ranks that share."""
 
-    zero: int = 1
-    #: Bytes of weights that travel for each byte of gradients.
-    weights: float = 0.5
-    #: What a scatter moves of an all-reduce.
-    scatter_part: float = 0.5
-    #: All-reduce of a shard across clusters, and how many bytes of gradients are in one of a shard.
+    zero: int = _ZERO_OPTIMIZER  # ZeRO stage
+    weights: float = 0.5  # bytes of weights that travel for each byte of gradients
+    scatter_part: float = 0.5  # time of a reduce-scatter, as a part of an all-reduce's
+    #: All-reduce of a shard across clusters (hybrid sharding only), and the number of shards.
     across: Load | None = None
     shards: int = 1
-    #: Part of the weights that the backward pass gathers again.
-    again: float = 1.0
+    again: float = 1.0  # part of the weights that the backward pass gathers again
 
     @property
     def gather(self) -> Price:
-        """Of all weights, by the bytes of their gradients."""
-        half = self.load.price.scaled(0.5)
-        return Price(self.weights * half.byte_s, half.latency_s)
+        """Return the price of gathering all weights, per byte of their gradients."""
+        all_gather = self.load.price.scaled(0.5)
+        return Price(self.weights * all_gather.byte_s, all_gather.latency_s)
 
     @property
     def scatter(self) -> Price:
+        """Return the price of reduce-scattering all gradients, per byte of gradients."""
         return self.load.price.scaled(self.scatter_part)
 
     @property
     def owned(self) -> Price:
-        """Of a shard's sum across clusters, by the bytes of all gradients."""
+        """Return the price of summing a shard across clusters, per byte of all gradients."""
         if self.across is None:
             return FREE
         return Price(self.across.price.byte_s / self.shards, self.across.price.latency_s)
 
     @property
     def once(self) -> Price:
-        if self.zero == 1:
+        """Return the price of the collectives that run once a step, per byte of gradients."""
+        if self.zero == _ZERO_OPTIMIZER:
             return self.scatter + self.owned + self.gather
-        return self.gather if self.zero == 2 else FREE
+        if self.zero == _ZERO_GRADIENTS:
+            return self.gather
+        return FREE
 
     def passes(
         self, forward: Row, backward: Row, sizes: Row, repeats: Sequence[int], prefetch: bool
     ) -> tuple[Row, Row]:
-        """[kind of layer] seconds of a forward and a backward pass that compute so long, with what they send;
-        sizes: bytes of its gradients."""
-        if self.zero < 2:
+        """Return the seconds of a forward and a backward pass with the collectives of each micro-batch.
+
+        Args:
+            forward: Seconds that each kind of layer computes in the forward pass.
+            backward: The same in the backward pass.
+            sizes: Bytes of the gradients of each kind of layer.
+            repeats: Number of layers of each kind.
+            prefetch: Whether the collectives of one layer overlap with the computation of another.
+        """
+        if self.zero < _ZERO_GRADIENTS:
             return forward, backward
-        weights = self.gather if self.zero == 3 else FREE
-        again = weights.scaled(self.again)
-        before, between, after, across = (
-            tuple(map(price.seconds, sizes)) for price in (weights, again, self.scatter, self.owned)
-        )
+        gather = self.gather if self.zero == _ZERO_WEIGHTS else FREE
+        gather_again = gather.scaled(self.again)
+        gather_s = _seconds_of(gather, sizes)
+        gather_again_s = _seconds_of(gather_again, sizes)
+        scatter_s = _seconds_of(self.scatter, sizes)
+        across_s = _seconds_of(self.owned, sizes)
         if not prefetch:
-            return added(forward, before), added(backward, between, after, across)
-        # gathers and scatters have the same NICs; of both latencies one is hidden
-        both = Price(
-            again.byte_s + self.scatter.byte_s, max(again.latency_s, self.scatter.latency_s)
+            forward_s = added(forward, gather_s)
+            return forward_s, added(backward, gather_again_s, scatter_s, across_s)
+        # Gathers and scatters share a NIC: their bytes add up, and the shorter latency is hidden.
+        gather_and_scatter = Price(
+            byte_s=gather_again.byte_s + self.scatter.byte_s,
+            latency_s=max(gather_again.latency_s, self.scatter.latency_s),
         )
-        last_s = between[-1] + after[0] + across[0]
-        down = (forward, before[0]), (before, forward[-1])
-        up = (backward, last_s), (tuple(map(both.seconds, sizes)), 0.0), (across, 0.0)
-        return longest(down, repeats), longest(up, repeats)
+        # The first gather of a pass and the last scatter have no computation to hide behind.
+        exposed_s = gather_again_s[-1] + scatter_s[0] + across_s[0]
+        forward_activities = [
+            _Activity(forward, exposed_s=gather_s[0]),
+            _Activity(gather_s, exposed_s=forward[-1]),
+        ]
+        backward_activities = [
+            _Activity(backward, exposed_s=exposed_s),
+            _Activity(_seconds_of(gather_and_scatter, sizes)),
+            _Activity(across_s),
+        ]
+        return longest(forward_activities, repeats), longest(backward_activities, repeats)
+
+
+class _Activity(NamedTuple):
+    """Work of a pass over all layers: computation, or the use of one network."""
+
+    layer_s: Row  # seconds of each kind of layer
+    exposed_s: float = 0.0  # seconds before or after it that overlap with nothing
+
+
+def _seconds_of(price: Price, sizes: Row) -> Row:
+    return tuple(map(price.seconds, sizes))
 
 
 def added(*rows: Row) -> Row:
+    """Return the sums of the rows' elements."""
     return tuple(map(sum, zip(*rows)))
 
 
-def longest(rows: Sequence[tuple[Row, float]], repeats: Sequence[int]) -> Row:
-    """Of passes over all layers with seconds that nothing hides: the longest, those added to layer 0."""
+def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
+    """Return the layer times of the longest activity; its exposed seconds are added to the first layer.
 
-    def seconds(direction: tuple[Row, float]) -> float:
-        return sum(value * count for value, count in zip(direction[0], repeats)) + direction[1]
+    Args:
+        activities: Work that overlaps within one pass.
+        repeats: Number of layers of each kind.
+    """
 
-    row, more_s = max(rows, key=seconds)
-    return row[0] + more_s / repeats[0], *row[1:]
+    def total_s(activity: _Activity) -> float:
+        layers_s = sum(seconds * count for seconds, count in zip(activity.layer_s, repeats))
+        return layers_s + activity.exposed_s
+
+    slowest = max(activities, key=total_s)
+    first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
+    return first_s, *slowest.layer_s[1:]
 
 
 def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
-    """The parts of such groups that lie in one cluster each; [] where they are not equal, or there is one."""
-    parts: dict[str, list[GroupPart]] = {}
-    for part in family.parts:
-        parts.setdefault(network.cluster(part.kind), []).append(part)
-    ranks = {
-        sum(part.nodes * part.here for part in cluster_parts) for cluster_parts in parts.values()
-    }
-    if len(parts) < 2 or len(ranks) > 1:
+    """Split the groups of a family by cluster.
+
+    Returns:
+        One family for each cluster; [] if the groups lie in one cluster or the parts differ in size.
+    """
+    members = _by_cluster(network, family)
+    sizes = set(members.ranks.values())
+    if len(members.parts) < 2 or len(sizes) > 1:
         return []
-    (count,) = ranks
-    return [
-        replace(
-            family,
-            ranks=count,
-            parts=tuple(cluster_parts),
-            ring=tuple((part.kind, part.nodes) for part in cluster_parts),
-        )
-        for cluster_parts in parts.values()
-    ]
+    (ranks,) = sizes
+    families = []
+    for parts in members.parts.values():
+        ring = tuple((part.kind, part.nodes) for part in parts)
+        families.append(replace(family, ranks=ranks, parts=tuple(parts), ring=ring))
+    return families
 
 
 def owners(network: Network, family: GroupFamily) -> GroupFamily:
-    """Groups of one shard: a rank of each cluster; a node has as many as ranks of the others."""
-    first: dict[str, GroupPart] = {}
+    """Return the groups of ranks that own the same shard: one rank of each cluster.
+
+    A node belongs to as many of these groups as it has ranks in the groups of `family`.
+    """
+    first_of: dict[str, GroupPart] = {}  # cluster -> its first nodes in the group
     for part in family.parts:
-        first.setdefault(network.cluster(part.kind), part)
+        first_of.setdefault(network.cluster(part.kind), part)
     parts = tuple(
-        replace(part, nodes=1, here=1, groups=part.here * part.groups, crowd=part.here * part.crowd)
-        for part in first.values()
+        replace(
+            part,
+            nodes=1,
+            ranks_per_node=1,
+            groups=part.ranks_per_node * part.groups,
+            concurrent_groups=part.ranks_per_node * part.concurrent_groups,
+        )
+        for part in first_of.values()
     )
-    ranks = family.ranks // len(parts)
+    shards = family.ranks // len(parts)
     return replace(
         family,
         ranks=len(parts),
-        count=family.count * ranks,
+        count=family.count * shards,
         parts=parts,
         ring=tuple((part.kind, 1) for part in parts),
     )
 
 
 def twins(fold: Fold) -> Iterator[GroupFamily]:
-    """Groups of the first and the last stage that hold the same part of such a weight, as one family each."""
-    last = {family.pipelines: family for family in fold.families(fold.stages[-1])}
+    """Yield the groups of all ranks that hold the same part of a weight of the first and last stage."""
+    last_of = {family.pipelines: family for family in fold.families(fold.stages[-1])}
     for first in fold.families(0):
-        if (other := last.get(first.pipelines)) is not None:
-            parts, ring = first.parts + other.parts, first.ring + other.ring
-            yield GroupFamily(
-                0, first.ranks + other.ranks, first.count, parts, first.pipelines, ring
-            )
+        last = last_of.get(first.pipelines)
+        if last is None:
+            continue
+        yield GroupFamily(
+            stage=0,
+            ranks=first.ranks + last.ranks,
+            count=first.count,
+            parts=first.parts + last.parts,
+            pipelines=first.pipelines,
+            ring=first.ring + last.ring,
+        )
 
 
 def by_pairs(
     network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
 ) -> PricedReduction:
-    """Of one kind of pipeline."""
+    """Return the all-reduce of a tied weight between one rank of the first and one of the last stage.
+
+    Args:
+        network: The site.
+        fold: The placement.
+        pipeline: Kind of pipeline (see Fold).
+        inside_bps: Bits/s between the GPUs of a node.
+    """
     stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])
     return PricedReduction(network.pairwise(stage_link, inside_bps), "pairs")
 
 
-def is_hierarchical(
+def tied_hierarchical(
     network: Network,
-    both: GroupFamily,
+    family: GroupFamily,
     size: float,
     direct: bool,
     groups: float,
     inside_bps: float = 0.0,
 ) -> Hierarchical | None:
-    """None where a stage lies on several clusters, both lie on one, or a stage has one rank."""
-    clusters = [network.cluster(kind) for kind, _ in both.ring]
-    first = sum(
-        part.nodes * part.here for part in both.parts if network.cluster(part.kind) == clusters[0]
+    """Return the hierarchical all-reduce of a tied weight's gradient, or None if it is not possible.
+
+    It needs two stages of two or more ranks, each in a single cluster, not both in the same.
+
+    Args:
+        network: The site.
+        family: Groups of the first and last stage together (see `twins`).
+        size: Bytes of the gradient.
+        direct: As in `hierarchical`.
+        groups: As in `hierarchical`.
+        inside_bps: Bits/s between the GPUs of a node.
+    """
+    clusters = [network.cluster(kind) for kind, _ in family.ring]
+    first_ranks = sum(
+        part.nodes * part.ranks_per_node
+        for part in family.parts
+        if network.cluster(part.kind) == clusters[0]
     )
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
-    apart = 2 * first == both.ranks and borders == 1
-    if network.only is not None or both.ranks == 2 or not apart:
+    are_apart = 2 * first_ranks == family.ranks and borders == 1
+    if network.only is not None or family.ranks == 2 or not are_apart:
         return None
-    return hierarchical(network, both, size, direct, groups, "off", inside_bps, spread=False)
+    return hierarchical(
+        network,
+        family,
+        size,
+        direct=direct,
+        groups=groups,
+        compress="off",
+        inside_bps=inside_bps,
+        spread=False,
+    )

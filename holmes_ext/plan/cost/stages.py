@@ -1,10 +1,15 @@
-"""What one rank has of a model, what that costs on every stage, and the step that a partition makes.
+"""Costs of a model's layers on every pipeline stage, and the step time of a partition.
 
-    RankModel    layers by kind, and the bytes that a rank reduces, keeps and sends
-    price(...)   ->  StageCosts  -- estimate(stage_layers) -->  Estimate
+    RankModel         layers by kind, and the bytes that one rank reduces, keeps and sends
+    price(...)        -> StageCosts (plan/cost/price.py)
+    estimate(costs)   -> Estimate, in closed form
+    predict(costs)    -> Estimate, pass by pass, with the micro-batches in flight that hide the stage links
 
-With overlap a layer's gradients travel while the layers below it still run backward in the last micro-batch
-(they are final only then), so of layers i..j-1 max over l of (reduction(i..l) - backward(i..l-1)) is exposed.
+A gradient is final only in the last micro-batch. With overlap, a layer's gradients travel while the layers
+before it still run their backward pass. The part of the reduction that is not hidden, on a stage with layers
+i to j-1, is the maximum over all layers l of
+
+    reduction of layers i..l  -  backward of layers i..l-1
 """
 
 from __future__ import annotations
@@ -14,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import accumulate
 from math import inf
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.buckets import buffer_bytes
@@ -22,70 +28,87 @@ from holmes_ext.plan.cost.pipeline import Estimate, both_ways, formula_ends, sch
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
-#: Of a number that is rounded (runtime/groups/wire.py); int8 has a scale for each row besides.
+#: Bytes of a compressed activation element (runtime/groups/wire.py), without the scales of int8.
 COMPRESSED_BYTES = {"bf16": 2, "int8": 1}
-#: (embedding, block, output), and what recomputation works on.
-Kinds = tuple[tuple[Layer, Layer, Layer], float]
+#: Seconds above which a time is a mistake.
+_TOO_LONG_S = 1e30
+
+
+class Kinds(NamedTuple):
+    """The three kinds of layers of a model on one rank."""
+
+    layers: tuple[Layer, Layer, Layer]  # embedding, block, output
+    working_bytes: float  # of the block that is recomputed at the moment
 
 
 def compressed_share(compression: str, width: int) -> float:
-    """What of an activation's bytes is left when it is rounded so; never more. width: of a number of it."""
+    """Return the part of an activation's bytes that compression leaves, at most 1.
+
+    Args:
+        compression: "off", "bf16" or "int8".
+        width: Bytes of an uncompressed element.
+    """
     return min(1.0, COMPRESSED_BYTES.get(compression, inf) / width)
 
 
 def kinds_of(model: Model, sizes: Sizes) -> Kinds:
-    """As a rank of complete sizes has them."""
-    every, expert = model.layers_of(sizes), sizes.expert if model.experts else 1
-    return (every[0], every[1], every[-1]), working_bytes(
-        model, sizes.tensor, sizes.context, expert
+    """Return the kinds of layers as one rank of a job with these sizes has them."""
+    layers = model.layers_of(sizes)
+    expert = sizes.expert if model.experts else 1
+    return Kinds(
+        layers=(layers[0], layers[1], layers[-1]),
+        working_bytes=working_bytes(model, sizes.tensor, sizes.context, expert),
     )
 
 
 @dataclass(frozen=True)
 class RankModel:
-    """layers: of each kind, in order; repeats: how many of each. By kind: reduced_bytes, state_bytes."""
+    """Layers of one rank by kind, and the bytes that the rank reduces, keeps and sends."""
 
-    layers: tuple[Layer, ...]
-    repeats: tuple[int, ...]
-    reduced_bytes: tuple[float, ...]
-    state_bytes: tuple[float, ...]
+    layers: tuple[Layer, ...]  # one of each kind, in the order of the forward pass
+    repeats: tuple[int, ...]  # number of layers of each kind
+    reduced_bytes: tuple[float, ...]  # gradients of one layer of each kind
+    state_bytes: tuple[float, ...]  # weights, gradients and optimizer of one layer of each kind
     micro_batches: int
-    #: Layers before the first block and after the last.
-    before: int = 1
-    after: int = 1
-    working_bytes: float = 0.0
-    #: Of a tied embedding's gradient; 0: there is none.
-    tied_bytes: float = 0.0
-    #: Tensor ranks that have the same activation to send; 0: not known.
-    copies: int = 0
-    #: Bytes of a number of an activation.
-    activation_width: int = 2
-    #: Bytes of weights that travel for each byte of gradients.
-    weights: float = 0.5
-    #: By cluster; gpu: of the others.
-    gpus: Mapping[str, Gpu] = field(default_factory=dict, hash=False)
-    gpu: Gpu = Gpu()
+    before: int = 1  # layers before the first block
+    after: int = 1  # layers after the last block
+    working_bytes: float = 0.0  # buffers that every stage needs for a moment
+    tied_bytes: float = 0.0  # gradient of a tied embedding; 0: there is none
+    copies: int = 0  # tensor-parallel ranks that send the same activation; 0: not known
+    activation_width: int = 2  # bytes of an activation element
+    weights: float = 0.5  # bytes of weights for each byte of gradients
+    gpus: Mapping[str, Gpu] = field(default_factory=dict, hash=False)  # cluster -> its GPU
+    gpu: Gpu = Gpu()  # of all other clusters
 
     @classmethod
     def of(
         cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1
     ) -> RankModel:
-        """kinds: kinds_of(), where they are known; replicas: of what is sharded."""
+        """Return the layers of one rank of a job.
+
+        Args:
+            model: The model.
+            sizes: Parallel sizes, with the data size.
+            kinds: Result of kinds_of(model, sizes), if it is known already.
+            replicas: Number of copies of all that is sharded (hybrid sharding).
+        """
         layers, working = kinds or kinds_of(model, sizes)
-        shards = sizes.data * sizes.context
-        owners = shards // replicas
-        experts = max(1, owners // sizes.expert)
-        reduced = [
-            model.gradient_width * sum(kind.reduced(shards, sizes.expert)) for kind in layers
+        reducing_ranks = sizes.data * sizes.context
+        shards = reducing_ranks // replicas
+        expert_shards = max(1, shards // sizes.expert)
+        reduced_bytes = [
+            model.gradient_width * sum(layer.reduced(reducing_ranks, sizes.expert))
+            for layer in layers
         ]
-        if shards > 1:
-            working += buffer_bytes(reduced[1] * model.layers / sizes.pipeline)
+        if reducing_ranks > 1:
+            stage_gradient_bytes = reduced_bytes[1] * model.layers / sizes.pipeline
+            working += buffer_bytes(stage_gradient_bytes)
         return cls(
-            layers,
-            (1, model.layers, 1),
-            tuple(reduced),
-            tuple(state_bytes(model, kind, owners, experts) for kind in layers),
-            model.micro_batches_of(sizes.data),
+            layers=layers,
+            repeats=(1, model.layers, 1),
+            reduced_bytes=tuple(reduced_bytes),
+            state_bytes=tuple(state_bytes(model, layer, shards, expert_shards) for layer in layers),
+            micro_batches=model.micro_batches_of(sizes.data),
             working_bytes=working,
             tied_bytes=model.tied_bytes(sizes),
             copies=model.copies(sizes),
@@ -97,24 +120,25 @@ class RankModel:
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
-        """A block on each stage, which computes and sends what the workload says."""
-        layer = Layer(
-            "block",
-            (work.gradient_bytes,),
-            work.forward_s,
-            work.backward_s,
-            work.activation_bytes,
-            0.0,
-            work.tensor_bytes,
-            work.context_bytes,
-            work.expert_bytes,
+        """Return a model with one block on each stage, which computes and sends what `work` says."""
+        block = Layer(
+            kind="block",
+            tensors=(work.gradient_bytes,),
+            # With 1 FLOP/s, FLOPs are seconds.
+            forward_flops=work.forward_s,
+            backward_flops=work.backward_s,
+            activation_bytes=work.activation_bytes,
+            kept_bytes=0.0,
+            tensor_bytes=work.tensor_bytes,
+            context_bytes=work.context_bytes,
+            expert_bytes=work.expert_bytes,
         )
         return cls(
-            (layer,),
-            (sizes.pipeline,),
-            (work.gradient_bytes,),
-            (0.0,),
-            work.micro_batches,
+            layers=(block,),
+            repeats=(sizes.pipeline,),
+            reduced_bytes=(work.gradient_bytes,),
+            state_bytes=(0.0,),
+            micro_batches=work.micro_batches,
             before=0,
             after=0,
             copies=work.copies,
@@ -124,109 +148,107 @@ class RankModel:
 
     @property
     def blocks(self) -> int:
+        """Return the number of layers that a partition distributes."""
         return sum(self.repeats) - self.before - self.after
 
     @property
     def block(self) -> Layer:
+        """Return the costs of one block."""
         return self.layers[1 if self.before else 0]
 
     @property
     def block_bytes(self) -> float:
-        """Of a block's gradients."""
+        """Return the bytes of a block's gradients."""
         return self.reduced_bytes[1 if self.before else 0]
 
     @property
     def total_bytes(self) -> float:
-        """Of all gradients, on all stages of a pipeline."""
+        """Return the bytes of all gradients of a pipeline, over all its stages."""
         return sum(count * size for count, size in zip(self.repeats, self.reduced_bytes))
 
     def compressed_share(self, compression: str) -> float:
+        """Return the part of an activation's bytes that compression leaves, at most 1."""
         return compressed_share(compression, self.activation_width)
 
     def gpu_of(self, cluster: str) -> Gpu:
+        """Return the GPU of a cluster's nodes."""
         return self.gpus.get(cluster, self.gpu)
 
     def slowest(self, clusters: Iterable[str]) -> Gpu:
-        """With the least of each number of these clusters' GPUs (memory 0: no limit)."""
-        every = [self.gpu_of(cluster) for cluster in clusters]
-        limits = [gpu.memory_bytes for gpu in every if gpu.memory_bytes]
-        links = min(gpu.link_bps for gpu in every)
-        return Gpu(min(gpu.flops for gpu in every), min(limits, default=0.0), links)
+        """Return a GPU with the least speed, memory and link rate of these clusters' GPUs."""
+        gpus = [self.gpu_of(cluster) for cluster in clusters]
+        limits = [gpu.memory_bytes for gpu in gpus if gpu.memory_bytes]  # 0: no limit
+        return Gpu(
+            flops=min(gpu.flops for gpu in gpus),
+            memory_bytes=min(limits, default=0.0),
+            link_bps=min(gpu.link_bps for gpu in gpus),
+        )
 
 
+#: Numbers by kind of layer, or by stage.
 Row = tuple[float, ...]
+#: Numbers by stage and kind of layer: rows[stage][kind].
 Rows = tuple[Row, ...]
 
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes; HolmesError names stage, layer, number."""
+    """Seconds and bytes of every kind of layer on every stage.
 
-    #: [stage][kind of layer]: of a micro-batch; of the gradients but the latency; of the layer's output to
-    #: the next stage.
-    forward_s: Rows
-    backward_s: Rows
-    reduction_s: Rows
-    transfer_s: Rows
+    Raises:
+        HolmesError: A number is negative or infinite, or there are more stages than blocks.
+    """
+
+    # By stage and kind of layer.
+    forward_s: Rows  # of one micro-batch
+    backward_s: Rows  # of one micro-batch
+    reduction_s: Rows  # of the layer's gradients, without latency
+    transfer_s: Rows  # of the layer's output to the next stage
     micro_batches: int
-    #: [stage] of the reduction.
-    latency_s: Row = ()
-    #: [kind]; and of each micro-batch in flight.
+    latency_s: Row = ()  # by stage: of the reduction
+    # By kind of layer.
     state_bytes: Row = ()
-    kept_bytes: Row = ()
-    #: [stage]; inf without limit.
-    limit_bytes: Row = ()
-    #: Layers before the first block and after the last.
-    before: int = 1
-    after: int = 1
-    #: All-reduce of a tied embedding's gradient.
-    tied_s: float = 0.0
-    overlap: bool = False
-    #: [kind] layers that follow each other; () for one of each.
-    repeats: tuple[int, ...] = ()
-    #: On every stage.
-    working_bytes: float = 0.0
-    #: Chunks of a stage; seconds in which a stage's NIC sends one micro-batch of all chunks.
-    virtual: int = 1
-    load_s: float = 0.0
-    #: [stage] its clusters.
-    places: tuple[str, ...] = ()
-    #: [stage link] the part of transfer_s in which it carries nothing else, where as many
-    #: micro-batches are in
-    #: flight as hide the stage links (plan/cost/pipeline.py, in_flight); None under the framework's
-    #: own schedule.
+    kept_bytes: Row = ()  # activations of each micro-batch in flight
+    limit_bytes: Row = ()  # by stage: memory of the smallest GPU; inf: no limit
+    before: int = 1  # layers before the first block
+    after: int = 1  # layers after the last block
+    tied_s: float = 0.0  # all-reduce of a tied embedding's gradient
+    overlap: bool = False  # whether gradients are reduced during the last backward pass
+    repeats: tuple[int, ...] = ()  # number of layers of each kind; (): one of each
+    working_bytes: float = 0.0  # buffers that every stage needs for a moment
+    virtual: int = 1  # chunks per stage
+    load_s: float = 0.0  # seconds in which a NIC sends one micro-batch of all chunks of a stage
+    places: tuple[str, ...] = ()  # by stage: names of its clusters
+    #: By stage link: part of transfer_s in which the link carries nothing else, if enough micro-batches are
+    #: in flight to hide the stage links (plan/cost/pipeline.py, in_flight). None: the framework's schedule.
     hidden: Row | None = None
-    #: First and last stage of those that send to the stages before and after them through one NIC.
+    #: (first, last) of neighbouring stages that share NICs for the stage links before and after them.
     nics: tuple[tuple[int, int], ...] = ()
-    #: [stage][kind] of backward_s what makes weights' gradients and could wait; () where nobody told.
+    #: By stage and kind of layer: part of backward_s that computes weight gradients; (): not known.
     weights_s: Rows = ()
 
     def __post_init__(self) -> None:
-        stages, kinds = len(self.forward_s), len(self.forward_s[0])
-        none, empty = (0.0,) * stages, (0.0,) * kinds
-        defaults = {
-            "latency_s": none,
-            "state_bytes": empty,
-            "kept_bytes": empty,
+        stages = len(self.forward_s)
+        kinds = len(self.forward_s[0])
+        defaults: dict[str, tuple[Any, ...]] = {
+            "latency_s": (0.0,) * stages,
+            "state_bytes": (0.0,) * kinds,
+            "kept_bytes": (0.0,) * kinds,
             "limit_bytes": (inf,) * stages,
+            "repeats": (1,) * kinds,
+            "weights_s": ((0.0,) * kinds,) * stages,
         }
-        for name, default in (
-            {**defaults, "repeats": (1,) * kinds, "weights_s": (empty,) * stages}
-        ).items():
-            object.__setattr__(self, name, getattr(self, name) or default)
+        for name, default in defaults.items():
+            if not getattr(self, name):
+                object.__setattr__(self, name, default)
         for name in ("forward_s", "backward_s", "reduction_s", "transfer_s"):
             rows = getattr(self, name)
             assert len(rows) == stages and all(len(row) == kinds for row in rows), name
-            for row in dict.fromkeys(rows):
-                for kind, value in enumerate(row):
-                    if not 0 <= value < 1e30:
-                        what = f"stage {rows.index(row)}, layer {kind}: {name} is {value}"
-                        raise HolmesError(f"{what}; a time must be 0 or more, and finite")
+            self._check_times(name, rows)
         for stage, limit in enumerate(self.limit_bytes):
             if not limit > 0:
-                raise HolmesError(
-                    f"{self.names[stage]}: a memory limit of {limit} bytes; it must be above 0"
-                )
+                problem = f"a memory limit of {limit} bytes; it must be above 0"
+                raise HolmesError(f"{self.names[stage]}: {problem}")
         if self.micro_batches < 1:
             raise HolmesError(f"micro_batches is {self.micro_batches}; it must be 1 or more")
         if self.blocks < stages:
@@ -234,151 +256,206 @@ class StageCosts:
                 f"{self.blocks} layers are too few for {stages} pipeline stages; every stage needs one"
             )
 
+    @staticmethod
+    def _check_times(name: str, rows: Rows) -> None:
+        for row in dict.fromkeys(rows):  # stages often share a row
+            for kind, value in enumerate(row):
+                if not 0 <= value < _TOO_LONG_S:
+                    place = f"stage {rows.index(row)}, layer {kind}"
+                    problem = f"{name} is {value}; a time must be 0 or more, and finite"
+                    raise HolmesError(f"{place}: {problem}")
+
     @property
     def stages(self) -> int:
+        """Return the number of pipeline stages."""
         return len(self.forward_s)
 
     @cached_property
     def layers(self) -> int:
+        """Return the number of layers, with those before the first and after the last block."""
         return sum(self.repeats)
 
     @cached_property
     def blocks(self) -> int:
-        """Layers that the partition is about."""
+        """Return the number of layers that a partition distributes."""
         return self.layers - self.before - self.after
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of the stages, for messages."""
+        """Return the names of the stages for messages, such as "stage 0 (cluster a)"."""
         places = [f" (cluster {place})" for place in self.places] or [""] * self.stages
         return tuple(f"stage {stage}{place}" for stage, place in enumerate(places))
 
     def ranges(self, stage_layers: Sequence[int]) -> list[tuple[int, int]]:
-        """Layers [low, high) of every stage (or chunk) that has so many blocks."""
+        """Return the layers [low, high) of every stage or chunk, given its number of blocks."""
         borders = list(accumulate(stage_layers, initial=0))
         return [self.bounds(start, stop) for start, stop in zip(borders, borders[1:])]
 
     def bounds(self, start: int, stop: int) -> tuple[int, int]:
-        """Blocks start..stop-1 as a range of layers, with what stands before the first and after the last."""
-        return (
-            start + self.before if start else 0,
-            stop + self.before if stop < self.blocks else self.layers,
-        )
+        """Return the layers [low, high) of a stage with the blocks [start, stop).
+
+        The first stage also has the layers before the first block, the last stage those after the last.
+        """
+        low = start + self.before if start else 0
+        high = stop + self.before if stop < self.blocks else self.layers
+        return low, high
 
     @cached_property
     def memory(self) -> Rows:
-        """Bytes at a stage's fullest, [stage][kind]."""
-        layer_bytes, stages = list(zip(self.state_bytes, self.kept_bytes)), range(self.stages)
-        counts = (
-            in_flight(stage, self.stages, self.virtual, self.micro_batches) for stage in stages
-        )
-        return tuple(tuple(state + count * kept for state, kept in layer_bytes) for count in counts)
+        """Return the bytes of every kind of layer on every stage, with all micro-batches in flight."""
+        rows = []
+        for stage in range(self.stages):
+            count = in_flight(stage, self.stages, self.virtual, self.micro_batches)
+            rows.append(
+                tuple(
+                    state + count * kept for state, kept in zip(self.state_bytes, self.kept_bytes)
+                )
+            )
+        return tuple(rows)
 
     @cached_property
     def room_bytes(self) -> Row:
-        """For layers, [stage]."""
+        """Return the memory that every stage has for layers, in bytes."""
         return tuple(limit - self.working_bytes for limit in self.limit_bytes)
 
     @cached_property
     def sums(self) -> dict[str, list[list[float]]]:
-        """name -> stage -> running sums over layers, from 0. Stages with one row share one list."""
-        known: dict[Row, list[float]] = {}
+        """Return sums[name][stage][n]: the total of the first n layers if the stage had them.
 
-        def running(row: Row) -> list[float]:
-            if row not in known:
-                known[row] = list(accumulate(self.by_layer(row), initial=0.0))
-            return known[row]
+        The names are forward_s, backward_s, reduction_s, memory and weights_s. Stages with equal rows share
+        one list.
+        """
+        totals_of: dict[Row, list[float]] = {}
+
+        def totals(row: Row) -> list[float]:
+            if row not in totals_of:
+                totals_of[row] = self._totals(row)
+            return totals_of[row]
 
         names = ("forward_s", "backward_s", "reduction_s", "memory", "weights_s")
-        return {name: [running(row) for row in getattr(self, name)] for name in names}
+        return {name: [totals(row) for row in getattr(self, name)] for name in names}
+
+    def _totals(self, row: Row) -> list[float]:
+        """Return the total of the first 0, 1, 2, ... layers; row: numbers by kind of layer."""
+        return list(accumulate(self.by_layer(row), initial=0.0))
 
     def by_layer(self, row: Row) -> Iterator[float]:
-        """`row`, by layer instead of kind."""
+        """Yield a number for every layer, from numbers by kind of layer."""
         return (value for value, count in zip(row, self.repeats) for _ in range(count))
 
     @cached_property
     def transfer(self) -> list[Row]:
-        """transfer_s, [stage][layer]. Stages with one row share one."""
-        known = {row: tuple(self.by_layer(row)) for row in dict.fromkeys(self.transfer_s)}
-        return [known[row] for row in self.transfer_s]
+        """Return the seconds of every layer's output to the next stage, by stage and layer."""
+        # Equal stages share one tuple.
+        row_of = {row: tuple(self.by_layer(row)) for row in dict.fromkeys(self.transfer_s)}
+        return [row_of[row] for row in self.transfer_s]
 
     @cached_property
     def _corners(self) -> list[int]:
-        """Layers that are the first or the last of their kind: between them all is linear."""
-        ends = zip(accumulate(self.repeats), self.repeats)
-        return sorted({corner for end, count in ends for corner in (end - 1, end - count)})
+        """Return the first and last layer of each kind; all costs are linear between them."""
+        corners = set()
+        for end, count in zip(accumulate(self.repeats), self.repeats):
+            corners |= {end - 1, end - count}
+        return sorted(corners)
 
     def exposed_s(self, stage: int, low: int, high: int) -> float:
-        """Reduction of layers low..high-1 that is left when the stage's last backward ends."""
+        """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
+
+        With overlap this is the formula of the module. Its maximum is at a layer where the kind changes.
+        """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:
             return reduction[high] - reduction[low] + self.latency_s[stage]
         backward = self.sums["backward_s"][stage]
-        corners = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
-        worst = max(reduction[layer + 1] - backward[layer] for layer in corners)
-        return worst - (reduction[low] - backward[low]) + self.latency_s[stage]
+        candidates = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
+        longest = max(reduction[layer + 1] - backward[layer] for layer in candidates)
+        return longest - (reduction[low] - backward[low]) + self.latency_s[stage]
 
     def loads(self, stage_layers: Sequence[int]) -> tuple[StageLoad, ...]:
-        """Of the stages with so many blocks."""
-        of = {
-            name: list(accumulate(self.by_layer(row), initial=0.0))
-            for name, row in (("state", self.state_bytes), ("kept", self.kept_bytes))
-        }
+        """Return the computation and memory of every stage, given its number of blocks."""
+        state_totals = self._totals(self.state_bytes)
+        kept_totals = self._totals(self.kept_bytes)
         loads = []
         for stage, (low, high) in enumerate(self.ranges(stage_layers)):
-            forward, backward, weights = (
-                sums[high] - sums[low]
-                for sums in (
-                    self.sums[name][stage] for name in ("forward_s", "backward_s", "weights_s")
-                )
-            )
-            state, kept = (of[name][high] - of[name][low] for name in ("state", "kept"))
+            forward_totals = self.sums["forward_s"][stage]
+            backward_totals = self.sums["backward_s"][stage]
+            weights_totals = self.sums["weights_s"][stage]
             limit = self.limit_bytes[stage]
-            limit = limit if limit < inf else 0.0
-            loads.append(
-                StageLoad(
-                    forward, backward, state + self.working_bytes, kept, limit, weights_s=weights
-                )
+            load = StageLoad(
+                forward_s=forward_totals[high] - forward_totals[low],
+                backward_s=backward_totals[high] - backward_totals[low],
+                fixed_bytes=state_totals[high] - state_totals[low] + self.working_bytes,
+                kept_bytes=kept_totals[high] - kept_totals[low],
+                limit_bytes=limit if limit < inf else 0.0,
+                weights_s=weights_totals[high] - weights_totals[low],
             )
+            loads.append(load)
         return tuple(loads)
 
     def in_flight(self, stage_layers: Sequence[int]) -> tuple[int, ...]:
-        """On each stage, with so many blocks; () where the framework's own schedule will do."""
+        """Return the micro-batches in flight on each stage that hide the stage links and fit the memory.
+
+        Args:
+            stage_layers: Number of blocks of each stage.
+
+        Returns:
+            () if the framework's own schedule is as good, or is the only possible one.
+        """
         if self.hidden is None:
             return ()
         loads = self.loads(stage_layers)
-        busy_s, most = max(load.busy_s for load in loads), tuple(load.most for load in loads)
-        transfer, sent = both_ways(self.stage_links_s(stage_layers), self.hidden, self.nics, busy_s)
-        return schedule(*passes_s(loads), transfer, self.micro_batches, sent, most)
+        forward_s, backward_s = passes_s(loads)
+        transfer_s, link_load_s = both_ways(
+            self.stage_links_s(stage_layers),
+            self.hidden,
+            self.nics,
+            busy_s=max(load.busy_s for load in loads),
+        )
+        return schedule(
+            forward_s,
+            backward_s,
+            transfer_s,
+            self.micro_batches,
+            link_load_s,
+            most=tuple(load.most for load in loads),
+        )
 
     def stage_links_s(self, stage_layers: Sequence[int]) -> Row:
-        """Of an activation over each stage link, with so many blocks on each stage."""
-        return tuple(
-            row[high - 1] for row, (_, high) in zip(self.transfer, self.ranges(stage_layers)[:-1])
-        )
+        """Return the seconds of an activation over each stage link, given the blocks of each stage."""
+        ranges = self.ranges(stage_layers)[:-1]
+        return tuple(row[high - 1] for row, (_, high) in zip(self.transfer, ranges))
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """Pass by pass (one chunk a stage), with as many micro-batches in flight as hide the stage links
-    and fit the memory, or as asked for."""
+    """Return the step of a partition, calculated pass by pass, with one chunk per stage.
+
+    Args:
+        costs: Costs of every layer on every stage.
+        stage_layers: Number of blocks of each stage.
+        asked: Micro-batches in flight on each stage that the user sets; (): as many as hide the stage links
+            and fit the memory.
+    """
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
-    load, nics = (costs.hidden or (), costs.nics) if in_flight else ((), ())
-    step = estimate(
-        costs, stage_layers, partial(walked_ends, in_flight=in_flight, load=load, nics=nics)
-    )
     if not in_flight:
-        return step
-    return replace(
-        step,
-        in_flight=in_flight,
-        memory_bytes=tuple(map(StageLoad.bytes_of, costs.loads(stage_layers), in_flight)),
+        return estimate(costs, stage_layers, walked_ends)
+    ends = partial(walked_ends, in_flight=in_flight, load=costs.hidden or (), nics=costs.nics)
+    step = estimate(costs, stage_layers, ends)
+    memory_bytes = tuple(
+        load.bytes_of(count) for load, count in zip(costs.loads(stage_layers), in_flight)
     )
+    return replace(step, in_flight=in_flight, memory_bytes=memory_bytes)
 
 
 def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
-    """The step with stage_layers[s] blocks on stage s; ends: formula_ends unless told."""
+    """Return the step of a partition.
+
+    Args:
+        costs: Costs of every layer on every stage.
+        stage_layers: Number of blocks of each stage.
+        ends: Computes the end of each stage's last backward pass; default: formula_ends, in closed form.
+    """
     ends = ends or partial(
         formula_ends,
         virtual=costs.virtual,
@@ -393,29 +470,31 @@ def estimate(
     )
     ranges = costs.ranges(stage_layers)
 
-    def total(name: str) -> list[float]:
-        return [sums[high] - sums[low] for sums, (low, high) in zip(costs.sums[name], ranges)]
+    def by_stage(name: str) -> list[float]:
+        return [totals[high] - totals[low] for totals, (low, high) in zip(costs.sums[name], ranges)]
 
-    forward, backward, transfer = (
-        total("forward_s"),
-        total("backward_s"),
-        costs.stage_links_s(stage_layers),
-    )
-    end = ends(forward, backward, transfer, costs.micro_batches)
-    exposed = [costs.exposed_s(stage, *layers) for stage, layers in enumerate(ranges)]
-    if (
-        costs.tied_s and costs.stages > 1
-    ):  # before both reduce their own (DeepSpeed's PipelineEngine)
-        end[-1] = end[0]  # the last stage waits for the first one
-        exposed[0], exposed[-1] = exposed[0] + costs.tied_s, exposed[-1] + costs.tied_s
-    memory = tuple(used + costs.working_bytes for used in total("memory"))
+    forward_s = by_stage("forward_s")
+    backward_s = by_stage("backward_s")
+    transfer_s = costs.stage_links_s(stage_layers)
+    end_s = ends(forward_s, backward_s, transfer_s, costs.micro_batches)
+    exposed_s = [costs.exposed_s(stage, low, high) for stage, (low, high) in enumerate(ranges)]
+    if costs.tied_s and costs.stages > 1:
+        # The first and last stage sum a tied weight's gradient before they reduce their other gradients
+        # (as DeepSpeed's PipelineEngine does), so the last stage waits for the first one.
+        end_s[-1] = end_s[0]
+        exposed_s[0] += costs.tied_s
+        exposed_s[-1] += costs.tied_s
+    memory_bytes = tuple(used + costs.working_bytes for used in by_stage("memory"))
     return Estimate(
-        compute_s=tuple((f + b) * costs.micro_batches for f, b in zip(forward, backward)),
-        transfer_s=transfer,
-        reduction_s=tuple(map(sum, zip(total("reduction_s"), costs.latency_s))),
-        exposed_s=tuple(exposed),
-        end_s=tuple(map(sum, zip(end, exposed))),
+        compute_s=tuple(
+            (forward + backward) * costs.micro_batches
+            for forward, backward in zip(forward_s, backward_s)
+        ),
+        transfer_s=transfer_s,
+        reduction_s=tuple(map(sum, zip(by_stage("reduction_s"), costs.latency_s))),
+        exposed_s=tuple(exposed_s),
+        end_s=tuple(map(sum, zip(end_s, exposed_s))),
         stage_layers=tuple(stage_layers),
-        memory_bytes=memory,
-        fits=tuple(used <= limit for used, limit in zip(memory, costs.limit_bytes)),
+        memory_bytes=memory_bytes,
+        fits=tuple(used <= limit for used, limit in zip(memory_bytes, costs.limit_bytes)),
     )

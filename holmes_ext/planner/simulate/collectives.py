@@ -29,8 +29,8 @@ from holmes_ext.plan.cost.reductions import (
     by_pairs,
     hierarchical,
     inside_clusters,
-    is_hierarchical,
     owners,
+    tied_hierarchical,
     twins,
 )
 from holmes_ext.plan.placement import Fold, GroupFamily
@@ -254,7 +254,7 @@ class Collectives:
         if self.run.tied:
             for family in twins(fold):
                 how = self.run.direct, 0, self._link_bps(family.kinds)
-                levels = is_hierarchical(self.network, family, self.tied_bytes, *how)
+                levels = tied_hierarchical(self.network, family, self.tied_bytes, *how)
                 hierarchical |= dict.fromkeys(
                     family.pipelines, (levels, family) if levels else None
                 )
