@@ -36,7 +36,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.search.as_plan import given
+from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 
 #: Name in --cases -> name of the checkout.
@@ -96,7 +96,7 @@ def priced(description: CommandLine) -> float:
                 Network(site(world)), description.model, 0, rules=Rules(overlap=True)
             )
             shape = shape_of(description.model, complete, description.zero, description.virtual)
-            return given(result, complete, shape, description.stage_layers).formula_s
+            return layout_candidate(result, complete, shape, description.stage_layers).formula_s
         except HolmesError as error:
             trouble = error
     tell(f"not priced: {trouble}")

@@ -1,1 +1,1 @@
-"""What no plan beats: of shapes, of arrangements, of splits; by closed form and simulated."""
+"""Lower bounds on the step time of shapes, placements, cluster orders and node subsets."""

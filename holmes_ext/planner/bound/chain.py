@@ -1,90 +1,160 @@
-"""The least step of one placement with the stages' last backwards one after the other: closer than each stage
-alone (planner/bound/least.py), and a split that it leaves."""
+"""Lower bound on a placement's step time that follows the last backward passes from stage to stage.
+
+The bound of least.py looks at each stage alone: the other stages are as fast as any split makes them. Here
+one split is valid for all stages. The bound is closer, and returns a split that reaches it.
+"""
 
 from __future__ import annotations
 
-from holmes_ext.planner.bound.least import StepLowerBound
+from typing import NamedTuple
 
-#: The bound is found up to this fraction.
-NEAR = 2e-4
+from holmes_ext.planner.bound.least import StepLowerBound, UpdateInterval
+
+#: Relative precision of the bisection.
+PRECISION = 2e-4
+
+
+class ChainedBound(NamedTuple):
+    """Lower bound on the step time, and a split of the layers that the bound allows."""
+
+    step_s: float
+    split: tuple[int, ...]  # () if no split is faster than the step time already reached
+
+
+class _Choice(NamedTuple):
+    """Best way to put a number of layers on a stage and the stages behind it."""
+
+    end_s: float  # least moment at which the stage's last backward pass ends
+    layers: int  # on the stage itself
+    layers_behind: int  # on the stages behind it
 
 
 class ChainBound(StepLowerBound):
-    """Of one placement; costs: of the simulation."""
+    """Lower bound on the step time of one placement, with one split for all stages."""
 
-    def chained(self, low: float, known: float) -> tuple[float, tuple[int, ...]]:
-        """A bound between `low` and `known` (seconds), with the stages' last backwards one after the other,
-        and a split that it leaves possible; (`known`, ()) where no split can take less than `known`."""
-        split = self._chain(known)
+    def chained(self, low: float, known: float) -> ChainedBound:
+        """Return a lower bound on the step time between `low` and `known`, found by bisection.
+
+        Args:
+            low: A lower bound, in seconds.
+            known: A step time already reached, in seconds.
+
+        Returns:
+            The bound and a split; (`known`, ()) if no split can take less than `known`.
+        """
+        split = self._possible_split(known)
         if not split:
-            return known, ()
-        while known - low > NEAR * low:
+            return ChainedBound(known, ())
+        while known - low > PRECISION * low:
             middle = (low + known) / 2
-            if closer := self._chain(middle):
-                split, known = closer, middle
+            faster_split = self._possible_split(middle)
+            if faster_split:
+                split = faster_split
+                known = middle
             else:
                 low = middle
-        return low, split
+        return ChainedBound(low, split)
 
-    def _chain(self, step_s: float) -> tuple[int, ...]:
-        """A split that could take no longer; () where there is none."""
-        return next(filter(None, (self._chain_of(step_s, *level) for level in self.levels)), ())
+    def _possible_split(self, step_s: float) -> tuple[int, ...]:
+        """Return a split whose lower bound is at most `step_s` seconds; () if there is none."""
+        for interval in self.update_intervals:
+            split = self._split_within(step_s, interval)
+            if split:
+                return split
+        return ()
 
-    def _chain_of(self, step_s: float, rest_s: float, limit_s: float) -> tuple[int, ...]:
-        """The same within one of _levels. From the last stage up, for each number of layers that the stages
-        below hold, the least moment at which the last backward of a stage can end: after its own passes, or
-        that of the next stage and the stage link between, or once that one's NIC has sent all."""
-        if (most := self._room(step_s, rest_s, limit_s)) is None:
+    def _split_within(self, step_s: float, update: UpdateInterval) -> tuple[int, ...]:
+        """Return a split that may take `step_s` seconds if the longest update lies in an interval.
+
+        Dynamic programming from the last stage to the first: for each number of layers on the stages so
+        far, the least moment at which the last backward pass of the front stage ends.
+        """
+        limits = self._layer_limits(step_s, update.least_s, update.limit_s)
+        if limits is None:
             return ()
-        ends, choices, over = {0: 0.0}, [], sum(most)
-        for stage in reversed(range(self.count)):
-            over -= most[stage]
-            stage_choices = self._chain_stage(stage, most[stage], ends, over, step_s, rest_s)
-            ends = {below: moment for below, (moment, _, _) in stage_choices.items()}
-            choices.append(stage_choices)
-        below, split = self.layers, []
-        for stage_choices in reversed(choices):
-            if below not in stage_choices:
+        end_of: dict[int, float] = {0: 0.0}  # layers behind -> end of the last backward pass there
+        choices_of_stages = []
+        room_before = sum(limits)
+        for stage in reversed(range(self.stage_count)):
+            room_before -= limits[stage]
+            choices = self._stage_choices(
+                stage, limits[stage], end_of, room_before, step_s, update.least_s
+            )
+            end_of = {layers: choice.end_s for layers, choice in choices.items()}
+            choices_of_stages.append(choices)
+
+        remaining = self.layer_count
+        split = []
+        for choices in reversed(choices_of_stages):
+            if remaining not in choices:
                 return ()
-            _, layers, below = stage_choices[below]
-            split.append(layers)
+            choice = choices[remaining]
+            split.append(choice.layers)
+            remaining = choice.layers_behind
         return tuple(split)
 
-    def _chain_stage(
-        self, stage: int, most: int, ends: dict[int, float], over: int, step_s: float, rest_s: float
-    ) -> dict[int, tuple[float, int, int]]:
-        """Layers here and below -> (least moment, layers here, layers below). over: that stages above can
-        hold."""
-        f, b, extra_b = self.forward[stage], self.backward[stage], self.extra_backward[stage]
-        last = stage == self.count - 1
-        stage_link = 0.0 if last else self.stage_links[stage]
-        slope = self.more_down[stage] if stage else 0.0
-        fixed, sent = self.down[stage] + self.there[stage], self.m * self.sent[stage]
-        down = (
-            fixed
-            + self.extra_forward[stage]
-            + sent
-            - (self.stage_links[stage - 1] if stage else 0.0)
-        )
-        passes = [self._passes(stage, layers) for layers in range(most + 1)]
-        after = [self._left(stage, layers, rest_s) for layers in range(most + 1)]
-        result: dict[int, tuple[float, int, int]] = {}
-        for held, end in ends.items():
-            room, spare = self.layers - held, held - (self.count - 1 - stage)
-            below = self.below[stage] + (spare * self.more_below[stage] if spare else 0.0)
-            for n in range(max(1, room - over), min(most, room - stage) + 1):
-                alone, once, rounds_s, rounds = passes[n]
-                more = slope * (room - n - stage)
-                moment = (
-                    max(alone + below, once + 2 * below, rounds_s + (rounds + 1) * below)
-                    + fixed
-                    + more
+    def _stage_choices(
+        self,
+        stage: int,
+        limit: int,
+        end_of: dict[int, float],
+        room_before: int,
+        step_s: float,
+        update_s: float,
+    ) -> dict[int, _Choice]:
+        """Return, for each number of layers on a stage and behind it, the choice that ends first.
+
+        The last backward pass of a stage ends after the stage's passes, after the next stage's last
+        backward pass and the stage link, and after the stage's NIC has sent all messages.
+
+        Args:
+            limit: Most layers of the stage.
+            end_of: Layers behind the stage -> least end of the next stage's last backward pass.
+            room_before: Most layers of all stages before.
+            step_s: Seconds that the step may take.
+            update_s: Least seconds of the longest update of all stages.
+        """
+        is_last = stage == self.stage_count - 1
+        forward_s = self.forward_s[stage]
+        backward_s = self.backward_s[stage]
+        link_s = 0.0 if is_last else self.stage_links_s[stage]
+        link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
+        layer_down_s = self.layer_down_s[stage] if stage else 0.0
+        down_s = self.down_s[stage] + self.links_before_s[stage]
+        sent_s = self.micro_batches * self.nic_busy_s[stage]
+        # The NIC begins to send after the first forward pass; its last gradient arrives a stage link later.
+        sent_end_s = down_s + self.extra_forward_s[stage] + sent_s - link_before_s
+        passes = [self._pass_times(stage, layers) for layers in range(limit + 1)]
+        after_s = [
+            self._after_last_backward_s(stage, layers, update_s) for layers in range(limit + 1)
+        ]
+        stages_behind = self.stage_count - 1 - stage
+        result: dict[int, _Choice] = {}
+        for behind, behind_end_s in end_of.items():
+            available = self.layer_count - behind
+            more_behind = behind - stages_behind  # besides one layer a stage
+            round_trip_s = self.round_trip_s[stage]
+            round_trip_s += more_behind * self.layer_round_trip_s[stage] if more_behind else 0.0
+            if is_last:
+                before_backward_s = self.flow_end_s[stage]
+            else:
+                before_backward_s = behind_end_s + link_s + self.extra_backward_s[stage]
+            for layers in range(max(1, available - room_before), min(limit, available - stage) + 1):
+                times = passes[layers]
+                more_down_s = layer_down_s * (available - layers - stage)
+                passes_s = max(
+                    times.one_trip_s + round_trip_s,
+                    times.two_trips_s + 2 * round_trip_s,
+                    times.many_trips_s + (times.rounds + 1) * round_trip_s,
                 )
-                before = self.flowed[stage] if last else end + stage_link + extra_b
-                moment = max(moment, before + b * n)
-                if moment + after[n] <= step_s:
-                    if sent:  # its NIC is done, a stage link before
-                        moment = max(moment, down + f * n + more)
-                    if held + n not in result or moment < result[held + n][0]:
-                        result[held + n] = moment, n, held
+                end_s = max(
+                    passes_s + down_s + more_down_s, before_backward_s + backward_s * layers
+                )
+                if end_s + after_s[layers] > step_s:
+                    continue
+                if sent_s:
+                    end_s = max(end_s, sent_end_s + forward_s * layers + more_down_s)
+                total = behind + layers
+                if total not in result or end_s < result[total].end_s:
+                    result[total] = _Choice(end_s, layers, behind)
         return result

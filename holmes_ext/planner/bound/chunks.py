@@ -1,140 +1,301 @@
-"""What no simulated step of an interleaved schedule beats (least.py has 1F1B): moments before which nothing
-of a stage can be over. All chunks have the same number of layers, so there is one split.
+"""Lower bound on the simulated step time of an interleaved schedule (least.py has the one for 1F1B).
 
-f, b: a pass of a chunk; x: a stage link; y: in which one message flows over it; N = v m: passes of a
-kind; u_s:
-forward passes of a stage before its first backward (cost/pipeline.py's passes), so r_s = u_s + 1 backward
-passes come after its last forward. The first backward is that of the first micro-batch's last chunk
+All chunks have the same number of layers, so a placement has one split. The bound is computed from four
+moments of each stage, each of which nothing in the simulation can precede. The letters, in seconds:
 
-    begin_s    the first pass: sum above (f + x)
-    back_s     first backward: through all chunks; u_s + 1 passes, or
-               messages from above, after begin_s; after back_(s+1)
-    last_s     last forward ended: N f after begin_s; N y after the first message from above; N - r_s pairs of
-               passes after back_s; after last_(s-1)
-    end_s      last backward ended: N b, or messages from below, after back_s; r_s passes after last_s;
-               r_(s+1) messages from below after last_(s+1); after end_(s+1); the last micro-batch's way
-               back through all chunks after the last stage's last forward; all messages through a NIC
-               that sends both ways, after begin_s
+    f, b    forward and backward pass of one chunk
+    x       stage link: from sending an activation to its arrival
+    y       interval between messages that follow each other on a stage link
+    N       passes of one kind on a stage: chunks * micro-batches
+    u       forward passes of a stage before its first backward pass (plan/cost/pipeline.py, passes)
+    r       u + 1: backward passes that come after the stage's last forward pass
 
-Where passes, or messages, of a kind follow each other, p of each chunk in turn (p: stages), the first
-micro-batch of the p comes to its next chunk a turn through all stages later; if that is longer than p of
-them, once for each chunk.
+    first forward starts     sum of (f + x) over the stages before
+    first backward starts    the first micro-batch has passed all chunks; r forward passes, or r messages from
+                             the stage before, after the first forward started; after stage s + 1's
+    last forward ends        N forward passes after the first started; N intervals y after the first message
+                             from the stage before; N - r pairs of passes after the first backward started;
+                             after stage s - 1's
+    last backward ends       N backward passes, or messages from the stage behind, after the first backward
+                             started; r passes after the last forward; r messages from the stage behind after
+                             its last forward; after stage s + 1's; after the last micro-batch's way back
+                             through all chunks; after a NIC that sends both ways has sent all messages
 
-Then come reductions: of the chunks whose last backward lies in the r_s last ones, and of all if nothing is
-hidden; then a tied embedding's. A NIC that carries both activations and the reductions of its stage must send
-all of it, and the gradients that such chunks send up.
+Passes of one kind take the chunks in turn, `stages` micro-batches of each. A micro-batch reaches its next
+chunk after a turn through all stages; if a turn takes longer than `stages` passes, the stage waits for the
+difference, once for each chunk but the first.
+
+The reductions follow: of the chunks whose last backward pass lies within the last r passes, and of all
+chunks if nothing overlaps; then the tied embedding's. A NIC that carries both the activations and the
+reductions of its stage must send all of both.
 """
 
 from __future__ import annotations
 
-from holmes_ext.planner.bound.stages import Stages
+from collections.abc import Sequence
+
+from holmes_ext.planner.bound.stages import StageBounds
 
 
-def interleaved_s(bounds: Stages) -> float:
-    """Seconds that the simulated step takes at least."""
-    v, m, count, stage_links = bounds.run.virtual, bounds.m, bounds.count, bounds.stage_links
-    n, total, stages = bounds.layers // count, v * m, range(count)
-    forward, backward = (
-        [n * seconds / v for seconds in row] for row in (bounds.forward, bounds.backward)
-    )
-    first_f, last_f = bounds.extra_forward[0], bounds.extra_forward[-1]
-    turns = (
-        v * sum(stage_links) + (v - 1) * bounds.around.all_s
-    )  # of one micro-batch from stage to stage, one way
-    begun = [
-        min(total, (count - stage - 1) * 2 + (v - 1) * count) if m > count else total
-        for stage in stages
-    ]
-    closing = [
-        min(passes + 1, total) for passes in begun
-    ]  # r_s: backward passes after the last forward
-    begin, back, last, end = [0.0], [0.0] * count, [0.0] * count, [0.0] * count
-    turn_f, turn_b = (
-        sum(row) + sum(stage_links) + bounds.around.all_s for row in (forward, backward)
-    )
+def interleaved_s(bounds: StageBounds) -> float:
+    """Return a lower bound on the simulated step time of an interleaved schedule, in seconds."""
+    return _InterleavedBound(bounds).step_s()
 
-    def behind(turn_s: float, each_s: float, turns: int = v - 1) -> float:
-        """What waiting for so many turns adds to passes, or messages, that take each_s."""
-        return turns * max(0.0, turn_s - count * each_s)
 
-    for stage in stages[1:]:
-        begin.append(
-            begin[-1] + forward[stage - 1] + stage_links[stage - 1] + first_f * (stage == 1)
+class _InterleavedBound:
+    """Moments of one step that nothing in the simulation precedes, in seconds from its start."""
+
+    def __init__(self, bounds: StageBounds):
+        self.bounds = bounds
+        self.chunks = bounds.run.virtual
+        self.micro_batches = bounds.micro_batches
+        self.stage_count = bounds.stage_count
+        self.stage_links_s = bounds.stage_links_s
+        self.stage_layers = bounds.layer_count // bounds.stage_count
+        #: Passes of one kind on each stage (N).
+        self.passes = self.chunks * self.micro_batches
+        #: Pass of one chunk on each stage (f, b).
+        self.forward_s = self._of_chunk(bounds.forward_s)
+        self.backward_s = self._of_chunk(bounds.backward_s)
+        #: Embedding and output layer.
+        self.embedding_forward_s = bounds.extra_forward_s[0]
+        self.output_forward_s = bounds.extra_forward_s[-1]
+        self.output_backward_s = bounds.extra_backward_s[-1]
+        #: Forward passes of each stage before its first backward pass (u), and backward passes after its
+        #: last forward pass (r).
+        self.warm_up = [self._warm_up(stage) for stage in range(self.stage_count)]
+        self.cool_down = [min(passes + 1, self.passes) for passes in self.warm_up]
+        #: One micro-batch's turn through all stages and back to the first.
+        links_s = sum(self.stage_links_s)
+        self.forward_turn_s = sum(self.forward_s) + links_s + bounds.last_to_first.total_s
+        self.backward_turn_s = sum(self.backward_s) + links_s + bounds.last_to_first.total_s
+        self.first_forward_start_s = self._first_forward_starts()
+        self.first_backward_start_s = self._first_backward_starts()
+        self.last_forward_end_s = self._last_forward_ends()
+        self.last_backward_end_s = self._last_backward_ends()
+
+    def _of_chunk(self, block_s: Sequence[float]) -> list[float]:
+        return [self.stage_layers * seconds / self.chunks for seconds in block_s]
+
+    def _warm_up(self, stage: int) -> int:
+        if self.micro_batches <= self.stage_count:
+            return self.passes
+        stages_behind = self.stage_count - stage - 1
+        return min(self.passes, stages_behind * 2 + (self.chunks - 1) * self.stage_count)
+
+    def _turns_wait_s(self, turn_s: float, each_s: float, turns: int | None = None) -> float:
+        """Return the seconds that a stage waits for micro-batches to come round to their next chunk.
+
+        Args:
+            turn_s: One turn through all stages.
+            each_s: A pass, or the interval between messages; `stage_count` of them fill a turn.
+            turns: Number of turns waited for (default: one for each chunk but the first).
+        """
+        if turns is None:
+            turns = self.chunks - 1
+        return turns * max(0.0, turn_s - self.stage_count * each_s)
+
+    def _interval_before_s(self, stage: int) -> float:
+        return self.bounds.interval_s[stage - 1] if stage else 0.0
+
+    def _first_forward_starts(self) -> list[float]:
+        starts_s = [0.0]
+        for stage in range(1, self.stage_count):
+            before = stage - 1
+            embedding_s = self.embedding_forward_s * (stage == 1)
+            forward_s = self.forward_s[before]
+            link_s = self.stage_links_s[before]
+            starts_s.append(starts_s[-1] + forward_s + link_s + embedding_s)
+        return starts_s
+
+    def _first_backward_starts(self) -> list[float]:
+        last_stage = self.stage_count - 1
+        all_links_s = (
+            self.chunks * sum(self.stage_links_s)
+            + (self.chunks - 1) * self.bounds.last_to_first.total_s
         )
-    through = (
-        v * sum(forward) + first_f + last_f + turns
-    )  # the first micro-batch, and back to a stage
-    for stage in reversed(stages):
-        flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
-        passes_s = closing[stage] * forward_s + behind(turn_f, forward_s)
-        messages_s = (closing[stage] - 1) * flow + behind(turn_f, flow) + forward_s
-        back[stage] = max(through, begin[stage] + max(passes_s, messages_s))
-        if stage < count - 1:
-            below = backward[stage + 1] + bounds.extra_backward[-1] * (stage == count - 2)
-            back[stage] = max(back[stage], back[stage + 1] + below + stage_links[stage])
-        through += backward[stage] + (stage_links[stage - 1] if stage else 0.0)
-        through += bounds.extra_backward[-1] * (stage == count - 1)
-    for stage in stages:
-        flow, forward_s = bounds.flow[stage - 1] if stage else 0.0, forward[stage]
-        pair_s = forward[stage] + backward[stage]
-        moments = [
-            begin[stage] + total * forward_s + m * bounds.extra_forward[stage],
-            begin[stage] + total * forward_s + behind(turn_f, forward_s),
-            begin[stage] + (total - 1) * flow + behind(turn_f, flow) + forward_s,
-        ]
-        if total > begun[stage]:
-            moments.append(back[stage] + (total - begun[stage] - 1) * pair_s)
-        if stage:
-            moments.append(
-                last[stage - 1] + stage_links[stage - 1] + forward_s + last_f * (stage == count - 1)
+        # The first micro-batch passes all chunks down, and then the last chunk of each stage up.
+        first_returns_s = (
+            self.chunks * sum(self.forward_s)
+            + self.embedding_forward_s
+            + self.output_forward_s
+            + all_links_s
+        )
+        starts_s = [0.0] * self.stage_count
+        for stage in reversed(range(self.stage_count)):
+            interval_s = self._interval_before_s(stage)
+            forward_s = self.forward_s[stage]
+            closing = self.cool_down[stage]
+            passes_s = closing * forward_s + self._turns_wait_s(self.forward_turn_s, forward_s)
+            messages_s = (
+                (closing - 1) * interval_s
+                + self._turns_wait_s(self.forward_turn_s, interval_s)
+                + forward_s
             )
-        last[stage] = max(moments)
-    # the last one's way back
-    through = last[-1] + (v - 1) * (sum(backward) + sum(stage_links) + bounds.around.all_s)
-    for stage in reversed(stages):
-        backward_s = backward[stage]
-        through += backward_s + bounds.extra_backward[stage]
-        through += stage_links[stage] if stage < count - 1 else 0.0
-        moments = [
-            through,
-            last[stage] + closing[stage] * backward_s,
-            back[stage] + total * backward_s + behind(turn_b, backward_s),
-        ]
-        if stage < count - 1:
-            below, flow = backward[stage + 1], bounds.flow[stage]
-            moments.append(back[stage] + (total - 1) * flow + behind(turn_b, flow) + backward_s)
-            moments += [
-                end[stage + 1] + stage_links[stage] + backward_s,
-                last[stage + 1] + below + closing[stage + 1] * flow + backward_s,
-                begin[stage + 1] + forward[stage + 1] + total * bounds.sent[stage + 1] + backward_s,
+            start_s = self.first_forward_start_s[stage] + max(passes_s, messages_s)
+            start_s = max(first_returns_s, start_s)
+            if stage < last_stage:
+                is_before_last = stage == self.stage_count - 2
+                behind_s = self.backward_s[stage + 1] + self.output_backward_s * is_before_last
+                start_s = max(start_s, starts_s[stage + 1] + behind_s + self.stage_links_s[stage])
+            starts_s[stage] = start_s
+            link_before_s = self.stage_links_s[stage - 1] if stage else 0.0
+            first_returns_s += self.backward_s[stage] + link_before_s
+            first_returns_s += self.output_backward_s * (stage == last_stage)
+        return starts_s
+
+    def _last_forward_ends(self) -> list[float]:
+        bounds = self.bounds
+        ends_s = [0.0] * self.stage_count
+        for stage in range(self.stage_count):
+            interval_s = self._interval_before_s(stage)
+            forward_s = self.forward_s[stage]
+            start_s = self.first_forward_start_s[stage]
+            extra_s = self.micro_batches * bounds.extra_forward_s[stage]
+            after_passes_s = start_s + self.passes * forward_s + extra_s
+            after_turns_s = (
+                start_s
+                + self.passes * forward_s
+                + self._turns_wait_s(self.forward_turn_s, forward_s)
+            )
+            after_messages_s = (
+                start_s
+                + (self.passes - 1) * interval_s
+                + self._turns_wait_s(self.forward_turn_s, interval_s)
+                + forward_s
+            )
+            moments = [after_passes_s, after_turns_s, after_messages_s]
+            if self.passes > self.warm_up[stage]:
+                pairs = self.passes - self.warm_up[stage] - 1
+                pair_s = forward_s + self.backward_s[stage]
+                moments.append(self.first_backward_start_s[stage] + pairs * pair_s)
+            if stage:
+                output_s = self.output_forward_s * (stage == self.stage_count - 1)
+                link_s = self.stage_links_s[stage - 1]
+                moments.append(ends_s[stage - 1] + link_s + forward_s + output_s)
+            ends_s[stage] = max(moments)
+        return ends_s
+
+    def _last_backward_ends(self) -> list[float]:
+        bounds = self.bounds
+        last_stage = self.stage_count - 1
+        # The last micro-batch returns through all chunks.
+        turn_s = sum(self.backward_s) + sum(self.stage_links_s) + bounds.last_to_first.total_s
+        last_returns_s = self.last_forward_end_s[-1] + (self.chunks - 1) * turn_s
+        ends_s = [0.0] * self.stage_count
+        for stage in reversed(range(self.stage_count)):
+            backward_s = self.backward_s[stage]
+            closing_s = self.cool_down[stage] * backward_s
+            last_returns_s += backward_s + bounds.extra_backward_s[stage]
+            last_returns_s += self.stage_links_s[stage] if stage < last_stage else 0.0
+            after_passes_s = (
+                self.first_backward_start_s[stage]
+                + self.passes * backward_s
+                + self._turns_wait_s(self.backward_turn_s, backward_s)
+            )
+            moments = [
+                last_returns_s,
+                self.last_forward_end_s[stage] + closing_s,
+                after_passes_s,
             ]
-        end[stage] = max(moments)
-    steps_s = [m * (v - 1) * bounds.around.flow_s]
-    rests = [n * each_s + once_s for each_s, once_s in (after.rest for after in bounds.after)]
-    for stage, after in enumerate(bounds.after):
-        backward_s, (block_s, fixed) = backward[stage], after.reduce
-        rest_s = bounds.tied[stage] + (max(rests) if bounds.barrier else rests[stage])
-        steps_s.append(end[stage] + rest_s + (0.0 if after.hidden else n * block_s + fixed))
-        sent_s = bounds.sent_there[stage]
-        steps_s.append(begin[stage] + forward[stage] + total * sent_s + n * after.shared + rest_s)
-        chunks = (closing[stage] - 1) // count + 1 if after.hidden else 0
-        for chunk in range(
-            min(v, chunks)
-        ):  # whose last backward is followed by those of so many chunks
-            gone = chunk * count
-            over = (
-                end[stage]
-                if not chunk
-                else max(
-                    last[stage] + (closing[stage] - gone) * backward_s,
-                    back[stage]
-                    + (total - gone) * backward_s
-                    + behind(turn_b, backward_s, v - 1 - chunk),
+            if stage < last_stage:
+                moments += self._ends_after_stage_behind(stage, ends_s[stage + 1])
+            ends_s[stage] = max(moments)
+        return ends_s
+
+    def _ends_after_stage_behind(self, stage: int, behind_end_s: float) -> list[float]:
+        """Return moments that a stage's last backward pass cannot precede because of the stage behind.
+
+        Args:
+            behind_end_s: End of the last backward pass of stage + 1.
+        """
+        bounds = self.bounds
+        behind = stage + 1
+        backward_s = self.backward_s[stage]
+        interval_s = bounds.interval_s[stage]
+        after_messages_s = (
+            self.first_backward_start_s[stage]
+            + (self.passes - 1) * interval_s
+            + self._turns_wait_s(self.backward_turn_s, interval_s)
+            + backward_s
+        )
+        after_last_s = behind_end_s + self.stage_links_s[stage] + backward_s
+        after_closing_s = (
+            self.last_forward_end_s[behind]
+            + self.backward_s[behind]
+            + self.cool_down[behind] * interval_s
+            + backward_s
+        )
+        after_nic_s = (
+            self.first_forward_start_s[behind]
+            + self.forward_s[behind]
+            + self.passes * bounds.nic_busy_s[behind]
+            + backward_s
+        )
+        return [after_messages_s, after_last_s, after_closing_s, after_nic_s]
+
+    def step_s(self) -> float:
+        """Return the bound on the step: all messages, and each stage's end."""
+        steps_s = [self.micro_batches * (self.chunks - 1) * self.bounds.last_to_first.interval_s]
+        updates_s = [
+            self.stage_layers * after.update.block_s + after.update.fixed_s
+            for after in self.bounds.after_backward
+        ]
+        for stage in range(self.stage_count):
+            # The gradient norm is a barrier: the longest update counts for every stage.
+            update_s = max(updates_s) if self.bounds.has_norm_barrier else updates_s[stage]
+            steps_s += self._steps_by_stage(stage, self.bounds.tied_s[stage] + update_s)
+        return max(steps_s)
+
+    def _steps_by_stage(self, stage: int, rest_s: float) -> list[float]:
+        """Return lower bounds on the step time that one stage sets.
+
+        Args:
+            rest_s: Tied embedding's reduction, optimizer step and weight gather.
+        """
+        bounds = self.bounds
+        after = bounds.after_backward[stage]
+        layers = self.stage_layers
+        backward_s = self.backward_s[stage]
+        sent_s = bounds.shared_nic_busy_s[stage]
+        last_backward_end_s = self.last_backward_end_s[stage]
+        block_reduction_s, fixed_reduction_s = after.reduction
+
+        exposed_s = 0.0 if after.overlapped else layers * block_reduction_s + fixed_reduction_s
+        nic_done_s = (
+            self.first_forward_start_s[stage]
+            + self.forward_s[stage]
+            + self.passes * sent_s
+            + layers * after.shared_nic_block_s
+        )
+        steps_s = [last_backward_end_s + rest_s + exposed_s, nic_done_s + rest_s]
+        if not after.overlapped:
+            return steps_s
+
+        closing = self.cool_down[stage]
+        chunks_in_closing = (closing - 1) // self.stage_count + 1
+        # Once the last backward pass of `followers` + 1 chunks has begun, their reductions are left.
+        for followers in range(min(self.chunks, chunks_in_closing)):
+            passes_after = followers * self.stage_count
+            backward_end_s = last_backward_end_s
+            if followers:
+                after_closing_s = (
+                    self.last_forward_end_s[stage] + (closing - passes_after) * backward_s
                 )
+                turns = self.chunks - 1 - followers
+                after_passes_s = (
+                    self.first_backward_start_s[stage]
+                    + (self.passes - passes_after) * backward_s
+                    + self._turns_wait_s(self.backward_turn_s, backward_s, turns)
+                )
+                backward_end_s = max(after_closing_s, after_passes_s)
+            backward_start_s = backward_end_s - backward_s - bounds.extra_backward_s[stage]
+            reduced = followers + 1
+            fixed_s = fixed_reduction_s if stage < self.stage_count - 1 else 0.0
+            reduction_s = layers * block_reduction_s * reduced / self.chunks + fixed_s
+            carried_s = (
+                layers * after.shared_nic_block_s * reduced / self.chunks
+                + passes_after * sent_s / 2
             )
-            part = n * block_s * (chunk + 1) / v + (fixed if stage < count - 1 else 0.0)
-            carried = n * after.shared * (chunk + 1) / v + gone * sent_s / 2
-            steps_s.append(
-                over - backward_s - bounds.extra_backward[stage] + max(part, carried) + rest_s
-            )
-    return max(steps_s)
+            steps_s.append(backward_start_s + max(reduction_s, carried_s) + rest_s)
+        return steps_s

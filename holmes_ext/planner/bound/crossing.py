@@ -1,11 +1,11 @@
-"""Reductions of several stages on one hop between clusters: a link or an uplink carries them one after the
-other, whichever comes first.
+"""Limits on the layers of stages whose gradient reductions share a link between clusters.
 
-    clusters a, b    stages 0, 1 lie on both    all gradients of stages 0 and 1 pass a -> b
+    clusters a, b    stages 0 and 1 lie on both    all gradients of stages 0 and 1 pass the hop a -> b
 
-None begins before its stage's last backward. The first stage's begins last, and hops are shared fairly: while
-it is on its way, each other one on the same clusters gets as much, until that has all. A tied embedding's
-reduction comes after the first stage's.
+A hop (a link or an uplink) carries all these reductions in the time that a step leaves for them. No reduction
+begins before its stage's last backward pass, and the first stage's begins last. Hops are shared fairly:
+while the first stage's reduction is under way, each other reduction between the same clusters gets as much
+of the hop until it has ended. The tied embedding's reduction comes after the first stage's.
 """
 
 from __future__ import annotations
@@ -18,95 +18,136 @@ from typing import NamedTuple
 from holmes_ext.cluster.wan import Hop
 from holmes_ext.plan.cost.network import Load
 from holmes_ext.plan.cost.reductions import Hierarchical
-from holmes_ext.planner.bound.stages import Stages
+from holmes_ext.planner.bound.stages import StageBounds
 
-#: Of as much as the first stage's reduction gets, what another gets at least: its chunks wait for each other.
+#: Least share of a hop that another reduction gets, relative to the first stage's: below 1 because the
+#: chunks of a reduction wait for each other.
 FAIR = 0.9
 
 
 class SharedHop(NamedTuple):
-    """each_s: of a block's gradients on it at least, on any of these stages; ends_s: what both ends add;
-    first_s: the first one alone; alike: other stages that lie where the first one lies."""
+    """A hop between clusters that carries the gradient reductions of several stages."""
 
     stages: tuple[int, ...]
-    each_s: float
+    #: Least seconds for one block's gradients, on any of the stages.
+    block_s: float
+    #: Seconds for the gradients of embedding and output layer.
     ends_s: float
-    first_s: float = 0.0
-    alike: tuple[int, ...] = ()
+    #: Seconds for the embedding's gradients, if the first stage uses the hop.
+    embedding_s: float = 0.0
+    #: Stages between the same clusters as the first stage, which is among them.
+    beside_first: tuple[int, ...] = ()
 
     def blocks(self, seconds: float) -> float:
-        """That it carries in so much time; below 0 where the time is too short for what the ends add."""
-        return (seconds - self.ends_s) / self.each_s
+        """Return for how many blocks the hop carries the gradients in `seconds`.
 
-    def blocks_beside_first(self, most: Sequence[int], seconds: float) -> float:
-        """On all its stages at most, where each has room for most[stage] and the first one must be reduced in
-        so much time; -inf where it cannot be, inf where the first one is not on it."""
+        The number is negative if the time is too short for embedding and output layer.
+        """
+        return (seconds - self.ends_s) / self.block_s
+
+    def blocks_beside_first(self, max_layers: Sequence[int], seconds: float) -> float:
+        """Return the most blocks of all stages on the hop if the first stage has `seconds` to reduce.
+
+        Args:
+            max_layers: Most layers of each stage.
+            seconds: Time for the first stage's reduction, which shares the hop fairly.
+
+        Returns:
+            Number of blocks: inf if the first stage does not use the hop, -inf if `seconds` is too short.
+        """
         if 0 not in self.stages:
             return inf
-        others = sorted((most[stage] for stage in self.alike if stage), reverse=True)
-        free, best = sum(most[stage] for stage in self.stages) - most[0] - sum(others), -inf
-        for blocks in range(1, most[0] + 1):
-            first_s = blocks * self.each_s + self.first_s
-            for more in range(len(others) + 1):  # that have more than the first one
-                left_s = seconds - (1 + FAIR * more) * first_s
-                if left_s >= 0:
-                    others_blocks = min(sum(others[more:]), left_s / (FAIR * self.each_s))
-                    best = max(best, blocks + free + sum(others[:more]) + others_blocks)
+        sharing = sorted((max_layers[stage] for stage in self.beside_first if stage), reverse=True)
+        all_layers = sum(max_layers[stage] for stage in self.stages)
+        # stages on the hop that do not compete with the first stage
+        independent = all_layers - max_layers[0] - sum(sharing)
+        best = -inf
+        for first_blocks in range(1, max_layers[0] + 1):
+            first_s = first_blocks * self.block_s + self.embedding_s
+            # `larger` stages have more layers than the first one, and share the hop as long as it needs it.
+            for larger in range(len(sharing) + 1):
+                remaining_s = seconds - (1 + FAIR * larger) * first_s
+                if remaining_s >= 0:
+                    smaller_blocks = min(sum(sharing[larger:]), remaining_s / (FAIR * self.block_s))
+                    larger_blocks = sum(sharing[:larger])
+                    blocks = first_blocks + independent + larger_blocks + smaller_blocks
+                    best = max(best, blocks)
         return best
 
 
-def shared_hops(stages: Stages) -> list[SharedHop]:
-    """No two of them with a stage in common, the slowest first."""
-    byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)
-    for stage in range(stages.count):
-        for hop, seconds in _byte_s(stages, stage).items():
+def shared_hops(bounds: StageBounds) -> list[SharedHop]:
+    """Return the hops whose carried reductions limit the layers, slowest first.
+
+    No two of the hops have a stage in common, so the limits of several hops add up.
+    """
+    byte_s: dict[Hop, dict[int, float]] = defaultdict(dict)  # hop -> stage -> seconds of a byte
+    for stage in range(bounds.stage_count):
+        for hop, seconds in _hop_byte_s(bounds, stage).items():
             byte_s[hop][stage] = seconds
-    chosen: list[SharedHop] = []
     candidates = [
-        _shared(stages, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
+        _shared_hop(bounds, by_stage) for by_stage in byte_s.values() if min(by_stage.values()) > 0
     ]
-    for shared in sorted(candidates, key=lambda item: -len(item.stages) * item.each_s):
-        if not any(set(shared.stages) & set(earlier.stages) for earlier in chosen):
-            chosen.append(shared)
+    chosen: list[SharedHop] = []
+    for candidate in sorted(candidates, key=lambda hop: -len(hop.stages) * hop.block_s):
+        if not any(set(candidate.stages) & set(hop.stages) for hop in chosen):
+            chosen.append(candidate)
     return chosen
 
 
-def _shared(stages: Stages, byte_s: dict[int, float]) -> SharedHop:
-    first, block, last = stages.prices.job.reduced_bytes
-    ends_s = byte_s.get(0, 0.0) * first + byte_s.get(stages.count - 1, 0.0) * last
-    where, of_first = stages.placement.stages, byte_s.get(0, 0.0)
-    alike = (
+def _shared_hop(bounds: StageBounds, byte_s: dict[int, float]) -> SharedHop:
+    """Return a hop from the seconds that it needs for a byte of each stage's gradients."""
+    embedding_bytes, block_bytes, output_bytes = bounds.prices.job.reduced_bytes
+    first_byte_s = byte_s.get(0, 0.0)
+    last_byte_s = byte_s.get(bounds.stage_count - 1, 0.0)
+    nodes = bounds.placement.stages
+    beside_first = [
         stage
         for stage, seconds in byte_s.items()
-        if where[stage] == where[0] and seconds == of_first
-    )
+        if nodes[stage] == nodes[0] and seconds == first_byte_s
+    ]
     return SharedHop(
-        tuple(byte_s), min(byte_s.values()) * block, ends_s, of_first * first, tuple(alike)
+        stages=tuple(byte_s),
+        block_s=min(byte_s.values()) * block_bytes,
+        ends_s=first_byte_s * embedding_bytes + last_byte_s * output_bytes,
+        embedding_s=first_byte_s * embedding_bytes,
+        beside_first=tuple(beside_first),
     )
 
 
-def _byte_s(stages: Stages, stage: int) -> dict[Hop, float]:
-    """Seconds of a byte of a stage's gradients on every hop that they pass."""
-    part, byte_s = stages.part, defaultdict[Hop, float](float)
-    reduction, _ = stages.reduction(stage)
+def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
+    """Return, for each hop that a stage's reduction passes, the seconds for a byte of gradients."""
+    share = bounds.all_reduce_share
+    reduction, _ = bounds.reduction(stage)
     loads: tuple[Load, ...] = (reduction.load,)
     if isinstance(reduction, Hierarchical):
-        if stages.run.direct:
-            return {}  # by a route that suits what the stage has
-        loads, part = (reduction.there, reduction.back), part * reduction.share
+        if bounds.run.direct:
+            return {}  # the route depends on the stage's bytes, which are not known yet
+        loads = (reduction.there, reduction.back)
+        share *= reduction.share
+    byte_s = defaultdict[Hop, float](float)
     for load in loads:
         for hop, flows in load.hops:
-            byte_s[hop] += 8 * part * load.volume * flows / hop.rate_bps
+            byte_s[hop] += 8 * share * load.volume * flows / hop.rate_bps
     return byte_s
 
 
 def blocks_at_most(
-    hops: Sequence[SharedHop], most: Sequence[int], seconds: Sequence[float], first_s: float = inf
+    hops: Sequence[SharedHop],
+    max_layers: Sequence[int],
+    seconds: Sequence[float],
+    first_s: float = inf,
 ) -> float:
-    """On all stages, where each has room for most[stage], with so much time for what each hop carries;
-    first_s: for the first stage's part of it."""
-    total: float = sum(most)
-    for hop, left_s in zip(hops, seconds):
-        room = sum(most[stage] for stage in hop.stages)
-        total -= max(0.0, room - min(hop.blocks(left_s), hop.blocks_beside_first(most, first_s)))
+    """Return the most blocks of all stages if the hops carry their gradients in time.
+
+    Args:
+        hops: Hops without a common stage (shared_hops).
+        max_layers: Most layers of each stage.
+        seconds: Time that each hop has for all its reductions.
+        first_s: Time for the first stage's reduction.
+    """
+    total: float = sum(max_layers)
+    for hop, hop_s in zip(hops, seconds):
+        possible = sum(max_layers[stage] for stage in hop.stages)
+        carried = min(hop.blocks(hop_s), hop.blocks_beside_first(max_layers, first_s))
+        total -= max(0.0, possible - carried)
     return total

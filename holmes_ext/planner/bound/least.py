@@ -1,40 +1,45 @@
-"""What no simulated step of a placement beats, however its layers are split over the stages: the bound that a
-search by simulated time rests on.
+"""Lower bound on a placement's step time over all ways to split its layers into pipeline stages.
 
-f, b: forward and backward of a micro-batch on one stage, w both; x: a stage link there, x' as far as
-it holds up
-who sends; u: micro-batches that a stage begins before its first backward, as the memory holds with its
-layers; m: all of them; D: sum below of (w + 2 x), a micro-batch's way on and back. Stage s takes at least
+The search for the best plan leaves a placement out if this bound is no better than the best simulated step,
+so no simulated 1F1B step may ever be below it. (Interleaved schedules have one split: chunks.py.)
 
-    down to s                      sum above (f + x)
-    its own passes                 m b + (m - u + 1) f + D, its first backward comes after that
-    or, k rounds of u at the end   (m - k u + k) w + (k + 1) D: in each all go on and back; k = 1: the last
-                                   ones
-    blocked, unless stage links hide
-    or nobody waits for sends      (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)        pairs of messages
-    then one of                    up again: sum above (b + x), and what stage 0 does after it
-                                   its reductions that its last backward does not hide, then (first and last
-                                   stage) the tied embedding's, then the longest optimizer and gather of all
-                                   stages (barrier)
+Letters of the formulas, all for one micro-batch on one stage, in seconds:
 
-And whatever hides them, all activations flow over each stage link, one after the other, between the
-first one's way
-there and the last one's way on and back. Then each stage does what it does after its last backward.
+    f, b    forward and backward pass; w = f + b
+    x       stage link: from sending an activation to its arrival on the next stage
+    x'      the part of x for which the sender is blocked (0 if sends do not block)
+    m       number of micro-batches
+    u       warm-up depth: micro-batches that the stage begins before its first backward pass
+    D       round trip below: sum of (w + 2 x) over the stages behind this one
 
-Closer, for one split (chained): the last backward of s comes after that of the stage below, whose own passes
-may take longer, and after that one's NIC sent all that leaves it, down and up; then come the reductions of s.
+Stage s takes at least the sum of
 
-All grow with the layers of s, and what the other stages hold takes at least as much as the layers take where
-they are cheapest. So a time T gives each stage a most number of layers, and where these are fewer than the
-model's, no split takes T. Stages of one node must all be reduced through its NIC after the first of their
-last backwards began, and stages of the same clusters over the links between these (crossing.py).
+    way down      sum of (f + x) over the stages before s
+    passes        the largest of
+                      m b + (m - u + 1) f + D        its own passes; the first backward waits for D
+                      (m - k u + k) w + (k + 1) D    k rounds of u micro-batches at the end, each of which
+                                                     travels to the last stage and back
+                  plus the time for which blocking sends hold the stage up:
+                      (m - u) (x'_s + x'_(s-1)) + (u - 1) x'_(s-1)
+    the end       the larger of
+                      the way up: sum of (b + x) over the stages before s, then the end of stage 0
+                      its reduction as far as not overlapped, the tied embedding's, then the longest
+                      optimizer step and gather of all stages (the gradient norm is a barrier)
+
+All activations also flow over each stage link one after the other, between the first one's way down and the
+last one's way up and down again.
+
+From a time T to layers: each term grows with the layers of s, and the layers of the other stages cost at
+least what they cost on the cheapest stage. So T limits the layers of each stage. If the limits sum to fewer
+layers than the model has, no split takes T, and T is a lower bound; bisection finds the largest such T.
+Stages that share a NIC or a link between clusters limit their layers together (crossing.py).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from math import ceil, floor, inf
 from typing import NamedTuple
@@ -45,270 +50,454 @@ from holmes_ext.plan.cost.stages import StageCosts
 from holmes_ext.plan.placement import Placement
 from holmes_ext.planner.bound.chunks import interleaved_s
 from holmes_ext.planner.bound.crossing import blocks_at_most, shared_hops
-from holmes_ext.planner.bound.stages import Stages
+from holmes_ext.planner.bound.stages import ROUNDING, LinearCost, StageBounds
 from holmes_ext.planner.simulate.execution import Execution
 
-#: The bound is found up to this fraction.
-CLOSE = 2e-3
-#: Part of the layers that rounding leaves.
-ALMOST = 1 - 1e-9
-#: Steps of the longest optimizer and gather that are looked at one by one: this part of a step, and ten times
-#: as much of its own.
-APART = 0.01
+#: Relative precision of the bisection.
+PRECISION = 2e-3
+#: Factor on the number of layers that absorbs rounding errors.
+ALMOST_ALL = 1 - 1e-9
+#: Width of an interval of update times: this share of a step, or ten times this share of the update itself.
+INTERVAL_SHARE = 0.01
 
 
-class _Passes(NamedTuple):
-    """A stage from its first forward to its last backward's end, without what micro-batches take below."""
+class UpdateInterval(NamedTuple):
+    """Range of seconds for the longest update (optimizer step and weight gather) of all stages."""
 
-    #: Its own passes, which wait once for what is below.
-    alone: float
-    #: They wait once more, and `rounds` times more, as often as all micro-batches are in flight that may be.
-    once: float
-    rounds_s: float
+    least_s: float
+    limit_s: float  # exclusive
+
+
+class _PassTimes(NamedTuple):
+    """Lower bounds for one stage from its first forward pass to the end of its last backward pass.
+
+    Each bound excludes the round trips of micro-batches to the last stage and back.
+    """
+
+    #: One round trip is waited for.
+    one_trip_s: float
+    #: Two round trips are waited for: of the first and of the last micro-batch.
+    two_trips_s: float
+    #: rounds + 1 round trips are waited for.
+    many_trips_s: float
     rounds: int
 
-    def seconds(self, below_s: float) -> float:
-        twice, often = self.once + 2 * below_s, self.rounds_s + (self.rounds + 1) * below_s
-        return max(self.alone + below_s, twice, often)
+    def seconds(self, round_trip_s: float) -> float:
+        """Return the bound for a round trip of so many seconds."""
+        two_trips = self.two_trips_s + 2 * round_trip_s
+        many_trips = self.many_trips_s + (self.rounds + 1) * round_trip_s
+        return max(self.one_trip_s + round_trip_s, two_trips, many_trips)
 
 
-class StepLowerBound(Stages):
-    """Of one placement; costs: of the simulation."""
+class StepLowerBound(StageBounds):
+    """Lower bound on the simulated step time of one placement, whatever its split of the layers."""
 
     def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
         super().__init__(prices, placement, costs, run)
-        self.look_at_networks()
+        self.bound_communication()
         if run.virtual == 1:
-            self._add_lines()
+            self._sum_along_pipeline()
+            self._add_shared_resources()
+            self._add_update_intervals()
 
-    def _add_lines(self) -> None:
-        """What the others take at least (one layer each) down to a stage, below it, above it; and a layer
-        more."""
-        count, m = self.count, self.m
-        self.there = [0.0, *accumulate(self.stage_links)]
-        self.down = [0.0, *accumulate(map(sum, zip(self.forward, self.extra_forward)))]
-        self.up = [0.0, *accumulate(map(sum, zip(self.backward, self.extra_backward)))]
-        both = [0.0, *accumulate(map(sum, zip(self.each, self.extra)))]
-        self.below = [
-            both[-1] - both[stage + 1] + 2 * (self.there[-1] - self.there[stage])
-            for stage in range(count)
+    def _sum_along_pipeline(self) -> None:
+        """Sum up, for each stage, the least time of the stages before and behind it with one layer each."""
+        stages = range(self.stage_count)
+        forward_s = map(sum, zip(self.forward_s, self.extra_forward_s))
+        backward_s = map(sum, zip(self.backward_s, self.extra_backward_s))
+        both_s = [0.0, *accumulate(map(sum, zip(self.block_s, self.extra_s)))]
+        #: Stage links, forward passes and backward passes of the stages before each stage.
+        self.links_before_s = [0.0, *accumulate(self.stage_links_s)]
+        self.down_s = [0.0, *accumulate(forward_s)]
+        self.up_s = [0.0, *accumulate(backward_s)]
+        #: Round trip of a micro-batch from the stage to the last stage and back.
+        self.round_trip_s = [
+            both_s[-1]
+            - both_s[stage + 1]
+            + 2 * (self.links_before_s[-1] - self.links_before_s[stage])
+            for stage in stages
         ]
-        self.more_down = list(accumulate(self.forward, min, initial=inf))
-        self.more_up = list(accumulate(self.backward, min, initial=inf))
-        self.more_below = list(accumulate(reversed(self.each), min, initial=inf))[-2::-1]
-        #: To its last backward, without its own blocks: all messages are down, and that one's gradient is up.
-        down_s = self.down[-1] + (self.layers - count) * min(self.forward) + self.there[-1]
-        down_s += (m - 1) * max(self.flow, default=0.0) + self.there[-1] + self.up[-1]
-        self.flowed = [
-            down_s - self.there[stage] - self.up[stage] - self.backward[stage]
-            for stage in range(count)
+        #: The least that one more layer before (down, up) or behind the stage (round trip) adds.
+        self.layer_down_s = list(accumulate(self.forward_s, min, initial=inf))
+        self.layer_up_s = list(accumulate(self.backward_s, min, initial=inf))
+        behind = accumulate(reversed(self.block_s), min, initial=inf)
+        self.layer_round_trip_s = list(behind)[-2::-1]
+        #: End of the stage's last backward pass, without its own blocks: all activations went down, and the
+        #: gradient of the last one came up.
+        first_down_s = (
+            self.down_s[-1]
+            + (self.layer_count - self.stage_count) * min(self.forward_s)
+            + self.links_before_s[-1]
+        )
+        all_down_s = first_down_s + (
+            (self.micro_batches - 1) * max(self.interval_s, default=0.0)
+            + self.links_before_s[-1]
+            + self.up_s[-1]
+        )
+        self.flow_end_s = [
+            all_down_s - self.links_before_s[stage] - self.up_s[stage] - self.backward_s[stage]
+            for stage in stages
         ]
-        #: Seconds to the end of its last forward, without what others hold.
-        self.starts: list[tuple[float, float]] = []
-        #: By number of layers, as far as asked for.
-        self.own: list[dict[int, _Passes]] = [{} for _ in range(count)]
+        #: For each stage: number of layers -> pass times, filled on demand.
+        self.pass_times: list[dict[int, _PassTimes]] = [{} for _ in stages]
+
+    def _add_shared_resources(self) -> None:
+        """Prepare the bounds on links and NICs that carry the reductions of several stages."""
+        #: Hops between clusters that carry the reductions of several stages.
         self.crossing = shared_hops(self) if self.prices.network.wan else []
-        for stage in range(count) if self.together or self.crossing else ():
-            pairs, (_, blocked) = m - self.ahead[stage], self._blocked(stage)
-            fixed = 2 * self.there[-1] - self.there[stage] + max(0, pairs - 1) * blocked
-            fixed += pairs * self.extra[stage] - self.extra_backward[stage]
-            self.starts.append((fixed, pairs * self.each[stage] - self.backward[stage]))
-        self.levels = [(0.0, inf)]
-        if self.barrier:
-            rests = (after.rest for after in self.after)
-            groups = tuple(Counter(zip(rests, self.most)).items())
+        #: Seconds from the step's start to the start of each stage's last backward pass, without the passes
+        #: of the other stages; only if a resource is shared.
+        self.last_backward_start: list[LinearCost] = []
+        if not self.stages_of_nodes and not self.crossing:
+            return
+        for stage in range(self.stage_count):
+            pairs = self.micro_batches - self.warm_up[stage]
+            links_s = 2 * self.links_before_s[-1] - self.links_before_s[stage]
+            blocked_s = max(0, pairs - 1) * self._blocked_both_s(stage)
+            extra_s = pairs * self.extra_s[stage] - self.extra_backward_s[stage]
+            fixed_s = links_s + blocked_s + extra_s
+            block_s = pairs * self.block_s[stage] - self.backward_s[stage]
+            self.last_backward_start.append(LinearCost(block_s, fixed_s))
+
+    def _add_update_intervals(self) -> None:
+        """Divide the possible times of the longest update into intervals that are examined one by one."""
+        self.update_intervals = [UpdateInterval(0.0, inf)]
+        if self.has_norm_barrier:
+            updates = (after.update for after in self.after_backward)
+            groups = tuple(Counter(zip(updates, self.max_layers)).items())
             known = self.prices.known
             if ("levels", groups) not in known:
-                known["levels", groups] = self._levels(groups)
-            self.levels = known["levels", groups]
+                known["levels", groups] = self._update_intervals(groups)
+            self.update_intervals = known["levels", groups]
 
-    def _levels(
-        self, groups: Iterable[tuple[tuple[tuple[float, float], int], int]]
-    ) -> list[tuple[float, float]]:
-        """What the longest of all stages' optimizers and gathers may take: at least, and less than, in steps
-        of APART. No stage begins one before the last one's gradients are reduced. groups: (rest, layers at
-        most), stages that have them."""
-        rests = ((rest, most) for (rest, most), _ in groups)
-        seconds = sorted(
-            {n * block_s + once for (block_s, once), most in rests for n in range(1, most + 1)}
+    def _update_intervals(
+        self, groups: Sequence[tuple[tuple[LinearCost, int], int]]
+    ) -> list[UpdateInterval]:
+        """Return the intervals in which the longest update of all stages may lie, shortest first.
+
+        The gradient norm is a barrier: no stage begins its update before the last reduction has ended, so
+        the longest update counts for every stage.
+
+        Args:
+            groups: ((update of a stage, most layers of the stage), number of stages like it).
+        """
+        possible_s = set()
+        for (update, max_layers), _ in groups:
+            for layers in range(1, max_layers + 1):
+                possible_s.add(layers * update.block_s + update.fixed_s)
+        seconds = sorted(possible_s)
+        # the given share of a step that computes on an average stage with the fastest GPUs
+        least_width_s = (
+            INTERVAL_SHARE
+            * self.micro_batches
+            * self.layer_count
+            / self.stage_count
+            * min(self.block_s)
         )
-        small = APART * self.m * self.layers / self.count * min(self.each)
-        result, at = [], 0
-        while at < len(seconds):
-            above = bisect_right(seconds, seconds[at] + max(small, 10 * APART * seconds[at]))
-            limit = seconds[above] if above < len(seconds) else inf
-            if sum(count * max(0, _below(limit, *group)) for group, count in groups) >= self.layers:
-                result.append((seconds[at], limit))
-            at = above
+        result = []
+        start = 0
+        while start < len(seconds):
+            width_s = max(least_width_s, 10 * INTERVAL_SHARE * seconds[start])
+            end = bisect_right(seconds, seconds[start] + width_s)
+            limit_s = seconds[end] if end < len(seconds) else inf
+            room = 0
+            for (update, max_layers), stages in groups:
+                room += stages * max(0, _layers_below(limit_s, update, max_layers))
+            if room >= self.layer_count:
+                result.append(UpdateInterval(seconds[start], limit_s))
+            start = end
         return result
 
-    def _blocked(self, stage: int) -> tuple[float, float]:
-        """Seconds for which a message holds it up: to the stage above, and both."""
-        above = self.gone[stage - 1] if stage else 0.0
-        return above, above + (self.gone[stage] if stage < self.count - 1 else 0.0)
+    def _blocked_up_s(self, stage: int) -> float:
+        """Return the seconds for which sending a gradient to the stage before blocks a stage."""
+        return self.sender_blocked_s[stage - 1] if stage else 0.0
 
-    def _passes(self, stage: int, layers: int) -> _Passes:
-        """Of so many layers, with as many micro-batches in flight as memory then holds (at least 1F1B's)."""
-        if layers in self.own[stage]:
-            return self.own[stage][layers]
-        m, begun = self.m, self._begun(stage, layers)
-        above, blocked = self._blocked(stage)
-        forward = layers * self.forward[stage] + self.extra_forward[stage]
-        pair_s = layers * self.each[stage] + self.extra[stage]
-        alone = m * pair_s - (begun - 1) * forward + (m - begun) * blocked + (begun - 1) * above
-        rounds = (m - 1) // begun
+    def _blocked_both_s(self, stage: int) -> float:
+        """Return the seconds for which one activation and one gradient sent block a stage."""
+        blocked_down_s = 0.0
+        if stage < self.stage_count - 1:
+            blocked_down_s = self.sender_blocked_s[stage]
+        return self._blocked_up_s(stage) + blocked_down_s
 
-        def in_rounds(count: int) -> float:
-            """A round is as many as are begun; before them are pairs of passes."""
-            pairs = m - 1 - count * begun
-            return (pairs + count + 1) * pair_s + max(0, pairs - 1) * blocked
+    def _pass_times(self, stage: int, layers: int) -> _PassTimes:
+        """Return the bounds on the passes of a stage with `layers` layers (letters: module docstring)."""
+        if layers in self.pass_times[stage]:
+            return self.pass_times[stage][layers]
+        m = self.micro_batches
+        warm_up = self._warm_up_with(stage, layers)
+        blocked_up_s = self._blocked_up_s(stage)
+        blocked_both_s = self._blocked_both_s(stage)
+        forward_s = layers * self.forward_s[stage] + self.extra_forward_s[stage]
+        pair_s = layers * self.block_s[stage] + self.extra_s[stage]
+        # m b + (m - u + 1) f, and the blocking sends
+        one_trip_s = (
+            m * pair_s
+            - (warm_up - 1) * forward_s
+            + (m - warm_up) * blocked_both_s
+            + (warm_up - 1) * blocked_up_s
+        )
+        max_rounds = (m - 1) // warm_up
 
-        once = in_rounds(1) if rounds else -inf
-        result = _Passes(alone, once, in_rounds(rounds) if rounds > 1 else once, rounds)
-        self.own[stage][layers] = result
+        def in_rounds(rounds: int) -> float:
+            # (m - k u + k) w: pairs of passes, then k rounds of `warm_up` micro-batches
+            pairs = m - 1 - rounds * warm_up
+            return (pairs + rounds + 1) * pair_s + max(0, pairs - 1) * blocked_both_s
+
+        two_trips_s = in_rounds(1) if max_rounds else -inf
+        many_trips_s = in_rounds(max_rounds) if max_rounds > 1 else two_trips_s
+        result = _PassTimes(one_trip_s, two_trips_s, many_trips_s, max_rounds)
+        self.pass_times[stage][layers] = result
         return result
 
-    def _begun(self, stage: int, layers: int) -> int:
-        """Micro-batches before the first backward, at most."""
-        costs, begun = self.costs, self.ahead[stage]
+    def _warm_up_with(self, stage: int, layers: int) -> int:
+        """Return the largest warm-up depth for which a stage with `layers` layers has memory."""
+        costs = self.costs
+        warm_up = self.warm_up[stage]
         if not self.async_stage_links or costs.room_bytes[stage] == inf:
-            return begun
-        ends = [kind for kind, at in ((0, 0), (2, self.count - 1)) if stage == at]
-        kept = layers * costs.kept_bytes[1] + sum(costs.kept_bytes[kind] for kind in ends)
-        if not kept:
-            return begun
-        states = layers * costs.state_bytes[1] + sum(costs.state_bytes[kind] for kind in ends)
-        holds = floor((costs.room_bytes[stage] - states) / kept * (1 + 1e-12))
-        return min(begun, max(holds, min(self.count - stage, self.m)))
+            return warm_up
+        kept_bytes = layers * costs.kept_bytes[1]
+        kept_bytes += self._of_ends(stage, costs.kept_bytes)
+        if not kept_bytes:
+            return warm_up
+        state_bytes = layers * costs.state_bytes[1]
+        state_bytes += self._of_ends(stage, costs.state_bytes)
+        fitting = floor((costs.room_bytes[stage] - state_bytes) / kept_bytes * (1 + ROUNDING))
+        warm_up_1f1b = min(self.stage_count - stage, self.micro_batches)
+        return min(warm_up, max(fitting, warm_up_1f1b))
 
-    def seconds(self, known: float = inf) -> float:
-        """That no split beats; inf where none fits. known: beyond it nothing is asked."""
-        if self.run.virtual > 1:
-            return interleaved_s(self) if self.fits(uniform(self.layers, self.count)) else inf
-        if sum(self.most) < self.layers or min(self.most) < 1:
-            return inf
-        low = self._work(self.most) + 2 * sum(self.stage_links)
-        rounds, flow = (self.m - 1) // max(self.ahead), max(self.flow, default=0.0)
-        low = max((rounds + 1) * low, low + (self.m - 1) * flow)
-        low = max(low + self.first_left(), self.m * max(self.sent))
-        if low >= known or (known < inf and not self._possible(known)):
-            return known
-        high = min(known, 2 * low)
-        while high < known and not self._possible(high):
-            low, high = high, min(known, 2 * high)
-        while high - low > CLOSE * low:
-            middle = (low + high) / 2
-            low, high = (low, middle) if self._possible(middle) else (middle, high)
-        return low
+    def _of_ends(self, stage: int, by_layer: Sequence[float]) -> float:
+        """Return the part of embedding (first stage) and output layer (last stage) in a stage's memory.
 
-    def first_left(self) -> float:
-        """Seconds after the first stage's last backward at least: where a stage link's messages make a
-        step long, its reductions and the tied embedding's come on top."""
-        rest_s = self.levels[0][0] if self.levels else 0.0
-        return min(self._left(0, layers, rest_s) for layers in range(1, self.most[0] + 1))
-
-    def _work(self, most: Sequence[int], from_stage: int = 0) -> float:
-        """Of a micro-batch at least, with `most` layers a stage at most; forward alone before from_stage."""
-        ends = sum(self.extra[from_stage:]) + sum(self.extra_forward[:from_stage])
-        if self.even:
-            above = min(self.layers - self.count + from_stage, sum(most[:from_stage]))
-            return above * self.forward[0] + (self.layers - above) * self.each[0] + ends
-        cost = [*self.forward[:from_stage], *self.each[from_stage:]]
-        total, remaining = sum(cost) + ends, self.layers - self.count
-        for stage in sorted(range(self.count), key=cost.__getitem__):
-            layers = min(remaining, most[stage] - 1)
-            total, remaining = total + layers * cost[stage], remaining - layers
-            if not remaining:
-                break
+        Args:
+            by_layer: Bytes of (embedding, block, output layer).
+        """
+        total = 0.0
+        if stage == 0:
+            total += by_layer[0]
+        if stage == self.stage_count - 1:
+            total += by_layer[2]
         return total
 
-    def _possible(self, step_s: float) -> bool:
-        """Whether some split could take no longer, as far as each stage alone knows."""
-        return self._room(step_s, self.levels[0][0]) is not None
+    def seconds(self, known: float = inf) -> float:
+        """Return a lower bound on the step time over all splits, in seconds; inf if no split fits.
 
-    def _room(self, step_s: float, rest_s: float, limit_s: float = inf) -> list[int] | None:
-        """The most layers of each stage in such a split; rest_s, limit_s: of _levels."""
-        most, above, first_s = list(self.most), 0, self._left(0, 1, rest_s)
-        for stage in range(self.count):
-            limit = min(
-                _below(limit_s, self.after[stage].rest, most[stage]), self.layers - self.count + 1
+        Args:
+            known: A step time already reached. A larger bound is not computed; `known` is returned instead.
+        """
+        if self.run.virtual > 1:
+            even = uniform(self.layer_count, self.stage_count)
+            return interleaved_s(self) if self.fits(even) else inf
+        if sum(self.max_layers) < self.layer_count or min(self.max_layers) < 1:
+            return inf
+        low = self._simple_bound_s()
+        if low >= known or (known < inf and not self._is_possible(known)):
+            return known
+        high = min(known, 2 * low)
+        while high < known and not self._is_possible(high):
+            low = high
+            high = min(known, 2 * high)
+        while high - low > PRECISION * low:
+            middle = (low + high) / 2
+            if self._is_possible(middle):
+                high = middle
+            else:
+                low = middle
+        return low
+
+    def _simple_bound_s(self) -> float:
+        """Return a lower bound on the step time that needs no bisection, in seconds."""
+        round_trip_s = self._least_work_s(self.max_layers) + 2 * sum(self.stage_links_s)
+        rounds = (self.micro_batches - 1) // max(self.warm_up)
+        interval_s = max(self.interval_s, default=0.0)
+        in_rounds_s = (rounds + 1) * round_trip_s
+        in_flow_s = round_trip_s + (self.micro_batches - 1) * interval_s
+        passes_s = max(in_rounds_s, in_flow_s)
+        nic_s = self.micro_batches * max(self.nic_busy_s)
+        return max(passes_s + self.first_stage_end_s(), nic_s)
+
+    def first_stage_end_s(self) -> float:
+        """Return the least seconds from the first stage's last backward pass to the end of the step.
+
+        If the messages of a stage link make the step long, the first stage's reduction and the tied
+        embedding's come after them.
+        """
+        update_s = self.update_intervals[0].least_s if self.update_intervals else 0.0
+        choices = range(1, self.max_layers[0] + 1)
+        return min(self._after_last_backward_s(0, layers, update_s) for layers in choices)
+
+    def _least_work_s(self, max_layers: Sequence[int], backward_from: int = 0) -> float:
+        """Return the least seconds that all stages compute one micro-batch, over all splits.
+
+        Args:
+            max_layers: Most layers of each stage.
+            backward_from: First stage whose backward pass counts; stages before it count their forward
+                pass only.
+        """
+        extra_s = sum(self.extra_s[backward_from:]) + sum(self.extra_forward_s[:backward_from])
+        if self.is_homogeneous:
+            # Layers cost least on the stages that count the forward pass only.
+            forward_only = min(
+                self.layer_count - self.stage_count + backward_from,
+                sum(max_layers[:backward_from]),
             )
+            both = self.layer_count - forward_only
+            return forward_only * self.forward_s[0] + both * self.block_s[0] + extra_s
+        layer_s = [*self.forward_s[:backward_from], *self.block_s[backward_from:]]
+        total_s = sum(layer_s) + extra_s
+        remaining = self.layer_count - self.stage_count
+        for stage in sorted(range(self.stage_count), key=layer_s.__getitem__):
+            layers = min(remaining, max_layers[stage] - 1)
+            total_s += layers * layer_s[stage]
+            remaining -= layers
+            if not remaining:
+                break
+        return total_s
+
+    def _is_possible(self, step_s: float) -> bool:
+        """Return whether the limits that `step_s` sets for each stage leave room for all layers."""
+        return self._layer_limits(step_s, self.update_intervals[0].least_s) is not None
+
+    def _layer_limits(
+        self, step_s: float, update_s: float, update_limit_s: float = inf
+    ) -> list[int] | None:
+        """Return the most layers of each stage in a step of `step_s` seconds; None if no split can take it.
+
+        Args:
+            update_s: Least seconds of the longest update of all stages.
+            update_limit_s: Seconds that no update may reach.
+        """
+        limits = list(self.max_layers)
+        layers_before = 0  # most layers of the stages before
+        first_end_s = self._after_last_backward_s(0, 1, update_s)
+        others = self.stage_count - 1  # each other stage has one layer or more
+        for stage in range(self.stage_count):
+            update = self.after_backward[stage].update
+            limit = _layers_below(update_limit_s, update, limits[stage])
+            limit = min(limit, self.layer_count - others)
             if limit < 1:
                 return None
-            most[stage] = limit
+            limits[stage] = limit
 
-            def takes(layers: int) -> float:
-                return self._takes(stage, layers, above, rest_s, first_s)  # noqa: B023
+            def stage_step_s(layers: int) -> float:
+                return self._stage_step_s(stage, layers, layers_before, update_s, first_end_s)  # noqa: B023
 
-            if takes(limit) > step_s:
-                most[stage] = bisect_right(range(1, limit), step_s, key=takes)
-                if not most[stage]:
+            if stage_step_s(limit) > step_s:
+                limits[stage] = bisect_right(range(1, limit), step_s, key=stage_step_s)
+                if not limits[stage]:
                     return None
-            above += most[stage]
-        good = sum(most) >= self.layers
-        good = good and all(self._reduced(stages, most, step_s) for stages in self.together)
-        if good and self.crossing:
-            left_s, down_s = step_s - self._last_begun(most), self.there[-1]
-            hop_left_s = [left_s - (down_s - self.there[max(hop.stages)]) for hop in self.crossing]
-            first_s = left_s - down_s - self.tied[0] - rest_s
-            good = blocks_at_most(self.crossing, most, hop_left_s, first_s) >= self.layers * ALMOST
-        return most if good else None
+            layers_before += limits[stage]
+        if sum(limits) < self.layer_count:
+            return None
+        for stages in self.stages_of_nodes:
+            if not self._node_can_reduce(stages, limits, step_s):
+                return None
+        if self.crossing and not self._links_can_reduce(limits, step_s, update_s):
+            return None
+        return limits
 
-    def _takes(self, stage: int, layers: int, above: int, rest_s: float, first_s: float) -> float:
-        """Of a step at least, where a stage has so many layers, the stages above have `above` at most, and
-        the rest lie where they take least. first_s: of the first stage after its last backward."""
-        remaining, below = self.layers - layers - self.count + 1, self.below[stage]
-        down, up = self.down[stage], self.up[stage]
-        if remaining:
-            layer_s = (
-                self.each[stage] if self.m > 1 else self.forward[stage]
-            )  # at most: fewer take no longer
-            more_down = min(self.more_down[stage], layer_s)
-            more_below = min(self.more_below[stage], layer_s)
-            more_up = min(self.more_up[stage], layer_s - more_down)
-            if more_down + more_up <= more_below or stage == self.count - 1:
-                upper = min(remaining, above - stage) if stage < self.count - 1 else remaining
-                down, up = down + upper * more_down, up + upper * more_up
-                below += (remaining - upper) * more_below
+    def _links_can_reduce(self, limits: Sequence[int], step_s: float, update_s: float) -> bool:
+        """Return whether the shared links between clusters can carry the gradients of all layers in time."""
+        remaining_s = step_s - self._last_backward_start_s(limits)
+        all_links_s = self.links_before_s[-1]
+        hop_remaining_s = [
+            remaining_s - (all_links_s - self.links_before_s[max(hop.stages)])
+            for hop in self.crossing
+        ]
+        first_stage_s = remaining_s - all_links_s - self.tied_s[0] - update_s
+        blocks = blocks_at_most(self.crossing, limits, hop_remaining_s, first_stage_s)
+        return blocks >= self.layer_count * ALMOST_ALL
+
+    def _stage_step_s(
+        self, stage: int, layers: int, layers_before: int, update_s: float, first_end_s: float
+    ) -> float:
+        """Return the least step time if `stage` has `layers` layers, in seconds.
+
+        The layers of the other stages cost at least what they cost where they are cheapest.
+
+        Args:
+            layers_before: Most layers that the stages before can hold.
+            update_s: Least seconds of the longest update of all stages.
+            first_end_s: Least seconds of the first stage after its last backward pass.
+        """
+        others = self.layer_count - layers - self.stage_count + 1  # besides one layer a stage
+        round_trip_s = self.round_trip_s[stage]
+        down_s = self.down_s[stage]
+        up_s = self.up_s[stage]
+        if others:
+            # A layer that moves elsewhere costs no more than on this stage, or fewer layers would
+            # take longer and the bisection over `layers` would be wrong.
+            layer_s = self.block_s[stage] if self.micro_batches > 1 else self.forward_s[stage]
+            layer_down_s = min(self.layer_down_s[stage], layer_s)
+            layer_round_trip_s = min(self.layer_round_trip_s[stage], layer_s)
+            layer_up_s = min(self.layer_up_s[stage], layer_s - layer_down_s)
+            is_last = stage == self.stage_count - 1
+            if layer_down_s + layer_up_s <= layer_round_trip_s or is_last:
+                before = others if is_last else min(others, layers_before - stage)
+                down_s += before * layer_down_s
+                up_s += before * layer_up_s
+                round_trip_s += (others - before) * layer_round_trip_s
             else:
-                least = min(more_down, more_below)
-                down, up = down + remaining * least, up + remaining * (more_below - least)
-        end = down + self.there[stage] + self._passes(stage, layers).seconds(below)
-        end = max(end, self.flowed[stage] + layers * self.backward[stage])
-        back = up + self.there[stage] + first_s
-        return end + max(self._left(stage, layers, rest_s), back)
+                least_down_s = min(layer_down_s, layer_round_trip_s)
+                down_s += others * least_down_s
+                up_s += others * (layer_round_trip_s - least_down_s)
+        links_s = self.links_before_s[stage]
+        last_backward_end_s = max(
+            down_s + links_s + self._pass_times(stage, layers).seconds(round_trip_s),
+            self.flow_end_s[stage] + layers * self.backward_s[stage],
+        )
+        way_up_s = up_s + links_s + first_end_s
+        stage_end_s = self._after_last_backward_s(stage, layers, update_s)
+        return last_backward_end_s + max(stage_end_s, way_up_s)
 
-    def _left(self, stage: int, layers: int, rest_s: float) -> float:
-        """After its last backward at least: reductions, tied ones, all stages' norm, optimizer, gathers."""
-        after = self.after[stage]
-        backward = layers * self.backward[stage] + self.extra_backward[stage]
-        reduce = max(0.0, layers * after.reduce[0] + after.reduce[1] - after.hidden * backward)
-        return reduce + self.tied[stage] + max(rest_s, layers * after.rest[0] + after.rest[1])
+    def _after_last_backward_s(self, stage: int, layers: int, update_s: float) -> float:
+        """Return the least seconds that a stage needs after its last backward pass.
 
-    def _reduced(self, stages: Sequence[int], most: Sequence[int], step_s: float) -> bool:
-        """Whether a node can reduce what its stages hold from the first of all last backwards on. Of what the
-        stages could hold at most they lack `spare` layers in all, so one lacks no more than its share."""
-        spare = sum(most) - self.layers
-        total = max(len(stages), sum(most[stage] for stage in stages) - spare)
-        least = min(self.after[stage].reduce[0] for stage in stages)
-        return self._last_begun(most) + total * least <= step_s
+        The sum has the reduction as far as it is not overlapped, the tied embedding's reduction, and the
+        longest update (optimizer step and weight gather) of all stages.
 
-    def _last_begun(self, most: Sequence[int]) -> float:
-        """Seconds before which no stage's last backward begins: not before the stage's last forward is over,
-        with as many layers as it can have or few less; nor before all messages are down."""
-        spare, begun = sum(most) - self.layers, []
-        for stage in range(self.count):
-            fixed, block_s = self.starts[stage]
-            fewest = max(1, most[stage] - spare // self.count)
-            layers = fewest if block_s > 0 else most[stage]
-            begun.append(self._work(most, stage) + fixed + block_s * layers)
-        flow = (self.m - 1) * max(self.flow, default=0.0)
-        return max(min(begun), self._work(most, self.count) + self.there[-1] + flow)
+        Args:
+            update_s: Least seconds of the longest update.
+        """
+        after = self.after_backward[stage]
+        backward_s = layers * self.backward_s[stage] + self.extra_backward_s[stage]
+        hidden_s = after.overlapped * backward_s
+        reduction_s = layers * after.reduction.block_s + after.reduction.fixed_s
+        exposed_s = max(0.0, reduction_s - hidden_s)
+        stage_update_s = layers * after.update.block_s + after.update.fixed_s
+        return exposed_s + self.tied_s[stage] + max(update_s, stage_update_s)
+
+    def _node_can_reduce(self, stages: Sequence[int], limits: Sequence[int], step_s: float) -> bool:
+        """Return whether a node's NIC can reduce the gradients of the stages on it in time.
+
+        No reduction begins before the first of all last backward passes. All stages together may have
+        `sum(limits) - layer_count` layers less than their limits, so the node's stages have no fewer.
+        """
+        spare = sum(limits) - self.layer_count
+        layers = max(len(stages), sum(limits[stage] for stage in stages) - spare)
+        block_s = min(self.after_backward[stage].reduction.block_s for stage in stages)
+        return self._last_backward_start_s(limits) + layers * block_s <= step_s
+
+    def _last_backward_start_s(self, limits: Sequence[int]) -> float:
+        """Return the seconds before which no stage's last backward pass begins.
+
+        It does not begin before the stage's last forward pass has ended, with as many layers as the stage
+        can have or few less, nor before all activations have gone down.
+        """
+        spare = sum(limits) - self.layer_count
+        starts_s = []
+        for stage, start in enumerate(self.last_backward_start):
+            layers = limits[stage]
+            if start.block_s > 0:
+                layers = max(1, limits[stage] - spare // self.stage_count)
+            work_s = self._least_work_s(limits, stage)
+            starts_s.append(work_s + start.fixed_s + start.block_s * layers)
+        flow_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
+        down_s = self._least_work_s(limits, self.stage_count) + self.links_before_s[-1] + flow_s
+        return max(min(starts_s), down_s)
 
 
-def _below(limit_s: float, rest: tuple[float, float], most: int) -> int:
-    """Layers, `most` at most, whose optimizer and gather take less than limit_s."""
-    block_s, once = rest
-    if limit_s == inf or not block_s:
-        return most
-    return min(most, ceil((limit_s - once) / block_s * (1 - 1e-12)) - 1)
+def _layers_below(limit_s: float, update: LinearCost, max_layers: int) -> int:
+    """Return the most layers (up to `max_layers`) whose update takes less than `limit_s` seconds."""
+    if limit_s == inf or not update.block_s:
+        return max_layers
+    return min(max_layers, ceil((limit_s - update.fixed_s) / update.block_s * (1 - ROUNDING)) - 1)

@@ -1,8 +1,11 @@
-"""What no choice of nodes beats: better nodes and networks than any have, on which a step is never longer.
+"""Ideal node sets for lower bounds on the step time of many subsets of nodes at once.
 
-family (8, ?, ?)     8 nodes of the first cluster; the others, of clusters that are open, as
-                     one cluster "?" with the best GPUs of these on one network as fast as the
-                     best of theirs and Ethernet together
+Better GPUs and networks never make a step longer. So the lower bound for a set of nodes at least as good as
+every member of a family of subsets holds for the whole family.
+
+    family (8, ?, ?)     8 nodes of the first cluster; the other nodes are of the open clusters ("?"). They
+                         become one cluster with the best GPUs of the open clusters, on one network as fast
+                         as their best fabric and Ethernet together.
 """
 
 from __future__ import annotations
@@ -16,132 +19,162 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Gpu, Model
 
-#: Nodes of each cluster; None where a cluster is open: the nodes that are left are of these clusters, in any
-#: way.
+#: Number of nodes of each cluster. None marks an open cluster: the remaining nodes belong to the open
+#: clusters, divided in any way.
 Family = tuple[int | None, ...]
-#: The cluster and the network that stand for open ones: no cluster.toml can have one of this name.
+#: Name of the ideal cluster and fabric that replace the open clusters; no cluster.toml can use it.
 OPEN = "?"
 
 
 def is_flat(spec: SiteSpec) -> bool:
-    """Whether clusters differ in their own networks alone, not in what lies between them."""
+    """Return whether all clusters reach each other at the same rate, without a WAN or links of pairs."""
     return not (spec.wan or spec.pairs)
 
 
 def alike(spec: SiteSpec, model: Model, alone: bool = False) -> list[int]:
-    """For each cluster the first one that can stand for it; alone: in a job on one cluster."""
-    clusters = spec.clusters
-    shared = [cluster.fabric for cluster in clusters]
-    own = [alone or is_flat(spec) and shared.count(fabric) == 1 for fabric in shared]
-    looks = [
-        (cluster.kind, cluster.rate_bps, cluster.latency_s, model.gpu_of(cluster.name))
-        if own[index] and cluster.fabric not in spec.links
-        else cluster.name
-        for index, cluster in enumerate(clusters)
-    ]
-    return [looks.index(look) for look in looks]
+    """Return, for each cluster, the index of the first cluster with equal nodes and networks.
+
+    Args:
+        alone: Compare the clusters as the only cluster of a job.
+    """
+    fabrics = [cluster.fabric for cluster in spec.clusters]
+    properties: list[object] = []
+    for cluster in spec.clusters:
+        has_private_fabric = is_flat(spec) and fabrics.count(cluster.fabric) == 1
+        is_interchangeable = alone or has_private_fabric
+        if is_interchangeable and cluster.fabric not in spec.links:
+            gpu = model.gpu_of(cluster.name)
+            properties.append((cluster.kind, cluster.rate_bps, cluster.latency_s, gpu))
+        else:
+            properties.append(cluster.name)
+    return [properties.index(values) for values in properties]
 
 
 def fastest_first(spec: SiteSpec, model: Model, kin: Sequence[int]) -> list[int]:
-    """The clusters by their networks and GPUs, those that are alike (`kin`, as alike() says) together."""
+    """Return the indices of the clusters by network rate and GPU speed, equal clusters together.
 
-    def best(index: int) -> tuple[float, ...]:
+    Args:
+        kin: Result of alike().
+    """
+
+    def order(index: int) -> tuple[float, ...]:
         first = spec.clusters[kin[index]]
-        return (
-            -first.rate_bps * (first.fabric != ETHERNET),
-            -model.gpu_of(first.name).flops,
-            kin[index],
-        )
+        fast_rate_bps = first.rate_bps * (first.fabric != ETHERNET)
+        return (-fast_rate_bps, -model.gpu_of(first.name).flops, kin[index])
 
-    return sorted(range(len(kin)), key=best)
+    return sorted(range(len(kin)), key=order)
 
 
 def ideal(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """`count` nodes of one cluster with the best GPUs, on one network better than any, and `model` there: a
-    floor for all subsets. links: measured ones."""
-    names = [node.name for node in site.nodes[:count]]
-    return _on_one_fabric(site, dict.fromkeys(names, "best"), links), replace(
-        model, gpus={"best": _best([model.gpu_of(name) for name in site.clusters])}
-    )
+    """Return one ideal cluster of `count` nodes, and the model there, for a bound on all subsets.
+
+    The cluster has the best GPUs of the site, on one network faster than any of the site's.
+
+    Args:
+        links: Measured links.
+    """
+    clusters = {node.name: "best" for node in site.nodes[:count]}
+    best = _best_gpu([model.gpu_of(name) for name in site.clusters])
+    return _on_one_fabric(site, clusters, links), replace(model, gpus={"best": best})
 
 
 def ideal_gpus(site: Site, count: int, model: Model, links: Links) -> tuple[Site, Model]:
-    """The `count` nodes with the fastest GPUs, each GPU a cluster, on that network: a floor of computing."""
+    """Return the `count` nodes with the fastest GPUs on one ideal network, and the model there.
+
+    Each GPU speed is a cluster. The step time on these nodes bounds the computing time of every subset.
+
+    Args:
+        links: Measured links.
+    """
     fastest = sorted(site.nodes, key=lambda node: -model.gpu_of(node.cluster).flops)[:count]
-    gpus = {
-        f"{model.gpu_of(node.cluster).flops:g}": model.gpu_of(node.cluster).flops
-        for node in fastest
-    }
-    clusters = {node.name: f"{model.gpu_of(node.cluster).flops:g}" for node in fastest}
-    best = _best([model.gpu_of(name) for name in site.clusters])
-    return _on_one_fabric(site, clusters, links), replace(
-        model, gpus={name: replace(best, flops=flops) for name, flops in gpus.items()}
+    clusters = {}  # node -> cluster, named by its GPU speed
+    flops_of = {}
+    for node in fastest:
+        flops = model.gpu_of(node.cluster).flops
+        clusters[node.name] = f"{flops:g}"
+        flops_of[f"{flops:g}"] = flops
+    best = _best_gpu([model.gpu_of(name) for name in site.clusters])
+    gpus = {name: replace(best, flops=flops) for name, flops in flops_of.items()}
+    return _on_one_fabric(site, clusters, links), replace(model, gpus=gpus)
+
+
+def _best_gpu(gpus: Sequence[Gpu]) -> Gpu:
+    """Return a GPU with the best value of each property; 0 bytes or bit/s mean "no limit"."""
+
+    def best(values: Sequence[float]) -> float:
+        return max(values) if all(values) else 0.0
+
+    return Gpu(
+        flops=max(gpu.flops for gpu in gpus),
+        memory_bytes=best([gpu.memory_bytes for gpu in gpus]),
+        link_bps=best([gpu.link_bps for gpu in gpus]),
     )
 
 
-def _best(gpus: Sequence[Gpu]) -> Gpu:
-    """0 stands for no limit."""
-    free = {
-        field: any(not getattr(gpu, field) for gpu in gpus)
-        for field in ("memory_bytes", "link_bps")
-    }
-    most = {
-        field: 0.0 if free[field] else max(getattr(gpu, field) for gpu in gpus) for field in free
-    }
-    return Gpu(max(gpu.flops for gpu in gpus), **most)
-
-
 def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Site:
-    """The nodes of `clusters` (node -> cluster), all on one network with the least latency of any, as fast as
-    the best fabric and Ethernet together: reductions hierarchically use both at once. It is an Ethernet, over
-    which tensor ranks share out what a stage sends."""
-    fast = [
+    """Return a site whose nodes share one ideal network.
+
+    The network has the least latency of all fabrics in use, and the rate of the fastest one and Ethernet
+    together, because a hierarchical all-reduce uses both at once. It is called Ethernet, so the tensor
+    parallel ranks share out what a stage sends.
+
+    Args:
+        clusters: Node -> cluster.
+    """
+    used_fabrics = [
         links.line(fabric)
         for fabric in site.fabrics
         if any(fabric.name in node.fabrics for node in site.nodes)
     ]
-    rates = {fabric.name: fabric.rate_bps for fabric in fast}
-    rate_bps = rates[ETHERNET] + max(
-        (rate for name, rate in rates.items() if name != ETHERNET), default=0
-    )
-    shared_fabric = Fabric(ETHERNET, "ethernet", rate_bps, min(fabric.latency_s for fabric in fast))
-    nodes = [
-        Node(name, cluster, site.processes, (Port(ETHERNET, rate_bps=rate_bps),))
-        for name, cluster in clusters.items()
-    ]
-    return Site(tuple(nodes), (shared_fabric,), site.source)
+    rates_bps = {fabric.name: fabric.rate_bps for fabric in used_fabrics}
+    fast_bps = max((rate for name, rate in rates_bps.items() if name != ETHERNET), default=0)
+    rate_bps = rates_bps[ETHERNET] + fast_bps
+    latency_s = min(fabric.latency_s for fabric in used_fabrics)
+    ideal_fabric = Fabric(ETHERNET, "ethernet", rate_bps, latency_s)
+    ports = (Port(ETHERNET, rate_bps=rate_bps),)
+    nodes = [Node(name, cluster, site.processes, ports) for name, cluster in clusters.items()]
+    return Site(tuple(nodes), (ideal_fabric,), site.source)
 
 
 def of_family(
     spec: SiteSpec, family: Family, count: int, model: Model, links: Links, slices: float
 ) -> tuple[Site, Model]:
-    """`count` nodes that are no worse than those of any subset of a family, and `model` there; the network
-    between clusters is flat. slices: times that Ethernet may carry an activation faster than its rate says,
-    as tensor ranks share it out there (of a faster network they do not)."""
-    known = spec.only(
-        {
-            name
-            for cluster, nodes in zip(spec.clusters, family)
-            for name in cluster.nodes[: nodes or 0]
-        }
-    )
-    among = [cluster for cluster, nodes in zip(spec.clusters, family) if nodes is None]
-    names = [name for cluster in among for name in cluster.nodes][
-        : count - sum(nodes or 0 for nodes in family)
-    ]
-    site = site_from_spec(known)
-    lines = [links.line(fabric) for fabric in fabrics_of_spec(replace(spec, clusters=tuple(among)))]
-    rate_bps, fast_bps = lines[0].rate_bps, max((line.rate_bps for line in lines[1:]), default=0)
-    fabrics, ports = site.fabrics, [Port(ETHERNET, rate_bps=rate_bps)]
+    """Return `count` nodes no worse than those of any subset in a family, and the model there.
+
+    The network between the clusters must be flat (is_flat).
+
+    Args:
+        family: Number of nodes of each cluster, None for open clusters.
+        count: Nodes of every subset.
+        links: Measured links.
+        slices: Tensor parallel ranks that share out what crosses Ethernet: it carries an activation up to
+            so many times faster than its rate says. Faster fabrics carry it whole.
+    """
+    fixed_names = set()
+    for cluster, nodes in zip(spec.clusters, family):
+        fixed_names.update(cluster.nodes[: nodes or 0])
+    site = site_from_spec(spec.only(fixed_names))
+
+    open_clusters = [cluster for cluster, nodes in zip(spec.clusters, family) if nodes is None]
+    open_count = count - sum(nodes or 0 for nodes in family)
+    open_names = [name for cluster in open_clusters for name in cluster.nodes][:open_count]
+    open_spec = replace(spec, clusters=tuple(open_clusters))
+    ethernet, *fast = [links.line(fabric) for fabric in fabrics_of_spec(open_spec)]
+
+    fabrics = site.fabrics
+    ports = [Port(ETHERNET, rate_bps=ethernet.rate_bps)]
+    fast_bps = max((fabric.rate_bps for fabric in fast), default=0)
     if fast_bps:
-        both_bps = max(fast_bps + rate_bps, int(slices * rate_bps))
-        fabrics = (
-            *fabrics,
-            Fabric(OPEN, among[0].kind, both_bps, min(line.latency_s for line in lines)),
-        )
-        shared = {line.name for line in lines[1:]} & {fabric.name for fabric in site.fabrics}
-        ports[:0] = [Port(OPEN, rate_bps=both_bps), *(Port(name) for name in sorted(shared))]
+        ideal_bps = max(fast_bps + ethernet.rate_bps, int(slices * ethernet.rate_bps))
+        latency_s = min(fabric.latency_s for fabric in (ethernet, *fast))
+        fabrics = (*fabrics, Fabric(OPEN, open_clusters[0].kind, ideal_bps, latency_s))
+        shared_names = {fabric.name for fabric in fast} & {fabric.name for fabric in site.fabrics}
+        ideal_port = Port(OPEN, rate_bps=ideal_bps)
+        ports = [ideal_port, *(Port(name) for name in sorted(shared_names)), *ports]
     processes = spec.clusters[0].processes
-    nodes = (*site.nodes, *(Node(name, OPEN, processes, tuple(ports)) for name in names))
-    gpus = {**model.gpus, OPEN: _best([model.gpu_of(cluster.name) for cluster in among])}
-    return replace(site, nodes=nodes, fabrics=fabrics), replace(model, gpus=gpus)
+    open_nodes = [Node(name, OPEN, processes, tuple(ports)) for name in open_names]
+    open_gpu = _best_gpu([model.gpu_of(cluster.name) for cluster in open_clusters])
+    return (
+        replace(site, nodes=(*site.nodes, *open_nodes), fabrics=fabrics),
+        replace(model, gpus={**model.gpus, OPEN: open_gpu}),
+    )

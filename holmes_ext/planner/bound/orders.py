@@ -1,11 +1,15 @@
-"""Every order of clusters of equal size where the network between them is not flat: best first (Hart, Nilsson
-and Raphael 1968), by what their links leave.
+"""Best-first search over the orders in which a pipeline passes clusters of equal size.
 
-    (a)(b)(c)...     a chain of groups of clusters begun: its links' messages on the way down and up, the
-                     micro-batches over its slowest link; of the borders to come the best link; for chains of
-                     single clusters what the first stage does last, too
+Used if a WAN makes the orders differ. A* (Hart, Nilsson and Raphael, 1968) extends the beginning of an order
+by one group of clusters at a time:
 
-An order that could be below the best step known is bounded as a placement (least.py).
+    (a)(b)(c)...      groups of one cluster
+    (a b)(c d)...     groups of two clusters that share stages
+
+The lower bound of a beginning has the messages over the chosen links down and up, the micro-batches over the
+slowest of these links, and the best possible link for each border still open; for groups of one cluster also
+the work of the first stage after its last backward pass. A complete order whose bound is below the best step
+time already reached is then bounded as a placement (least.py).
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations, count
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.plan.arrange.orders import Groups, Orders
 from holmes_ext.plan.placement import Placement
@@ -21,15 +26,43 @@ from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.bound.least import StepLowerBound
 from holmes_ext.planner.bound.shape import best_links, rates_between
 
-#: Begun orders that are looked at, and placements that are bounded, at most.
-LOOKED, BOUNDED = 6000, 1000
-#: Clusters below which orders are listed anyhow.
-FEWEST = 3
+#: Most beginnings that are extended, and most placements that are bounded.
+MAX_EXTENDED = 6000
+MAX_BOUNDED = 1000
+#: Fewest clusters for which a search is worth it; all orders of fewer are listed anyway.
+MIN_CLUSTERS = 3
+
+
+class _ClusterLink(NamedTuple):
+    """Seconds for an activation from one cluster to the next."""
+
+    total_s: float
+    interval_s: float  # between messages that follow each other
+
+
+class _Beginning(NamedTuple):
+    """Entry of the search's heap: the groups at the beginning of an order."""
+
+    bound_s: float
+    number: int  # order of creation; decides between equal bounds
+    group_size: int
+    groups: Groups
+
+    @property
+    def clusters(self) -> int:
+        return len(self.groups) * self.group_size
+
+
+class OrderSearch(NamedTuple):
+    """Result of a search: placements, and a bound for all orders that were not examined."""
+
+    #: (lower bound on the step in seconds, placement)
+    placements: list[tuple[float, Placement]]
+    remaining_s: float  # inf if every order was examined
 
 
 class OrderBounds:
-    """Of complete sizes. bound_of: a placement's; ring_bits: of all gradients (ShapeBound). Chains of single
-    clusters have whole stages."""
+    """Lower bounds on the step time for cluster orders of one shape."""
 
     def __init__(
         self,
@@ -38,114 +71,163 @@ class OrderBounds:
         bound_of: Callable[[Placement], StepLowerBound],
         ring_bits: float,
     ):
-        self.orders, self.sizes, self.bound_of, self.ring_bits = orders, sizes, bound_of, ring_bits
-        self.rate = rates_between(orders.network)
-        self.tree = best_links(orders.network)[0]
-        self.every = orders.every
-        self.message: dict[tuple[int, int], tuple[float, float]] = {}
-        self.tied: dict[tuple[int, int], float] = {}
-        self.m = 0
-        self.left = [inf] * len(self.every)
-        self.fixed = 0.0
-        for first in self.every:
-            rest = [(first + more) % len(self.every) for more in self.every[1:]]
-            for at, last in enumerate(rest):  # each other one is second once, and last once
-                self._look((first, *rest[at + 1 :], *rest[:at], last))
+        """Read the costs of all links between clusters from sample placements.
+
+        Args:
+            orders: Clusters to order.
+            sizes: Complete parallel sizes.
+            bound_of: Returns the lower bound of a placement.
+            ring_bits: Bits of all gradients if they travel around the clusters (ShapeBound.ring_bits).
+        """
+        self.orders = orders
+        self.sizes = sizes
+        self.bound_of = bound_of
+        self.ring_bits = ring_bits
+        self.clusters = orders.every
+        #: (cluster, next cluster) -> bits/s
+        self.rates_bps = rates_between(orders.network)
+        #: Rates of the best links that connect all clusters, fastest first.
+        self.tree_bps = best_links(orders.network).tree_bps
+        #: (cluster, next cluster) -> activation between them
+        self.links: dict[tuple[int, int], _ClusterLink] = {}
+        #: (first cluster, last cluster) -> all-reduce of the tied embedding, seconds
+        self.tied_s: dict[tuple[int, int], float] = {}
+        self.micro_batches = 0
+        #: Cluster -> least seconds of a first stage on it after its last backward pass.
+        self.first_stage_end_s = [inf] * len(self.clusters)
+        #: Least seconds of one micro-batch's passes and messages inside clusters.
+        self.inside_s = 0.0
+        for first in self.clusters:
+            others = [(first + offset) % len(self.clusters) for offset in self.clusters[1:]]
+            # Rotations: each other cluster is second once and last once.
+            for index, last in enumerate(others):
+                self._read_chain((first, *others[index + 1 :], *others[:index], last))
 
     @staticmethod
-    def known(orders: Orders, sizes: Sizes) -> bool:
-        """Whether there is anything to look at that these bounds know."""
-        ranks = {nodes * orders.network.processes for nodes in orders.nodes}
-        size = orders.network.world // sizes.pipeline
-        many = len(orders.every) >= FEWEST and sizes.pipeline > 1
-        return bool(orders.network.wan) and many and len(ranks) == 1 and not ranks.pop() % size
+    def applies_to(orders: Orders, sizes: Sizes) -> bool:
+        """Return whether the orders differ and these bounds hold for their clusters.
 
-    def _look(self, chain: Sequence[int]) -> None:
-        """What a chain of single clusters says of its links and of its ends."""
-        (placement,) = self.orders.made(self.sizes, tuple((kind,) for kind in chain))
+        The bounds need a WAN, several clusters with equally many GPUs, and whole stages in each cluster.
+        """
+        ranks_of_clusters = {nodes * orders.network.processes for nodes in orders.nodes}
+        stage_ranks = orders.network.world // sizes.pipeline
+        is_ordered = len(orders.every) >= MIN_CLUSTERS and sizes.pipeline > 1
+        return (
+            bool(orders.network.wan)
+            and is_ordered
+            and len(ranks_of_clusters) == 1
+            and ranks_of_clusters.pop() % stage_ranks == 0
+        )
+
+    def _read_chain(self, chain: Sequence[int]) -> None:
+        """Read the links between the clusters of a chain, and its ends, from the bound of its placement."""
+        (placement,) = self.orders.made(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
-        per_cluster = bound.count // len(chain)
-        borders = range(per_cluster - 1, bound.count - 1, per_cluster)
-        for pair, border in zip(zip(chain, chain[1:]), borders):
-            self.message[pair] = bound.stage_links[border], bound.flow[border]
-        self.tied[chain[0], chain[-1]] = bound.tied[0]
-        self.left[chain[0]] = min(self.left[chain[0]], bound.first_left() - bound.tied[0])
-        self.m, work = bound.m, bound.layers * min(bound.each)
-        inside = sum(bound.stage_links) - sum(bound.stage_links[border] for border in borders)
-        self.fixed = min(self.fixed or inf, work + 2 * inside)
+        stages_per_cluster = bound.stage_count // len(chain)
+        borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
+        for pair, stage in zip(zip(chain, chain[1:]), borders):
+            self.links[pair] = _ClusterLink(bound.stage_links_s[stage], bound.interval_s[stage])
+        first = chain[0]
+        tied_s = bound.tied_s[0]
+        self.tied_s[first, chain[-1]] = tied_s
+        first_end_s = bound.first_stage_end_s() - tied_s
+        self.first_stage_end_s[first] = min(self.first_stage_end_s[first], first_end_s)
+        self.micro_batches = bound.micro_batches
+        compute_s = bound.layer_count * min(bound.block_s)
+        border_links_s = sum(bound.stage_links_s[stage] for stage in borders)
+        inside_links_s = sum(bound.stage_links_s) - border_links_s
+        self.inside_s = min(self.inside_s or inf, compute_s + 2 * inside_links_s)
 
-    def below(self, best: float) -> tuple[list[tuple[float, Placement]], float]:
-        """(bound, placement) of those that may take less than `best`; what the others take at least."""
-        result, bounded, number = [], 0, count()
-        heap: list[tuple[float, int, int, Groups]] = []
-        for together in self.every[1:]:
-            if len(self.every) % together == 0 and len(self.every) > together:
-                heap.append((0.0, next(number), together, ()))
-        for _ in range(LOOKED):
-            if not heap or heap[0][0] >= best or bounded == BOUNDED:
+    def below(self, best_s: float) -> OrderSearch:
+        """Return the placements whose lower bound is below `best_s` seconds.
+
+        The search ends early after MAX_EXTENDED beginnings or MAX_BOUNDED placements.
+        """
+        placements = []
+        bounded = 0
+        number = count()
+        heap: list[_Beginning] = []
+        for group_size in self.clusters[1:]:
+            if len(self.clusters) % group_size == 0 and len(self.clusters) > group_size:
+                heap.append(_Beginning(0.0, next(number), group_size, ()))
+        for _ in range(MAX_EXTENDED):
+            if not heap or heap[0].bound_s >= best_s or bounded == MAX_BOUNDED:
                 break
-            bound, _, together, groups = heapq.heappop(heap)
-            if len(groups) * together == len(self.every):
-                for placement in self.orders.made(self.sizes, groups):
+            beginning = heapq.heappop(heap)
+            if beginning.clusters == len(self.clusters):
+                for placement in self.orders.made(self.sizes, beginning.groups):
                     bounded += 1
-                    seconds = max(bound, self.bound_of(placement).seconds(best))
-                    if seconds < best:
-                        result.append((seconds, placement))
+                    bound_s = max(beginning.bound_s, self.bound_of(placement).seconds(best_s))
+                    if bound_s < best_s:
+                        placements.append((bound_s, placement))
                 continue
-            for more in self._next(groups, together):
-                longer = (*groups, more)
-                seconds = self.seconds(longer, together)
-                if seconds < best:
-                    heapq.heappush(heap, (seconds, next(number), together, longer))
-        return result, heap[0][0] if heap and heap[0][0] < best else inf
+            for group in self._next_groups(beginning):
+                groups = (*beginning.groups, group)
+                bound_s = self.seconds(groups, beginning.group_size)
+                if bound_s < best_s:
+                    longer = _Beginning(bound_s, next(number), beginning.group_size, groups)
+                    heapq.heappush(heap, longer)
+        remaining_s = heap[0].bound_s if heap and heap[0].bound_s < best_s else inf
+        return OrderSearch(placements, remaining_s)
 
-    def _next(self, groups: Groups, together: int) -> Iterator[tuple[int, ...]]:
-        """Groups that may follow; of clusters that are alike, the first unused ones alone."""
-        used = {kind for group in groups for kind in group}
-        free, alike = [kind for kind in self.every if kind not in used], self.orders.alike
-        for group in combinations(free, together):
-            earlier = (
-                kind
-                for last in group
-                for kind in free
-                if kind < last and alike[kind] == alike[last]
+    def _next_groups(self, beginning: _Beginning) -> Iterator[tuple[int, ...]]:
+        """Yield the groups that may follow; of interchangeable clusters the first unused ones only."""
+        used = {cluster for group in beginning.groups for cluster in group}
+        free = [cluster for cluster in self.clusters if cluster not in used]
+        alike = self.orders.alike
+        for group in combinations(free, beginning.group_size):
+            skips_an_equal_cluster = any(
+                earlier not in group
+                for cluster in group
+                for earlier in free
+                if earlier < cluster and alike[earlier] == alike[cluster]
             )
-            if all(kind in group for kind in earlier):
+            if not skips_an_equal_cluster:
                 yield group
 
-    def seconds(self, groups: Groups, together: int) -> float:
-        """That no order which begins so beats."""
-        borders = len(self.every) // together - 1
-        to_come = borders - (len(groups) - 1)
-        least_s = min(all_s for all_s, _ in self.message.values())
-        least_flow = min(flow for _, flow in self.message.values())
-        columns = [
-            [self.message[pair] for pair in zip(column, column[1:])] for column in zip(*groups)
-        ]
-        flows = [flow for column in columns for _, flow in column] + [least_flow] * (to_come > 0)
+    def seconds(self, groups: Groups, group_size: int) -> float:
+        """Return a lower bound on the step time of every order that begins with `groups`, in seconds.
 
-        def down(column: Sequence[tuple[float, float]]) -> float:
-            """With its part of what a link carries."""
-            return sum(all_s - flow * (1 - 1 / together) for all_s, flow in column)
+        A micro-batch is divided among the chains of a group's clusters: pipeline i runs through the i-th
+        cluster of every group.
+        """
+        open_borders = len(self.clusters) // group_size - len(groups)
+        least_link_s = min(link.total_s for link in self.links.values())
+        least_interval_s = min(link.interval_s for link in self.links.values())
+        chains = [[self.links[pair] for pair in zip(chain, chain[1:])] for chain in zip(*groups)]
+        intervals_s = [link.interval_s for chain in chains for link in chain]
+        if open_borders > 0:
+            intervals_s.append(least_interval_s)
+        # A chain's link carries 1 / group_size of each micro-batch.
+        saved_share = 1 - 1 / group_size
 
-        least_s -= least_flow * (1 - 1 / together)
-        once_s = max(map(down, columns)) + to_come * least_s
-        through_s = once_s + (self.m - 1) * max(flows) / together
-        total = once_s + through_s
-        if together > 1:
-            return max(total, through_s + self._reduced_s(groups, to_come, together))
+        def chain_s(chain: Sequence[_ClusterLink]) -> float:
+            return sum(link.total_s - link.interval_s * saved_share for link in chain)
+
+        least_link_s -= least_interval_s * saved_share
+        one_way_s = max(map(chain_s, chains)) + open_borders * least_link_s
+        all_down_s = one_way_s + (self.micro_batches - 1) * max(intervals_s) / group_size
+        messages_s = one_way_s + all_down_s
+        if group_size > 1:
+            reduction_s = self._reduction_s(groups, open_borders, group_size)
+            return max(messages_s, all_down_s + reduction_s)
         first = groups[0][0]
-        lasts = (
-            [groups[-1][0]]
-            if not to_come
-            else [kind for kind in self.every if (kind,) not in groups]
-        )
-        return self.fixed + total + self.left[first] + min(self.tied[first, last] for last in lasts)
+        if open_borders:
+            last_clusters = [cluster for cluster in self.clusters if (cluster,) not in groups]
+        else:
+            last_clusters = [groups[-1][0]]
+        tied_s = min(self.tied_s[first, last] for last in last_clusters)
+        return self.inside_s + messages_s + self.first_stage_end_s[first] + tied_s
 
-    def _reduced_s(self, groups: Groups, to_come: int, together: int) -> float:
-        """Each group's part of the gradients, once round its clusters: all at once at best."""
-        rings = (
-            min(self.rate[pair] for pair in zip(group, (*group[1:], group[0]))) for group in groups
+    def _reduction_s(self, groups: Groups, open_borders: int, group_size: int) -> float:
+        """Return the least seconds to sum the gradients around the clusters of each group.
+
+        Each group has a part of all gradients, and at best all groups end at the same time.
+        """
+        rings_bps = (
+            min(self.rates_bps[pair] for pair in zip(group, (*group[1:], group[0])))
+            for group in groups
         )
-        rate_bps = sum(rings) + to_come * self.tree[together - 2]
-        return self.ring_bits * 2 * (together - 1) / together / rate_bps
+        open_rings_bps = open_borders * self.tree_bps[group_size - 2]
+        total_bps = sum(rings_bps) + open_rings_bps
+        return self.ring_bits * 2 * (group_size - 1) / group_size / total_bps

@@ -1,5 +1,9 @@
-"""What no placement of a shape beats: all clusters' stages together, and the least that must cross between
-clusters."""
+"""Lower bound on the step time of every placement of a shape.
+
+A shape fixes parallel sizes, micro-batch, recomputation and ZeRO stage; the nodes of each stage are still
+open. The bound has two parts: computation of all clusters together, and the traffic that must cross between
+clusters.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
+from holmes_ext.cluster.wan import Hop
 from holmes_ext.plan.cost.model import in_flight
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.price import Prices
@@ -16,253 +22,389 @@ from holmes_ext.plan.cost.reductions import SHARES
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.shape import Shape
 
+#: Embedding and output layer may have a larger share of forward passes than the blocks.
+FORWARD_SHARE_MARGIN = 1.2
+
+
+class _BlockTimes(NamedTuple):
+    """Seconds of one block of a stage that lies on one kind of node."""
+
+    forward_s: float
+    both_s: float  # forward and backward pass
+    limit_bytes: float  # memory of a GPU
+
+
+class BestLinks(NamedTuple):
+    """Best rates that any choice of links between clusters can reach."""
+
+    #: Rates of the maximum spanning tree (Prim 1957), fastest first, bits/s.
+    tree_bps: list[float]
+    #: [n - 1] the rates into each cluster from n others, fastest first, bits/s.
+    into_bps: list[list[float]]
+    latency_s: float  # the least of all pairs
+
 
 class ShapeBound:
-    """Of one shape. seconds: that no placement beats; inf where no stages have room for the layers."""
+    """Lower bound on the step time of all placements of one shape."""
 
     def __init__(self, network: Network, prices: Prices, shape: Shape):
-        self.network, self.prices, self.shape = network, prices, shape
-        self.job, self.size = prices.job, network.world // shape.pipeline
+        self.network = network
+        self.prices = prices
+        self.shape = shape
+        self.job = prices.job
+        self.stage_ranks = network.world // shape.pipeline
         self.sizes = shape.sizes().complete(network.world)
+        #: Ranks of each kind of node.
         self.ranks = [len(names) * network.processes for names in network.names]
 
     @property
     def seconds(self) -> float:
+        """Lower bound on the step, in seconds; inf if the memory cannot hold the layers."""
         return max(self.computing_s(), self.crossing_s())
 
     def computing_s(self) -> float:
-        """Each kind of node's stages compute and talk inside stages as if they were alone, layers are
-        divisible, activations take the fastest network, and little is reduced."""
-        shape, layers = self.shape, self.job.blocks
-        alone = [self._alone(kind) for kind in range(len(self.ranks))]
-        forward, work = [f for f, _, _ in alone], [both for _, both, _ in alone]
-        if not self._has_room(max(limit for _, _, limit in alone)):
+        """Return a lower bound from the computation of all stages, in seconds; inf if no memory suffices.
+
+        It is a lower bound because each relaxation can only shorten a step: stages compute and communicate
+        inside as if each kind of node were alone, layers are divisible, activations take the fastest
+        network, and each kind reduces its gradients in the cheapest way.
+        """
+        kinds = range(len(self.ranks))
+        times = [self._block_times(kind) for kind in kinds]
+        if not self._has_room(max(kind.limit_bytes for kind in times)):
             return inf
-        stages = [ranks / self.size for ranks in self.ranks]
-        m, stage_link, stage_links = shape.micro_batches, self.stage_link_s(), shape.pipeline - 1
-        reductions = [self._reduction_s(kind) for kind in range(len(self.ranks))]
-        if shape.virtual > 1:
-            return self._interleaved_s(stages, forward, work, reductions, stage_link)
-        room = sum(count / seconds for count, seconds in zip(stages, work))
-        share = max(f / seconds for f, seconds in zip(forward, work))
-        share = min(1.0, share * 1.2)  # embedding and output may have a greater one
-        async_stage_links = self.prices.hide_stage_links
-        ahead = (
-            m if async_stage_links and stage_links else min(shape.pipeline, m)
-        )  # at most, whatever the stage links are
-        load = self.stage_link_s(latency=False) if async_stage_links else stage_link
-        once, rounds = layers * min(work) + 2 * stage_links * stage_link, (m - 1) // ahead + 1
-        weight = max(0.0, m - 1 - (ahead - 1) * share)
-        # after its last backward, which may hide as much of it, a stage reduces what it holds
-        alone_s = [
-            m * e - (ahead - 1) * f + max(0.0, r - (e - f)) - f
-            for f, e, r in zip(forward, work, reductions)
-        ]
-        reduced = layers * min(forward) + stage_links * stage_link
-        if min(alone_s) > 0:
-            reduced += layers / sum(count / seconds for count, seconds in zip(stages, alone_s))
-        return max(
-            once + weight * layers / room, m * layers / room, rounds * once, m * load, reduced
+        stage_counts = [ranks / self.stage_ranks for ranks in self.ranks]
+        reductions_s = [self._reduction_s(kind) for kind in kinds]
+        if self.shape.virtual > 1:
+            return self._interleaved_s(stage_counts, times, reductions_s)
+        return self._in_1f1b_s(stage_counts, times, reductions_s)
+
+    def _in_1f1b_s(
+        self,
+        stage_counts: Sequence[float],
+        times: Sequence[_BlockTimes],
+        reductions_s: Sequence[float],
+    ) -> float:
+        """Return the computing bound of a 1F1B schedule.
+
+        Args:
+            stage_counts: Stages that each kind of node has room for (a fraction possible).
+            times: Times of a block on each kind of node.
+            reductions_s: Least seconds for the gradients of a block on each kind of node.
+        """
+        layers = self.job.blocks
+        micro_batches = self.shape.micro_batches
+        links = self.shape.pipeline - 1
+        link_s = self.stage_link_s()
+        hides_links = self.prices.hide_stage_links
+        # Layers divide among the kinds so that all take equally long.
+        blocks_per_s = sum(count / kind.both_s for count, kind in zip(stage_counts, times))
+        fastest_s = layers * min(kind.both_s for kind in times)
+        # Largest warm-up depth, however long the stage links are.
+        if hides_links and links:
+            warm_up = micro_batches
+        else:
+            warm_up = min(self.shape.pipeline, micro_batches)
+        round_trip_s = fastest_s + 2 * links * link_s
+        rounds = (micro_batches - 1) // warm_up + 1
+        # While one micro-batch makes its round trip, a stage has computed warm_up - 1 forward passes.
+        forward_share = max(kind.forward_s / kind.both_s for kind in times)
+        forward_share = min(1.0, forward_share * FORWARD_SHARE_MARGIN)
+        exposed_passes = max(0.0, micro_batches - 1 - (warm_up - 1) * forward_share)
+        link_interval_s = self.stage_link_s(latency=False) if hides_links else link_s
+
+        with_round_trip_s = round_trip_s + exposed_passes * layers / blocks_per_s
+        compute_s = micro_batches * layers / blocks_per_s
+        in_rounds_s = rounds * round_trip_s
+        messages_s = micro_batches * link_interval_s
+        with_reduction_s = self._with_reduction_s(
+            stage_counts, times, reductions_s, warm_up, link_s
         )
+        return max(with_round_trip_s, compute_s, in_rounds_s, messages_s, with_reduction_s)
+
+    def _with_reduction_s(
+        self,
+        stage_counts: Sequence[float],
+        times: Sequence[_BlockTimes],
+        reductions_s: Sequence[float],
+        warm_up: int,
+        link_s: float,
+    ) -> float:
+        """Return the least seconds until each stage has computed and reduced its share of the layers.
+
+        Args:
+            warm_up: Largest number of micro-batches that a stage begins before its first backward pass.
+            link_s: Least seconds of a stage link.
+        """
+        block_s = []  # of one block of a stage: all its passes, then its reduction
+        for kind, reduction_s in zip(times, reductions_s):
+            backward_s = kind.both_s - kind.forward_s
+            exposed_s = max(0.0, reduction_s - backward_s)  # the last backward pass hides the rest
+            passes_s = self.shape.micro_batches * kind.both_s - (warm_up - 1) * kind.forward_s
+            block_s.append(passes_s + exposed_s - kind.forward_s)
+        fastest_forward_s = self.job.blocks * min(kind.forward_s for kind in times)
+        down_s = fastest_forward_s + (self.shape.pipeline - 1) * link_s
+        if min(block_s) <= 0:
+            return down_s
+        blocks_per_s = sum(count / seconds for count, seconds in zip(stage_counts, block_s))
+        return down_s + self.job.blocks / blocks_per_s
 
     def _interleaved_s(
         self,
-        stages: Sequence[float],
-        forward: Sequence[float],
-        work: Sequence[float],
-        reductions: Sequence[float],
-        stage_link: float,
+        stage_counts: Sequence[float],
+        times: Sequence[_BlockTimes],
+        reductions_s: Sequence[float],
     ) -> float:
-        m, v, pipeline = self.shape.micro_batches, self.shape.virtual, self.shape.pipeline
-        stage_blocks, slowest = self.job.blocks / pipeline, max(work) * self.job.blocks / pipeline
-        alike = max(
-            0.0, sum(count for count, seconds in zip(stages, work) if seconds == max(work)) - 1
+        """Return the computing bound of an interleaved schedule, in which all stages have equal layers."""
+        micro_batches = self.shape.micro_batches
+        chunks = self.shape.virtual
+        stages = self.shape.pipeline
+        link_s = self.stage_link_s()
+        stage_blocks = self.job.blocks / stages
+        slowest_block_s = max(kind.both_s for kind in times)
+        slowest_stage_s = slowest_block_s * self.job.blocks / stages
+        slowest_stages = sum(
+            count for count, kind in zip(stage_counts, times) if kind.both_s == slowest_block_s
         )
-        # at most two stage links at each border between clusters leave one: with many more, two
-        # neighbouring ones
-        # are on one network
-        shared_stage_links = 2 if (pipeline - 1) // 2 > 2 * (len(stages) - 1) else 1
-        # the last chunk's gradients are the first to be reduced: with the last micro-batch's backward
-        late = max(0.0, m - (pipeline * (v - 1) + 1) / v) * min(
-            e - f for e, f in zip(work, forward)
-        )
-        reduced = stage_blocks * (m * min(forward) + late + min(reductions))
-        return max(
-            slowest * (m + alike / v) + 2 * alike * stage_link,
-            m * v * shared_stage_links * stage_link,
-            reduced,
-        )
+        # The first micro-batch passes the other slowest stages down, and the last one up.
+        others = max(0.0, slowest_stages - 1)
+        through_others_s = others / chunks
+        compute_s = slowest_stage_s * (micro_batches + through_others_s) + 2 * others * link_s
+        # At most two stage links at each border between clusters leave a cluster. If there are many more,
+        # two neighbouring stage links are inside a cluster and share its NICs.
+        borders = len(stage_counts) - 1
+        links_on_nic = 2 if (stages - 1) // 2 > 2 * borders else 1
+        messages_s = micro_batches * chunks * links_on_nic * link_s
+        # The gradients of the last chunk are reduced first, under the last micro-batch's backward pass.
+        backward_s = min(kind.both_s - kind.forward_s for kind in times)
+        forward_s = micro_batches * min(kind.forward_s for kind in times)
+        early_passes = (stages * (chunks - 1) + 1) / chunks
+        late_backward_s = max(0.0, micro_batches - early_passes) * backward_s
+        with_reduction_s = stage_blocks * (forward_s + late_backward_s + min(reductions_s))
+        return max(compute_s, messages_s, with_reduction_s)
 
-    def _alone(self, kind: int) -> tuple[float, float, float]:
-        """(forward, forward and backward of a block, memory) of a stage that lies on one kind of node."""
-        gpus = self.job.gpu_of(self.network.cluster(kind))
+    def _block_times(self, kind: int) -> _BlockTimes:
+        """Return the times of one block of a stage that lies on one kind of node only."""
+        gpu = self.job.gpu_of(self.network.cluster(kind))
+        block = self.job.block
 
         def collective_s() -> float:
+            # one stage (or the stages of one node) on nodes of this kind
             processes = self.network.processes
-            stages, nodes = max(1, processes // self.size), max(1, self.size // processes)
+            stages = max(1, processes // self.stage_ranks)
+            nodes = max(1, self.stage_ranks // processes)
             sizes = replace(self.sizes, pipeline=stages)
             fold, (stage,) = self.prices.fold(Placement(sizes, processes, ((kind, nodes),)), 0)
             return self.prices.collective_s(fold, stage)
 
-        block, sizes = self.job.block, (self.shape.tensor, self.shape.context, self.shape.expert)
-        sent = block.tensor_bytes, block.context_bytes, block.expert_bytes
-        half = 0.0
-        if max(sizes) > 1:
-            half = (
-                self.network.remember(("alone", kind, self.size, sizes, sent, gpus), collective_s)
-                / 2
-            )
-        forward = self.job.block.forward_flops / gpus.flops + half
-        limit = min(gpus.memory_bytes or inf, self.prices.rules.memory_bytes or inf)
-        return forward, forward + self.job.block.backward_flops / gpus.flops + half, limit
+        group_sizes = (self.shape.tensor, self.shape.context, self.shape.expert)
+        collective_bytes = (block.tensor_bytes, block.context_bytes, block.expert_bytes)
+        collectives_s = 0.0  # in each of forward and backward pass
+        if max(group_sizes) > 1:
+            key = ("alone", kind, self.stage_ranks, group_sizes, collective_bytes, gpu)
+            collectives_s = self.network.remember(key, collective_s) / 2
+        forward_s = block.forward_flops / gpu.flops + collectives_s
+        return _BlockTimes(
+            forward_s=forward_s,
+            both_s=forward_s + block.backward_flops / gpu.flops + collectives_s,
+            limit_bytes=min(gpu.memory_bytes or inf, self.prices.rules.memory_bytes or inf),
+        )
 
-    def _has_room(self, limit: float) -> bool:
-        """Whether the stages could hold all layers with the largest memory, without embedding and output."""
-        shape, job = self.shape, self.job
-        if limit == inf:
+    def _has_room(self, limit_bytes: float) -> bool:
+        """Return whether all layers fit if every GPU has `limit_bytes`, without embedding and output."""
+        if limit_bytes == inf:
             return True
-        room, layers = limit - job.working_bytes, 0
+        shape = self.shape
+        room_bytes = max(0.0, limit_bytes - self.job.working_bytes)
+        state_bytes = self.job.state_bytes[1]
+        layers = 0
         for stage in range(shape.pipeline):
-            keep = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
-            layers += int(max(0.0, room) // (job.state_bytes[1] + keep * job.block.kept_bytes))
-            if layers >= job.blocks:
+            kept = in_flight(stage, shape.pipeline, shape.virtual, shape.micro_batches)
+            activation_bytes = kept * self.job.block.kept_bytes
+            layers += int(room_bytes // (state_bytes + activation_bytes))
+            if layers >= self.job.blocks:
                 return True
         return False
 
     def stage_link_s(self, latency: bool = True) -> float:
-        """Of an activation to the next stage at least; 0 where neighbouring stages may share a node."""
-        shape, processes = self.shape, self.network.processes
-        replica = shape.pipeline * shape.tensor * shape.context
-        first = all(ranks % replica == 0 for ranks in self.ranks)
-        first = first and any(
-            ranks // shape.pipeline % processes for ranks in self.ranks
-        )  # pipelines first
-        if shape.pipeline == 1 or first or self.size % processes:
+        """Return the least seconds for an activation from a stage to the next.
+
+        The bound is 0 if neighbouring stages may share a node.
+
+        Args:
+            latency: Count the latency, not only the bytes.
+        """
+        shape = self.shape
+        processes = self.network.processes
+        pipeline_ranks = shape.pipeline * shape.tensor * shape.context
+        whole_pipelines = all(ranks % pipeline_ranks == 0 for ranks in self.ranks)
+        splits_nodes = any(ranks // shape.pipeline % processes for ranks in self.ranks)
+        may_share_node = (whole_pipelines and splits_nodes) or self.stage_ranks % processes
+        if shape.pipeline == 1 or may_share_node:
             return 0.0
-        size = self.job.block.activation_bytes
+        message_bytes = self.job.block.activation_bytes
         slices = self.prices.slices(Placement(self.sizes, processes, ()))
         share = self.job.compressed_share(self.prices.rules.compression) / slices
         kinds = range(len(self.ranks))
 
-        def least() -> float:
+        def least_s() -> float:
+            fabrics = {self.network.fabric((kind, other)) for kind in kinds for other in kinds}
             seconds = []
-            for fabric in {self.network.fabric((kind, other)) for kind in kinds for other in kinds}:
-                part = size * share if fabric.name == ETHERNET else size
+            for fabric in fabrics:
+                sent_bytes = message_bytes * share if fabric.name == ETHERNET else message_bytes
                 line = self.network.line(fabric)
-                seconds.append(8 * processes * part / line.rate_bps + latency * line.latency_s)
+                latency_s = latency * line.latency_s
+                seconds.append(8 * processes * sent_bytes / line.rate_bps + latency_s)
             return min(seconds)
 
-        return self.network.remember(("stage_link", size, share, latency), least)
+        return self.network.remember(("stage_link", message_bytes, share, latency), least_s)
 
     def _reduction_s(self, kind: int) -> float:
-        """Seconds that a stage reduces a block's gradients at least where a cluster has a part in it,
-        whatever part: on the cluster's fabric among as few as a hierarchical all-reduce leave there,
-        or on Ethernet."""
-        shape, network, processes = self.shape, self.network, self.network.processes
-        if shape.zero > 1 or self.size % processes or network.wan:
+        """Return the least seconds in which a stage reduces a block's gradients.
+
+        The bound holds for every part that a cluster of this kind of node has in the stage: the reduction
+        uses the cluster's fabric, among as few ranks as a hierarchical all-reduce leaves there, or Ethernet
+        among all ranks.
+        """
+        shape = self.shape
+        network = self.network
+        processes = network.processes
+        if shape.zero > 1 or self.stage_ranks % processes or network.wan:
             return 0.0
         kinds = range(len(self.ranks))
-        shards, per_node = (
-            shape.data * shape.context,
-            max(1, min(processes, self.size) // shape.tensor),
-        )
+        shards = shape.data * shape.context
+        shards_per_node = max(1, min(processes, self.stage_ranks) // shape.tensor)
+        groups_per_node = processes // shards_per_node
 
-        def byte_s(fabric: Fabric, count: int) -> float:
-            volume = 2 * (count - 1) / count if count > per_node else 0.0
-            return 8 * volume * (processes // per_node) / network.line(fabric).rate_bps
+        def byte_s(fabric: Fabric, ranks: int) -> float:
+            traffic = 2 * (ranks - 1) / ranks if ranks > shards_per_node else 0.0  # of a ring
+            return 8 * traffic * groups_per_node / network.line(fabric).rate_bps
 
-        def least_s() -> float:
-            inside, shared = network.fabric([kind]), network.fabric(kinds)
-            return min(byte_s(inside, max(1, shards // len(kinds))), byte_s(shared, shards))
+        def least_byte_s() -> float:
+            inside_s = byte_s(network.fabric([kind]), max(1, shards // len(kinds)))
+            across_s = byte_s(network.fabric(kinds), shards)
+            return min(inside_s, across_s)
 
-        byte_seconds = network.remember(("least reduction", kind, shards, per_node), least_s)
-        return byte_seconds * self.job.reduced_bytes[1] * (0.5 if shape.zero else 1.0)
+        key = ("least reduction", kind, shards, shards_per_node)
+        block_byte_s = network.remember(key, least_byte_s)
+        share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
+        return block_byte_s * self.job.reduced_bytes[1] * share
 
-    # ------------------------------------------------------------------- what crosses
+    # ------------------------------------------------------------------- traffic between clusters
 
     def crossing_s(self) -> float:
-        """Of what crosses clusters of equal size where the network between them is not flat; 0 where nothing
-        is known.
+        """Return a lower bound from the traffic between clusters of equal size, in seconds.
 
-        Groups of g clusters share stages. The pipeline passes from group to group in g chains, and chains
-        over all clusters use as many links as a forest of g trees, whose worst link is at best that of the
-        spanning tree without its g - 1 worst ones. Once all micro-batches have passed, gradients are summed:
-        the group that holds most layers at least its share, each of its clusters a whole sum (or a flat
-        ring's half), over g - 1 links.
+        The bound needs a WAN between the clusters; it is 0 without one, or if clusters differ in size.
+
+        Groups of g clusters share stages. The pipeline passes from group to group in g chains. Chains over
+        all clusters use as many links as a forest of g trees, whose slowest link is at best that of the
+        maximum spanning tree without its g - 1 slowest links. After the last micro-batch the gradients are
+        summed: the group with most layers has at least its share, and each of its clusters needs a whole
+        sum (or half of a flat ring's traffic) over g - 1 links. The group size g is open, so the least
+        bound of all sizes counts.
         """
-        shape, size = self.shape, self.size
-        count, ranks = len(self.ranks), self.ranks[0]
-        if not self.network.wan or len(set(self.ranks)) > 1 or size % ranks and ranks % size:
+        cluster_count = len(self.ranks)
+        cluster_ranks = self.ranks[0]
+        fills_clusters = (
+            self.stage_ranks % cluster_ranks == 0 or cluster_ranks % self.stage_ranks == 0
+        )
+        if not self.network.wan or len(set(self.ranks)) > 1 or not fills_clusters:
             return 0.0
-        tree, into, latency_s = self.network.remember(
-            "best links", lambda: best_links(self.network)
+        links: BestLinks = self.network.remember("best links", lambda: best_links(self.network))
+        least_group = max(1, self.stage_ranks // cluster_ranks)
+        return min(
+            self._group_crossing_s(group_size, links)
+            for group_size in range(least_group, cluster_count + 1)
+            if cluster_count % group_size == 0
         )
-        latency_s *= not self.prices.hide_stage_links  # under what computes
-        every_bit = 8 * shape.micro_batches * self.job.block.activation_bytes / shape.tensor
-        every_bit *= self.job.compressed_share(self.prices.rules.compression)
-        shards = shape.data * shape.context
-        summed = (
-            0.0 if self.job.layers[1].expert_parameters else 8 * shape.tensor * self.job.total_bytes
-        )
-        summed *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
-        bounds_s = []
-        for together in (n for n in range(max(1, size // ranks), count + 1) if count % n == 0):
-            seconds = 0.0
-            if together > 1:
-                seconds = summed * together / count / into[together - 2][together - 1]
-                around = (
-                    self.ring_bits * 2 * (together - 1) / count
-                )  # no link of it beats the tree's
-                seconds = max(seconds, around / tree[together - 2])
-            if together < count:
-                slowest = tree[count - together - 1]
-                seconds += shape.micro_batches * latency_s + size / together * every_bit / slowest
-            bounds_s.append(seconds)
-        return min(bounds_s)
+
+    def _group_crossing_s(self, group_size: int, links: BestLinks) -> float:
+        """Return the crossing bound if groups of `group_size` clusters share stages."""
+        shape = self.shape
+        job = self.job
+        cluster_count = len(self.ranks)
+        seconds = 0.0
+        if group_size > 1:
+            shards = shape.data * shape.context
+            gradient_bits = 0.0
+            if not job.layers[1].expert_parameters:
+                gradient_bits = 8 * shape.tensor * job.total_bytes
+            gradient_bits *= (1 - 1 / shards) * SHARES[self.prices.rules.compress]
+            into_bps = links.into_bps[group_size - 2][group_size - 1]
+            sums_s = gradient_bits * group_size / cluster_count / into_bps
+            # No link of a ring around the clusters is faster than the spanning tree's.
+            ring_bits = self.ring_bits * 2 * (group_size - 1) / cluster_count
+            ring_s = ring_bits / links.tree_bps[group_size - 2]
+            seconds = max(sums_s, ring_s)
+        if group_size < cluster_count:
+            # Hidden stage links overlap their latency with computation.
+            latency_s = links.latency_s * (not self.prices.hide_stage_links)
+            activation_bits = 8 * shape.micro_batches * job.block.activation_bytes / shape.tensor
+            activation_bits *= job.compressed_share(self.prices.rules.compression)
+            slowest_bps = links.tree_bps[cluster_count - group_size - 1]
+            latencies_s = shape.micro_batches * latency_s
+            bytes_s = self.stage_ranks / group_size * activation_bits / slowest_bps
+            seconds += latencies_s + bytes_s
+        return seconds
 
     @property
     def ring_bits(self) -> float:
-        """Of all gradients, if they go uncompressed round the clusters (so a ring's worst link counts); else
-        0: nothing is known."""
-        rules, experts = self.prices.rules, self.job.layers[1].expert_parameters
-        if rules.direct or self.shape.zero or experts or rules.compress != "off":
+        """Bits of all gradients that travel around the clusters uncompressed, so a ring's slowest link counts.
+
+        0 if nothing is known: direct exchanges, ZeRO, experts or compression.
+        """
+        rules = self.prices.rules
+        has_experts = self.job.layers[1].expert_parameters
+        if rules.direct or self.shape.zero or has_experts or rules.compress != "off":
             return 0.0
         return 8 * self.shape.tensor * self.job.total_bytes
 
 
 def rates_between(network: Network) -> dict[tuple[int, int], float]:
-    """Bits/s from cluster to cluster: of the slowest hop; inf where they are on one fast network."""
-    result = {}
+    """Return the rate from cluster to cluster in bits/s: (from, to) -> rate of the slowest hop.
+
+    The rate is inf for clusters on one fast network.
+    """
+    rates_bps = {}
     for pair in permutations(range(len(network.kinds)), 2):
-        hops = (
-            network.wan.hops(*map(network.cluster, pair))
-            if network.fabric(pair).name == ETHERNET
-            else ()
-        )
-        result[pair] = min((hop.rate_bps for hop in hops), default=inf)
-    return result
+        hops = _hops(network, pair)
+        rates_bps[pair] = min((hop.rate_bps for hop in hops), default=inf)
+    return rates_bps
 
 
-def best_links(network: Network) -> tuple[list[float], list[list[float]], float]:
-    """Bits/s of the links of the spanning tree of the best ones (Prim 1957), descending; for 1, 2, ... others
-    into each cluster from so many, descending; the least latency."""
+def _hops(network: Network, pair: tuple[int, int]) -> Sequence[Hop]:
+    """Return the WAN hops from one cluster to another; none if a fast network connects them."""
+    if network.fabric(pair).name != ETHERNET:
+        return ()
+    source, target = pair
+    return network.wan.hops(network.cluster(source), network.cluster(target))
+
+
+def best_links(network: Network) -> BestLinks:
+    """Return the best rates between clusters of the network that any choice of links reaches."""
     kinds = range(len(network.kinds))
-    clusters, rate = [network.cluster(kind) for kind in kinds], rates_between(network)
-    paths = [
-        network.wan.hops(clusters[source], clusters[target]) if rate[source, target] < inf else ()
-        for source, target in rate
-    ]
-    joined, tree = {0}, []
+    rates_bps = rates_between(network)
+    paths = [_hops(network, pair) if rates_bps[pair] < inf else () for pair in rates_bps]
+
+    # maximum spanning tree (Prim 1957)
+    joined = {0}
+    tree_bps = []
     while len(joined) < len(kinds):
-        border = (pair for pair in rate if pair[0] in joined and pair[1] not in joined)
-        inside, outside = max(border, key=rate.__getitem__)
+        border = (pair for pair in rates_bps if pair[0] in joined and pair[1] not in joined)
+        inside, outside = max(border, key=rates_bps.__getitem__)
         joined.add(outside)
-        tree.append(rate[inside, outside])
-    links = [sorted((rate[a, b] for a in kinds if a != b), reverse=True) for b in kinds]
-    uplinks = [network.wan.uplink_of.get(name, inf) for name in clusters]
-    into = [
-        [min(sum(link[:count]), uplink) for link, uplink in zip(links, uplinks)]
-        for count in kinds[1:]
-    ]
+        tree_bps.append(rates_bps[inside, outside])
+
+    # Links into a cluster end at its uplink, if it has one.
+    links_into = []
+    for target in kinds:
+        links = [rates_bps[source, target] for source in kinds if source != target]
+        links_into.append(sorted(links, reverse=True))
+    uplinks_bps = [network.wan.uplink_of.get(network.cluster(kind), inf) for kind in kinds]
+    into_bps = []
+    for count in kinds[1:]:
+        rates = [min(sum(links[:count]), uplink) for links, uplink in zip(links_into, uplinks_bps)]
+        into_bps.append(sorted(rates, reverse=True))
     latency_s = min(sum(hop.latency_s for hop in path) for path in paths)
-    return sorted(tree, reverse=True), [sorted(rates, reverse=True) for rates in into], latency_s
+    return BestLinks(sorted(tree_bps, reverse=True), into_bps, latency_s)

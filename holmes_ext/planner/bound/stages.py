@@ -1,8 +1,10 @@
-"""What every stage of a placement does at least, simulated: messages, reductions, optimizer, gathers.
+"""Lower bounds on the work of each pipeline stage of one placement: messages, reductions, optimizer.
 
-What stages share is counted once: a NIC carries the messages of one kind of pipeline at a time, whatever
-others do, and a link between clusters the reductions of one stage. A column are pipelines that lie on the
-same kinds of nodes; the slowest one's messages are taken.
+A placement fixes which nodes hold which stage; the number of layers of each stage is still open. Every value
+here holds for each number of layers, so the bounds on the step time (least.py, chunks.py) can rest on it.
+
+A resource that several stages share is counted once: a NIC carries the messages of one kind of pipeline at a
+time, and a link between clusters carries the reductions of one stage.
 """
 
 from __future__ import annotations
@@ -22,257 +24,409 @@ from holmes_ext.plan.engine import POSTED
 from holmes_ext.plan.placement import GroupFamily, Placement
 from holmes_ext.planner.simulate.execution import Execution
 
+#: Share of an all-reduce's traffic that a reduce-scatter of the same bytes causes.
+REDUCE_SCATTER_SHARE = 0.5
+#: Relative tolerance for quotients that are rounded down to whole layers or micro-batches.
+ROUNDING = 1e-12
+#: ZeRO stage that shards gradients, so their sum is sent per micro-batch and not once a step.
+ZERO_GRADIENTS = 2
+
+
+class LinearCost(NamedTuple):
+    """Seconds that a stage needs as a linear function of its number of layers."""
+
+    block_s: float  # for each layer (transformer block)
+    fixed_s: float  # once, whatever the number of layers
+
 
 class Message(NamedTuple):
-    """Seconds at least: of an activation to the next stage; that its sender is held up; in which it flows;
-    that the sender's NIC carries it; and the fabric."""
+    """Lower bounds on sending one activation to the next stage, in seconds."""
 
-    all_s: float
-    held_s: float
-    flow_s: float
+    #: From the first byte sent to the last byte received.
+    total_s: float
+    #: While the sender waits, if sends block.
+    sender_blocked_s: float
+    #: Between the ends of two messages that follow each other on the stage link.
+    interval_s: float
+    #: While the sender's NIC is busy.
     nic_s: float
+    #: Name of the fabric that carries the message; "" inside one node.
     fabric: str
 
 
+#: The message from a stage to itself (pipelines of one stage).
+NO_MESSAGE = Message(total_s=0.0, sender_blocked_s=0.0, interval_s=0.0, nic_s=0.0, fabric="")
+
+
 @dataclass(frozen=True)
-class After:
-    """What a stage does when its last backward begins: seconds at least, (of a block, besides)."""
+class AfterBackward:
+    """Lower bounds on the work of a stage from the start of its last backward pass on."""
 
-    #: Its gradients' reductions, hidden under that backward where `hidden`.
-    reduce: tuple[float, float]
-    #: Optimizer and gathers.
-    rest: tuple[float, float]
-    hidden: bool
-    #: Of a block's reduction, what passes the NIC that carries activations inside its clusters.
-    shared: float
+    #: Reduction of the stage's gradients.
+    reduction: LinearCost
+    #: Optimizer, and all-gather of the updated weights.
+    update: LinearCost
+    #: The reduction overlaps with the last backward pass.
+    overlapped: bool
+    #: Seconds for which one block's reduction occupies the NIC that carries activations inside the cluster.
+    shared_nic_block_s: float
 
 
-class Stages:
-    """Of one placement; costs: of the simulation. Lists by stage."""
+class StageBounds:
+    """Lower bounds on the work of every stage of one placement. Lists have one entry for each stage."""
 
     def __init__(self, prices: Prices, placement: Placement, costs: StageCosts, run: Execution):
-        self.prices, self.placement, self.costs, self.run = prices, placement, costs, run
-        self.count, self.layers, self.m = costs.stages, costs.blocks, costs.micro_batches
-        #: Seconds of a block, and of what the first and the last stage have besides (embedding, output).
-        self.forward, self.extra_forward = _of(costs.forward_s)
-        self.backward, self.extra_backward = _of(costs.backward_s)
-        self.each = [f + b for f, b in zip(self.forward, self.backward)]
-        self.extra = [f + b for f, b in zip(self.extra_forward, self.extra_backward)]
-        #: Blocks that the memory holds.
-        self.most = [
-            self.layers
-            if room == inf
-            else min(self.layers, floor((room - extra) / block * (1 + 1e-12)))
-            for room, block, extra in zip(costs.room_bytes, *_of(costs.memory))
-        ]
+        """Read the compute times and the memory limits.
 
-    def fits(self, split: Sequence[int]) -> bool:
-        return all(layers <= most for layers, most in zip(split, self.most))
+        Args:
+            prices: Times of computation and communication for the parallel sizes.
+            placement: Nodes of every stage.
+            costs: Times and memory that the simulation of a step uses.
+            run: Schedule and overlap of the job.
+        """
+        self.prices = prices
+        self.placement = placement
+        self.costs = costs
+        self.run = run
+        self.stage_count = costs.stages
+        self.layer_count = costs.blocks
+        self.micro_batches = costs.micro_batches
+        #: Seconds of one block, and of the embedding (first stage) and the output layer (last stage).
+        self.forward_s, self.extra_forward_s = _block_and_extra(costs.forward_s)
+        self.backward_s, self.extra_backward_s = _block_and_extra(costs.backward_s)
+        self.block_s = [f + b for f, b in zip(self.forward_s, self.backward_s)]
+        self.extra_s = [f + b for f, b in zip(self.extra_forward_s, self.extra_backward_s)]
+        #: Largest number of layers for which the stage's memory has room.
+        self.max_layers = self._max_layers()
 
-    def look_at_networks(self) -> None:
-        """Messages, reductions, what follows them."""
-        run, count = self.run, self.count
-        #: Whether as many micro-batches are in flight as hide the stage links.
-        self.async_stage_links = self.costs.hidden is not None
-        columns = self.placement.borders[:-1]
-        by_column = [[self._message(stage, low) for stage in range(count)] for low in columns]
-        self.column, messages = max(
-            zip(columns, by_column), key=lambda item: sum(message.all_s for message in item[1])
-        )
-        self.stage_links = [message.all_s for message in messages[:-1]]
-        blocks = not self.async_stage_links and run.engine.sends != POSTED
-        self.gone = [message.held_s if blocks else 0.0 for message in messages[:-1]]
-        self.flow = [message.flow_s for message in messages[:-1]]
-        #: Micro-batches that a stage begins before its first backward, at most.
-        self.ahead = [min(ahead, self.m) for ahead in self._most_ahead()]
-        #: From the last stage to the first.
-        self.around = messages[-1]
-        self.sent = self._sent_both_ways(messages)
-        #: The same where that NIC is the one that After.shared speaks of.
-        self.sent_there = [
-            sent * (message.fabric == self._home(stage))
-            for stage, (sent, message) in enumerate(zip(self.sent, messages))
-        ]
-        #: What a sum of gradients carries of an all-reduce once a step.
-        self.part = (1.0, 0.5 if run.engine.scatters else 1.0, 0.0, 0.0)[run.zero]
-        self.after = [self._after(stage) for stage in range(count)]
-        per_node = max(1, self.prices.network.processes // self.placement.stride)
-        firsts = range(0, count, per_node) if per_node > 1 else ()
-        #: Stages of one node, where nodes have several.
-        self.together = [list(range(count)[first : first + per_node]) for first in firsts]
-        #: Whether a layer takes as long on every stage.
-        self.even = len({*zip(self.forward, self.backward)}) == 1
-        #: Whether the gradients' norm is summed over all stages before any optimizer.
-        self.barrier = run.engine.norm and count > 1
-        self.tied = [0.0] * count
-        if self.barrier and self.prices.job.tied_bytes:
-            self.tied[0] = self.tied[-1] = self._tied_s()
-
-    def _most_ahead(self) -> list[int]:
-        """1F1B's, and as many more as hide the stage links below at the least pace (plan/cost/pipeline.py,
-        in_flight)."""
-        result = [self.count - stage for stage in range(self.count)]
-        if self.costs.hidden is None:
-            return result
-        stage_links = tuple(row[1] for row in self.costs.transfer_s[: self.count - 1])
-        mean_s = (sum(self.extra) + self._least_work()) / self.count
-        alone = stage_links, self.costs.hidden
-        shared = both_ways(*alone, self.costs.nics, mean_s)
-        paces = [(stage_links_s, max(mean_s, *sent)) for stage_links_s, sent in (alone, shared)]
-        for stage in reversed(range(self.count - 1)):
-            more = max(
-                2 * stage_links_s[stage] / pace if pace else 0.0 for stage_links_s, pace in paces
-            )
-            result[stage] = result[stage + 1] + 1 + ceil(more)
+    def _max_layers(self) -> list[int]:
+        block_bytes, extra_bytes = _block_and_extra(self.costs.memory)
+        result = []
+        for room, block, extra in zip(self.costs.room_bytes, block_bytes, extra_bytes):
+            layers = self.layer_count
+            if room != inf:
+                layers = min(layers, floor((room - extra) / block * (1 + ROUNDING)))
+            result.append(layers)
         return result
 
-    def _least_work(self) -> float:
-        """Of all blocks of one micro-batch: each stage one, the others where they are fastest and fit."""
-        remaining, total = self.layers - self.count, sum(self.each)
-        for stage in sorted(range(self.count), key=self.each.__getitem__):
-            taken = min(remaining, self.most[stage] - 1)
-            total, remaining = total + taken * self.each[stage], remaining - taken
+    def fits(self, split: Sequence[int]) -> bool:
+        """Return whether the memory of every stage has room for its layers of `split`."""
+        return all(layers <= most for layers, most in zip(split, self.max_layers))
+
+    def bound_communication(self) -> None:
+        """Compute the lower bounds on messages, reductions and the work after the last backward pass."""
+        run = self.run
+        count = self.stage_count
+        #: Sends do not block, and as many micro-batches are in flight as hide the stage links.
+        self.async_stage_links = self.costs.hidden is not None
+        #: Position, among the ranks of a stage, of the pipelines with the slowest messages.
+        self.slowest_position, messages = self._slowest_messages()
+        #: From the last stage back to the first one (interleaved schedules).
+        self.last_to_first = messages[-1]
+        #: Seconds from sending an activation on stage s to its arrival on stage s + 1.
+        self.stage_links_s = [message.total_s for message in messages[:-1]]
+        sends_block = not self.async_stage_links and run.engine.sends != POSTED
+        self.sender_blocked_s = [
+            message.sender_blocked_s if sends_block else 0.0 for message in messages[:-1]
+        ]
+        #: Seconds between messages that follow each other on the stage link below the stage.
+        self.interval_s = [message.interval_s for message in messages[:-1]]
+        #: Warm-up depth: micro-batches that the stage may begin before its first backward pass.
+        self.warm_up = [min(depth, self.micro_batches) for depth in self._max_warm_up()]
+        #: Seconds for which one micro-batch's messages occupy the stage's NIC.
+        self.nic_busy_s = self._nic_busy_s(messages)
+        #: The same if the reduction uses that NIC too (AfterBackward.shared_nic_block_s), else 0.
+        self.shared_nic_busy_s = [
+            busy * (message.fabric == self._fabric_inside_cluster(stage))
+            for stage, (busy, message) in enumerate(zip(self.nic_busy_s, messages))
+        ]
+        scatter_share = REDUCE_SCATTER_SHARE if run.engine.scatters else 1.0
+        #: Share of an all-reduce's traffic that summing the gradients causes once a step, by ZeRO stage.
+        self.all_reduce_share = (1.0, scatter_share, 0.0, 0.0)[run.zero]
+        self.after_backward = [self._after_backward(stage) for stage in range(count)]
+        stages_per_node = max(1, self.prices.network.processes // self.placement.stride)
+        first_stages = range(0, count, stages_per_node) if stages_per_node > 1 else ()
+        #: Stages that share a node, node by node; empty if a node holds one stage only.
+        self.stages_of_nodes = [
+            list(range(count)[first : first + stages_per_node]) for first in first_stages
+        ]
+        #: A layer takes the same time on every stage.
+        self.is_homogeneous = len({*zip(self.forward_s, self.backward_s)}) == 1
+        #: The gradient norm is summed over all stages before any optimizer step.
+        self.has_norm_barrier = run.engine.norm and count > 1
+        #: All-reduce of a tied embedding's gradient, between first and last stage.
+        self.tied_s = [0.0] * count
+        if self.has_norm_barrier and self.prices.job.tied_bytes:
+            self.tied_s[0] = self.tied_s[-1] = self._tied_all_reduce_s()
+
+    def _max_warm_up(self) -> list[int]:
+        """Return the largest number of micro-batches that each stage begins before its first backward pass.
+
+        1F1B begins one micro-batch for each stage from here to the end. Hiding the stage links needs more:
+        as many as the messages of the stages below take passes (plan/cost/pipeline.py, in_flight). The
+        number is largest at the fastest pace that any split of the layers allows.
+        """
+        result = [self.stage_count - stage for stage in range(self.stage_count)]
+        if self.costs.hidden is None:
+            return result
+        stage_links_s = tuple(row[1] for row in self.costs.transfer_s[: self.stage_count - 1])
+        mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
+        exclusive = (stage_links_s, self.costs.hidden)
+        shared = both_ways(*exclusive, self.costs.nics, mean_stage_s)
+        paces = [(links_s, max(mean_stage_s, *loads_s)) for links_s, loads_s in (exclusive, shared)]
+        for stage in reversed(range(self.stage_count - 1)):
+            passes_in_transit = 0.0
+            for links_s, pace_s in paces:
+                if pace_s:
+                    passes_in_transit = max(passes_in_transit, 2 * links_s[stage] / pace_s)
+            result[stage] = result[stage + 1] + 1 + ceil(passes_in_transit)
+        return result
+
+    def _least_block_work_s(self) -> float:
+        """Return a lower bound on the seconds that all stages compute the blocks of one micro-batch.
+
+        Every stage has one block; the others are on the fastest stages, as far as memory allows.
+        """
+        remaining = self.layer_count - self.stage_count
+        total_s = sum(self.block_s)
+        for stage in sorted(range(self.stage_count), key=self.block_s.__getitem__):
+            layers = min(remaining, self.max_layers[stage] - 1)
+            total_s += layers * self.block_s[stage]
+            remaining -= layers
             if not remaining:
                 break
-        return total
+        return total_s
 
     # ------------------------------------------------------------------- messages
 
-    def _message(self, stage: int, low: int) -> Message:
-        """Of the pipelines at `low`, which send at the same time, the others being still."""
-        following = (stage + 1) % self.count
-        if following == stage:
-            return Message(0.0, 0.0, 0.0, 0.0, "")
-        parts, tied = self.placement.parts, self.placement.tied
-        key = parts[stage // tied], parts[following // tied], stage % tied, following - stage, low
-        return self.prices.remember("message", key, lambda: self._message_of(stage, following, low))
+    def _slowest_messages(self) -> tuple[int, list[Message]]:
+        """Return the messages of the pipelines that communicate longest, and their position in a stage.
 
-    def _message_of(self, stage: int, following: int, low: int) -> Message:
-        prices, network = self.prices, self.prices.network
-        fold, ends = prices.fold(self.placement, stage, following)
-        stage_link = fold.stage_link(fold.kind_at(low), *ends)
-        link, size = prices.link_bps(stage_link.kinds), prices.job.block.activation_bytes
-        load = network.message(stage_link, link)
+        Pipelines differ if they lie on different kinds of nodes. The list has the message of every stage to
+        the next one; the last stage sends to the first.
+        """
+        positions = self.placement.borders[:-1]
+        messages_of = {
+            position: [self._message(stage, position) for stage in range(self.stage_count)]
+            for position in positions
+        }
+        slowest = max(
+            positions,
+            key=lambda position: sum(message.total_s for message in messages_of[position]),
+        )
+        return slowest, messages_of[slowest]
+
+    def _message(self, stage: int, position: int) -> Message:
+        """Return the message from `stage` to the next one while only the pipelines at `position` send."""
+        next_stage = (stage + 1) % self.stage_count
+        if next_stage == stage:
+            return NO_MESSAGE
+        parts = self.placement.parts
+        tied = self.placement.tied
+        # Equal keys mean equal nodes on both ends, so placements of one search share the result.
+        key = (
+            parts[stage // tied],
+            parts[next_stage // tied],
+            stage % tied,
+            next_stage - stage,
+            position,
+        )
+        return self.prices.remember(
+            "message", key, lambda: self._priced_message(stage, next_stage, position)
+        )
+
+    def _priced_message(self, stage: int, next_stage: int, position: int) -> Message:
+        prices = self.prices
+        network = prices.network
+        fold, ends = prices.fold(self.placement, stage, next_stage)
+        stage_link = fold.stage_link(fold.kind_at(position), *ends)
+        message_bytes = prices.job.block.activation_bytes
+        load = network.message(stage_link, prices.link_bps(stage_link.kinds))
         if load.fabric is None:
-            seconds = load.price.seconds(size)
-            return Message(seconds, seconds, 0.0, 0.0, "")
-        if load.fabric.name == ETHERNET:
-            size *= prices.job.compressed_share(prices.rules.compression) / prices.slices(
-                self.placement
+            seconds = load.price.seconds(message_bytes)
+            return Message(
+                total_s=seconds, sender_blocked_s=seconds, interval_s=0.0, nic_s=0.0, fabric=""
             )
-        flow_s, rate = size * load.price.byte_s, load.fabric.rate_bps
-        nic_s = 8 * size * max(flows for _, flows in load.nics) / rate
-        held_s = flow_s + load.fabric.latency_s
-        return Message(load.price.seconds(size), held_s, flow_s, nic_s, load.fabric.name)
+        if load.fabric.name == ETHERNET:
+            compressed_share = prices.job.compressed_share(prices.rules.compression)
+            message_bytes *= compressed_share / prices.slices(self.placement)
+        interval_s = message_bytes * load.price.byte_s
+        flows_per_nic = max(flows for _, flows in load.nics)
+        return Message(
+            total_s=load.price.seconds(message_bytes),
+            sender_blocked_s=interval_s + load.fabric.latency_s,
+            interval_s=interval_s,
+            nic_s=8 * message_bytes * flows_per_nic / load.fabric.rate_bps,
+            fabric=load.fabric.name,
+        )
 
-    def _sent_both_ways(self, messages: Sequence[Message]) -> list[float]:
-        """In which a stage's NIC sends an activation down and a gradient up; 0 where these leave through
-        others, or networks were measured (a NIC may carry more then than one message)."""
-        result = [0.0] * self.count
-        if (
-            self.prices.network.links.measured
-            or self.placement.stride % self.prices.network.processes
-        ):
+    def _nic_busy_s(self, messages: Sequence[Message]) -> list[float]:
+        """Return the seconds for which an activation down and a gradient up occupy each stage's NIC.
+
+        The bound is 0 if activation and gradient leave through different NICs, and on measured networks: a
+        NIC may carry more there than one message was measured to need.
+        """
+        result = [0.0] * self.stage_count
+        network = self.prices.network
+        if network.links.measured or self.placement.stride % network.processes:
             return result
-        for stage in range(1, self.count - 1):
-            up, down = messages[stage - 1], messages[stage]
-            result[stage] = up.nic_s + down.nic_s if up.fabric == down.fabric else 0.0
+        for stage in range(1, self.stage_count - 1):
+            up = messages[stage - 1]
+            down = messages[stage]
+            if up.fabric == down.fabric:
+                result[stage] = up.nic_s + down.nic_s
         return result
 
     # ------------------------------------------------------------------- reductions
 
-    def _after(self, stage: int) -> After:
-        tied, run = self.placement.tied, self.run
-        content = self.placement.parts[stage // tied], stage % tied
-        ends = stage == 0, stage == self.count - 1
-        key = content, self.column, ends, run.hierarchical, run.reductions[stage : stage + 1]
-        return self.prices.remember("after", key, lambda: self._after_of(stage))
+    def _after_backward(self, stage: int) -> AfterBackward:
+        tied = self.placement.tied
+        nodes = (self.placement.parts[stage // tied], stage % tied)
+        is_first = stage == 0
+        is_last = stage == self.stage_count - 1
+        run = self.run
+        # Stages with equal keys have equal bounds, also in other placements of the search.
+        key = (
+            nodes,
+            self.slowest_position,
+            (is_first, is_last),
+            run.hierarchical,
+            run.reductions[stage : stage + 1],
+        )
+        return self.prices.remember("after", key, lambda: self._priced_after_backward(stage))
 
-    def _after_of(self, stage: int) -> After:
-        prices, run = self.prices, self.run
-        job, reduction, family = prices.job, *self.reduction(stage)
+    def _priced_after_backward(self, stage: int) -> AfterBackward:
+        prices = self.prices
+        run = self.run
+        job = prices.job
+        reduction, family = self.reduction(stage)
         ring = prices.network.ring(family, 0, prices.link_bps(family.kinds)).price
-        half = ring.scaled(0.5)
-        gather = Price(job.weights * half.byte_s, half.latency_s) if run.zero in (1, 2) else FREE
-        if run.zero == 1 and run.gather_overlap:
-            gather = FREE
-        reduce = reduction.once
-        if isinstance(reduction, Hierarchical):
-            slower = max(reduction.inside.byte_s, reduction.across.byte_s)
-            worth = (
-                WORTH if prices.network.wan else 1.0
-            )  # another route may suit what the stage has in fact
-            reduce = Price(worth * slower, reduction.inside.latency_s + reduction.across.latency_s)
-        elif run.zero:
-            reduce = (FREE, half if run.engine.scatters else ring, FREE, FREE)[run.zero]
+        reduction_price = self._reduction_price(reduction, ring)
+        gather_price = self._weight_gather_price(ring)
         shards = family.ranks if run.zero else 1
-        seconds = [
-            run.parameter_s * layer.parameters / shards + gather.byte_s * size
-            for layer, size in zip(job.layers, job.reduced_bytes)
-        ]
-        bytes_s = [reduce.byte_s * size for size in job.reduced_bytes]
-        ends = float(stage == 0), float(stage == self.count - 1)
 
-        def split(by_kind: Sequence[float], fixed_s: float) -> tuple[float, float]:
-            return by_kind[1], ends[0] * by_kind[0] + ends[1] * by_kind[2] + fixed_s
+        update_s = []
+        reduction_s = []
+        for layer, gradient_bytes in zip(job.layers, job.reduced_bytes):
+            optimizer_s = run.parameter_s * layer.parameters / shards
+            update_s.append(optimizer_s + gather_price.byte_s * gradient_bytes)
+            reduction_s.append(reduction_price.byte_s * gradient_bytes)
+        block_bytes = job.reduced_bytes[1]
+        nic_byte_s = self._nic_byte_s(reduction, self._fabric_inside_cluster(stage))
+        return AfterBackward(
+            reduction=self._linear(stage, reduction_s, reduction_price.latency_s),
+            update=self._linear(stage, update_s, gather_price.latency_s),
+            overlapped=run.buckets_on(stage),
+            shared_nic_block_s=nic_byte_s * block_bytes * self.all_reduce_share,
+        )
 
-        shared = self._shared(reduction, self._home(stage)) * job.reduced_bytes[1] * self.part
-        once, rest = split(bytes_s, reduce.latency_s), split(seconds, gather.latency_s)
-        return After(once, rest, run.buckets_on(stage), shared)
+    def _linear(self, stage: int, seconds: Sequence[float], latency_s: float) -> LinearCost:
+        """Return the cost of a stage from the seconds of embedding, block and output layer."""
+        embedding_s, block_s, output_s = seconds
+        has_embedding = float(stage == 0)
+        has_output = float(stage == self.stage_count - 1)
+        fixed_s = has_embedding * embedding_s + has_output * output_s + latency_s
+        return LinearCost(block_s, fixed_s)
+
+    def _reduction_price(self, reduction: PricedReduction, ring: Price) -> Price:
+        """Return a lower bound on the price of summing gradients once a step."""
+        run = self.run
+        if isinstance(reduction, Hierarchical):
+            # The two levels overlap, so the slower one counts. With a WAN the stage may take another
+            # route for the bytes that it really has, which is faster by WORTH at most.
+            slower_byte_s = max(reduction.inside.byte_s, reduction.across.byte_s)
+            route_factor = WORTH if self.prices.network.wan else 1.0
+            latency_s = reduction.inside.latency_s + reduction.across.latency_s
+            return Price(route_factor * slower_byte_s, latency_s)
+        if not run.zero:
+            return reduction.once
+        if run.zero >= ZERO_GRADIENTS:
+            return FREE
+        return ring.scaled(REDUCE_SCATTER_SHARE) if run.engine.scatters else ring
+
+    def _weight_gather_price(self, ring: Price) -> Price:
+        """Return the price of gathering the updated weights after the optimizer (ZeRO 1 and 2)."""
+        run = self.run
+        if run.zero not in (1, 2):
+            return FREE
+        if run.zero == 1 and run.gather_overlap:
+            return FREE
+        half_ring = ring.scaled(0.5)
+        return Price(self.prices.job.weights * half_ring.byte_s, half_ring.latency_s)
 
     def reduction(self, stage: int) -> tuple[PricedReduction, GroupFamily]:
-        """Of the family that the column is in, as it is simulated."""
-        prices, run = self.prices, self.run
-        fold, (place,) = prices.fold(self.placement, stage)
-        kind = fold.kind_at(self.column)
+        """Return the reduction that the simulation uses on a stage, and the groups that it sums over.
+
+        The groups are those with the slowest pipelines (`slowest_position`).
+        """
+        prices = self.prices
+        run = self.run
+        fold, (folded_stage,) = prices.fold(self.placement, stage)
+        pipeline_kind = fold.kind_at(self.slowest_position)
         family = next(
-            candidate for candidate in fold.families(place) if kind in candidate.pipelines
+            candidate
+            for candidate in fold.families(folded_stage)
+            if pipeline_kind in candidate.pipelines
         )
         if family.ranks == 1:
             return PricedReduction(), family
-        link = prices.link_bps(family.kinds)
+        link_bps = prices.link_bps(family.kinds)
         if run.is_hierarchical(stage):
-            size = prices.job.total_bytes / self.count
-            levels = hierarchical(prices.network, family, size, run.direct, 0, run.compress, link)
-            if levels is not None:
-                return levels, family
-        return PricedReduction(prices.network.ring(family, 0, link)), family
+            mean_stage_bytes = prices.job.total_bytes / self.stage_count
+            two_levels = hierarchical(
+                prices.network, family, mean_stage_bytes, run.direct, 0, run.compress, link_bps
+            )
+            if two_levels is not None:
+                return two_levels, family
+        return PricedReduction(prices.network.ring(family, 0, link_bps)), family
 
-    def _home(self, stage: int) -> str:
-        """The fabric that carries activations inside the cluster of a stage."""
-        fold, (place,) = self.prices.fold(self.placement, stage)
-        return self.prices.network.fabric([fold.kind_on(fold.kind_at(self.column), place)]).name
+    def _fabric_inside_cluster(self, stage: int) -> str:
+        """Return the name of the fabric that carries activations inside the cluster of a stage."""
+        fold, (folded_stage,) = self.prices.fold(self.placement, stage)
+        node_kind = fold.kind_on(fold.kind_at(self.slowest_position), folded_stage)
+        return self.prices.network.fabric([node_kind]).name
 
     @staticmethod
-    def _shared(reduction: PricedReduction, home: str) -> float:
-        """Seconds a byte of the reduction on a NIC of this fabric."""
-        twice, loads = (
-            (2, reduction.insides)
-            if isinstance(reduction, Hierarchical)
-            else (1, (reduction.load,))
-        )
-        byte_s = [
-            8 * load.volume * max(flows for _, flows in load.nics) / load.fabric.rate_bps
-            for load in loads
-            if load.fabric is not None and load.fabric.name == home
-        ]
-        return twice * min(byte_s, default=0.0)
+    def _nic_byte_s(reduction: PricedReduction, fabric: str) -> float:
+        """Return the seconds for which each byte of a reduction occupies a NIC on `fabric`."""
+        if isinstance(reduction, Hierarchical):
+            passes = 2  # reduce-scatter before, all-gather after the exchange between clusters
+            loads = reduction.insides
+        else:
+            passes = 1
+            loads = (reduction.load,)
+        byte_s = []
+        for load in loads:
+            if load.fabric is not None and load.fabric.name == fabric:
+                flows_per_nic = max(flows for _, flows in load.nics)
+                byte_s.append(8 * load.volume * flows_per_nic / load.fabric.rate_bps)
+        return passes * min(byte_s, default=0.0)
 
-    def _tied_s(self) -> float:
-        """All-reduce of the tied gradient at least; 0 where first and last stage may share a node."""
-        prices, size, last = self.prices, self.prices.job.tied_bytes, self.count - 1
-        if last * self.placement.stride < prices.network.processes:
+    def _tied_all_reduce_s(self) -> float:
+        """Return a lower bound on the all-reduce of the tied embedding's gradient, in seconds.
+
+        The bound is 0 if the first and the last stage may share a node.
+        """
+        prices = self.prices
+        tied_bytes = prices.job.tied_bytes
+        last_stage = self.stage_count - 1
+        if last_stage * self.placement.stride < prices.network.processes:
             return 0.0
-        fold, _ = prices.fold(self.placement, 0, last)
-        pairs, hierarchical = prices.tied_of(fold, fold.kind_at(self.column), alone=True)
-        seconds = [pairs.seconds(size)]
-        if hierarchical is not None:
-            seconds.append(hierarchical.seconds(size) * (WORTH if prices.network.wan else 1.0))
+        fold, _ = prices.fold(self.placement, 0, last_stage)
+        pairs, two_levels = prices.tied_of(fold, fold.kind_at(self.slowest_position), alone=True)
+        seconds = [pairs.seconds(tied_bytes)]
+        if two_levels is not None:
+            route_factor = WORTH if prices.network.wan else 1.0
+            seconds.append(two_levels.seconds(tied_bytes) * route_factor)
         return min(seconds)
 
 
-def _of(rows: Rows) -> tuple[list[float], list[float]]:
-    """By stage: of a block, and of what the stage has besides."""
+def _block_and_extra(rows: Rows) -> tuple[list[float], list[float]]:
+    """Return, for each stage, the cost of a block and of the embedding or output layer that it also has.
+
+    Args:
+        rows: For each stage the costs of (embedding, block, output layer).
+    """
     extra = [0.0] * len(rows)
     extra[0] += rows[0][0]
     extra[-1] += rows[-1][2]

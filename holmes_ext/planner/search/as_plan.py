@@ -1,7 +1,8 @@
-"""A candidate of a search as a Plan, and a layout that the user has as a candidate.
+"""Conversion between candidates of a search and plans or layouts of a job.
 
-That layout's nodes stand as the job would order them (plan/arrange/place.py), its layers as the framework
-splits them, unless the user says otherwise: what `--holmes` alone gives.
+plan_of() turns a candidate into the Plan that a job loads. layout_candidate() turns the parallel sizes that
+the user gave into a candidate: its nodes in the order that the job would choose (plan/arrange/place.py), its
+layers as the framework splits them.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from holmes_ext.planner.search.stock import causes, stock_like
 
 
 def plan_of(result: SearchResult, candidate: Candidate, options: Options = Options()) -> Plan:
-    """Its node order and sizes, and its layers unless every stage has the same number."""
-    network, shape, sizes = result.network, candidate.shape, candidate.placement.sizes
-    model = shape.model(result.model)
-    even = len(set(candidate.split)) == 1
+    """Return the Plan of a candidate: order of nodes, sizes, layers of the stages, networks of the groups.
+
+    The layers are left to the framework if every stage has the same number.
+    """
+    network = result.network
+    sizes = candidate.placement.sizes
+    model = candidate.shape.model(result.model)
+    is_even = len(set(candidate.split)) == 1
     plan = Plan(
         site_digest=network.site.digest,
         nodes=network.nodes(candidate.placement),
         processes=network.processes,
         sizes=sizes,
-        stage_layers=() if even else candidate.split,
-        partition="uniform" if even else "balanced",
+        stage_layers=() if is_even else candidate.split,
+        partition="uniform" if is_even else "balanced",
         predicted=times(result, candidate),
         loads=result.costs(candidate).loads(candidate.split),
     )
@@ -43,29 +48,33 @@ def plan_of(result: SearchResult, candidate: Candidate, options: Options = Optio
     if not result.rules.hide_stage_links:
         options = replace(options, inflight="off")
     engine = result.engine
-    if HIERARCHICAL in candidate.reductions:  # its flags will say so
+    if HIERARCHICAL in candidate.reductions:
+        # The command line will ask the framework for its hierarchical reduction.
         engine = replace(engine, hierarchical_zero=None)
+    workload = model.workload(sizes)
     return derive_traffic(
-        plan, network.site, options, network.links, model.workload(sizes), model.source, engine
+        plan, network.site, options, network.links, workload, model.source, engine
     )
 
 
 def times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Plan.predicted of `candidate`, in seconds; see plan/build.py."""
-    stock, exposed = _times(*stock_like(result, candidate)), causes(result, candidate)
-    return {
-        **_times(result, candidate),
-        "exposed_reduction_seconds": exposed["reduce_inside"] + exposed["reduce_across"],
-        **{f"stock_{name}": value for name, value in stock.items()},
-    }
+    """Return the predicted times of a candidate in seconds, as in Plan.predicted (plan/build.py)."""
+    stock, stock_candidate = stock_like(result, candidate)
+    by_cause = causes(result, candidate)
+    predicted = _times(result, candidate)
+    exposed_s = by_cause["reduce_inside"] + by_cause["reduce_across"]
+    predicted["exposed_reduction_seconds"] = exposed_s
+    for name, seconds in _times(stock, stock_candidate).items():
+        predicted[f"stock_{name}"] = seconds
+    return predicted
 
 
 def _times(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    whole = estimate(result.costs(candidate), candidate.split).reduction_s
-    return {"step_seconds": candidate.step_s, "reduction_seconds": max(whole)}
+    reduction_s = estimate(result.costs(candidate), candidate.split).reduction_s
+    return {"step_seconds": candidate.step_s, "reduction_seconds": max(reduction_s)}
 
 
-def given(
+def layout_candidate(
     result: SearchResult,
     sizes: Sizes,
     shape: Shape,
@@ -73,20 +82,31 @@ def given(
     nodes: Sequence[str] = (),
     flat: bool = False,
 ) -> Candidate:
-    """Of `shape` and complete `sizes`. split: layers of the stages (default: even); nodes: their order
-    (default: the job's); flat: see Candidate. HolmesError: the split is none of the model's layers."""
+    """Return the candidate of a layout that the user gave.
+
+    Args:
+        result: Request of the search.
+        sizes: Complete parallel sizes.
+        shape: Shape with these sizes.
+        split: Layers of each stage; () for even ones.
+        nodes: Names of the nodes in rank order; () for the job's own order.
+        flat: Without hierarchical all-reduce (Candidate.flat).
+
+    Raises:
+        HolmesError: `split` is no split of the model's layers.
+    """
     layers = result.model.layers
     if split and (len(split) != shape.pipeline or sum(split) != layers or min(split) < 1):
-        said = ",".join(map(str, split))
-        needs = f"{shape.pipeline} numbers above 0 whose sum is {layers}"
-        raise HolmesError(f"layers of the stages {said}: they must be {needs}")
+        given = ",".join(map(str, split))
+        needed = f"{shape.pipeline} numbers above 0 whose sum is {layers}"
+        raise HolmesError(f"layers of the stages {given}: they must be {needed}")
     if nodes:
         placement = result.network.placement(nodes, sizes)
     else:
-        work = shape.model(result.model).workload(sizes)
+        workload = shape.model(result.model).workload(sizes)
         rules = replace(result.rules, overlap=False)
         if flat:
             rules = replace(rules, reductions=(FLAT,))
-        prices = Prices(result.network, RankModel.of_workload(work, sizes), rules)
-        placement = place(prices, sizes)
+        job = RankModel.of_workload(workload, sizes)
+        placement = place(Prices(result.network, job, rules), sizes)
     return result.candidate(shape, placement, split or uniform(layers, shape.pipeline), flat)

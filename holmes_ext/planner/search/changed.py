@@ -1,4 +1,4 @@
-"""What a plan takes when the site is another: its networks, its GPUs, its nodes."""
+"""Step time of a plan on a changed site: other networks, GPUs or nodes ("what if")."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, permutations
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Site
@@ -20,29 +21,52 @@ from holmes_ext.planner.search.simulated import job_of, timed
 from holmes_ext.planner.search.stock import stock_like
 from holmes_ext.planner.simulate.repeat import folded_s
 
-#: Of Ethernet's rate, to see what it decides.
+#: Factor on Ethernet's rate with which ethernet_s() measures its influence.
 LESS = 0.9
-#: Shapes that are looked at again under a change of the site; clusters up to which nodes move.
-SHAPES, MOST_CLUSTERS = 3, 4
+#: Most shapes that are searched again on a changed site.
+MAX_SHAPES = 3
+#: Most clusters for which moving a node to another cluster is examined.
+MAX_CLUSTERS = 4
+
+
+class StepTimes(NamedTuple):
+    """Seconds of a step, with holmes and without."""
+
+    step_s: float
+    stock_s: float
+
+
+class Change(NamedTuple):
+    """A change of the site, and the step of the best plan then found."""
+
+    description: str  # noun phrase
+    step_s: float
 
 
 def with_site(
     result: SearchResult, candidate: Candidate, site: Site, links: Links | None = None
-) -> tuple[float, float]:
-    """Seconds of a step, and of stock's with its sizes, on a site with another network; simulated if the
-    candidate is."""
-    links = replace(links or result.network.links, pairs=())  # the site has them
+) -> StepTimes:
+    """Return the step times of a candidate's plan and of stock on a site with other networks.
+
+    The steps are simulated if the candidate is.
+    """
+    links = replace(links or result.network.links, pairs=())  # the rates of pairs are in `site`
     changed = result.on(Network(site, links))
     if candidate.simulated_s:
         step_s = folded_s(job_of(changed, candidate))
     else:
         step_s = estimate(changed.costs(candidate), candidate.split).step_s
-    return step_s, stock_like(changed, candidate)[1].step_s
+    _, stock = stock_like(changed, candidate)
+    return StepTimes(step_s, stock.step_s)
 
 
-def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> tuple[float, float]:
-    """with_site at `factor` times the rates between clusters (flat network: of Ethernet on every node)."""
-    site, links = result.network.measured, result.network.links
+def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> StepTimes:
+    """Return the step times with `factor` times the rates between clusters.
+
+    Without a WAN, Ethernet's rate on every node changes.
+    """
+    site = result.network.measured
+    links = result.network.links
     if site.wan:
         return with_site(result, candidate, replace(site, wan=site.wan.scaled(factor)))
     faster = with_fabric(result.network.site, ETHERNET, factor)
@@ -50,121 +74,156 @@ def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> 
 
 
 def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
-    """What of a step Ethernet's rate decides: by how much longer it takes with LESS of it."""
+    """Return the seconds of a step that depend on Ethernet's rate.
+
+    The seconds follow from the step with a slower Ethernet: what takes t seconds at full rate takes
+    t / LESS then, so the step grows by t (1 / LESS - 1).
+    """
     network = result.network
-    site, links = with_fabric(network.site, ETHERNET, LESS), network.links.scaled(ETHERNET, LESS)
+    site = with_fabric(network.site, ETHERNET, LESS)
+    links = network.links.scaled(ETHERNET, LESS)
     if candidate.simulated_s:
         slower = result.on(Network(site, links))
-        longer = folded_s(job_of(slower, candidate)) - candidate.simulated_s
+        growth_s = folded_s(job_of(slower, candidate)) - candidate.simulated_s
     else:
-        longer = with_site(result, candidate, site, links)[0] - candidate.formula_s
-    return min(candidate.step_s, max(0.0, longer / (1 / LESS - 1)))
+        growth_s = with_site(result, candidate, site, links).step_s - candidate.formula_s
+    return min(candidate.step_s, max(0.0, growth_s / (1 / LESS - 1)))
 
 
 def with_fabric(site: Site, name: str, rate: float = 1.0, latency: float = 1.0) -> Site:
-    """`site` with so many times the rate and latency of one fabric."""
+    """Return a site with the rate and the latency of the fabric `name` multiplied by factors."""
 
     def changed(fabric: Fabric) -> Fabric:
         if fabric.name != name:
             return fabric
-        return replace(
-            fabric, rate_bps=round(fabric.rate_bps * rate), latency_s=fabric.latency_s * latency
-        )
+        rate_bps = round(fabric.rate_bps * rate)
+        return replace(fabric, rate_bps=rate_bps, latency_s=fabric.latency_s * latency)
 
     return replace(site, fabrics=tuple(map(changed, site.fabrics)))
 
 
 def with_latency(site: Site, seconds: float) -> Site:
-    """`site` with this latency, one way, between any two clusters."""
-    pairs = list(combinations(site.clusters, 2))
-    rates = {pair: link.rate_bps for pair in pairs if (link := site.wan.pair_of.get(pair))}
-    between = tuple(Between(pair, rates.get(pair, 0), seconds) for pair in pairs)
-    return replace(site, wan=replace(site.wan, between=between))
+    """Return a site with a latency of so many seconds, one way, between any two clusters."""
+    links = []
+    for pair in combinations(site.clusters, 2):
+        link = site.wan.pair_of.get(pair)
+        rate_bps = link.rate_bps if link else 0
+        links.append(Between(pair, rate_bps, seconds))
+    return replace(site, wan=replace(site.wan, between=tuple(links)))
 
 
 # --------------------------------------------------------------------------- what if
 
 
-def what_if(result: SearchResult) -> list[tuple[str, float]]:
-    """(one change of the site, the step that the best of the first shapes then takes). The plans found are
-    tried there too, so better hardware never takes longer."""
-    steps = []
-    for what, changed in _changes(result):
+def what_if(result: SearchResult) -> list[Change]:
+    """Return the step of the best plan for each of some changes of the site.
+
+    The first shapes of the result are searched again, and the plans found are tried as they are, so a faster
+    network or GPU never makes the step longer. Changes for which no plan fits are left out.
+    """
+    changes = []
+    for description, changed in _changes(result):
         try:
-            steps.append((what, _least_s(result, changed)))
+            changes.append(Change(description, _best_step_s(result, changed)))
         except HolmesError:
-            continue  # nothing fits there
-    return steps
+            continue
+    return changes
 
 
-def _least_s(result: SearchResult, changed: SearchResult) -> float:
-    plans = [plan for plan in result.candidates if plan.simulated_s and not plan.breadth_first][
-        :SHAPES
+def _best_step_s(result: SearchResult, changed: SearchResult) -> float:
+    """Return the best step on a changed site.
+
+    Args:
+        result: Result for the site as it is.
+        changed: Request for the changed site.
+    """
+    simulated_plans = [
+        plan for plan in result.candidates if plan.simulated_s and not plan.breadth_first
     ]
-    kept = [plan for plan in plans if changed.network.names == result.network.names]
+    plans = simulated_plans[:MAX_SHAPES]
     shapes = list(dict.fromkeys(plan.shape for plan in plans))
-    best = search(changed, only=shapes, prove=False).best
-    return min([best.step_s, *(_kept_s(changed, plan) for plan in kept)])
+    best_s = search(changed, only=shapes, prove=False).best.step_s
+    has_same_nodes = changed.network.names == result.network.names
+    kept_s = [_kept_plan_s(changed, plan) for plan in plans if has_same_nodes]
+    return min([best_s, *kept_s])
 
 
-def _kept_s(changed: SearchResult, candidate: Candidate) -> float:
-    """Of a plan as it was, also with as many micro-batches in flight as it had; inf where it does not fit."""
-    again = changed.candidate(candidate.shape, candidate.placement, candidate.split)
-    if not again.fits:
+def _kept_plan_s(changed: SearchResult, candidate: Candidate) -> float:
+    """Return the step of an unchanged plan on a changed site; inf if it does not fit the memory.
+
+    The better of two schedules counts: the plan's warm-up depths, and new ones for the changed site.
+    """
+    same_plan = changed.candidate(candidate.shape, candidate.placement, candidate.split)
+    if not same_plan.fits:
         return inf
-    step_s = timed(changed, again).step_s
+    step_s = timed(changed, same_plan).step_s
     if not candidate.in_flight:
         return step_s
-    return min(step_s, folded_s(job_of(changed, again, in_flight=candidate.in_flight)))
+    same_schedule = job_of(changed, same_plan, in_flight=candidate.in_flight)
+    return min(step_s, folded_s(same_schedule))
 
 
 def _changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
-    network, model = result.network, result.model
-    site, links = network.site, network.links
+    """Yield the changes of the site, as (noun phrase, request for the changed site)."""
+    yield from _network_changes(result)
+    yield from _gpu_changes(result)
+    yield from _moved_nodes(result)
+
+
+def _network_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    site = result.network.site
+    links = result.network.links
     for fabric in site.fabrics:
         if fabric.name == ETHERNET or any(fabric.name in node.fabrics for node in site.nodes):
-            faster = Network(with_fabric(site, fabric.name, 2.0), links.scaled(fabric.name, 2.0))
-            yield f"twice the rate of {fabric.name}", result.on(faster)
+            faster = with_fabric(site, fabric.name, rate=2.0)
+            network = Network(faster, links.scaled(fabric.name, 2.0))
+            yield f"twice the rate of {fabric.name}", result.on(network)
     if ETHERNET not in links.measured:
-        nearer = Network(with_fabric(site, ETHERNET, latency=0.5), links)
-        yield "half the latency of ethernet", result.on(nearer)
-    if wan := network.wan:
-        without_pairs = replace(links, pairs=())  # the site has them
-        better = {"twice the rates": wan.scaled(2.0), "half the latency": wan.scaled(1.0, 0.5)}
-        for what, changed in better.items():
-            yield (
-                f"{what} between clusters",
-                result.on(Network(replace(site, wan=changed), without_pairs)),
-            )
-    fastest = max(gpu.flops for gpu in result.gpus)
+        nearer = with_fabric(site, ETHERNET, latency=0.5)
+        yield "half the latency of ethernet", result.on(Network(nearer, links))
+    wan = result.network.wan
+    if wan:
+        without_pairs = replace(links, pairs=())  # the rates of pairs are in the site
+        faster = replace(site, wan=wan.scaled(2.0))
+        yield "twice the rates between clusters", result.on(Network(faster, without_pairs))
+        nearer = replace(site, wan=wan.scaled(1.0, 0.5))
+        yield "half the latency between clusters", result.on(Network(nearer, without_pairs))
+
+
+def _gpu_changes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    site = result.network.site
+    model = result.model
+    fastest_flops = max(gpu.flops for gpu in result.gpus)
     for name in site.clusters:
-        gpu, gpus = model.gpu_of(name), {}
-        if gpu.flops < fastest:
-            gpus[f"GPUs of {name} as fast as the fastest"] = replace(gpu, flops=fastest)
+        gpu = model.gpu_of(name)
+        changed = {}
+        if gpu.flops < fastest_flops:
+            description = f"GPUs of {name} as fast as the fastest"
+            changed[description] = replace(gpu, flops=fastest_flops)
         if gpu.memory_bytes and result.misfits:
-            gpus[f"twice the memory on GPUs of {name}"] = replace(
-                gpu, memory_bytes=2 * gpu.memory_bytes
-            )
-        for what, other in gpus.items():
-            yield (
-                what,
-                result.on(Network(site, links), replace(model, gpus={**model.gpus, name: other})),
-            )
+            description = f"twice the memory on GPUs of {name}"
+            changed[description] = replace(gpu, memory_bytes=2 * gpu.memory_bytes)
+        for description, better_gpu in changed.items():
+            better_model = replace(model, gpus={**model.gpus, name: better_gpu})
+            network = Network(site, result.network.links)
+            yield description, result.on(network, better_model)
+
+
+def _moved_nodes(result: SearchResult) -> Iterator[tuple[str, SearchResult]]:
+    site = result.network.site
+    if len(site.clusters) > MAX_CLUSTERS:
+        return
     for source, target in permutations(site.clusters, 2):
-        if (
-            len(site.clusters) <= MOST_CLUSTERS
-            and sum(node.cluster == source for node in site.nodes) > 1
-        ):
-            moved = _moved(site, source, target)
-            yield f"one node moved from {source} to {target}", result.on(Network(moved, links))
+        if sum(node.cluster == source for node in site.nodes) > 1:
+            moved = Network(_with_moved_node(site, source, target), result.network.links)
+            yield f"one node moved from {source} to {target}", result.on(moved)
 
 
-def _moved(site: Site, source: str, target: str) -> Site:
-    """`site` with the last node of `source` in `target`, attached as the nodes there are."""
+def _with_moved_node(site: Site, source: str, target: str) -> Site:
+    """Return a site with the last node of cluster `source` in `target`, with the ports of the nodes there."""
     leaving = [node for node in site.nodes if node.cluster == source][-1]
     peer = [node for node in site.nodes if node.cluster == target][-1]
-    stay = [node for node in site.nodes if node is not leaving]
-    at = stay.index(peer) + 1
-    return replace(
-        site, nodes=(*stay[:at], replace(leaving, cluster=target, ports=peer.ports), *stay[at:])
-    )
+    moved = replace(leaving, cluster=target, ports=peer.ports)
+    nodes = [node for node in site.nodes if node is not leaving]
+    nodes.insert(nodes.index(peer) + 1, moved)
+    return replace(site, nodes=tuple(nodes))

@@ -1,12 +1,13 @@
-"""The work of a search: a shape taken apart, a placement bounded closer, a placement simulated."""
+"""Work on one item of the search: list a shape's placements, tighten a bound, simulate a placement."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from math import floor, inf
+from typing import NamedTuple
 
 from holmes_ext.plan.arrange.orders import Orders
 from holmes_ext.plan.cost.pipeline import uniform
@@ -17,208 +18,278 @@ from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.chain import ChainBound
 from holmes_ext.planner.bound.orders import OrderBounds
 from holmes_ext.planner.bound.shape import ShapeBound
-from holmes_ext.planner.bound.stages import Stages
+from holmes_ext.planner.bound.stages import StageBounds
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import execution_of, job_of, passes, with_flight
 from holmes_ext.planner.search.space import Limits
 from holmes_ext.planner.simulate.repeat import folded_s
 
-#: Passes up to which a step is simulated.
-WORK = 200_000
-#: Moves of a block that are simulated where the first split comes so near, at most, and their passes.
-MOVES, NEAR, MOVED_WORK = 30, 1.02, 40_000
-#: Moves of a block that are tried by the closed form.
-TRIES = 1400
+#: Most passes of a step that is simulated.
+MAX_PASSES = 200_000
+#: A split is improved by moving blocks if its simulated step is within this factor of the best step. At most
+#: MAX_MOVES moves are simulated, with MAX_MOVED_PASSES passes together.
+NEAR = 1.02
+MAX_MOVES = 30
+MAX_MOVED_PASSES = 40_000
+#: Most moves of a block that are tried with the closed form.
+MAX_TRIES = 1400
+#: Margin for quotients that are rounded down to whole blocks.
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class PlacedShape:
-    """To be simulated: no step of it is below its bound. closer: whether that is of the chain of its stages;
-    split: the one that it leaves, walked pass by pass in walked_s."""
+    """A shape with the nodes of every stage, whose splits of the layers are not simulated yet."""
 
     shape: Shape
     placement: Placement
+    #: The bound of the item is the one of bound/chain.py.
     closer: bool = False
+    #: A split that the closer bound allows, and its step time by the closed form pass by pass, in seconds.
     split: Split = ()
     walked_s: float = 0.0
 
 
 Item = Shape | PlacedShape
-#: What became of an item: (bound, what is to be looked at), candidates, and the bound of what is left of it.
-Found = tuple[list[tuple[float, Item]], list[Candidate], float]
+
+
+class BoundedItem(NamedTuple):
+    """An item of the search, and a lower bound on the step time of all its plans in seconds."""
+
+    bound_s: float
+    item: Item
+
+
+class Outcome(NamedTuple):
+    """Result of the work on one item."""
+
+    #: Smaller items to examine.
+    items: list[BoundedItem]
+    #: Simulated plans.
+    candidates: list[Candidate]
+    #: Lower bound on the step time of the plans that neither are in `items` nor were simulated; inf if none.
+    remaining_s: float
+
+
+class Placements(NamedTuple):
+    """Placements of one shape."""
+
+    listed: list[Placement]
+    complete: bool  # no order of the clusters was left out
 
 
 class Evaluator:
+    """Work on the items of one search."""
+
     def __init__(self, result: SearchResult):
-        self.result, self.orders = result, Orders(result.network, result.gpus)
+        self.result = result
+        self.orders = Orders(result.network, result.gpus)
 
-    def do(self, item: Item, bound: float, best: float) -> Found:
-        """best: simulated so far; what does not beat it is left out."""
+    def process(self, item: Item, bound_s: float, best_s: float) -> Outcome:
+        """Divide or simulate an item.
+
+        Args:
+            bound_s: Lower bound on the step time of the item's plans, in seconds.
+            best_s: Best simulated step time so far; plans that cannot be faster are left out.
+        """
         if isinstance(item, Shape):
-            return self.take_apart(item, bound, best)
-        if not item.closer and item.shape.virtual == 1 and item.shape.pipeline > 1:
-            return self.bound_closer(item, bound, best)
-        return self.simulate(item, bound, best)
+            return self._place(item, bound_s, best_s)
+        has_splits = item.shape.virtual == 1 and item.shape.pipeline > 1
+        if has_splits and not item.closer:
+            return self._tighten(item, bound_s, best_s)
+        return self._simulate(item, bound_s, best_s)
 
-    def placements(self, shape: Shape) -> tuple[list[Placement], bool]:
-        """Those that the limits let be, and whether none was left out."""
-        sizes = shape.sizes().complete(self.result.network.world)
-        every, complete = self.result.network.remember(
+    def placements(self, shape: Shape) -> Placements:
+        """Return the placements of a shape that the user's limits allow."""
+        network = self.result.network
+        sizes = shape.sizes().complete(network.world)
+        every, complete = network.remember(
             ("placements", sizes), lambda: self.orders.placements(sizes)
         )
-        return [
-            placement for placement in every if allowed(self.result.limits, placement)
-        ], complete
+        allowed = [placement for placement in every if is_allowed(self.result.limits, placement)]
+        return Placements(allowed, complete)
 
-    def stages(self, shape: Shape, placement: Placement) -> Stages:
-        costs = self.result.prices(shape).costs(placement)
-        return Stages(
-            self.result.prices(shape), placement, costs, execution_of(self.result, shape, (), ())
-        )
+    def stage_bounds(self, shape: Shape, placement: Placement) -> StageBounds:
+        """Return the compute times and memory limits of a placement's stages."""
+        prices = self.result.prices(shape)
+        run = execution_of(self.result, shape, split=(), reductions=())
+        return StageBounds(prices, placement, prices.costs(placement), run)
 
     def lower_bound(self, shape: Shape, placement: Placement, costs: StageCosts) -> ChainBound:
+        """Return the lower bound on the step time of a placement."""
         prices = self.result.prices(shape)
-        names = [reduction.name for reduction in prices.reductions(placement)]
-        return ChainBound(prices, placement, costs, execution_of(self.result, shape, (), names))
+        reductions = [reduction.name for reduction in prices.reductions(placement)]
+        run = execution_of(self.result, shape, split=(), reductions=reductions)
+        return ChainBound(prices, placement, costs, run)
 
-    def take_apart(self, shape: Shape, ideal: float, best: float) -> Found:
-        every, complete = self.placements(shape)
+    def _place(self, shape: Shape, ideal_s: float, best_s: float) -> Outcome:
+        """Return the placements of a shape whose lower bound is below the best step time.
+
+        Args:
+            ideal_s: Lower bound of the shape.
+        """
+        prices = self.result.prices(shape)
 
         def bound_of(placement: Placement) -> ChainBound:
-            return self.lower_bound(shape, placement, self.result.prices(shape).costs(placement))
+            return self.lower_bound(shape, placement, prices.costs(placement))
 
-        bounds = [(bound_of(placement).seconds(best), placement) for placement in every]
-        left_s, sizes = inf, shape.sizes().complete(self.result.network.world)
-        if not complete:
-            left_s = ideal
-            if shape.virtual == 1 and OrderBounds.known(self.orders, sizes):
-                ring_bits = ShapeBound(
-                    self.result.network, self.result.prices(shape), shape
-                ).ring_bits
-                more, left_s = OrderBounds(self.orders, sizes, bound_of, ring_bits).below(best)
-                bounds += [
-                    (bound, other)
-                    for bound, other in more
-                    if other not in every and allowed(self.result.limits, other)
-                ]
-        items: list[tuple[float, Item]] = [
-            (max(ideal, bound), PlacedShape(shape, placement))
-            for bound, placement in bounds
-            if bound < best * (1 - EQUAL)
+        listed, complete = self.placements(shape)
+        bounds = [(bound_of(placement).seconds(best_s), placement) for placement in listed]
+        remaining_s = inf if complete else ideal_s
+        sizes = shape.sizes().complete(self.result.network.world)
+        if not complete and shape.virtual == 1 and OrderBounds.applies_to(self.orders, sizes):
+            ring_bits = ShapeBound(self.result.network, prices, shape).ring_bits
+            order_bounds = OrderBounds(self.orders, sizes, bound_of, ring_bits)
+            found = order_bounds.below(best_s)
+            remaining_s = found.remaining_s
+            for bound_s, placement in found.placements:
+                if placement not in listed and is_allowed(self.result.limits, placement):
+                    bounds.append((bound_s, placement))
+        items = [
+            BoundedItem(max(ideal_s, bound_s), PlacedShape(shape, placement))
+            for bound_s, placement in bounds
+            if bound_s < best_s * (1 - EQUAL)
         ]
-        return items, [], max(ideal, left_s)
+        return Outcome(items, [], max(ideal_s, remaining_s))
 
-    def bound_closer(self, item: PlacedShape, bound: float, best: float) -> Found:
+    def _tighten(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
+        """Return the item with the closer bound of its chain of stages, if a split may beat the best step."""
         costs = self.result.prices(item.shape).costs(item.placement)
-        closer, split = self.lower_bound(item.shape, item.placement, costs).chained(bound, best)
+        chain_bound = self.lower_bound(item.shape, item.placement, costs)
+        closer_s, split = chain_bound.chained(bound_s, best_s)
         if not split:
-            return [], [], inf
+            return Outcome([], [], inf)
         walked_s = predict(costs, split).step_s
-        return [(closer, replace(item, closer=True, split=split, walked_s=walked_s))], [], inf
+        closer = replace(item, closer=True, split=split, walked_s=walked_s)
+        return Outcome([BoundedItem(closer_s, closer)], [], inf)
 
-    def simulate(self, item: PlacedShape, bound: float, best: float) -> Found:
-        """Of one split only (no pipeline, or chunks) its simulation settles it; else its bound is left."""
-        result, shape, placement = self.result, item.shape, item.placement
-        stages = self.stages(shape, placement)
-        known: dict[Split, Candidate] = {}
+    def _simulate(self, item: PlacedShape, bound_s: float, best_s: float) -> Outcome:
+        """Simulate a placement with good splits of its layers.
+
+        A placement with a single split (no pipeline, or chunks) is settled by its simulation; otherwise
+        some splits are not simulated, and the item's bound remains.
+        """
+        result = self.result
+        shape = item.shape
+        placement = item.placement
+        stages = self.stage_bounds(shape, placement)
+        simulated: dict[Split, Candidate] = {}
 
         def seconds_of(split: Split) -> float:
-            if split not in known and stages.fits(split):
+            if split not in simulated and stages.fits(split):
                 candidate = result.candidate(shape, placement, split)
                 simulated_s = folded_s(job_of(result, candidate))
-                known[split] = with_flight(result, replace(candidate, simulated_s=simulated_s))
-            return known[split].simulated_s if split in known else inf
+                timed = replace(candidate, simulated_s=simulated_s)
+                simulated[split] = with_flight(result, timed)
+            return simulated[split].simulated_s if split in simulated else inf
 
-        even = uniform(stages.layers, stages.count)
-        work = passes(shape, result.model.layers)
-        if work > WORK:
-            return [], [], bound
+        step_passes = passes(shape, result.model.layers)
+        if step_passes > MAX_PASSES:
+            return Outcome([], [], bound_s)
         if shape.virtual > 1 or shape.pipeline == 1:
-            seconds_of(even)
-            return [], [*known.values()], inf
-        starts = filter(None, (self.level(stages), self.split(stages), item.split))
-        first = min(starts, key=seconds_of)
-        if seconds_of(first) < best * NEAR:
-            improved(
-                first,
-                seconds_of,
-                lambda split: islice(full_to_empty(_work(stages, split)), MOVES // 3),
-                min(MOVES, MOVED_WORK // work),
-            )
-        return [], [*known.values()], bound
+            seconds_of(uniform(stages.layer_count, stages.stage_count))
+            return Outcome([], [*simulated.values()], inf)
+        splits = (self.levelled_split(stages), self.good_split(stages), item.split)
+        first = min(filter(None, splits), key=seconds_of)
+        if seconds_of(first) < best_s * NEAR:
 
-    def level(self, stages: Stages) -> Split:
-        """The split whose slowest stage is the fastest; () where none fits."""
-        if stages.run.virtual > 1 or stages.count == 1:
-            even = uniform(stages.layers, stages.count)
+            def moves(split: Split) -> Iterator[tuple[int, int]]:
+                return islice(full_to_empty(_work_s(stages, split)), MAX_MOVES // 3)
+
+            improved(first, seconds_of, moves, min(MAX_MOVES, MAX_MOVED_PASSES // step_passes))
+        return Outcome([], [*simulated.values()], bound_s)
+
+    def levelled_split(self, stages: StageBounds) -> Split:
+        """Return the split whose slowest stage is as fast as possible; () if none fits the memory."""
+        if stages.run.virtual > 1 or stages.stage_count == 1:
+            even = uniform(stages.layer_count, stages.stage_count)
             return even if stages.fits(even) else ()
         return levelled_blocks(stages)
 
-    def split(self, stages: Stages) -> Split:
-        """A good one by the closed form, from the level ones; () where none fits."""
-        start = self.level(stages)
-        if not start or stages.run.virtual > 1 or stages.count == 1:
-            return start
+    def good_split(self, stages: StageBounds) -> Split:
+        """Return a split with a short step by the closed form; () if none fits the memory.
+
+        A local search moves single blocks, from the better of two levelled splits: with and without the
+        seconds for the gradients of each block.
+        """
+        levelled = self.levelled_split(stages)
+        if not levelled or stages.run.virtual > 1 or stages.stage_count == 1:
+            return levelled
 
         def seconds_of(split: Split) -> float:
             return estimate(stages.costs, split).step_s if stages.fits(split) else inf
 
-        reduced = [row[1] / stages.m for row in stages.costs.reduction_s]
-        start = min(start, levelled_blocks(stages, reduced), key=seconds_of)
-        return improved(start, seconds_of, lambda split: full_to_empty(_work(stages, split)), TRIES)
+        reduction_s = [row[1] / stages.micro_batches for row in stages.costs.reduction_s]
+        start = min(levelled, levelled_blocks(stages, reduction_s), key=seconds_of)
+        return improved(
+            start, seconds_of, lambda split: full_to_empty(_work_s(stages, split)), MAX_TRIES
+        )
 
 
-def levelled_blocks(stages: Stages, more: Sequence[float] = ()) -> Split:
-    """Of blocks that are alike: each to the stage that is fastest with it. more: seconds of a block
-    besides."""
-    most, layers = stages.most, stages.layers
-    block_s = (
-        [seconds + beside for seconds, beside in zip(stages.each, more)] if more else stages.each
-    )
-    if min(most) < 1 or sum(most) < layers:
+def levelled_blocks(stages: StageBounds, more_s: Sequence[float] = ()) -> Split:
+    """Return the split that makes the slowest stage as fast as possible; () if none fits the memory.
+
+    Greedy: each block goes to the stage that is fastest with it. Most blocks are handed out at once, by the
+    time that all stages would take if blocks were divisible.
+
+    Args:
+        more_s: For each stage, seconds of a block besides its passes.
+    """
+    max_layers = stages.max_layers
+    layers = stages.layer_count
+    block_s = stages.block_s
+    if more_s:
+        block_s = [seconds + more for seconds, more in zip(stages.block_s, more_s)]
+    if min(max_layers) < 1 or sum(max_layers) < layers:
         return ()
-    counts = [1] * stages.count
-    if min(block_s) > 0:  # most of them at once
-        inverse = sum(1 / value for value in block_s)
-        level = (
-            layers + sum(extra / value for extra, value in zip(stages.extra, block_s))
-        ) / inverse
-        shares = [
-            floor((level * (1 - 1e-9) - extra) / value)
-            for extra, value in zip(stages.extra, block_s)
-        ]
-        counts = [max(1, min(limit, share)) for limit, share in zip(most, shares)]
-    while sum(counts) > layers:  # the least of one block each was more than the share
-        several = (stage for stage in range(stages.count) if counts[stage] > 1)
-        counts[
-            max(several, key=lambda stage: stages.extra[stage] + counts[stage] * block_s[stage])
-        ] -= 1
+    counts = [1] * stages.stage_count
+    if min(block_s) > 0:
+        blocks_per_s = sum(1 / seconds for seconds in block_s)
+        extra_blocks = sum(extra / seconds for extra, seconds in zip(stages.extra_s, block_s))
+        level_s = (layers + extra_blocks) / blocks_per_s
+        for stage, most in enumerate(max_layers):
+            remaining_s = level_s * (1 - ROUNDING) - stages.extra_s[stage]
+            counts[stage] = max(1, min(most, floor(remaining_s / block_s[stage])))
+
+    # One block is the least of a stage, which may be more than its share.
+    while sum(counts) > layers:
+        slowest = max(
+            (stage for stage in range(stages.stage_count) if counts[stage] > 1),
+            key=lambda stage: stages.extra_s[stage] + counts[stage] * block_s[stage],
+        )
+        counts[slowest] -= 1
 
     def with_one_more(stage: int) -> tuple[float, int]:
-        return stages.extra[stage] + (counts[stage] + 1) * block_s[stage], stage
+        return stages.extra_s[stage] + (counts[stage] + 1) * block_s[stage], stage
 
-    heap = [with_one_more(stage) for stage in range(stages.count) if counts[stage] < most[stage]]
+    heap = [
+        with_one_more(stage)
+        for stage in range(stages.stage_count)
+        if counts[stage] < max_layers[stage]
+    ]
     heapify(heap)
     for _ in range(layers - sum(counts)):
         _, stage = heappop(heap)
         counts[stage] += 1
-        if counts[stage] < most[stage]:
+        if counts[stage] < max_layers[stage]:
             heappush(heap, with_one_more(stage))
     return tuple(counts)
 
 
-def _work(stages: Stages, split: Split) -> list[float]:
-    return [layers * block_s for layers, block_s in zip(split, stages.each)]
+def _work_s(stages: StageBounds, split: Split) -> list[float]:
+    """Return the seconds that each stage computes the blocks of one micro-batch."""
+    return [layers * block_s for layers, block_s in zip(split, stages.block_s)]
 
 
-def allowed(limits: Limits, placement: Placement) -> bool:
-    """Whether the limits that placements know let it be."""
+def is_allowed(limits: Limits, placement: Placement) -> bool:
+    """Return whether the user's limits on order and on traffic between clusters allow a placement."""
     order = limits.of("order", [placement.sizes.order])
-    return bool(order and limits.of("clusters", [what_crosses(placement)]))
+    clusters = limits.of("clusters", [crossing_groups(placement)])
+    return bool(order and clusters)
 
 
-def what_crosses(placement: Placement) -> str:
-    """Between clusters: the pipeline, data-parallel groups, or both."""
+def crossing_groups(placement: Placement) -> str:
+    """Return which groups span clusters: "pipeline", "data" (data parallel groups) or "both"."""
     contents = placement.stages
     if all(len(content) == 1 for content in contents):
         return "pipeline"

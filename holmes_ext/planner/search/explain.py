@@ -1,12 +1,13 @@
-"""Why a plan is as it is: stages of few layers, what it wins, what one change of the site would give.
+"""Explanation of the best plan in sentences: thin stages, gains over other plans, effects of site changes.
 
-All in seconds of the step: simulated ones wherever the plan was simulated.
+All numbers are seconds of a step, simulated if the plan was simulated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.cost.stages import StageCosts, estimate
@@ -16,127 +17,230 @@ from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.stock import CAUSES, causes, stock_like
 from holmes_ext.words import some_of
 
-#: A stage is thin with at most this part of the mean number of layers.
-THIN = 1 / 3
-#: Changes of the site that are shown.
-CHANGES = 7
-#: Fraction of the step below which a change gives nothing.
-NOTHING = 0.001
+#: A stage is thin if it has at most this share of the mean number of layers, or one layer.
+THIN_SHARE = 1 / 3
+#: Mean number of layers from which on a stage of one layer is thin.
+MIN_MEAN_LAYERS = 2
+#: Most changes of the site that are shown.
+MAX_CHANGES = 7
+#: A change of the step below this fraction is none.
+NEGLIGIBLE = 0.001
+#: Most causes and unchanged cases that one line lists.
+MAX_CAUSES = 3
+MAX_UNCHANGED = 4
+
+# Thresholds from which on a cost explains why a stage has few layers.
+#: Time of a layer, relative to the fastest stage.
+SLOW_LAYER = 1.2
+#: Share of collectives in a layer's time.
+LARGE_COLLECTIVES = 0.1
+#: Time of embedding or output, in layers.
+LARGE_EXTRA = 0.5
+#: Exposed reduction with even layers: share of the step, and of the largest of all stages.
+EXPOSED_SHARE = 0.02
+EXPOSED_OF_LARGEST = 0.5
+BYTES_PER_GB = 1e9
+
+
+class _Transfer(NamedTuple):
+    """An activation or gradient between a stage and a neighbour."""
+
+    seconds: float
+    neighbour: int
 
 
 def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
-    """Of stages with one layer, or a third of the mean: why, and what even layers would take."""
+    """Explain why some stages have very few layers, and what an even split would take.
+
+    Returns:
+        A sentence for each reason and one for the even split; [] if no stage is thin.
+    """
     split = candidate.split
     mean = sum(split) / len(split)
-    thin = [
-        stage for stage, layers in enumerate(split) if layers <= max(1, THIN * mean) and mean >= 2
-    ]
+    if mean < MIN_MEAN_LAYERS:
+        return []
+    limit = max(1, THIN_SHARE * mean)
+    thin = [stage for stage, layers in enumerate(split) if layers <= limit]
     if not thin:
         return []
     costs = result.costs(candidate)
-    even = uniform(sum(split), len(split))
-    other = result.candidate(candidate.shape, candidate.placement, even)
-    seconds = timed(result, other).step_s if candidate.simulated_s else other.step_s
-    lines: dict[str, list[int]] = {}
+    stages_by_reason: dict[str, list[int]] = {}
     for stage in thin:
-        why = (
-            "; ".join(_why_thin(costs, result, candidate, stage))
-            or "this hides its neighbours' sends best"
-        )
-        lines.setdefault(why, []).append(stage)
-    said = [_thin_line(candidate, costs, stages, why) for why, stages in lines.items()]
-    instead = f"with even layers the step takes {seconds:.4g} s instead of {candidate.step_s:.4g} s"
-    return [*said, instead if other.fits else "even layers do not fit in memory"]
+        reasons = "; ".join(_thin_reasons(costs, result, candidate, stage))
+        if not reasons:
+            reasons = "this hides its neighbours' sends best"
+        stages_by_reason.setdefault(reasons, []).append(stage)
+    lines = [
+        _thin_line(candidate, costs, stages, reasons)
+        for reasons, stages in stages_by_reason.items()
+    ]
+    lines.append(_even_split_line(result, candidate))
+    return lines
 
 
-def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], why: str) -> str:
-    names = ", ".join(map(str, stages))
+def _even_split_line(result: SearchResult, candidate: Candidate) -> str:
+    even_split = uniform(sum(candidate.split), len(candidate.split))
+    even = result.candidate(candidate.shape, candidate.placement, even_split)
+    even_s = timed(result, even).step_s if candidate.simulated_s else even.step_s
+    if not even.fits:
+        return "even layers do not fit in memory"
+    return f"with even layers the step takes {even_s:.4g} s instead of {candidate.step_s:.4g} s"
+
+
+def _thin_line(candidate: Candidate, costs: StageCosts, stages: list[int], reasons: str) -> str:
+    numbers = ", ".join(map(str, stages))
     places = ", ".join(dict.fromkeys(costs.places[stage] for stage in stages))
     layers = " and ".join(dict.fromkeys(str(candidate.split[stage]) for stage in stages))
     noun = "layer" if layers == "1" else "layers"
-    who = f"stage {names} ({places}) has" if len(stages) == 1 else f"stages {names} ({places}) have"
-    return f"{who} {layers} {noun}: {why}"
+    if len(stages) == 1:
+        subject = f"stage {numbers} ({places}) has"
+    else:
+        subject = f"stages {numbers} ({places}) have"
+    return f"{subject} {layers} {noun}: {reasons}"
 
 
-def _why_thin(
+def _thin_reasons(
     costs: StageCosts, result: SearchResult, candidate: Candidate, stage: int
 ) -> Iterator[str]:
-    """What keeps layers away from a stage."""
-    works = [
-        forward[1] + backward[1] for forward, backward in zip(costs.forward_s, costs.backward_s)
-    ]
-    first, last = stage == 0, stage == costs.stages - 1
-    room, block = costs.room_bytes[stage], costs.memory[stage][1]
-    ends = first * costs.memory[stage][0] + last * costs.memory[stage][-1]
-    if room < inf and block * (candidate.split[stage] + 1) > room - ends:
-        yield f"its memory has no room for another layer ({block / 1e9:.3g} GB)"
-    least, work = min(works), works[stage]
-    if work > 1.2 * least:
-        prices = result.prices(candidate.shape)
-        fold, (place,) = prices.fold(candidate.placement, stage)
-        talking = prices.collective_s(fold, place) / work
-        share = (
-            f", {talking:.0%} of it tensor, context and expert collectives" if talking > 0.1 else ""
+    """Yield the costs that keep layers away from a stage, in words."""
+    forward_s = costs.forward_s
+    backward_s = costs.backward_s
+    layer_s = [forward[1] + backward[1] for forward, backward in zip(forward_s, backward_s)]
+    yield from _memory_reason(costs, candidate, stage)
+    yield from _slow_layer_reason(layer_s, result, candidate, stage)
+
+    is_first = stage == 0
+    is_last = stage == costs.stages - 1
+    if is_first or is_last:
+        layer_kind = 0 if is_first else 2  # embedding, block, output layer
+        extra_s = forward_s[stage][layer_kind] + backward_s[stage][layer_kind]
+        if extra_s > LARGE_EXTRA * layer_s[stage]:
+            name = "the embedding" if is_first else "the output"
+            yield f"{name} takes as long as {extra_s / layer_s[stage]:.1f} layers there"
+
+    even_split = uniform(sum(candidate.split), costs.stages)
+    exposed_s = estimate(costs, even_split).exposed_s
+    is_long = exposed_s[stage] > EXPOSED_SHARE * candidate.step_s
+    if is_long and exposed_s[stage] >= EXPOSED_OF_LARGEST * max(exposed_s):
+        yield f"with even layers {exposed_s[stage]:.3g} s of its reduction would be exposed"
+
+    transfers = []
+    if not is_first:
+        transfers.append(_Transfer(costs.transfer_s[stage - 1][1], stage - 1))
+    if not is_last:
+        transfers.append(_Transfer(costs.transfer_s[stage][1], stage + 1))
+    longest = max(transfers, default=_Transfer(0.0, 0))
+    round_trip_s = 2 * longest.seconds
+    if round_trip_s > layer_s[stage]:
+        yield (
+            f"a micro-batch's activation and gradient take {round_trip_s:.3g} s between it and stage "
+            f"{longest.neighbour}, as long as {round_trip_s / layer_s[stage]:.0f} layers"
         )
-        fastest = works.index(least)
-        yield f"a layer takes {work / least:.1f} x as long there as on stage {fastest} ({work:.3g} s{share})"
-    kind = 0 if first else 2
-    extra = costs.forward_s[stage][kind] + costs.backward_s[stage][kind] if first or last else 0.0
-    if extra > 0.5 * work:
-        what = "the embedding" if first else "the output"
-        yield f"{what} takes as long as {extra / work:.1f} layers there"
-    exposed = estimate(costs, uniform(sum(candidate.split), costs.stages)).exposed_s
-    if exposed[stage] > 0.02 * candidate.step_s and exposed[stage] >= 0.5 * max(exposed):
-        yield f"with even layers {exposed[stage]:.3g} s of its reduction would be exposed"
-    sends = [] if first else [(costs.transfer_s[stage - 1][1], stage - 1)]
-    sends += [] if last else [(costs.transfer_s[stage][1], stage + 1)]
-    send, other = max(sends, default=(0.0, 0))
-    if 2 * send > work:
-        what = f"a micro-batch's activation and gradient take {2 * send:.3g} s between it and stage {other}"
-        yield f"{what}, as long as {2 * send / work:.0f} layers"
+
+
+def _memory_reason(costs: StageCosts, candidate: Candidate, stage: int) -> Iterator[str]:
+    """Yield a sentence if the stage's memory has no room for another layer."""
+    embedding_bytes, block_bytes, *_ = costs.memory[stage]
+    output_bytes = costs.memory[stage][-1]
+    is_first = stage == 0
+    is_last = stage == costs.stages - 1
+    extra_bytes = is_first * embedding_bytes + is_last * output_bytes
+    room_bytes = costs.room_bytes[stage]
+    needed_bytes = block_bytes * (candidate.split[stage] + 1)
+    if room_bytes < inf and needed_bytes > room_bytes - extra_bytes:
+        layer_gb = block_bytes / BYTES_PER_GB
+        yield f"its memory has no room for another layer ({layer_gb:.3g} GB)"
+
+
+def _slow_layer_reason(
+    layer_s: list[float], result: SearchResult, candidate: Candidate, stage: int
+) -> Iterator[str]:
+    """Yield a sentence if a layer takes much longer on the stage than on the fastest stage.
+
+    Args:
+        layer_s: Seconds of a layer on each stage.
+    """
+    least_s = min(layer_s)
+    stage_layer_s = layer_s[stage]
+    if stage_layer_s <= SLOW_LAYER * least_s:
+        return
+    prices = result.prices(candidate.shape)
+    fold, (folded_stage,) = prices.fold(candidate.placement, stage)
+    collective_share = prices.collective_s(fold, folded_stage) / stage_layer_s
+    collectives = ""
+    if collective_share > LARGE_COLLECTIVES:
+        collectives = f", {collective_share:.0%} of it tensor, context and expert collectives"
+    ratio = stage_layer_s / least_s
+    fastest = layer_s.index(least_s)
+    yield (
+        f"a layer takes {ratio:.1f} x as long there as on stage {fastest} "
+        f"({stage_layer_s:.3g} s{collectives})"
+    )
 
 
 def explain(result: SearchResult) -> list[str]:
-    """At most ten lines: what the best plan wins against the runner-up, the user's layout and stock, by
-    cause; then what one change of the site gives, the greatest gain first (those below the optimality
-    gap's gap as "unchanged")."""
-    best, best_causes, layout = result.best, causes(result, result.best), result.user_layout
+    """Return at most ten sentences on the best plan.
+
+    First its gain over the runner-up, the user's layout and the job without holmes, by cause. Then the
+    effect of each change of the site, the largest gain first; effects within the optimality gap are
+    summed up as "unchanged".
+    """
+    best = result.best
+    best_causes = causes(result, best)
+    layout = result.user_layout
     lines = []
-    others = (
+    runners_up = (
         candidate
         for candidate in result.candidates
         if candidate.shape != best.shape and candidate.simulated_s
     )
-    runner_up = next(others, None)
+    runner_up = next(runners_up, None)
     if runner_up is not None:
-        lines.append(_against("the runner-up", best_causes, causes(result, runner_up)))
+        lines.append(_comparison("the runner-up", best_causes, causes(result, runner_up)))
     if layout is not None:
-        lines.append(_against("your layout with holmes", best_causes, causes(result, layout)))
-    whom = "stock" if layout is None else "your layout as stock runs it"
-    lines.append(_against(whom, best_causes, causes(*stock_like(result, layout or best))))
-    gap = max(NOTHING, result.optimality_gap.gap if result.optimality_gap else 0.0)
-    ranked = sorted(what_if(result), key=lambda change: change[1])
-    gains = [(what, seconds / best.step_s - 1, seconds) for what, seconds in ranked]
-    large = [change for change in gains if abs(change[1]) >= gap]
-    same = [what for what, gain, _ in gains if abs(gain) < gap]
-    shown = CHANGES - bool(same)
-    lines += [
-        f"with {what}: {seconds:.4g} s ({gain:+.1%})" for what, gain, seconds in large[:shown]
-    ]
-    within = f" (within {gap:.1%})" if gap > NOTHING else ""
-    return lines + ([f"unchanged{within} with {some_of(same, 4)}"] if same else [])
+        lines.append(_comparison("your layout with holmes", best_causes, causes(result, layout)))
+    name = "stock" if layout is None else "your layout as stock runs it"
+    stock, stock_plan = stock_like(result, layout or best)
+    lines.append(_comparison(name, best_causes, causes(stock, stock_plan)))
+    return lines + _change_lines(result)
 
 
-def _against(whom: str, best_causes: dict[str, float], other: dict[str, float]) -> str:
-    """The step's difference, and the causes that make most of it."""
-    least, most = sum(best_causes.values()), sum(other.values())
-    parts = sorted(
-        ((other[cause] - best_causes[cause], CAUSES[cause]) for cause in best_causes),
-        key=lambda part: -abs(part[0]),
-    )
-    said = [
-        f"{seconds:+.3g} s {cause}" for seconds, cause in parts[:3] if abs(seconds) > 0.001 * least
+def _change_lines(result: SearchResult) -> list[str]:
+    """Return a sentence for each change of the site with an effect, and one for all without."""
+    best_s = result.best.step_s
+    gap = result.optimality_gap.gap if result.optimality_gap else 0.0
+    least_effect = max(NEGLIGIBLE, gap)
+    effects = []
+    unchanged = []
+    for change in sorted(what_if(result), key=lambda change: change.step_s):
+        effect = change.step_s / best_s - 1
+        if abs(effect) >= least_effect:
+            effects.append(f"with {change.description}: {change.step_s:.4g} s ({effect:+.1%})")
+        else:
+            unchanged.append(change.description)
+    lines = effects[: MAX_CHANGES - bool(unchanged)]
+    if unchanged:
+        within = f" (within {least_effect:.1%})" if least_effect > NEGLIGIBLE else ""
+        lines.append(f"unchanged{within} with {some_of(unchanged, MAX_UNCHANGED)}")
+    return lines
+
+
+def _comparison(name: str, best_causes: dict[str, float], other: dict[str, float]) -> str:
+    """Return the best and another plan's step, and the causes of most of the difference.
+
+    Args:
+        name: Name of the other plan.
+        best_causes: Seconds of the best plan's step by cause.
+        other: Seconds of the other plan's step by cause.
+    """
+    best_s = sum(best_causes.values())
+    other_s = sum(other.values())
+    differences = [(other[cause] - best_causes[cause], CAUSES[cause]) for cause in best_causes]
+    differences.sort(key=lambda difference: -abs(difference[0]))
+    parts = [
+        f"{seconds:+.3g} s {cause}"
+        for seconds, cause in differences[:MAX_CAUSES]
+        if abs(seconds) > NEGLIGIBLE * best_s
     ]
-    return f"against {whom}: {least:.4g} s instead of {most:.4g} s" + (
-        f"; there {', '.join(said)}" if said else ""
-    )
+    by_cause = f"; there {', '.join(parts)}" if parts else ""
+    return f"against {name}: {best_s:.4g} s instead of {other_s:.4g} s{by_cause}"

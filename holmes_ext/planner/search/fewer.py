@@ -1,11 +1,13 @@
-"""A job of fewer nodes, where that is faster: what crosses to a cluster may take longer than it computes.
+"""Search for a subset of the nodes on which the job is faster than on all of them.
+
+Fewer nodes can be faster if the traffic to a cluster takes longer than its GPUs save.
 
     all nodes        (8, 8, 4)    nodes of each cluster; the step of the best plan found
-    fewer clusters   (8, 8, 0)    every set of them (of many clusters those that fast links join)
-    fewer nodes      (7, 8, 0)    a cluster or a node less of the best set, as long as that is faster
+    fewer clusters   (8, 8, 0)    every set of clusters (of many, the sets that fast links connect)
+    fewer nodes      (7, 8, 0)    the best set without a cluster, or a node of a cluster, while that is faster
 
-Where the GPUs of a set take longer to compute the batch alone than the best step so far, or no shape's bound
-(bound/shape.py) is below it, nothing is searched. A job that runs keeps its nodes: this is for starting one.
+A set is not searched if its GPUs need longer to compute the batch than the best step so far, or if no shape's
+lower bound (bound/shape.py) is below that step. A running job keeps its nodes: the result is for starting one.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import combinations, product
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import SiteSpec
@@ -30,12 +33,19 @@ from holmes_ext.planner.search.space import shapes
 from holmes_ext.planner.search.spreading import with_spread
 from holmes_ext.planner.search.subset import Counts
 
-#: Part of the seconds in which fewer nodes are looked at.
-FIRST = 0.1
-#: Clusters of which every set is looked at; of more, those that links of one rate or more join.
-EVERY_SET = 5
-#: Times the best step of fewer nodes up to which the plan of all of them is proven, too.
+#: Share of the time limit in which fewer nodes are examined.
+FEWER_NODES_SHARE = 0.1
+#: Most clusters of which every set is examined; of more, the sets that links above a rate connect.
+MAX_ALL_SETS = 5
+#: The plan of all nodes is proven too if its step is within this factor of the best step on fewer nodes.
 NEAR = 1.2
+
+
+class _FewerNodes(NamedTuple):
+    """First look at the best subset of the nodes."""
+
+    result: SearchResult | None  # None if no subset is faster than all nodes
+    interrupted: bool  # by Ctrl-C
 
 
 def best_use(
@@ -45,127 +55,162 @@ def best_use(
     progress: Progress | None = None,
     rows: int = 10,
 ) -> SearchResult:
-    """`on_all`, a first look at all nodes of `spec`, with an optimality gap when time.monotonic() is
-    `end`; or
-    what is found on fewer nodes where these are faster, with `on_all` set. Ctrl-C: the best so far, with
-    `interrupted` set. rows: of search()."""
-    begin, on_all = time.monotonic(), with_spread(on_all)
-    fewer, stopped = _on_fewer(on_all, spec, begin + FIRST * (end - begin), rows)
+    """Return the best plan on all nodes, or on fewer nodes if the job is faster there.
+
+    Args:
+        on_all: First look at all nodes of `spec`.
+        spec: Clusters and nodes available.
+        end: Moment of time.monotonic() at which to stop.
+        progress: Called from time to time.
+        rows: Number of shapes that a table shows.
+
+    Returns:
+        A result with an optimality gap; `on_all` is set if it uses fewer nodes. After Ctrl-C: the best so
+        far, with `interrupted` set.
+    """
+    begin = time.monotonic()
+    on_all = with_spread(on_all)
+    fewer_end = begin + FEWER_NODES_SHARE * (end - begin)
+    fewer, interrupted = _on_fewer(on_all, spec, fewer_end, rows)
     if fewer is None:
-        return replace(on_all, interrupted=True) if stopped else proven(on_all, end, progress)
-    if not stopped and on_all.best.step_s < NEAR * fewer.best.step_s:
-        on_all = proven(on_all, (time.monotonic() + end) / 2, progress)
-        stopped = on_all.interrupted
-    if not stopped:
+        if interrupted:
+            return replace(on_all, interrupted=True)
+        return proven(on_all, end, progress)
+    if not interrupted and on_all.best.step_s < NEAR * fewer.best.step_s:
+        half_end = (time.monotonic() + end) / 2
+        on_all = proven(on_all, half_end, progress)
+        interrupted = on_all.interrupted
+    if not interrupted:
         fewer = proven(fewer, end, progress)
-        stopped = fewer.interrupted
+        interrupted = fewer.interrupted
     if on_all.best.step_s <= fewer.best.step_s:
-        return replace(on_all, interrupted=stopped)
-    return replace(fewer, on_all=on_all, interrupted=stopped)
+        return replace(on_all, interrupted=interrupted)
+    return replace(fewer, on_all=on_all, interrupted=interrupted)
 
 
-def _on_fewer(
-    result: SearchResult, spec: SiteSpec, end: float, rows: int
-) -> tuple[SearchResult | None, bool]:
-    """(a first look at the nodes with which the job is faster than with all; None where there are none;
-    whether Ctrl-C ended that), as far as was seen when time.monotonic() is `end`."""
-    sets, stopped = _Sets(result, spec, end, rows), False
+def _on_fewer(result: SearchResult, spec: SiteSpec, end: float, rows: int) -> _FewerNodes:
+    """Search subsets of the nodes until the moment `end` for one on which the job is faster."""
+    search_of_sets = _NodeSets(result, spec, end, rows)
+    interrupted = False
     try:
-        sets.look(sets.of_clusters())
-        while sets.look(sets.one_less()):
+        search_of_sets.examine(search_of_sets.cluster_sets())
+        while search_of_sets.examine(search_of_sets.one_less()):
             pass
     except KeyboardInterrupt:
-        stopped = True
-    return None if sets.best is result else sets.best, stopped
+        interrupted = True
+    best = search_of_sets.best
+    return _FewerNodes(None if best is result else best, interrupted)
 
 
-class _Sets:
-    """counts: nodes of each cluster with which the job is fastest so far; best: what was found there."""
+class _NodeSets:
+    """Greedy search over the number of nodes of each cluster."""
 
     def __init__(self, result: SearchResult, spec: SiteSpec, end: float, rows: int):
-        self.best, self.spec, self.end, self.rows = result, spec, end, rows
+        """Start with all nodes.
+
+        Args:
+            result: First look at all nodes.
+            spec: Clusters and nodes available.
+            end: Moment of time.monotonic() at which to stop.
+            rows: Number of shapes that a table shows.
+        """
+        #: Result of the best set so far, and its number of nodes of each cluster.
+        self.best = result
         self.counts: Counts = tuple(len(cluster.nodes) for cluster in spec.clusters)
+        self.spec = spec
+        self.end = end
+        self.rows = rows
+        #: For each cluster, the first cluster with equal nodes and networks.
         self.kin = alike(spec, result.model)
         self.kin_alone = alike(spec, result.model, alone=True)
-        self.seen = {self._like(self.counts)}
-        self.batch_flops, gpu_of = result.batch_flops, result.model.gpu_of
+        self.seen = {self._canonical(self.counts)}
+        self.batch_flops = result.batch_flops
         #: FLOP/s of a node of each cluster.
-        self.flops = [gpu_of(cluster.name).flops * cluster.processes for cluster in spec.clusters]
+        self.node_flops = [
+            result.model.gpu_of(cluster.name).flops * cluster.processes for cluster in spec.clusters
+        ]
 
-    def _like(self, counts: Counts) -> Counts:
-        """The same for sets that differ in clusters which are alike."""
-        kin = self.kin_alone if sum(map(bool, counts)) == 1 else self.kin
+    def _canonical(self, counts: Counts) -> Counts:
+        """Return equal counts for sets that differ in interchangeable clusters only."""
+        is_one_cluster = sum(map(bool, counts)) == 1
+        kin = self.kin_alone if is_one_cluster else self.kin
         return tuple(count for _, count in sorted(zip(kin, counts)))
 
-    def of_clusters(self) -> Iterator[Counts]:
+    def cluster_sets(self) -> Iterator[Counts]:
+        """Yield sets of whole clusters: all, or of many clusters those that links above a rate connect."""
         indices = range(len(self.counts))
-        if len(indices) <= EVERY_SET:
+        if len(indices) <= MAX_ALL_SETS:
             yield from product(*((0, count) for count in self.counts))
             return
         names = [cluster.name for cluster in self.spec.clusters]
         network = self.best.network
-        kinds = {names.index(network.cluster(kind)): kind for kind in range(len(network.kinds))}
-        rates = rates_between(network)
-        for threshold in sorted({*rates.values()}):
-            part = {index: index for index in indices}
+        kind_of = {names.index(network.cluster(kind)): kind for kind in range(len(network.kinds))}
+        rates_bps = rates_between(network)
+        for least_bps in sorted({*rates_bps.values()}):
+            component = {index: index for index in indices}  # cluster -> label of its component
             for low, high in combinations(indices, 2):
-                if rates[kinds[low], kinds[high]] >= threshold:
-                    kept, joined = part[low], part[high]
-                    part = {
-                        index: kept if label == joined else label for index, label in part.items()
-                    }
-            for chosen in {*part.values()}:
+                if rates_bps[kind_of[low], kind_of[high]] >= least_bps:
+                    kept, joined = component[low], component[high]
+                    for index, label in component.items():
+                        if label == joined:
+                            component[index] = kept
+            for chosen in {*component.values()}:
                 yield tuple(
-                    count if part[index] == chosen else 0 for index, count in enumerate(self.counts)
+                    count if component[index] == chosen else 0
+                    for index, count in enumerate(self.counts)
                 )
 
     def one_less(self) -> Iterator[Counts]:
-        """The best set without a cluster, or without a node of one."""
+        """Yield the best set without a cluster, and without a node of a cluster."""
         for index, count in enumerate(self.counts):
             for fewer in {0, max(0, count - 1)}:
                 yield (*self.counts[:index], fewer, *self.counts[index + 1 :])
 
-    def look(self, sets: Iterable[Counts]) -> bool:
-        """Whether one of them is faster; the most FLOP/s first, of equal ones those of the first clusters."""
+    def examine(self, sets: Iterable[Counts]) -> bool:
+        """Search each set that may be faster, most FLOP/s first; return whether the best set changed."""
         before = self.best
-        for counts in sorted(
-            {*sets}, key=lambda some: (self._floor_s(some), [-count for count in some])
-        ):
-            if self._floor_s(counts) >= self.best.best.step_s or time.monotonic() > self.end:
+
+        def order(counts: Counts) -> tuple[float, list[int]]:
+            return self._compute_s(counts), [-count for count in counts]
+
+        for counts in sorted({*sets}, key=order):
+            best_s = self.best.best.step_s
+            if self._compute_s(counts) >= best_s or time.monotonic() > self.end:
                 break
-            if (like := self._like(counts)) not in self.seen:
-                self.seen.add(like)
-                result = self._first_look(counts)
-                if result is not None and result.best.step_s < self.best.best.step_s * (1 - EQUAL):
-                    self.best, self.counts = result, counts
+            canonical = self._canonical(counts)
+            if canonical in self.seen:
+                continue
+            self.seen.add(canonical)
+            result = self._first_look(counts)
+            if result is not None and result.best.step_s < best_s * (1 - EQUAL):
+                self.best = result
+                self.counts = counts
         return self.best is not before
 
-    def _floor_s(self, counts: Counts) -> float:
-        """Seconds in which their GPUs compute the batch."""
-        flops = sum(count * node_flops for count, node_flops in zip(counts, self.flops))
+    def _compute_s(self, counts: Counts) -> float:
+        """Return the seconds in which the GPUs of a set compute the batch, a lower bound on its step."""
+        flops = sum(count * node_flops for count, node_flops in zip(counts, self.node_flops))
         return self.batch_flops / flops if flops else inf
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
-        """None where nothing fits, or can be faster."""
-        names = {
-            name
-            for cluster, count in zip(self.spec.clusters, counts)
-            for name in cluster.nodes[:count]
-        }
+        """Return the first look at a set of nodes; None if no plan fits, or none can be faster."""
+        names = set()
+        for cluster, count in zip(self.spec.clusters, counts):
+            names.update(cluster.nodes[:count])
         spec = self.spec.only(names)
         request = self.best.on(Network(site_from_spec(spec), Links.of_spec(spec)))
-        how = request.network, request.model, request.global_batch, request.limits
+        best_s = self.best.best.step_s
+        all_shapes = shapes(request.network, request.model, request.global_batch, request.limits)
         only = [
             shape
-            for shape in shapes(*how)
-            if ShapeBound(request.network, request.prices(shape), shape).seconds
-            < self.best.best.step_s
+            for shape in all_shapes
+            if ShapeBound(request.network, request.prices(shape), shape).seconds < best_s
         ]
+        if not only:
+            return None
+        remaining_s = max(0.0, self.end - time.monotonic())
         try:
-            left_s = max(0.0, self.end - time.monotonic())
-            result = (
-                search(request, left_s, rows=self.rows, only=only, prove=False) if only else None
-            )
-            return result and with_spread(result)
-        except HolmesError:  # nothing fits the memory
+            result = search(request, remaining_s, rows=self.rows, only=only, prove=False)
+            return with_spread(result)
+        except HolmesError:  # no plan fits the memory
             return None

@@ -1,4 +1,4 @@
-"""What a search of plans found: candidates, the optimality gap, and what was left out."""
+"""Request and result of a search for the best plan: candidates, optimality gap, counts."""
 
 from __future__ import annotations
 
@@ -22,62 +22,78 @@ from holmes_ext.planner.search.space import Limits
 
 #: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
+#: An optimality gap up to so many times EQUAL counts as zero.
+ROUNDING_ERRORS = 10
+#: Forward and backward pass of a matrix multiplication: floating-point operations relative to the forward.
+FLOPS_FACTOR = 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan. By stage: memory_bytes, limit_bytes, reductions (their names), in_flight."""
+    """One plan: a shape, the nodes of its stages, and its split of the layers."""
 
     shape: Shape
     placement: Placement
+    #: Layers of each stage.
     split: tuple[int, ...]
-    #: The step in closed form, and simulated: 0 when it was not.
+    #: Step time by the closed form, in seconds.
     formula_s: float
+    #: Memory needed and available on a GPU of each stage.
     memory_bytes: tuple[float, ...]
     limit_bytes: tuple[float, ...]
+    #: Name of each stage's gradient reduction: "flat", "hierarchical" or "hybrid".
     reductions: tuple[str, ...]
+    #: Simulated step time in seconds; 0 if not simulated.
     simulated_s: float = 0.0
-    #: Micro-batches that a stage begins before its first backward; () under the framework's own schedule.
+    #: Warm-up depth of each stage: micro-batches that it begins before its first backward pass; () under the
+    #: framework's own schedule.
     in_flight: tuple[int, ...] = ()
+    #: All micro-batches pass a chunk before the next chunk (arXiv 2211.05953).
     breadth_first: bool = False
-    #: Of each stage (plan/passes); () under 1F1B.
+    #: Order of the passes on each stage (plan/passes); () under 1F1B.
     schedule: tuple[str, ...] = ()
-    #: Its command line asks for no a hierarchical all-reduce, where these are the framework's own.
+    #: The command line turns off the framework's own hierarchical all-reduce.
     flat: bool = False
 
     @property
     def step_s(self) -> float:
-        """The simulated step where there is one."""
+        """Step time in seconds: simulated if available, else by the closed form."""
         return self.simulated_s or self.formula_s
 
     @property
     def peak_bytes(self) -> float:
+        """Memory of the fullest stage's GPUs."""
         return max(self.memory_bytes)
 
     @property
     def fits(self) -> bool:
+        """Whether every stage fits the memory of its GPUs."""
         return all(used <= limit for used, limit in zip(self.memory_bytes, self.limit_bytes))
 
     @property
     def key(self) -> tuple[Shape, Placement, tuple[int, ...]]:
+        """Identity of the plan, whatever its schedule."""
         return self.shape, self.placement, self.split
 
 
 @dataclass(frozen=True)
 class OptimalityGap:
-    """No plan of the space takes less than bound_s; step_s is the best one's."""
+    """Distance between the best plan's step time and the lower bound on all plans."""
 
+    #: Step time of the best plan, in seconds.
     step_s: float
+    #: Seconds below which no plan of the search space takes a step.
     bound_s: float
 
     @property
     def gap(self) -> float:
-        """The fraction of the step that a better plan could save at most."""
+        """Largest fraction of the step that another plan could save."""
         return max(0.0, 1 - self.bound_s / self.step_s)
 
     @property
     def proven(self) -> bool:
-        return self.gap <= 10 * EQUAL
+        """Whether no plan is faster than the best, apart from rounding."""
+        return self.gap <= ROUNDING_ERRORS * EQUAL
 
     def __str__(self) -> str:
         error = f"whose worst measured error is {worst_error():.1%}"
@@ -89,7 +105,10 @@ class OptimalityGap:
 
 @cache
 def worst_error() -> float:
-    """Of simulated steps against measured ones: the worst of benchmarks/results (docs/generate.py)."""
+    """Return the largest relative error of simulated against measured steps in benchmarks/results.
+
+    docs/generate.py writes the file that is read here.
+    """
     table = load_json(Path(__file__).with_name("model_error.json"), "install holmes_ext again")
     worst: float = table.take("worst_error", float)
     return worst
@@ -97,62 +116,75 @@ def worst_error() -> float:
 
 @dataclass
 class SearchResult:
-    """What was asked for, and what was found; candidates: the fastest first."""
+    """Request and result of a search: a job, and the plans found for it."""
 
     network: Network
     model: Model
+    #: Sequences of a step.
     global_batch: int
     limits: Limits = Limits()
     rules: Rules = Rules()
     engine: EngineTraits = EngineTraits()
+    #: Plans found, the fastest first.
     candidates: list[Candidate] = field(default_factory=list)
-    #: Of every shape that fits, seconds that no placement of it beats.
+    #: Shape -> lower bound on the step time of its placements, in seconds; shapes that fit the memory only.
     ideals: dict[Shape, float] = field(default_factory=dict)
     #: None before a step was simulated.
     optimality_gap: OptimalityGap | None = None
-    #: The layout that the user gave.
+    #: The layout that the user gave, if any.
     user_layout: Candidate | None = None
-    #: How many: shapes, placements left out by their bound, those that no memory holds.
+    #: Number of shapes; of placements excluded by their bound; of shapes and placements that fit no memory.
     shapes: int = 0
     pruned: int = 0
     misfits: int = 0
-    #: Of the search.
+    #: Duration of the search.
     seconds: float = 0.0
+    #: Ended by Ctrl-C.
     interrupted: bool = False
-    #: Reductions that stock overlaps: "off", "first" (of the first stage), "on"; here: those of this result.
+    #: Reductions that the framework overlaps without holmes: "off", "first" (of the first stage) or "on".
     stock_overlap: str = "off"
+    #: The same for this result's plans; "" for `rules.overlap`.
     overlap: str = ""
-    #: ZeRO 1's weights travel under the next forward.
+    #: ZeRO 1 gathers the weights under the next forward pass.
     gather_overlap: bool = False
-    #: The same on all nodes, where this is on some of them, with which the job is faster.
+    #: Result for all nodes, if this one uses fewer nodes because the job is faster with them.
     on_all: SearchResult | None = None
 
     @property
     def best(self) -> Candidate:
+        """The fastest plan."""
         return self.candidates[0]
 
     @property
     def gpus(self) -> tuple[Gpu, ...]:
-        """Of each kind of nodes."""
+        """GPU of each kind of node."""
         return tuple(self.model.gpu_of(cluster) for cluster, _ in self.network.kinds)
 
     def describe(self, candidate: Candidate) -> str:
+        """Return the order of the clusters along the pipeline, in words."""
         return described(self.network, candidate.placement)
 
     def tokens_per_s(self, candidate: Candidate) -> float:
+        """Return the tokens that a plan trains per second."""
         return self.global_batch * self.model.sequence / candidate.step_s
 
     @property
     def batch_flops(self) -> float:
-        """FLOPs of a step that the model needs: nothing counts that is computed again."""
+        """Floating-point operations that the model needs for a step, without recomputation."""
         layers = replace(self.model, micro_batch=1, recompute="none").costs()
-        return 3 * sum(layer.forward_flops for layer in layers) * self.global_batch
+        forward_flops = sum(layer.forward_flops for layer in layers)
+        return FLOPS_FACTOR * forward_flops * self.global_batch
 
     def flops_per_gpu(self, candidate: Candidate) -> float:
-        """FLOP/s that the model needs."""
+        """Return the FLOP/s of each GPU that the model needs, without recomputation."""
         return self.batch_flops / candidate.step_s / self.network.world
 
     def prices(self, shape: Shape, flat: bool = False) -> Prices:
+        """Return the times of computation and communication for a shape.
+
+        Args:
+            flat: Without hierarchical all-reduce.
+        """
         return self._prices(shape, flat)
 
     @cached_property
@@ -160,9 +192,10 @@ class SearchResult:
         return lru_cache(maxsize=64)(self._prices_of)
 
     def _prices_of(self, shape: Shape, flat: bool) -> Prices:
-        hierarchical = self.limits.hierarchical
+        hierarchical_zero = self.limits.hierarchical
         reductions = self.limits.of("reduction", self.rules.reductions)
-        if flat or hierarchical is not None and shape.zero not in hierarchical:
+        is_unsupported = hierarchical_zero is not None and shape.zero not in hierarchical_zero
+        if flat or is_unsupported:
             reductions = [FLAT]
         rules = replace(
             self.rules,
@@ -170,41 +203,70 @@ class SearchResult:
             zero=shape.zero,
             virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes,
-            alike=hierarchical is not None,
+            alike=hierarchical_zero is not None,
             hybrid=shape.replicas > 1,
         )
-        sizes, remember = shape.sizes(), self.network.remember
-        key = id(self.model), shape.micro_batch, shape.recompute
-        model = remember((*key, shape.micro_batches, shape.zero), lambda: shape.model(self.model))
-        of_rank = *key, shape.tensor, shape.context, shape.expert, shape.pipeline == 1
-        kinds = remember(of_rank, lambda: kinds_of(model, sizes))
+        sizes = shape.sizes()
+        remember = self.network.remember
+        # Shapes with equal keys share the costs of their layers.
+        key = (id(self.model), shape.micro_batch, shape.recompute)
+        model_key = (*key, shape.micro_batches, shape.zero)
+        model = remember(model_key, lambda: shape.model(self.model))
+        has_all_layers = shape.pipeline == 1
+        rank_key = (*key, shape.tensor, shape.context, shape.expert, has_all_layers)
+        kinds = remember(rank_key, lambda: kinds_of(model, sizes))
         return Prices(self.network, RankModel.of(model, sizes, kinds, shape.replicas), rules)
 
     def costs(self, candidate: Candidate, sharded: bool = True) -> StageCosts:
-        """The candidate's costs again; sharded: with what ZeRO 2 and 3 send."""
-        return self.prices(candidate.shape, candidate.flat).costs(
-            candidate.placement, sharded=sharded
-        )
+        """Return the times and the memory of a candidate's stages.
+
+        Args:
+            sharded: Include the collectives of ZeRO 2 and 3 in the passes.
+        """
+        prices = self.prices(candidate.shape, candidate.flat)
+        return prices.costs(candidate.placement, sharded=sharded)
 
     def candidate(
         self, shape: Shape, placement: Placement, split: Sequence[int], flat: bool = False
     ) -> Candidate:
+        """Return the plan of a shape, a placement and a split, with its step by the closed form.
+
+        Args:
+            split: Layers of each stage.
+            flat: Without hierarchical all-reduce.
+        """
         prices = self.prices(shape, flat)
         costs = prices.costs(placement)
         step = estimate(costs, split)
-        names = tuple(reduction.name for reduction in prices.reductions(placement))
-        memory = step.memory_bytes, costs.limit_bytes
-        return Candidate(shape, placement, tuple(split), step.step_s, *memory, names, flat=flat)
+        return Candidate(
+            shape=shape,
+            placement=placement,
+            split=tuple(split),
+            formula_s=step.step_s,
+            memory_bytes=step.memory_bytes,
+            limit_bytes=costs.limit_bytes,
+            reductions=tuple(reduction.name for reduction in prices.reductions(placement)),
+            flat=flat,
+        )
 
     def __getstate__(self) -> dict[str, object]:
+        # worker processes rebuild the cache of prices
         return {name: value for name, value in self.__dict__.items() if name != "_prices"}
 
     def stock(
         self, shape: Shape, split: Sequence[int] = (), order: str = DEFAULT_ORDER
     ) -> tuple[SearchResult, Candidate]:
-        """Without holmes: the launcher's order, all traffic on the network that all nodes share, layers even
-        unless `split` says otherwise, overlapped as the framework does it."""
-        site, links = self.network.site, self.network.links
+        """Return the job without holmes ("stock"), and its plan for a shape.
+
+        The ranks are in the launcher's order, all traffic uses the network that all nodes share, and
+        reductions overlap as in the framework.
+
+        Args:
+            split: Layers of each stage; () for even ones.
+            order: Order of the parallel axes in the ranks.
+        """
+        site = self.network.site
+        links = self.network.links
         network = self.network.remember("stock", lambda: Network(site, links, stock_fabric(site)))
         rules = replace(self.rules, overlap=self.stock_overlap == "on", hide_stage_links=False)
         stock = replace(self, network=network, rules=rules, overlap=self.stock_overlap)
@@ -213,21 +275,26 @@ class SearchResult:
         return stock, stock.candidate(shape, placement, layers)
 
     def with_known(self, candidate: Candidate) -> SearchResult:
-        """With a candidate that others told, where it is in the space and better than what was found."""
-        quicker = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
-        if not quicker or candidate.shape not in self.ideals or self.optimality_gap is None:
+        """Return the result with a candidate from another search, if it is in the space and the fastest."""
+        is_faster = candidate.simulated_s and candidate.fits and candidate.step_s < self.best.step_s
+        if not is_faster or candidate.shape not in self.ideals or self.optimality_gap is None:
             return self
         return self.ranked([replace(candidate), *self.candidates], self.optimality_gap.bound_s)
 
     def ranked(self, candidates: list[Candidate], bound_s: float) -> SearchResult:
-        """With these, the fastest first; no plan takes less than bound_s."""
+        """Return the result with other candidates and their optimality gap.
+
+        Args:
+            candidates: Plans, the fastest first.
+            bound_s: Lower bound on the step time of every plan, in seconds.
+        """
         best_s = candidates[0].step_s
         return replace(
             self, candidates=candidates, optimality_gap=OptimalityGap(best_s, min(bound_s, best_s))
         )
 
     def on(self, network: Network, model: Model | None = None) -> SearchResult:
-        """The same on another network, nothing found."""
+        """Return the same request for another network or model, without candidates."""
         model = model or self.model
         return replace(
             self,

@@ -1,15 +1,19 @@
-"""The best plan for a model on a site: branch and bound by simulated time.
+"""Branch and bound search for the plan with the shortest simulated step.
 
-    shape            sizes, micro-batch, recomputation, ZeRO     bound: bound/shape.py
-     `- placement        which nodes hold which stage            bound: bound/least.py, of stages
-         `- placement        the same, bounded closer, with a split of the layers that the bound leaves
-             `- partition        simulated
+    shape            parallel sizes, micro-batch, recomputation, ZeRO    bound: bound/shape.py
+     `- placement        nodes of every stage                            bound: bound/least.py
+         `- placement        the same with a closer bound, and a split that the bound allows
+             `- splits           layers of every stage, simulated
 
-First a look around by the closed form, of which the fastest are simulated. Then what has the least bound is
-looked at next, before all else the best one's sizes and micro-batch with other recomputation and ZeRO. When
-the least bound left is no better than the best step, nothing can beat it. With a time limit, a WAN, or only
-some orders of clusters the optimality gap says within which fraction the best lies. After ALONE_S two
-processes share the work.
+1. A first look (sketch.py) finds good plans by the closed form and simulates the fastest.
+2. The item with the least lower bound is divided or simulated next. Before all others come the shapes that
+   differ from the best plan's in recomputation and ZeRO only.
+3. The search ends when the least remaining bound is no better than the best simulated step: no other plan
+   can be faster. With a time limit, a WAN, or if some cluster orders were left out, the optimality gap says
+   how much faster another plan could be.
+
+After ALONE_S seconds the work is shared with worker processes. The main process owns all queues; a worker
+receives one item and returns its Outcome, so workers share no state.
 """
 
 from __future__ import annotations
@@ -20,27 +24,32 @@ import itertools
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import replace
 from math import inf
 from multiprocessing import get_context
+from typing import NamedTuple
 
 from holmes_ext.plan.shape import Shape
-from holmes_ext.planner.search.evaluate import Evaluator, Found, Item, PlacedShape
+from holmes_ext.planner.search.evaluate import Evaluator, Item, Outcome, PlacedShape
 from holmes_ext.planner.search.result import EQUAL, SearchResult
 from holmes_ext.planner.search.sketch import Progress, Sketch
 
-#: Seconds that one process works before another is started, and processes at most.
-ALONE_S, PROCESSES = 2.0, 2
-#: Part of the seconds in which the closed form looks for what is simulated first.
-FIRST = 0.1
-#: Where the network between clusters is not flat bounds know little of what crosses: after so many items
-#: without a step that is better by this part the best is taken; the optimality gap says what is open.
-PATIENCE, GAIN = 12, 0.01
-#: Placements of the best one's kin that are bounded closer, the first of every shape first, and of those
-#: simulated, the quickest walked first, before all else.
-EARLY = 20, 4
+#: Seconds after which worker processes start, and the most processes.
+ALONE_S = 2.0
+MAX_PROCESSES = 2
+#: Share of the time limit that the first look may take.
+FIRST_LOOK_SHARE = 0.1
+#: With a WAN the bounds know little of the traffic between clusters, so the search would hardly ever end. It
+#: ends after PATIENCE items without a step that is shorter by the factor GAIN.
+PATIENCE = 12
+GAIN = 0.01
+#: Most placements of the early shapes that get a closer bound, and most that are simulated early.
+MAX_EARLY_CLOSER = 20
+MAX_EARLY_SIMULATED = 4
+#: Longest wait for a worker process, in seconds.
+MAX_WAIT_S = 60.0
 
 
 def search(
@@ -52,16 +61,30 @@ def search(
     prove: bool = True,
     simulate: bool = True,
 ) -> SearchResult:
-    """`result`, asked for and empty, with what is found in so many seconds. rows: shapes that a table shows;
-    only: shapes to look at; prove: go on after the first look; simulate: not closed forms alone.
+    """Search for the plan with the shortest step.
 
-    HolmesError: no sizes are possible, or nothing fits the memory. A KeyboardInterrupt ends it with the best
-    so far (`interrupted`), or is raised on where there is none.
+    Args:
+        result: The request, without candidates.
+        seconds: Time limit.
+        progress: Called from time to time.
+        rows: Number of shapes that a table shows.
+        only: Shapes to examine instead of all.
+        prove: Go on after the first look, until the best plan is proven or the time is over.
+        simulate: Simulate the fastest plans instead of using the closed form only.
+
+    Returns:
+        The request with candidates, the fastest first. After a KeyboardInterrupt: the best so far, with
+        `interrupted` set.
+
+    Raises:
+        HolmesError: No parallel sizes are possible, or no plan fits the memory.
+        KeyboardInterrupt: Interrupted before any candidate was found.
     """
     begin = time.monotonic()
     sketch = Sketch(result, rows, only)
     try:
-        first_look = sketch.run(FIRST * seconds if simulate else seconds, progress, simulate)
+        first_look_s = FIRST_LOOK_SHARE * seconds if simulate else seconds
+        first_look = sketch.run(first_look_s, progress, simulate)
         if prove and simulate and not first_look.interrupted:
             first_look = proven(first_look, begin + seconds, progress)
     finally:
@@ -70,10 +93,19 @@ def search(
 
 
 def proven(result: SearchResult, end: float, progress: Progress | None = None) -> SearchResult:
-    """`result` of a first look, until the time `end` at most, with an optimality gap of simulated steps."""
-    run = _Proof(result, end, progress)
+    """Continue the search after a first look, until its best plan is proven or the time is over.
+
+    Args:
+        result: Result of a first look.
+        end: Moment of time.monotonic() at which to stop.
+        progress: Called from time to time.
+
+    Returns:
+        The result with more candidates and the optimality gap of simulated steps.
+    """
+    run = _BranchAndBound(result, end, progress)
     try:
-        run.go()
+        run.run()
     except KeyboardInterrupt:
         run.interrupted = True
     finally:
@@ -81,148 +113,211 @@ def proven(result: SearchResult, end: float, progress: Progress | None = None) -
     return run.finish()
 
 
-_evaluator: Evaluator | None = None  # of a process that another one started
+_evaluator: Evaluator | None = None  # of a worker process
 
 
-def _begin(result: SearchResult) -> None:
+def _start_worker(result: SearchResult) -> None:
     global _evaluator
-    gc.disable()  # nothing here refers to itself: a tenth of the time
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for who started it
+    gc.disable()  # nothing here has reference cycles; saves a tenth of the time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the main process handles Ctrl-C
     _evaluator = Evaluator(result)
 
 
-def _done(item: Item, bound: float, best: float) -> Found:
+def _process_in_worker(item: Item, bound_s: float, best_s: float) -> Outcome:
     assert _evaluator is not None
-    return _evaluator.do(item, bound, best)
+    return _evaluator.process(item, bound_s, best_s)
 
 
-class _Proof:
-    """heap: (bound, number, item); early: (stage of it, place there, number, bound, item) of what comes
-    before. left_s: the least bound of what was looked at and not settled."""
+class _Entry(NamedTuple):
+    """Entry of the main queue: the item with the least bound comes first."""
+
+    bound_s: float
+    number: int  # order of creation; decides between equal bounds
+    item: Item
+
+
+class _EarlyEntry(NamedTuple):
+    """Entry of the early queue: shapes first, then placements, then placements with a closer bound."""
+
+    phase: int  # 0: shape, 1: placement, 2: placement with a closer bound
+    order: float  # within the phase: bound, rank among its siblings, or step by the closed form
+    number: int
+    bound_s: float
+    item: Item
+
+
+class _Task(NamedTuple):
+    """An item to work on."""
+
+    bound_s: float
+    item: Item
+    early: bool
+
+
+class _BranchAndBound:
+    """State of the search after the first look."""
 
     def __init__(self, result: SearchResult, end: float, progress: Progress | None):
-        self.result, self.progress, self.begin, self.end = result, progress, time.monotonic(), end
-        self.best, self.left_s, self.interrupted = result.best.step_s, inf, False
-        self.done = self.improved = 0
+        self.result = result
+        self.progress = progress
+        self.begin = time.monotonic()
+        self.end = end
+        self.best_s = result.best.step_s
+        #: Least bound of all plans that were neither simulated nor excluded by their bound.
+        self.remaining_s = inf
+        self.interrupted = False
+        #: Number of items processed, and its value at the last improvement by GAIN.
+        self.processed = 0
+        self.improved_at = 0
         self.number = itertools.count()
-        self.heap: list[tuple[float, int, Item]] = []
-        self.early: list[tuple[int, float, int, float, Item]] = []
-        self.early_left = [len(result.ideals), *EARLY]
+        self.queue: list[_Entry] = []
+        self.early_queue: list[_EarlyEntry] = []
+        #: Items that may still be processed early, by phase.
+        self.early_left = [len(result.ideals), MAX_EARLY_CLOSER, MAX_EARLY_SIMULATED]
         self.candidates = {candidate.key: candidate for candidate in result.candidates}
         self.pool: ProcessPoolExecutor | None = None
-        self.current: dict[Future[Found], tuple[float, Item, bool]] = {}
+        #: Tasks of the worker processes.
+        self.running: dict[Future[Outcome], _Task] = {}
 
-    def go(self) -> None:
-        best = self.result.best.shape
-        for shape, ideal in self.result.ideals.items():
-            if ideal < self.best * (1 - EQUAL):
-                kin = replace(shape, recompute=best.recompute, zero=best.zero) == best
-                if kin and best.virtual == 1 and best.pipeline > 1:
-                    self._push_early(0, ideal, ideal, shape)
-                else:
-                    self._push(ideal, shape)
+    def run(self) -> None:
+        """Process items until none can beat the best plan, the time is over, or patience is exhausted."""
+        self._push_shapes()
         evaluator = Evaluator(self.result)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        processes = min(cores, MAX_PROCESSES)
         patience = PATIENCE if self.result.network.wan else inf
-        while time.monotonic() < self.end and self.done - self.improved < patience:
-            if min(cores, PROCESSES) > 1 and time.monotonic() > self.begin + ALONE_S:
-                if not self._share(min(cores, PROCESSES)):
-                    break
-            elif not self._alone(evaluator):
+        while time.monotonic() < self.end and self.processed - self.improved_at < patience:
+            if processes > 1 and time.monotonic() > self.begin + ALONE_S:
+                has_worked = self._process_in_workers(processes)
+            else:
+                has_worked = self._process_here(evaluator)
+            if not has_worked:
                 break
 
-    def _alone(self, evaluator: Evaluator) -> bool:
-        """One item; False where none is left."""
-        entry = next(self._next(), None)
-        if entry is None:
+    def _push_shapes(self) -> None:
+        """Queue all shapes whose bound is below the best step, early if they are close to the best plan."""
+        best = self.result.best.shape
+        for shape, ideal_s in self.result.ideals.items():
+            if ideal_s >= self.best_s * (1 - EQUAL):
+                continue
+            same_sizes = replace(shape, recompute=best.recompute, zero=best.zero) == best
+            if same_sizes and best.virtual == 1 and best.pipeline > 1:
+                self._push_early(phase=0, order=ideal_s, bound_s=ideal_s, item=shape)
+            else:
+                self._push(ideal_s, shape)
+
+    def _process_here(self, evaluator: Evaluator) -> bool:
+        """Process one item in this process; return False if none is left."""
+        task = self._next_task()
+        if task is None:
             return False
-        bound, item, early = entry
         try:
-            self._take(evaluator.do(item, bound, self.best), early)
+            outcome = evaluator.process(task.item, task.bound_s, self.best_s)
+            self._record(outcome, task.early)
         except KeyboardInterrupt:
-            self.left_s = min(self.left_s, bound)
+            self.remaining_s = min(self.remaining_s, task.bound_s)
             raise
         return True
 
-    def _share(self, processes: int) -> bool:
-        """The same with processes that have work and one item more each."""
+    def _process_in_workers(self, processes: int) -> bool:
+        """Give each worker process a task and a spare one, and record an outcome; False if none is left."""
         if self.pool is None:
-            bare = replace(self.result, candidates=[], ideals={})
-            self.pool = ProcessPoolExecutor(processes, get_context("spawn"), _begin, (bare,))
-        while len(self.current) < 2 * processes and (entry := next(self._next(), None)):
-            bound, item, _ = entry
-            self.current[self.pool.submit(_done, item, bound, self.best)] = entry
-        if not self.current:
+            request = replace(self.result, candidates=[], ideals={})
+            self.pool = ProcessPoolExecutor(
+                processes, get_context("spawn"), initializer=_start_worker, initargs=(request,)
+            )
+        while len(self.running) < 2 * processes:
+            task = self._next_task()
+            if task is None:
+                break
+            future = self.pool.submit(_process_in_worker, task.item, task.bound_s, self.best_s)
+            self.running[future] = task
+        if not self.running:
             return False
-        left_s = min(60.0, max(0.0, self.end - time.monotonic()))
-        finished, _ = wait(self.current, left_s, FIRST_COMPLETED)
+        wait_s = min(MAX_WAIT_S, max(0.0, self.end - time.monotonic()))
+        finished, _ = wait(self.running, wait_s, FIRST_COMPLETED)
         for future in finished:
-            _, _, early = self.current.pop(future)
-            self._take(future.result(), early)
+            task = self.running.pop(future)
+            self._record(future.result(), task.early)
         return True
 
-    def _next(self) -> Iterator[tuple[float, Item, bool]]:
-        """What is looked at next, if it could beat the best: (bound, item, whether it is early)."""
-        while self.early:
-            stage, _, _, bound, item = heapq.heappop(self.early)
-            if self.early_left[stage] and bound < self.best * (1 - EQUAL):
-                self.early_left[stage] -= 1
-                yield bound, item, True
-                return
-            self._push(bound, item)
-        if self._waits():
-            bound, _, item = heapq.heappop(self.heap)
-            yield bound, item, False
+    def _next_task(self) -> _Task | None:
+        """Remove the item to process next from its queue; None if no item can beat the best plan."""
+        while self.early_queue:
+            entry = heapq.heappop(self.early_queue)
+            if self.early_left[entry.phase] and entry.bound_s < self.best_s * (1 - EQUAL):
+                self.early_left[entry.phase] -= 1
+                return _Task(entry.bound_s, entry.item, early=True)
+            self._push(entry.bound_s, entry.item)
+        if not self._may_improve():
+            return None
+        bound_s, _, item = heapq.heappop(self.queue)
+        return _Task(bound_s, item, early=False)
 
-    def _waits(self) -> bool:
-        """Whether something in the heap could beat the best."""
-        return bool(self.heap) and self.heap[0][0] < self.best * (1 - EQUAL)
+    def _may_improve(self) -> bool:
+        """Return whether an item of the main queue could beat the best plan."""
+        return bool(self.queue) and self.queue[0].bound_s < self.best_s * (1 - EQUAL)
 
-    def _push(self, bound: float, item: Item) -> None:
-        heapq.heappush(self.heap, (bound, next(self.number), item))
+    def _push(self, bound_s: float, item: Item) -> None:
+        heapq.heappush(self.queue, _Entry(bound_s, next(self.number), item))
 
-    def _push_early(self, stage: int, place: float, bound: float, item: Item) -> None:
-        heapq.heappush(self.early, (stage, place, next(self.number), bound, item))
+    def _push_early(self, phase: int, order: float, bound_s: float, item: Item) -> None:
+        entry = _EarlyEntry(phase, order, next(self.number), bound_s, item)
+        heapq.heappush(self.early_queue, entry)
 
-    def _take(self, outcome: Found, early: bool) -> None:
-        items, candidates, left_s = outcome
-        for place, (bound, item) in enumerate(sorted(items, key=lambda pair: pair[0])):
+    def _record(self, outcome: Outcome, early: bool) -> None:
+        """Queue the new items of an outcome, and keep its candidates and its bound.
+
+        Args:
+            early: The outcome is of an early item, so its placements are early too.
+        """
+        by_bound = sorted(outcome.items, key=lambda entry: entry.bound_s)
+        for rank, (bound_s, item) in enumerate(by_bound):
             if early and isinstance(item, PlacedShape):
-                self._push_early(1 + item.closer, item.walked_s or place, bound, item)
+                phase = 2 if item.closer else 1
+                self._push_early(phase, item.walked_s or rank, bound_s, item)
             else:
-                self._push(bound, item)
-        self.left_s = min(self.left_s, left_s)
-        for plan in candidates:
-            known = self.candidates.get(plan.key)
-            if known is None or not known.simulated_s:
-                self.candidates[plan.key] = plan
-        again = any(isinstance(item, PlacedShape) and item.closer for _, item in items)
-        self.done += not again
-        best = min([self.best, *(candidate.simulated_s for candidate in candidates)])
-        if best < self.best * (1 - GAIN):
-            self.improved = self.done
-        self.best = best
+                self._push(bound_s, item)
+        self.remaining_s = min(self.remaining_s, outcome.remaining_s)
+        for candidate in outcome.candidates:
+            previous = self.candidates.get(candidate.key)
+            if previous is None or not previous.simulated_s:
+                self.candidates[candidate.key] = candidate
+        # A closer bound of the same placement is no progress of its own.
+        only_tightened = any(
+            isinstance(item, PlacedShape) and item.closer for _, item in outcome.items
+        )
+        if not only_tightened:
+            self.processed += 1
+        best_s = min([self.best_s, *(candidate.simulated_s for candidate in outcome.candidates)])
+        if best_s < self.best_s * (1 - GAIN):
+            self.improved_at = self.processed
+        self.best_s = best_s
         if self.progress:
-            remaining = len(self.heap) * self._waits() + len(self.early) + len(self.current)
-            self.progress(self.done, remaining, self.best, 1 - self._bound_s() / self.best)
+            waiting = len(self.queue) if self._may_improve() else 0
+            left = waiting + len(self.early_queue) + len(self.running)
+            self.progress(self.processed, left, self.best_s, 1 - self._bound_s() / self.best_s)
 
     def _bound_s(self) -> float:
-        """That no plan beats."""
-        waiting = [bound for bound, _, _ in self.current.values()]
-        waiting += [bound for _, _, _, bound, _ in self.early]
-        return min([self.best, self.left_s, *(bound for bound, _, _ in self.heap[:1]), *waiting])
+        """Return a lower bound on the step time of every plan, in seconds."""
+        bounds_s = [self.best_s, self.remaining_s]
+        bounds_s += [entry.bound_s for entry in self.queue[:1]]
+        bounds_s += [task.bound_s for task in self.running.values()]
+        bounds_s += [entry.bound_s for entry in self.early_queue]
+        return min(bounds_s)
 
     def stop(self) -> None:
-        """End the processes that were started."""
+        """End the worker processes."""
         if self.pool is not None:
-            started = list((self.pool._processes or {}).values())
+            workers = list((self.pool._processes or {}).values())
             self.pool.shutdown(wait=False, cancel_futures=True)
-            for process in started:
-                process.terminate()
-            for process in started:
-                process.join()
+            for worker in workers:
+                worker.terminate()
+            for worker in workers:
+                worker.join()
 
     def finish(self) -> SearchResult:
+        """Return the result: simulated candidates first, each part sorted by step time."""
         ranked = sorted(
             self.candidates.values(),
             key=lambda plan: (not plan.simulated_s, plan.step_s, plan.peak_bytes),
@@ -230,5 +325,5 @@ class _Proof:
         return replace(
             self.result.ranked(ranked, self._bound_s()),
             interrupted=self.interrupted,
-            pruned=self.result.pruned + len(self.heap),
+            pruned=self.result.pruned + len(self.queue),
         )

@@ -1,4 +1,4 @@
-"""Candidates simulated step by step (planner/simulate)."""
+"""Simulated step times of the search's candidates, and variants of their pipeline schedules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.repeat import folded_s
 from holmes_ext.planner.simulate.step import JobStep, Step
 
-#: Passes (forward and backward, of all stages) up to which a step is simulated.
-WORK = 60_000
-#: Passes up to which they are listed, and candidates for which that is tried.
-LISTED, PIPED = 4_000, 3
+#: Most passes (forward and backward, of all stages) of a step that is simulated.
+MAX_PASSES = 60_000
+#: Most passes for which a pass order is searched, and most candidates for which it is tried.
+MAX_SOLVED_PASSES = 4_000
+MAX_SOLVED = 3
 
 
 def execution_of(
@@ -30,8 +31,22 @@ def execution_of(
     breadth_first: bool = False,
     listed: tuple[str, ...] = (),
 ) -> Execution:
-    """How a candidate runs; reductions, in_flight, listed (passes): of its stages."""
-    hierarchical = "hierarchical" in reductions
+    """Return the schedule and the overlap with which the simulation runs a candidate.
+
+    Args:
+        split: Layers of each stage.
+        reductions: Name of each stage's gradient reduction.
+        in_flight: Warm-up depth of each stage; () for the framework's own schedule.
+        breadth_first: Pass all micro-batches through a chunk before the next chunk.
+        listed: Pass order of each stage, written out; () for 1F1B.
+    """
+    is_hierarchical = "hierarchical" in reductions
+    if listed:
+        overlap = "off"
+    else:
+        overlap = result.overlap or ("on" if result.rules.overlap else "off")
+    # Hierarchical ZeRO scatters inside clusters, sums across and gathers inside: a hierarchical all-reduce.
+    is_all_reduce = is_hierarchical and result.engine.scatters
     return Execution(
         result.engine,
         virtual=shape.virtual,
@@ -39,14 +54,13 @@ def execution_of(
         stage_layers=tuple(split) if shape.virtual == 1 else (),
         in_flight=tuple(in_flight),
         schedule=listed,
-        overlap="off" if listed else result.overlap or ("on" if result.rules.overlap else "off"),
+        overlap=overlap,
         gather_overlap=result.gather_overlap,
-        hierarchical=hierarchical,
+        hierarchical=is_hierarchical,
         direct=result.rules.direct,
         reductions=tuple(reductions),
         compress=result.rules.compress,
-        # scattered inside, summed across, gathered inside: as a hierarchical all-reduce
-        zero=0 if hierarchical and result.engine.scatters else shape.zero,
+        zero=0 if is_all_reduce else shape.zero,
         replicas="clusters" if "hybrid" in reductions else "",
         prefetch=result.rules.prefetch,
         cut=result.rules.slices,
@@ -61,69 +75,95 @@ def job_of(
     hide_stage_links: bool = True,
     in_flight: Sequence[int] = (),
 ) -> JobStep:
-    """hide_stage_links: False for the framework's own schedule; in_flight: instead of the plan's."""
+    """Return the simulation of a candidate's step, not yet run.
+
+    Args:
+        hide_stage_links: Use the plan's schedule, which hides the stage links; False for the framework's.
+        in_flight: Warm-up depths to use instead of the plan's.
+    """
     shape = candidate.shape
-    costs, model = result.costs(candidate, sharded=False), shape.model(result.model)
-    counts = tuple(in_flight)
+    costs = result.costs(candidate, sharded=False)
+    warm_up = tuple(in_flight)
     listed = candidate.schedule if hide_stage_links else ()
-    if not counts and hide_stage_links and not candidate.breadth_first and not listed:
-        counts = costs.in_flight(candidate.split)
-    how = candidate.split, candidate.reductions, counts, candidate.breadth_first, listed
-    run = execution_of(result, shape, *how)
-    return JobStep(result.network, candidate.placement, model, run, costs)
+    if not warm_up and hide_stage_links and not candidate.breadth_first and not listed:
+        warm_up = costs.in_flight(candidate.split)
+    run = execution_of(
+        result,
+        shape,
+        candidate.split,
+        candidate.reductions,
+        in_flight=warm_up,
+        breadth_first=candidate.breadth_first,
+        listed=listed,
+    )
+    return JobStep(result.network, candidate.placement, shape.model(result.model), run, costs)
 
 
 def simulated(result: SearchResult, candidate: Candidate) -> Step:
-    """One step of `candidate`, whole."""
+    """Simulate one step of a candidate, and return the spans of its ranks."""
     return job_of(result, candidate).step()
 
 
 def passes(shape: Shape, layers: int) -> int:
-    """Of a simulation; under ZeRO 2 and 3 each layer's weights and gradients travel by themselves."""
+    """Return the number of passes that a simulated step has, as a measure of its work.
+
+    With ZeRO 2 and 3 each layer counts, because its weights and gradients travel separately.
+    """
     messages = layers if shape.zero > 1 else 1
     return 2 * shape.micro_batches * shape.pipeline * shape.virtual * messages
 
 
 def timed(result: SearchResult, candidate: Candidate) -> Candidate:
-    """With its micro-batches in flight and their memory; simulated unless that is too much work."""
+    """Return a candidate with its simulated step, warm-up depths and memory.
+
+    A candidate of more than MAX_PASSES passes is not simulated.
+    """
     seconds = candidate.simulated_s
-    if passes(candidate.shape, result.model.layers) <= WORK:
+    if passes(candidate.shape, result.model.layers) <= MAX_PASSES:
         seconds = folded_s(job_of(result, candidate))
     return with_flight(result, replace(candidate, simulated_s=seconds))
 
 
 def with_flight(result: SearchResult, candidate: Candidate) -> Candidate:
-    """`candidate` with its micro-batches in flight and the memory that they take."""
-    costs, memory = result.costs(candidate), candidate.memory_bytes
-    if in_flight := costs.in_flight(candidate.split):
-        memory = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), in_flight))
-    return replace(candidate, in_flight=in_flight, memory_bytes=memory)
+    """Return a candidate with its warm-up depths and the memory that these need."""
+    costs = result.costs(candidate)
+    memory_bytes = candidate.memory_bytes
+    warm_up = costs.in_flight(candidate.split)
+    if warm_up:
+        memory_bytes = tuple(map(StageLoad.bytes_of, costs.loads(candidate.split), warm_up))
+    return replace(candidate, in_flight=warm_up, memory_bytes=memory_bytes)
 
 
 def step_without(result: SearchResult, candidate: Candidate) -> float:
-    """Seconds of its step with the framework's own pipeline schedule, simulated if the candidate is."""
+    """Return the step time with the framework's own pipeline schedule, in seconds.
+
+    The step is simulated if the candidate is; otherwise the closed form is used.
+    """
     if candidate.simulated_s:
         return folded_s(job_of(result, candidate, hide_stage_links=False))
     return estimate(replace(result.costs(candidate), hidden=None), candidate.split).step_s
 
 
 def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
-    """Of a rank of a stage, term by term."""
-    shape, layers = candidate.shape, candidate.split[stage]
-    prices = result.prices(shape)
-    job, sizes = prices.job, candidate.placement.sizes
-    layers_held = [job.block] * layers
-    layers_held += [job.layers[0]] if stage == 0 else []
-    layers_held += [job.layers[-1]] if stage == shape.pipeline - 1 else []
-    shards, kept = sizes.data * sizes.context // shape.replicas, _kept(candidate, stage)
-    experts = max(1, shards // sizes.expert)
+    """Return the memory of a rank on `stage`, term by term."""
+    shape = candidate.shape
+    job = result.prices(shape).job
+    sizes = candidate.placement.sizes
+    layers_held = [job.block] * candidate.split[stage]
+    if stage == 0:
+        layers_held.append(job.layers[0])
+    if stage == shape.pipeline - 1:
+        layers_held.append(job.layers[-1])
+    shards = sizes.data * sizes.context // shape.replicas
+    expert_shards = max(1, shards // sizes.expert)
+    kept = _kept_micro_batches(candidate, stage)
     return stage_memory(
-        result.model, layers_held, shape.zero, shards, experts, kept, job.working_bytes
+        result.model, layers_held, shape.zero, shards, expert_shards, kept, job.working_bytes
     )
 
 
-def _kept(candidate: Candidate, stage: int) -> float:
-    """Micro-batches whose activations a stage keeps at most."""
+def _kept_micro_batches(candidate: Candidate, stage: int) -> float:
+    """Return the most micro-batches whose activations a stage holds at the same time."""
     if candidate.in_flight:
         return candidate.in_flight[stage]
     shape = candidate.shape
@@ -131,61 +171,79 @@ def _kept(candidate: Candidate, stage: int) -> float:
 
 
 def with_passes(result: SearchResult) -> SearchResult:
-    """Listed passes first, where these make a candidate faster than the best. (The optimality gap is of
-    1F1B.)"""
-    piped = [
+    """Return the result with a candidate in an optimized pass order first, if it beats the best.
+
+    The optimality gap stays that of 1F1B schedules.
+    """
+    simulated_ones = [
         candidate
         for candidate in result.candidates
         if candidate.simulated_s and not candidate.breadth_first
     ]
-    return _with_faster(result, (in_passes(result, candidate) for candidate in piped[:PIPED]))
+    variants = (in_passes(result, candidate) for candidate in simulated_ones[:MAX_SOLVED])
+    return _with_fastest(result, variants)
 
 
-def _with_faster(result: SearchResult, others: Iterable[Candidate | None]) -> SearchResult:
-    """With the fastest of them first, if it is faster than the best."""
-    best = min(filter(None, others), key=lambda candidate: candidate.simulated_s, default=None)
+def _with_fastest(result: SearchResult, variants: Iterable[Candidate | None]) -> SearchResult:
+    """Return the result with the fastest variant first, if it beats the best candidate."""
+    best = min(filter(None, variants), key=lambda candidate: candidate.simulated_s, default=None)
     if best is None or best.simulated_s >= result.best.step_s:
         return result
     return replace(result, candidates=[best, *result.candidates])
 
 
 def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
-    """None where no list of passes makes it faster, or would be too much work to find."""
-    shape, work = candidate.shape, passes(candidate.shape, result.model.layers)
-    if shape.pipeline == 1 or shape.virtual > 1 or shape.zero > 1 or work > LISTED:
+    """Return a candidate with an optimized order of passes on each stage.
+
+    Returns:
+        None if no order makes the candidate faster, or the search for it would take too long.
+    """
+    shape = candidate.shape
+    step_passes = passes(shape, result.model.layers)
+    has_stages = shape.pipeline > 1 and shape.virtual == 1
+    if not has_stages or shape.zero > 1 or step_passes > MAX_SOLVED_PASSES:
         return None
     costs = result.costs(candidate)
-    loads, stage_links = costs.loads(candidate.split), costs.stage_links_s(candidate.split)
+    loads = costs.loads(candidate.split)
+    stage_links_s = costs.stage_links_s(candidate.split)
     pass_order = quickest(
         loads,
-        stage_links,
-        costs.hidden or stage_links,
+        stage_links_s,
+        costs.hidden or stage_links_s,
         shape.micro_batches,
         not result.rules.direct,
     )
     if pass_order is None:
         return None
-    memory = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
-    listed = replace(candidate, schedule=pass_order.texts, in_flight=(), memory_bytes=memory)
+    memory_bytes = tuple(map(StageLoad.bytes_of, loads, pass_order.in_flight))
+    listed = replace(candidate, schedule=pass_order.texts, in_flight=(), memory_bytes=memory_bytes)
     listed = replace(listed, simulated_s=folded_s(job_of(result, listed)))
     return listed if listed.simulated_s < candidate.step_s else None
 
 
 def with_breadth_first(result: SearchResult) -> SearchResult:
-    """The same in breadth-first order (arXiv 2211.05953), for a stack that has it."""
-    piped = [
+    """Return the result with a candidate in breadth-first order first, if it beats the best.
+
+    Breadth-first pipeline parallelism (arXiv 2211.05953) passes all micro-batches through a chunk before
+    the next one. The framework must support it.
+    """
+    pipelines = [
         candidate
         for candidate in result.candidates
         if candidate.simulated_s and candidate.shape.pipeline > 1
     ]
-    return _with_faster(result, (_in_breadth_first(result, candidate) for candidate in piped))
+    return _with_fastest(result, (_in_breadth_first(result, candidate) for candidate in pipelines))
 
 
 def _in_breadth_first(result: SearchResult, candidate: Candidate) -> Candidate | None:
-    """None where a stage has no memory for all micro-batches at once."""
-    shape, sizes = candidate.shape, []
-    for stage, used in enumerate(candidate.memory_bytes):
-        terms = memory_of(result, candidate, stage)
-        sizes.append(used + terms.activations * (shape.micro_batches / _kept(candidate, stage) - 1))
-    whole = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(sizes))
-    return replace(whole, simulated_s=simulated(result, whole).step_s) if whole.fits else None
+    """Return a candidate in breadth-first order; None if a stage cannot hold all micro-batches at once."""
+    shape = candidate.shape
+    memory_bytes = []
+    for stage, used_bytes in enumerate(candidate.memory_bytes):
+        activation_bytes = memory_of(result, candidate, stage).activations
+        growth = shape.micro_batches / _kept_micro_batches(candidate, stage) - 1
+        memory_bytes.append(used_bytes + activation_bytes * growth)
+    variant = replace(candidate, breadth_first=True, in_flight=(), memory_bytes=tuple(memory_bytes))
+    if not variant.fits:
+        return None
+    return replace(variant, simulated_s=simulated(result, variant).step_s)

@@ -1,4 +1,8 @@
-"""A first look around: the fastest shapes by the closed form, and of those the fastest simulated."""
+"""First look of the search: rank the shapes by the closed form, and simulate the fastest.
+
+The closed form takes microseconds for a plan, a simulation milliseconds to seconds. So the first look finds
+good plans soon, and their step times let branch and bound (search.py) exclude most of the space.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.arrange.orders import launched
@@ -15,28 +20,32 @@ from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.partition import Split
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.bound.shape import ShapeBound
-from holmes_ext.planner.bound.stages import Stages
-from holmes_ext.planner.search.evaluate import Evaluator, what_crosses
+from holmes_ext.planner.bound.stages import StageBounds
+from holmes_ext.planner.search.evaluate import Evaluator, crossing_groups
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, passes, timed
 from holmes_ext.planner.search.space import CLUSTERS, Limits, shapes
 from holmes_ext.units import format_bytes
 
-#: Candidates simulated at most, each of another shape, and the passes of all of them together.
-COUNT = 30
-WORK = 60_000
-#: Passes that one counts as where the network between clusters is not flat, and those that a stage's (or
-#: chunk's) reductions hierarchically count as.
-UNEVEN, HIERARCHICAL = 4, 1000
-#: Times the best simulated step from which on a closed form is not simulated, for a table neither.
+#: Most candidates that are simulated, and most passes of all of them together.
+MAX_SIMULATED = 30
+MAX_PASSES = 60_000
+#: With a WAN a simulated pass takes so many times as long. The hierarchical all-reduce of a chunk takes as
+#: long as so many passes.
+WAN_PASS_FACTOR = 4
+HIERARCHICAL_PASSES = 1000
+#: A plan is not simulated if its closed form exceeds the best simulated step by this factor.
 FAR = 1.5
-#: Shapes above which one of each depth is looked at first.
-MANY = 5000
-#: Where the network between clusters is not flat: shapes without one that is better by this part.
-PATIENCE, GAIN = 60, 0.01
-#: Times the best step in closed form up to which a split is made better.
+#: If there are more shapes, the best shape of each pipeline size comes first.
+MANY_SHAPES = 5000
+#: With a WAN the first look ends after PATIENCE shapes without a step shorter by the factor GAIN.
+PATIENCE = 60
+GAIN = 0.01
+#: A split is improved by local search if its step is within this factor of the best step.
 NEAR = 1.2
-#: What makes a term of the memory smaller.
+#: Progress is reported once for so many shapes.
+PROGRESS_EVERY = 16
+#: Term of the memory -> how to make it smaller.
 FIXES = {
     "weights": "more GPUs, or a larger tensor or pipeline size",
     "gradients": "more GPUs, or a larger tensor or pipeline size",
@@ -44,188 +53,256 @@ FIXES = {
     "activations": "a smaller micro-batch, full recomputation, or more tensor or context parallelism",
     "working": "a smaller micro-batch, or more tensor or context parallelism",
 }
-#: Told from time to time: what is done and left, the best step so far, the gap of the optimality gap.
+#: Called from time to time: (items processed, items left, best step in seconds, optimality gap).
 Progress = Callable[[int, int, float, float], None]
 
 
+class _PlacedSplit(NamedTuple):
+    """A placement with its levelled split, ordered by step time."""
+
+    step_s: float  # by the closed form
+    number: int  # decides between equal steps
+    split: Split
+    stages: StageBounds
+
+    @property
+    def crossing(self) -> str:
+        """Groups that span clusters."""
+        return crossing_groups(self.stages.placement)
+
+
 class Sketch:
-    """rows: shapes that are looked at at least; only: instead of all."""
+    """First look at the shapes of a search."""
 
     def __init__(self, result: SearchResult, rows: int, only: Sequence[Shape] = ()):
+        """Prepare the first look.
+
+        Args:
+            result: The request; candidates and counts are added to it.
+            rows: Least number of shapes to examine.
+            only: Shapes to examine instead of all.
+
+        Raises:
+            HolmesError: The global batch is below 1.
+        """
         if result.global_batch < 1:
             raise HolmesError(f"--global-batch is {result.global_batch}; it must be 1 or more")
-        self.result, self.rows, self.only = result, rows, only
+        self.result = result
+        self.rows = rows
+        self.only = only
         self.evaluator = Evaluator(result)
-        self.best = inf
-        #: The least bound of what was left out by the limit of orders.
+        self.best_s = inf
+        #: Shape that comes nearest to fitting the memory, and the bytes that it needs.
         self.nearest: tuple[float, Shape] | None = None
 
     def run(
         self, seconds: float, progress: Progress | None = None, simulate: bool = True
     ) -> SearchResult:
-        """In so many seconds of closed forms; then, if asked for, some steps are simulated."""
-        result, end = self.result, time.monotonic() + seconds
+        """Rank the shapes by the closed form for so many seconds, then simulate the fastest.
+
+        Args:
+            seconds: Time limit of the closed form.
+            progress: Called from time to time.
+            simulate: Simulate steps; otherwise return the ranking.
+
+        Raises:
+            HolmesError: No parallel sizes are possible, or no plan fits the memory.
+        """
+        result = self.result
+        end = time.monotonic() + seconds
         try:
             self._bound_shapes()
-            self._look(end, progress)
+            self._rank_shapes(end, progress)
         except KeyboardInterrupt:
             if not result.candidates:
                 raise
             result.interrupted = True
         if not result.shapes:
-            what = f"{result.network.world} GPUs ({result.network.processes} on a node)"
-            what += f", global batch {result.global_batch}, {result.model.heads} heads"
-            what += f", {result.model.layers} layers{_within(result.limits)}"
-            advice = "give a global batch that is a multiple of the data size, or other limits"
-            raise HolmesError(f"no parallel sizes are possible: {what}; {advice}")
+            raise HolmesError(self._no_sizes_message())
         if not result.candidates:
-            raise HolmesError(self._why_not())
+            raise HolmesError(self._misfit_message())
         result.candidates.sort(key=lambda plan: (plan.formula_s, plan.peak_bytes))
-        return (
-            simulate_first(result, rows=self.rows)
-            if simulate and not result.interrupted
-            else result
-        )
+        if simulate and not result.interrupted:
+            return simulate_first(result, rows=self.rows)
+        return result
 
     def _bound_shapes(self) -> None:
+        """Compute the lower bound of every shape; shapes whose layers fit no memory are only counted."""
         result = self.result
         all_shapes = shapes(result.network, result.model, result.global_batch, result.limits)
         for shape in self.only or all_shapes:
             result.shapes += 1
-            ideal = ShapeBound(result.network, result.prices(shape), shape).seconds
-            if ideal < inf:
-                result.ideals[shape] = ideal
+            ideal_s = ShapeBound(result.network, result.prices(shape), shape).seconds
+            if ideal_s < inf:
+                result.ideals[shape] = ideal_s
             else:
-                self._misfit(shape)
+                self._count_misfit(shape)
 
-    def _look(self, end: float, progress: Progress | None) -> None:
+    def _rank_shapes(self, end: float, progress: Progress | None) -> None:
+        """Place the shapes by the closed form until the time or the patience is over."""
         result = self.result
-        patience, since = PATIENCE if result.network.wan else inf, 0
-        for number, shape in enumerate(self._in_order()):
-            ideal = result.ideals[shape]
-            enough = len(result.candidates) >= self.rows
-            if enough and ideal >= self.best * (1 - EQUAL):
+        patience = PATIENCE if result.network.wan else inf
+        without_gain = 0  # shapes since the last improvement
+        for number, shape in enumerate(self._by_bound()):
+            ideal_s = result.ideals[shape]
+            has_rows = len(result.candidates) >= self.rows
+            if has_rows and ideal_s >= self.best_s * (1 - EQUAL):
                 continue
-            if result.candidates and (time.monotonic() > end or since > patience):
+            is_over = time.monotonic() > end or without_gain > patience
+            if result.candidates and is_over:
                 break
-            before = self.best
-            self._sketch(shape)
-            since = 0 if self.best < before * (1 - GAIN) else since + 1
-            if progress and number % 16 == 0:
-                progress(number, len(result.ideals) - number, self.best, 1.0)
+            before_s = self.best_s
+            self._place(shape)
+            if self.best_s < before_s * (1 - GAIN):
+                without_gain = 0
+            else:
+                without_gain += 1
+            if progress and number % PROGRESS_EVERY == 0:
+                progress(number, len(result.ideals) - number, self.best_s, 1.0)
 
-    def _in_order(self) -> Iterator[Shape]:
-        """The least bound first; of many, one of each depth of the pipeline before."""
+    def _by_bound(self) -> Iterator[Shape]:
+        """Return the shapes by lower bound; of many, the best of each pipeline size first."""
         ideals = self.result.ideals
         ordered = sorted(ideals, key=ideals.__getitem__)
-        first: dict[int, Shape] = {}
-        if len(ordered) > MANY:
+        best_of_depth: dict[int, Shape] = {}
+        if len(ordered) > MANY_SHAPES:
             for shape in ordered:
                 if shape.virtual == 1 and shape.pipeline > 1:
-                    first.setdefault(shape.pipeline, shape)
-        return iter(dict.fromkeys((*first.values(), *ordered)))
+                    best_of_depth.setdefault(shape.pipeline, shape)
+        return iter(dict.fromkeys((*best_of_depth.values(), *ordered)))
 
-    def _sketch(self, shape: Shape) -> None:
-        """The best placement of a shape by the closed form; where the network between clusters is not flat,
-        the best with pipelines, data-parallel groups or both across, too: of these that form knows less."""
+    def _place(self, shape: Shape) -> None:
+        """Add the shape's best placement by the closed form to the candidates.
+
+        With a WAN the closed form knows less of the traffic between clusters. Then the best placement with
+        pipelines, with data parallel groups, and with both across clusters are added, if they are good.
+        """
         result = self.result
-        placed: list[tuple[float, int, Split, Stages]] = []
-        for placement in self.evaluator.placements(shape)[0]:
-            stages = self.evaluator.stages(shape, placement)
-            split = self.evaluator.level(stages)
+        placed: list[_PlacedSplit] = []
+        for placement in self.evaluator.placements(shape).listed:
+            stages = self.evaluator.stage_bounds(shape, placement)
+            split = self.evaluator.levelled_split(stages)
             if split:
-                placed.append((estimate(stages.costs, split).step_s, len(placed), split, stages))
+                step_s = estimate(stages.costs, split).step_s
+                placed.append(_PlacedSplit(step_s, len(placed), split, stages))
             else:
-                self._misfit(shape)
+                self._count_misfit(shape)
         if not placed:
             return
-        firsts = [min(placed)]
+        fastest = min(placed)
+        chosen = [fastest]
         if result.network.wan:
-            of_kind = [
-                min(
-                    (item for item in placed if what_crosses(item[3].placement) == kind),
-                    default=None,
-                )
-                for kind in CLUSTERS
-            ]
-            limit_s = NEAR * self.best
-            firsts += [
-                item for item in of_kind if item and item is not firsts[0] and item[0] < limit_s
-            ]
-        result.pruned += len(placed) - len(firsts)
-        for seconds, _, split, stages in firsts:
-            if seconds < NEAR * self.best:
-                split = self.evaluator.split(stages)
-            result.candidates.append(result.candidate(shape, stages.placement, split))
-            self.best = min(self.best, result.candidates[-1].formula_s)
+            limit_s = NEAR * self.best_s
+            for groups in CLUSTERS:
+                crossing_so = [entry for entry in placed if entry.crossing == groups]
+                best = min(crossing_so, default=None)
+                if best and best is not fastest and best.step_s < limit_s:
+                    chosen.append(best)
+        result.pruned += len(placed) - len(chosen)
+        for step_s, _, split, stages in chosen:
+            if step_s < NEAR * self.best_s:
+                split = self.evaluator.good_split(stages)
+            candidate = result.candidate(shape, stages.placement, split)
+            result.candidates.append(candidate)
+            self.best_s = min(self.best_s, candidate.formula_s)
 
-    def _misfit(self, shape: Shape) -> None:
-        """Remember the shape that comes nearest to fitting."""
+    def _count_misfit(self, shape: Shape) -> None:
+        """Count a shape or placement that fits no memory, and remember the shape nearest to fitting."""
         self.result.misfits += 1
         job = self.result.prices(shape).job
-        keep = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
-        first, block, last = (
-            state + factor * layer.kept_bytes
-            for state, factor, layer in zip(job.state_bytes, (1, keep, 1), job.layers)
-        )
-        need = job.blocks / shape.pipeline * block + job.working_bytes + max(first, last)
-        if self.nearest is None or need < self.nearest[0]:
-            self.nearest = need, shape
+        kept = in_flight(0, shape.pipeline, shape.virtual, shape.micro_batches)
+        embedding, block, output = job.layers
+        embedding_state, block_state, output_state = job.state_bytes
+        embedding_bytes = embedding_state + embedding.kept_bytes
+        block_bytes = block_state + kept * block.kept_bytes
+        output_bytes = output_state + output.kept_bytes
+        stage_blocks_bytes = job.blocks / shape.pipeline * block_bytes
+        ends_bytes = max(embedding_bytes, output_bytes)
+        needed_bytes = stage_blocks_bytes + job.working_bytes + ends_bytes
+        if self.nearest is None or needed_bytes < self.nearest[0]:
+            self.nearest = (needed_bytes, shape)
 
-    def _why_not(self) -> str:
-        """Which term of which stage is too large, by how much, of the plan nearest to fitting."""
+    def _no_sizes_message(self) -> str:
+        result = self.result
+        network = result.network
+        job = (
+            f"{network.world} GPUs ({network.processes} on a node), global batch "
+            f"{result.global_batch}, {result.model.heads} heads, {result.model.layers} layers"
+        )
+        advice = "give a global batch that is a multiple of the data size, or other limits"
+        return f"no parallel sizes are possible: {job}{_limits_text(result.limits)}; {advice}"
+
+    def _misfit_message(self) -> str:
+        """Return the stage and the term of its memory that keep the nearest shape from fitting."""
         result = self.result
         if self.nearest is None:
-            return f"no arrangement of the clusters is possible{_within(result.limits)}; allow other sizes"
-        shape = self.nearest[1]
+            limits = _limits_text(result.limits)
+            return f"no arrangement of the clusters is possible{limits}; allow other sizes"
+        _, shape = self.nearest
         split = uniform(result.model.layers, shape.pipeline)
         placement = launched(result.network, shape.sizes().complete(result.network.world))
         candidate = result.candidate(shape, placement, split)
-        stages = zip(candidate.memory_bytes, candidate.limit_bytes, range(shape.pipeline))
-        used, limit, stage = max(stages, key=lambda entry: entry[0] / entry[1])
+        used_bytes = candidate.memory_bytes
+        limit_bytes = candidate.limit_bytes
+        stage = max(range(shape.pipeline), key=lambda stage: used_bytes[stage] / limit_bytes[stage])
         terms = memory_of(result, candidate, stage).terms
         largest = max(terms, key=terms.__getitem__)
-        has, needs, excess, alone = (
-            format_bytes(value, 4) for value in (limit, used, used - limit, terms[largest])
-        )
+
+        def text(size: float) -> str:
+            return format_bytes(size, 4)
+
+        limit = limit_bytes[stage]
+        needed = used_bytes[stage]
         return (
             f"{result.model.name} does not fit in GPU memory: nearest is tensor {shape.tensor}, pipeline "
             f"{shape.pipeline}, data {shape.data}, recompute {shape.recompute}, ZeRO {shape.zero}, whose "
-            f"stage {stage} needs {needs}, {excess} more than its {has} ({largest}: {alone}); "
-            f"use {FIXES[largest]}"
+            f"stage {stage} needs {text(needed)}, {text(needed - limit)} more than its {text(limit)} "
+            f"({largest}: {text(terms[largest])}); use {FIXES[largest]}"
         )
 
 
-def simulate_first(result: SearchResult, count: int = COUNT, rows: int = 1) -> SearchResult:
-    """With the fastest shapes simulated and first, of `rows` also those that are not much slower, and a
-    optimality gap by the shapes' bounds."""
-    budget, best, layers = WORK, inf, result.model.layers
-    candidates: list[Candidate] = []
-    rest: list[Candidate] = []
+def simulate_first(result: SearchResult, count: int = MAX_SIMULATED, rows: int = 1) -> SearchResult:
+    """Simulate the fastest candidates, and return the result with these first.
+
+    The optimality gap is computed from the lower bounds of the shapes.
+
+    Args:
+        result: Candidates ranked by the closed form.
+        count: Most candidates to simulate.
+        rows: Number of candidates to simulate even if they are slower than the best, up to the factor FAR.
+    """
+    passes_left = MAX_PASSES
+    best_s = inf
+    layers = result.model.layers
+    simulated: list[Candidate] = []
+    others: list[Candidate] = []
     for number, candidate in enumerate(result.candidates):
-        far = candidate.formula_s >= (best if len(candidates) >= rows else FAR * best)
-        if len(candidates) == count or far:
-            rest += result.candidates[number:]
-            break  # the closed form seldom says more than the simulation
+        # The closed form seldom exceeds the simulated step.
+        limit_s = best_s if len(simulated) >= rows else FAR * best_s
+        if len(simulated) == count or candidate.formula_s >= limit_s:
+            others += result.candidates[number:]
+            break
         shape = candidate.shape
-        work = passes(shape, layers) * (UNEVEN if result.network.wan else 1)
-        work += (
-            HIERARCHICAL * shape.pipeline * shape.virtual * ("hierarchical" in candidate.reductions)
-        )
-        if work > budget:
-            rest.append(candidate)
+        needed = passes(shape, layers)
+        if result.network.wan:
+            needed *= WAN_PASS_FACTOR
+        if "hierarchical" in candidate.reductions:
+            needed += HIERARCHICAL_PASSES * shape.pipeline * shape.virtual
+        if needed > passes_left:
+            others.append(candidate)
             continue
-        budget -= work
-        candidates.append(timed(result, candidate))
-        best = min(best, candidates[-1].step_s)
-    candidates.sort(key=lambda plan: plan.simulated_s)
+        passes_left -= needed
+        simulated.append(timed(result, candidate))
+        best_s = min(best_s, simulated[-1].step_s)
+    simulated.sort(key=lambda plan: plan.simulated_s)
     if result.user_layout is not None:
         result = replace(result, user_layout=timed(result, result.user_layout))
-    return result.ranked([*candidates, *rest], min(result.ideals.values(), default=0.0))
+    return result.ranked([*simulated, *others], min(result.ideals.values(), default=0.0))
 
 
-def _within(limits: Limits) -> str:
+def _limits_text(limits: Limits) -> str:
+    """Return ", within NAME=V,..." for an error message; "" without limits."""
     if not limits.allowed:
         return ""
-    named = (f"{name}={','.join(map(str, values))}" for name, values in limits.allowed.items())
-    return ", within " + " ".join(named)
+    texts = (f"{name}={','.join(map(str, values))}" for name, values in limits.allowed.items())
+    return ", within " + " ".join(texts)

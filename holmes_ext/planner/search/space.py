@@ -1,10 +1,17 @@
-"""Every shape that a job can have on a site: sizes, micro-batch, recomputation and ZeRO stage.
+"""Search space: every shape (parallel sizes, micro-batch, recomputation, ZeRO stage) of a job on a site.
 
-What does not divide is left out: ranks by tensor x context x pipeline, the global batch by micro-batch x
-data, heads by tensor, the sequence by 2 x context, layers by pipeline x virtual (virtual > 1), micro-batches
-by pipeline (virtual > 1, Megatron's rule), experts and data x context by expert; groups of ranks that fill
-nodes unevenly; and contexts of less than MIN_TOKENS a rank. ZeRO stages 2 and 3 only without a pipeline
-(DeepSpeed's rule).
+A shape must divide its job. The left number must be a multiple of the right one:
+
+    ranks                 tensor x context x pipeline
+    global batch          micro-batch x data
+    attention heads       tensor
+    sequence              2 x context (with at least MIN_TOKENS tokens on a rank)
+    layers                pipeline x virtual, if virtual > 1
+    micro-batches         pipeline, if virtual > 1 (Megatron's rule)
+    experts               expert
+    data x context        expert
+
+Groups of ranks fill nodes evenly. ZeRO 2 and 3 need a single pipeline stage (DeepSpeed's rule).
 """
 
 from __future__ import annotations
@@ -25,117 +32,158 @@ from holmes_ext.plan.sizes import DEFAULT_ORDER, PIPELINES_FIRST, divisors
 from holmes_ext.words import did_you_mean, named_values
 
 T = TypeVar("T")
-_SEVERAL = re.compile(r",(?=[^,=]*=)")  # between limits: what follows is NAME=
-#: What limits can name: values allowed.
+_BETWEEN_LIMITS = re.compile(r",(?=[^,=]*=)")  # a comma before NAME=
+#: Names of limits on values; "memory" is a limit too.
 NAMES = (
-    *(
-        "tensor",
-        "pipeline",
-        "data",
-        "context",
-        "expert",
-        "virtual",
-        "micro_batch",
-        "recompute",
-        "zero",
-    ),
-    *("replicas", "reduction", "clusters", "order"),
+    "tensor",
+    "pipeline",
+    "data",
+    "context",
+    "expert",
+    "virtual",
+    "micro_batch",
+    "recompute",
+    "zero",
+    "replicas",
+    "reduction",
+    "clusters",
+    "order",
 )
+#: Groups that may span clusters (limit "clusters").
 CLUSTERS = ("pipeline", "data", "both")
 ORDERS = (DEFAULT_ORDER, PIPELINES_FIRST)
-#: Looked at unless a limit names others.
+#: Micro-batch sizes to search unless a limit names others.
 MICRO_BATCHES = (1, 2, 4, 8, 16)
-#: Tokens of a sequence that a rank of a context group has at least, unless a limit names context sizes.
+#: Fewest tokens of a sequence on a rank of a context group, unless a limit names context sizes.
 MIN_TOKENS = 1024
+ZERO_STAGES = (0, 1, 2, 3)
+#: ZeRO stage that shards the weights too, and may do so inside each cluster (hybrid sharding).
+ZERO_WEIGHTS = 3
+#: Whole numbers of limits are below this, and have fewer digits.
+MAX_NUMBER = 10**6
+MAX_DIGITS = 9
+#: Largest limit on memory, in bytes and in GB.
+MAX_MEMORY_BYTES = 1e30
+MAX_MEMORY_GB = 1e9
+BYTES_PER_GB = 1e9
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Values allowed, by name of NAMES; memory_bytes of a GPU (0: what the GPUs have). hierarchical:
-    ZeRO stages
-    under which a framework reduces hierarchically, all stages or none; None: as each likes."""
+    """Limits on the search space: the values allowed for each size or option."""
 
+    #: Name (of NAMES) -> values allowed.
     allowed: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    #: Memory of a GPU; 0 for the memory that the GPUs have.
     memory_bytes: float = 0.0
+    #: ZeRO stages under which the framework itself reduces hierarchically, on all stages or none; None if
+    #: each stage may choose.
     hierarchical: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        choices = {
-            "recompute": RECOMPUTE,
-            "reduction": REDUCTIONS,
-            "clusters": CLUSTERS,
-            "order": ORDERS,
-            "zero": (0, 1, 2, 3),
-        }
         for name, values in self.allowed.items():
             if name not in NAMES:
-                raise HolmesError(
-                    f"limit {name!r} is not known; {did_you_mean(name, (*NAMES, 'memory'))}"
-                )
+                suggestion = did_you_mean(name, (*NAMES, "memory"))
+                raise HolmesError(f"limit {name!r} is not known; {suggestion}")
             if not values:
                 raise HolmesError(f"limit {name}: it allows no value; give at least one")
-            known = [str(value) for value in choices.get(name, ())]
             for value in values:
-                if known and str(value) not in known:
-                    what = f"{value!r} is not one of {', '.join(known)}"
-                    raise HolmesError(f"limit {name}: {what}; {did_you_mean(str(value), known)}")
-                if not known and not (isinstance(value, int) and 1 <= value < 10**6):
-                    raise HolmesError(f"limit {name}: {value!r} is not a whole number, 1 or more")
-        if not 0 <= self.memory_bytes < 1e30:
+                _check_value(name, value)
+        if not 0 <= self.memory_bytes < MAX_MEMORY_BYTES:
             raise HolmesError(f"limit memory: {self.memory_bytes} bytes; it must be above 0")
 
     def of(self, name: str, values: Iterable[T]) -> list[T]:
-        """Those of `values` that are allowed."""
+        """Return the allowed ones among `values`."""
         return [value for value in values if value in self.allowed.get(name, (value,))]
 
 
+def _check_value(name: str, value: Any) -> None:
+    """Raise HolmesError if a limit's value is none of its choices, or no whole number."""
+    choices = {
+        "recompute": RECOMPUTE,
+        "reduction": REDUCTIONS,
+        "clusters": CLUSTERS,
+        "order": ORDERS,
+        "zero": ZERO_STAGES,
+    }
+    texts = [str(choice) for choice in choices.get(name, ())]
+    if texts and str(value) not in texts:
+        suggestion = did_you_mean(str(value), texts)
+        raise HolmesError(f"limit {name}: {value!r} is not one of {', '.join(texts)}; {suggestion}")
+    if not texts and not (isinstance(value, int) and 1 <= value < MAX_NUMBER):
+        raise HolmesError(f"limit {name}: {value!r} is not a whole number, 1 or more")
+
+
 def parse_limits(texts: list[str]) -> Limits:
-    """Limits from "tensor=1,2", "memory=60GB", and what --holmes-sizes takes: "pipeline=2,tensor=1"."""
+    """Parse the values of --limit: "tensor=1,2", "memory=60GB" or "pipeline=2,tensor=1"."""
     allowed: dict[str, tuple[Any, ...]] = {}
-    texts = [part for text in texts for part in _SEVERAL.split(text)]
+    texts = [part for text in texts for part in _BETWEEN_LIMITS.split(text)]
     named = named_values(texts, (*NAMES, "memory"), "--limit")
     memory = named.pop("memory", "")
     number = memory.removesuffix("B").removesuffix("G")
-    if memory and (not number.replace(".", "", 1).isdecimal() or not 0 < float(number) < 1e9):
+    is_number = number.replace(".", "", 1).isdecimal()
+    if memory and (not is_number or not 0 < float(number) < MAX_MEMORY_GB):
         raise HolmesError(
             f"--limit memory: {memory!r:.40} is not a size above 0; write for example 60GB"
         )
     for name, values in named.items():
-        parts = [part.strip() for part in values.split(",") if part.strip()]
-        allowed[name] = tuple(
-            int(part) if part.isdecimal() and len(part) < 9 else part for part in parts
-        )
-    return Limits(allowed, float(number or 0) * 1e9)
+        parts = (part.strip() for part in values.split(","))
+        allowed[name] = tuple(_value_of(part) for part in parts if part)
+    return Limits(allowed, float(number or 0) * BYTES_PER_GB)
+
+
+def _value_of(text: str) -> int | str:
+    """Return a limit's value as a number if it is a short one, else as text."""
+    return int(text) if text.isdecimal() and len(text) < MAX_DIGITS else text
 
 
 def shapes(network: Network, model: Model, global_batch: int, limits: Limits) -> Iterator[Shape]:
-    """All shapes of the space within `limits`."""
-    world, processes, kv = network.world, network.processes, model.groups or model.heads
+    """Yield all shapes of a job that the limits allow.
+
+    Args:
+        global_batch: Sequences of a step.
+    """
+    world = network.world
+    processes = network.processes
+    clusters = equal_clusters(network)
     for tensor in limits.of("tensor", divisors(world)):
-        if model.heads % tensor or (kv % tensor and tensor % kv) or not _even(processes, tensor):
+        if not _tensor_fits(model, tensor) or not _fill_nodes(processes, tensor):
             continue
         for context in limits.of("context", divisors(world // tensor)):
-            long = "context" in limits.allowed or model.sequence >= MIN_TOKENS * context
-            divisible = context == 1 or (model.sequence % (2 * context) == 0 and long)
-            if not divisible or not _even(processes, tensor * context):
+            if not _context_fits(model, context, limits):
+                continue
+            if not _fill_nodes(processes, tensor * context):
                 continue
             for pipeline in limits.of("pipeline", divisors(world // (tensor * context))):
                 data = world // (tensor * context * pipeline)
-                fits = pipeline <= model.layers and _even(processes, world // pipeline)
+                fits = pipeline <= model.layers and _fill_nodes(processes, world // pipeline)
                 if fits and global_batch % data == 0 and limits.of("data", [data]):
                     sizes = pipeline, tensor, context
-                    yield from _inner(
-                        model, global_batch // data, limits, sizes, data, equal_clusters(network)
-                    )
+                    sequences = global_batch // data
+                    yield from _inner_shapes(model, sequences, limits, sizes, data, clusters)
+
+
+def _tensor_fits(model: Model, tensor: int) -> bool:
+    """Return whether tensor parallelism divides the heads, and divides or repeats the key-value heads."""
+    kv_heads = model.groups or model.heads
+    return model.heads % tensor == 0 and (kv_heads % tensor == 0 or tensor % kv_heads == 0)
+
+
+def _context_fits(model: Model, context: int, limits: Limits) -> bool:
+    """Return whether context parallelism divides the sequence into pieces that are not too short."""
+    if context == 1:
+        return True
+    is_long = "context" in limits.allowed or model.sequence >= MIN_TOKENS * context
+    return is_long and model.sequence % (2 * context) == 0
 
 
 def equal_clusters(network: Network) -> int:
-    """How many; 1 where they differ in their number of nodes."""
+    """Return the number of clusters if all have equally many nodes, else 1."""
     nodes = Counter(node.cluster for node in network.site.nodes)
     return len(nodes) if len(set(nodes.values())) == 1 else 1
 
 
-def _inner(
+def _inner_shapes(
     model: Model,
     sequences: int,
     limits: Limits,
@@ -143,24 +191,35 @@ def _inner(
     data: int,
     clusters: int,
 ) -> Iterator[Shape]:
-    """The shapes of these sizes, of `sequences` a step on each data-parallel rank."""
-    (pipeline, _, context), experts = sizes, model.experts or 1
+    """Yield the shapes of given parallel sizes: micro-batch, chunks, recomputation, ZeRO and replicas.
+
+    Args:
+        sequences: Sequences of a step on each data parallel rank.
+        sizes: (pipeline, tensor, context)
+        data: Data parallel size.
+        clusters: Number of equal clusters, over which ZeRO 3 may keep replicas.
+    """
+    pipeline, _, context = sizes
+    experts = model.experts or 1
     expert_sizes = limits.of("expert", divisors(data * context) if model.experts else [1])
-    zeros = limits.of("zero", (0, 1) if pipeline > 1 else (0, 1, 2, 3))
-    for expert, micro_batch in product(
-        expert_sizes, limits.allowed.get("micro_batch", MICRO_BATCHES)
-    ):
+    zero_stages = limits.of("zero", (0, 1) if pipeline > 1 else ZERO_STAGES)
+    micro_batches_allowed = limits.allowed.get("micro_batch", MICRO_BATCHES)
+    for expert, micro_batch in product(expert_sizes, micro_batches_allowed):
         count = sequences // micro_batch
         if experts % expert or sequences % micro_batch:
             continue
-        chunks = pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0
-        virtuals = limits.of("virtual", divisors(model.layers // pipeline) if chunks else [1])
-        for virtual, recompute, zero in product(virtuals, limits.of("recompute", RECOMPUTE), zeros):
+        may_interleave = pipeline > 1 and model.layers % pipeline == 0 and count % pipeline == 0
+        chunk_counts = divisors(model.layers // pipeline) if may_interleave else [1]
+        virtuals = limits.of("virtual", chunk_counts)
+        recomputes = limits.of("recompute", RECOMPUTE)
+        for virtual, recompute, zero in product(virtuals, recomputes, zero_stages):
             shape = Shape(*sizes, expert, data, virtual, micro_batch, count, recompute, zero)
-            hybrid = zero == 3 and clusters > 1 and data * context % clusters == 0
-            for replicas in limits.of("replicas", (1, clusters) if hybrid else (1,)):
+            shards = data * context
+            is_hybrid = zero == ZERO_WEIGHTS and clusters > 1 and shards % clusters == 0
+            for replicas in limits.of("replicas", (1, clusters) if is_hybrid else (1,)):
                 yield replace(shape, replicas=replicas)
 
 
-def _even(processes: int, ranks: int) -> bool:
+def _fill_nodes(processes: int, ranks: int) -> bool:
+    """Return whether groups of `ranks` ranks fill nodes of `processes` ranks evenly."""
     return processes % ranks == 0 or ranks % processes == 0

@@ -1,123 +1,194 @@
-"""Nodes spread over stages by what crosses, where there is a WAN (plan/arrange/spread.py)."""
+"""Spreads the nodes of clusters over the stages of a pipeline so that less traffic crosses a WAN.
+
+The search itself keeps clusters whole. Here the nodes of its fastest plans are moved between stages by local
+search (plan/arrange/spread.py), by the seconds of traffic on the fullest link between clusters.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import islice, permutations
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.plan.arrange.spread import Stages, spread
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.stages import estimate
 from holmes_ext.plan.placement import Placement
+from holmes_ext.plan.shape import Shape
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.planner.bound.shape import ShapeBound, rates_between
 from holmes_ext.planner.search.result import EQUAL, Candidate, SearchResult
 from holmes_ext.planner.search.simulated import timed
 
-#: Shapes whose nodes are spread over stages, and orders of stages looked at for each.
-SHAPES, TRIES = 2, 1500
-#: Orders of a stage's kinds that are looked at.
-ORDERS = 120
+#: Most shapes whose nodes are spread over the stages.
+MAX_SHAPES = 2
+#: Most arrangements that the local search tries for a shape.
+MAX_TRIES = 1500
+#: Most orders of the clusters in a stage that are tried.
+MAX_ORDERS = 120
+
+
+class ClusterPair(NamedTuple):
+    """Direction of traffic between two clusters."""
+
+    source: int
+    target: int
 
 
 def with_spread(result: SearchResult) -> SearchResult:
-    """With the fastest shapes' nodes spread over stages, simulated where they promise more. The
-    optimality gap speaks of whole clusters."""
-    if not result.network.wan or len(result.network.kinds) < 2 or result.optimality_gap is None:
+    """Return the result with spread variants of its fastest plans, where these are faster.
+
+    Variants are simulated if the closed form says that they beat the best plan. The optimality gap stays
+    that of whole clusters. Without a WAN the result does not change.
+    """
+    has_clusters = len(result.network.kinds) > 1
+    if not result.network.wan or not has_clusters or result.optimality_gap is None:
         return result
-    fastest: dict[tuple[int, int], Candidate] = {}
+    fastest: dict[tuple[int, int], Candidate] = {}  # (pipeline, ranks of a stage's replica) -> plan
     for candidate in result.candidates:
         shape = candidate.shape
-        if (
-            candidate.simulated_s
-            and shape.pipeline > 1
-            and shape.virtual == 1
-            and (
-                ShapeBound(result.network, result.prices(shape), shape).computing_s()
-                < result.best.step_s
-            )
-        ):
+        if candidate.simulated_s and _may_gain(result, shape):
             fastest.setdefault((shape.pipeline, shape.tensor * shape.context), candidate)
-    known = {plan.placement.stages for plan in result.candidates}
+    known_stages = {plan.placement.stages for plan in result.candidates}
     improved = []
-    for candidate in islice(fastest.values(), SHAPES):
-        moved = _spread(result, candidate)
-        if moved and moved.formula_s < result.best.step_s and moved.placement.stages not in known:
-            improved.append(timed(result, moved))
+    for candidate in islice(fastest.values(), MAX_SHAPES):
+        variant = _spread(result, candidate)
+        if variant is None or variant.placement.stages in known_stages:
+            continue
+        if variant.formula_s < result.best.step_s:
+            improved.append(timed(result, variant))
     ranked = sorted([*improved, *result.candidates], key=lambda plan: plan.simulated_s or inf)
     return result.ranked(ranked, result.optimality_gap.bound_s)
 
 
+def _may_gain(result: SearchResult, shape: Shape) -> bool:
+    """Return whether less traffic could make a plan of a shape the fastest: its computation allows it."""
+    if shape.pipeline == 1 or shape.virtual > 1:
+        return False
+    bound = ShapeBound(result.network, result.prices(shape), shape)
+    return bound.computing_s() < result.best.step_s
+
+
 def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
-    """`candidate` with its nodes spread; None where stages hold no whole nodes, or nothing crosses faster."""
-    network, shape, job = result.network, candidate.shape, result.prices(candidate.shape).job
-    processes, size = network.processes, network.world // shape.pipeline
-    if (
-        size % processes
-        or candidate.placement.tied > 1
-        or processes % (shape.tensor * shape.context)
-    ):
+    """Return a candidate with its nodes spread over the stages.
+
+    Returns:
+        None if stages do not hold whole nodes, no arrangement has less traffic, or it does not fit the memory.
+    """
+    network = result.network
+    shape = candidate.shape
+    job = result.prices(shape).job
+    processes = network.processes
+    stage_ranks = network.world // shape.pipeline
+    has_whole_nodes = stage_ranks % processes == 0 and candidate.placement.tied <= 1
+    if not has_whole_nodes or processes % (shape.tensor * shape.context):
         return None
-    sent = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
-    reduced = shape.tensor * (0.5 if shape.zero else 1.0) * job.total_bytes / shape.pipeline
-    crossing = Crossing(network, sent, reduced)
-    parts = candidate.placement.parts
-    current = tuple(
-        tuple(sorted(kind for kind, count in part for _ in range(count))) for part in parts
-    )
-    chain = tuple(dict.fromkeys(kind for part in parts for kind, _ in part))
-    stages, seconds = spread(
-        list(map(len, network.names)), shape.pipeline, crossing.seconds, TRIES, chain
-    )
+    sent_bytes = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor
+    scatter_share = 0.5 if shape.zero else 1.0  # a reduce-scatter is half an all-reduce
+    reduced_bytes = shape.tensor * scatter_share * job.total_bytes / shape.pipeline
+    crossing = Crossing(network, sent_bytes, reduced_bytes)
+
+    parts = candidate.placement.parts  # for each stage: (cluster, nodes)
+    current = tuple(tuple(sorted(_repeat(part))) for part in parts)
+    chain = tuple(dict.fromkeys(cluster for part in parts for cluster, _ in part))
+    nodes_of_clusters = list(map(len, network.names))
+    stages, seconds = spread(nodes_of_clusters, shape.pipeline, crossing.seconds, MAX_TRIES, chain)
     if seconds >= crossing.seconds(current) * (1 - EQUAL):
         return None
-    spread_out = result.candidate(
-        shape, laid(stages, candidate.placement.sizes, processes), candidate.split
-    )
-    costs = result.costs(spread_out)
-    return spread_out if all(estimate(costs, candidate.split).fits) else None
+    placement = laid(stages, candidate.placement.sizes, processes)
+    variant = result.candidate(shape, placement, candidate.split)
+    fits = estimate(result.costs(variant), candidate.split).fits
+    return variant if all(fits) else None
 
 
 class Crossing:
-    """What of a step passes the fullest link between clusters. sent: bytes of a node's activations, each way;
-    reduced: of a stage's gradients, summed directly."""
+    """Cost of an arrangement: the seconds of a step's traffic on the fullest link between clusters."""
 
     def __init__(self, network: Network, sent: float, reduced: float):
-        self.sent, self.reduced, self.rates = 8 * sent, 8 * reduced, rates_between(network)
+        """Set the traffic.
+
+        Args:
+            network: Rates between the clusters.
+            sent: Bytes of activations that a node sends in a step, each way.
+            reduced: Bytes of a stage's gradients in an all-reduce.
+        """
+        self.sent_bits = 8 * sent
+        self.reduced_bits = 8 * reduced
+        self.rates_bps = rates_between(network)
 
     def seconds(self, stages: Stages) -> float:
-        pipeline: dict[tuple[int, int], float] = defaultdict(float)
-        data: dict[tuple[int, int], float] = defaultdict(float)
-        for stage in stages:
-            kinds = set(stage)
-            for pair in permutations(kinds, 2):
-                data[pair] += 2 / len(kinds)
-        for sender, receiver in zip(stages, stages[1:]):
-            for source, target in _moved(sender, receiver):
-                pipeline[source, target] += 1
-                pipeline[target, source] += 1
-        return self._fullest(pipeline, self.sent) + self._fullest(data, self.reduced)
+        """Return the seconds of pipeline and of data parallel traffic, each on its fullest link.
 
-    def _fullest(self, loads: Mapping[tuple[int, int], float], bits: float) -> float:
-        return max((bits * load / self.rates[pair] for pair, load in loads.items()), default=0.0)
+        Args:
+            stages: For each stage, the cluster of every node.
+        """
+        messages: dict[tuple[int, int], float] = defaultdict(float)
+        all_reduces: dict[tuple[int, int], float] = defaultdict(float)
+        for stage in stages:
+            clusters = set(stage)
+            for pair in permutations(clusters, 2):
+                # Direct exchange: each cluster sends the others their part, and gathers the sums.
+                all_reduces[pair] += 2 / len(clusters)
+        for sender, receiver in zip(stages, stages[1:]):
+            for source, target in _crossing_messages(sender, receiver):
+                messages[source, target] += 1  # activation
+                messages[target, source] += 1  # gradient
+        pipeline_s = self._fullest_s(messages, self.sent_bits)
+        data_parallel_s = self._fullest_s(all_reduces, self.reduced_bits)
+        return pipeline_s + data_parallel_s
+
+    def _fullest_s(self, loads: Mapping[tuple[int, int], float], bits: float) -> float:
+        """Return the seconds of the fullest link, for loads in units of `bits`."""
+        return max(
+            (bits * load / self.rates_bps[pair] for pair, load in loads.items()), default=0.0
+        )
 
 
 @lru_cache(maxsize=10_000)
-def _moved(sender: tuple[int, ...], receiver: tuple[int, ...]) -> list[tuple[int, int]]:
-    """(from, to) of each message that must cross clusters from a stage to the next, as few as can be."""
-    sends, receives = Counter(sender), Counter(receiver)
-    return [*zip((sends - receives).elements(), (receives - sends).elements())]
+def _crossing_messages(sender: tuple[int, ...], receiver: tuple[int, ...]) -> list[ClusterPair]:
+    """Return the messages between two stages that must cross clusters, as few as possible.
+
+    Args:
+        sender: Cluster of each node of the sending stage.
+        receiver: Cluster of each node of the receiving stage.
+    """
+    sends = Counter(sender)
+    receives = Counter(receiver)
+    sources = (sends - receives).elements()
+    targets = (receives - sends).elements()
+    return [ClusterPair(source, target) for source, target in zip(sources, targets)]
+
+
+def _repeat(counts: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the cluster of every node, from pairs of (cluster, number of nodes)."""
+    return [cluster for cluster, nodes in counts for _ in range(nodes)]
 
 
 def laid(stages: Stages, sizes: Sizes, processes: int) -> Placement:
-    """Each stage's kinds in the order in which most nodes face their own kind in the stage before."""
+    """Return the placement in which most nodes send to a node of the same cluster.
+
+    The clusters of each stage are ordered so that as many nodes as possible stand behind a node of the same
+    cluster in the stage before.
+
+    Args:
+        stages: For each stage, the cluster of every node.
+        sizes: Complete parallel sizes.
+        processes: Ranks on each node.
+    """
     parts: list[list[int]] = []
+    before: list[int] = []
+
+    def same_cluster(line: list[int]) -> int:
+        return sum(a == b for a, b in zip(line, before))
+
     for stage in stages:
-        counts, before = Counter(stage), parts[-1] if parts else []
-        orders = islice(permutations(counts), ORDERS)
-        lines = [[kind for kind in order for _ in range(counts[kind])] for order in orders]
-        parts.append(max(lines, key=lambda line: sum(a == b for a, b in zip(line, before))))  # noqa: B023
+        counts = Counter(stage)
+        lines = []
+        for order in islice(permutations(counts), MAX_ORDERS):
+            lines.append(_repeat((cluster, counts[cluster]) for cluster in order))
+        before = max(lines, key=same_cluster)
+        parts.append(before)
     return Placement.of_parts(sizes, processes, parts)

@@ -1,4 +1,4 @@
-"""What the same job takes without holmes, and where the seconds of a step go."""
+"""The same job without holmes ("stock"), and the causes of the seconds of a step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import job_of, simulated, timed
 from holmes_ext.planner.simulate.repeat import folded_s
 
-#: Shapes for which stock is simulated to find those that suit it best.
-STOCKS = 3
+#: Most shapes of a schedule (1F1B, interleaved) that are simulated to find the best stock plan.
+MAX_STOCKS = 3
+#: Cause of a second of a step -> name in tables and pictures.
 CAUSES = {
     "compute": "computing",
     "collectives": "tensor, context and expert collectives",
@@ -24,34 +25,45 @@ CAUSES = {
 
 
 def causes(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Seconds of CAUSES, the mean over all ranks; their sum is the step, the simulated one if there is
-    one."""
-    placement, seconds = candidate.placement, dict.fromkeys(CAUSES, 0.0)
-    contents = placement.stages
+    """Return the seconds of a step by cause (CAUSES), as the mean over all ranks.
+
+    The sum of all causes is the step time: the simulated one if the candidate was simulated.
+    """
+    seconds = dict.fromkeys(CAUSES, 0.0)
+    contents = candidate.placement.stages
+    stages = len(contents)
     if candidate.simulated_s:
         seconds |= simulated(result, candidate).causes
     else:
         step = estimate(result.costs(candidate), candidate.split)
-        seconds["compute"] = sum(step.compute_s) / len(contents)
-        seconds["bubble"] = sum(step.idle_s) / len(contents)
-        for content, exposed in zip(contents, step.exposed_s):
+        seconds["compute"] = sum(step.compute_s) / stages
+        seconds["bubble"] = sum(step.idle_s) / stages
+        for content, exposed_s in zip(contents, step.exposed_s):
             cause = "reduce_across" if len(content) > 1 else "reduce_inside"
-            seconds[cause] += exposed / len(contents)
-    collectives = candidate.shape.micro_batches * _collectives_s(result, candidate) / len(contents)
-    return seconds | {"collectives": collectives, "compute": seconds["compute"] - collectives}
+            seconds[cause] += exposed_s / stages
+    micro_batches = candidate.shape.micro_batches
+    collectives_s = micro_batches * _collectives_s(result, candidate) / stages
+    seconds["collectives"] = collectives_s
+    seconds["compute"] = seconds["compute"] - collectives_s  # passes contain the collectives
+    return seconds
 
 
 def _collectives_s(result: SearchResult, candidate: Candidate) -> float:
-    """Of a micro-batch, in all stages."""
-    prices, total = result.prices(candidate.shape), 0.0
+    """Return the seconds of all stages in tensor, context and expert collectives of one micro-batch."""
+    prices = result.prices(candidate.shape)
+    total_s = 0.0
     for stage, layers in enumerate(candidate.split):
-        fold, (place,) = prices.fold(candidate.placement, stage)
-        total += layers * prices.collective_s(fold, place)
-    return total
+        fold, (folded_stage,) = prices.fold(candidate.placement, stage)
+        total_s += layers * prices.collective_s(fold, folded_stage)
+    return total_s
 
 
 def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult, Candidate]:
-    """Stock with the candidate's sizes (and the user's layers and order), simulated if that is."""
+    """Return the job without holmes, and its plan with the candidate's parallel sizes.
+
+    The plan keeps the layers and the order of a layout that the user gave. It is simulated if the candidate
+    is.
+    """
     split = candidate.split if candidate.placement.names else ()
     stock, same_sizes = result.stock(candidate.shape, split, candidate.placement.sizes.order)
     if candidate.simulated_s:
@@ -60,23 +72,25 @@ def stock_like(result: SearchResult, candidate: Candidate) -> tuple[SearchResult
 
 
 def best_stock(result: SearchResult) -> Candidate | None:
-    """Stock with the sizes that suit it best of those that were worked out and fit; simulated ones, if the
-    best is, of the few that are first in closed form."""
+    """Return the fastest plan without holmes, over all shapes that the search examined; None if none fits.
+
+    If the best plan with holmes is simulated, the plans that are fastest by the closed form are simulated.
+    """
     user_layout = result.user_layout
-    asked = [*result.candidates, *([user_layout] if user_layout else [])]
-    every = [
-        result.stock(shape)[1] for shape in dict.fromkeys(candidate.shape for candidate in asked)
-    ]
-    fitting = [candidate for candidate in every if candidate.fits]
+    examined = [*result.candidates, *([user_layout] if user_layout else [])]
+    shapes = dict.fromkeys(candidate.shape for candidate in examined)
+    stock_plans = [result.stock(shape)[1] for shape in shapes]
+    fitting = [candidate for candidate in stock_plans if candidate.fits]
     ranked = sorted(fitting, key=lambda candidate: candidate.formula_s)
     if not result.best.simulated_s:
         return next(iter(ranked), None)
-    first: dict[Candidate, None] = {}
-    for chunked in (False, True):  # the closed form flatters chunks
-        alike = [candidate for candidate in ranked if (candidate.shape.virtual > 1) == chunked]
-        first |= dict.fromkeys(alike[:STOCKS])
+    chosen: dict[Candidate, None] = {}
+    # The closed form underestimates interleaved schedules, so each schedule has its own fastest plans.
+    for interleaved in (False, True):
+        same_schedule = [plan for plan in ranked if (plan.shape.virtual > 1) == interleaved]
+        chosen |= dict.fromkeys(same_schedule[:MAX_STOCKS])
     if user_layout:
         shape = user_layout.shape
-        first |= dict.fromkeys(candidate for candidate in ranked if candidate.shape == shape)
-    simulated_ones = [timed(result.stock(candidate.shape)[0], candidate) for candidate in first]
-    return min(simulated_ones, key=lambda candidate: candidate.step_s, default=None)
+        chosen |= dict.fromkeys(plan for plan in ranked if plan.shape == shape)
+    simulated_plans = [timed(result.stock(plan.shape)[0], plan) for plan in chosen]
+    return min(simulated_plans, key=lambda plan: plan.step_s, default=None)

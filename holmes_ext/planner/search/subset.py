@@ -1,17 +1,18 @@
-"""Which nodes to ask for: of so many idle nodes of each cluster the count of each that trains fastest.
+"""Branch and bound over subsets of idle nodes: how many nodes of each cluster train fastest.
 
-    idle        a: 8   b: 6   c: 6                    nodes of a cluster are alike,
-                                                      so a subset is how many of each
-    12 nodes    (8, 4, 0)  (6, 6, 0)  (0, 6, 6) ...   each has a price: the step of the best plan on it
-    families    (8, ?, ?)  (7, ?, ?)  ...             each has a floor: ? is one
-                                                      cluster with the best of b and c
+    idle        a: 8   b: 6   c: 6                    nodes of a cluster are equal, so a subset is
+                                                      a number of nodes of each cluster
+    12 nodes    (8, 4, 0)  (6, 6, 0)  (0, 6, 6) ...   price: the step of the best plan on the subset
+    families    (8, ?, ?)  (7, ?, ?)  ...             floor: a lower bound on the price of all subsets in
+                                                      the family, "?" being any number of nodes
 
-Looked at first is what is mostly best: clusters filled one after the other in every order, whole stages,
-equal parts; then what differs from the best by a move of nodes; all of two clusters. The rest is branch and
-bound: a family is the nodes of some clusters, the others being open, and on nodes that have the best of all
-open clusters and one network no step is longer (better hardware never is). The family with the least floor is
-divided next; one whose floor is no better than the best subset is left out. Where no family is left the best
-found is the best of all; else, when the time is over, it is so within a fraction.
+1. Likely subsets are priced first: clusters filled one after the other in every order, whole stages, equal
+   parts; then neighbours of the best subset, and all subsets of two clusters.
+2. Then the family with the least floor is divided by the number of nodes of its next open cluster. A family
+   whose floor is no better than the best price is left out: bound/nodes.py replaces its open clusters by
+   ideal ones, and better hardware never makes a step longer.
+3. If no family is left, the best subset found is the best of all; if the time is over first, it is so within
+   a known fraction.
 """
 
 from __future__ import annotations
@@ -23,46 +24,59 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 from itertools import count as count_from
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.planner.bound.nodes import Family
 
-#: Nodes of each cluster.
+#: Number of nodes of each cluster.
 Counts = tuple[int, ...]
-#: Clusters of which every order is filled; of more only those that begin with two of them.
-EVERY_ORDER = 5
-#: Parts of the seconds that are left: for likely subsets, for those of two clusters.
-LIKELY, OF_TWO = 0.5, 0.2
-#: Seconds that are equal.
+#: Most clusters that are filled in every order; of more, each pair of clusters comes first once.
+MAX_ALL_ORDERS = 5
+#: Shares of the remaining time for likely subsets (and again for their neighbours), and subsets of two clusters.
+LIKELY_SHARE = 0.5
+TWO_CLUSTERS_SHARE = 0.2
+#: Steps that differ by less than this fraction are equal.
 EQUAL = 1e-9
+#: A gap up to so many times EQUAL counts as zero.
+ROUNDING_ERRORS = 10
+#: Clusters of a family in which fixing a single cluster leaves one subset.
+TWO_CLUSTERS = 2
 
 
 @dataclass(frozen=True)
 class Priced:
-    """Of a subset: the best plan's step, the step that no plan on it beats, what the price came from."""
+    """Price of a subset of the nodes."""
 
+    #: Step time of the best plan found, in seconds.
     step_s: float
+    #: Lower bound on the step time of every plan on the subset.
     bound_s: float
+    #: Whatever the price was computed from.
     plan: Any = None
 
 
 @dataclass(frozen=True)
 class Subsets:
-    """found: those that fit, the fastest first; bound_s: no subset is below; complete: all were looked at."""
+    """Result of a search over subsets."""
 
+    #: Subsets on which a plan fits, the fastest first.
     found: tuple[tuple[Counts, Priced], ...]
+    #: Lower bound on the step time of every subset, in seconds.
     bound_s: float
+    #: Every subset was priced.
     complete: bool
 
     @property
     def gap(self) -> float:
-        """The fraction of the best step that another subset could save at most."""
-        return max(0.0, 1 - self.bound_s / self.found[0][1].step_s)
+        """Largest fraction of the best step that another subset could save."""
+        _, best = self.found[0]
+        return max(0.0, 1 - self.bound_s / best.step_s)
 
     @property
     def proven(self) -> bool:
-        return self.gap <= 10 * EQUAL
+        """Whether no subset is faster than the best, apart from rounding."""
+        return self.gap <= ROUNDING_ERRORS * EQUAL
 
 
 def best_subset(
@@ -76,29 +90,55 @@ def best_subset(
     order: Sequence[int] = (),
     end: float = inf,
 ) -> Subsets:
-    """Of `count` nodes out of so many idle ones of each cluster. price: HolmesError for a subset on which
-    nothing fits; floor: no step of a subset of a family is below it; unit: nodes that a stage fills; alike:
-    for each cluster the first one that can stand for it, by default itself; order: of the clusters, those
-    that are alike or poor last (they are open for longest), by default as they are; end: when
-    time.monotonic() is past it the best so far is the answer.
+    """Search for the `count` nodes that train fastest.
 
-    HolmesError: there are too few nodes, or nothing fits on any subset (price's own).
+    Args:
+        idle: Idle nodes of each cluster.
+        count: Number of nodes.
+        price: Returns the price of a subset, or raises HolmesError if no plan fits there.
+        floor: Returns a lower bound on the step time of all subsets in a family, in seconds.
+        unit: Number of nodes that a stage fills.
+        alike: For each cluster, the first cluster that is interchangeable with it (default: itself).
+        order: Clusters in the order in which families fix them (default: as they are). Equal and slow
+            clusters should come last.
+        end: Moment of time.monotonic() at which to stop with the best so far.
+
+    Raises:
+        HolmesError: There are too few nodes, or no plan fits on any subset (raised by `price`).
     """
-    if sum(idle) < count or count < 1:
+    available = sum(idle)
+    if available < count or count < 1:
         raise HolmesError(
-            f"{count} nodes requested, {sum(idle)} available; ask for 1 to {sum(idle)}"
+            f"{count} nodes requested, {available} available; ask for 1 to {available}"
         )
-    unit, every = max(1, unit), range(len(idle))
-    search = _Search(idle, count, price, floor, alike or every, order or every, end)
-    search.look(_likely(idle, count, unit), search.share(LIKELY))
-    search.improve(unit, search.share(LIKELY))
-    search.look(_of_two(idle, count), search.share(OF_TWO))
-    search.divide()
+    unit = max(1, unit)
+    clusters = range(len(idle))
+    search = _SubsetSearch(idle, count, price, floor, alike or clusters, order or clusters, end)
+    search.price_all(_likely_subsets(idle, count, unit), search.moment(LIKELY_SHARE))
+    search.move_nodes(unit, search.moment(LIKELY_SHARE))
+    search.price_all(_of_two_clusters(idle, count), search.moment(TWO_CLUSTERS_SHARE))
+    search.divide_families()
     return search.result()
 
 
-class _Search:
-    """heap: (floor, number, family) of families that are left; of equal floors the newest comes first."""
+class _OpenFamily(NamedTuple):
+    """Entry of the queue of families: least floor first."""
+
+    floor_s: float
+    number: int  # falls with each entry, so the newest of equal floors comes first
+    family: Family
+
+
+class _Found(NamedTuple):
+    """Entry of the queue of priced subsets: fastest first."""
+
+    step_s: float
+    counts: Counts
+    priced: Priced
+
+
+class _SubsetSearch:
+    """State of one search."""
 
     def __init__(
         self,
@@ -110,187 +150,226 @@ class _Search:
         order: Sequence[int],
         end: float,
     ):
-        self.idle, self.count = idle, count
-        self.price, self.floor = price, floor
-        self.order, self.end = order, end
-        groups = [
-            [index for index, first in enumerate(alike) if first == kind]
-            for kind in dict.fromkeys(alike)
-        ]
-        #: Clusters that are alike, the one with most idle nodes first.
-        self.groups = [sorted(group, key=lambda index: -idle[index]) for group in groups]
+        self.idle = idle
+        self.count = count
+        self.price = price
+        self.floor = floor
+        self.order = order
+        self.end = end
+        #: Groups of interchangeable clusters, those with most idle nodes first.
+        self.groups = []
+        for first in dict.fromkeys(alike):
+            group = [index for index, kin in enumerate(alike) if kin == first]
+            self.groups.append(sorted(group, key=lambda index: -idle[index]))
         self.seen: set[Counts] = set()
-        self.found: list[tuple[float, Counts, Priced]] = []
-        self.trouble: HolmesError | None = None
-        #: Whether a family was left out, as its floor is no better than the best.
+        self.found: list[_Found] = []
+        #: Error of the last subset on which no plan fits.
+        self.misfit: HolmesError | None = None
+        #: A subset or family was left out because of its floor.
         self.left_out = False
+        #: Floors of families with a single fixed cluster.
         self.floors: dict[Family, float] = {}
-        every: Family = (None,) * len(idle)
+        all_open: Family = (None,) * len(idle)
         self.number = count_from(0, -1)
-        self.heap = [(floor(every), next(self.number), every)]
+        self.families = [_OpenFamily(floor(all_open), next(self.number), all_open)]
 
     @property
     def best_s(self) -> float:
-        return self.found[0][0] if self.found else inf
+        """Step time of the best subset so far; inf before the first."""
+        return self.found[0].step_s if self.found else inf
 
     @property
     def proven(self) -> bool:
-        """Whether nothing that is left can be better."""
-        return not self.heap or self.best_s <= self.heap[0][0] * (1 + EQUAL)
+        """Whether no family that is left can be better than the best subset."""
+        return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
-    def share(self, part: float) -> float:
-        """When this part of the time that is left is over."""
-        return (
-            self.end if self.end == inf else time.monotonic() + part * (self.end - time.monotonic())
-        )
+    def moment(self, share: float) -> float:
+        """Return the moment at which a share of the remaining time is over."""
+        if self.end == inf:
+            return self.end
+        now = time.monotonic()
+        return now + share * (self.end - now)
 
-    def over(self, end: float) -> bool:
-        """Whether nothing can be better, or the time is up (one subset at least is looked at)."""
+    def is_over(self, end: float) -> bool:
+        """Return whether to stop: a subset is priced, and it is proven the best or the time is over."""
         return bool(self.found) and (self.proven or time.monotonic() > end)
 
-    def look(self, subsets: Iterator[Counts], end: float) -> None:
+    def price_all(self, subsets: Iterator[Counts], end: float) -> None:
+        """Price each subset whose floor is below the best price, until the moment `end`."""
         for counts in subsets:
-            if self.over(end):
+            if self.is_over(end):
                 return
-            if self.bound(counts) < self.best_s * (1 - EQUAL):
-                self.one(counts)
+            if self._floor_s(counts) < self.best_s * (1 - EQUAL):
+                self._price(counts)
             else:
                 self.left_out = True
 
-    def divide(self) -> None:
-        """Branch and bound over what is left, the least floor first."""
-        while self.heap and not self.over(self.end):
-            floor_s, _, family = heapq.heappop(self.heap)
-            for part in self.parts(family):
+    def divide_families(self) -> None:
+        """Divide the families that are left, the least floor first."""
+        while self.families and not self.is_over(self.end):
+            floor_s, _, family = heapq.heappop(self.families)
+            for part in self._parts(family):
                 if self.found and time.monotonic() > self.end:
-                    return self.keep(floor_s, family)  # the rest of it was not looked at
-                part_s = max(floor_s, self.bound(part))
-                if part_s >= self.best_s * (1 - EQUAL):
+                    # Some parts are not examined, so the whole family stays open.
+                    self._push(floor_s, family)
+                    return
+                part_floor_s = max(floor_s, self._floor_s(part))
+                if part_floor_s >= self.best_s * (1 - EQUAL):
                     self.left_out = True
                 elif None in part:
-                    self.keep(part_s, part)
+                    self._push(part_floor_s, part)
                 else:
-                    self.one(tuple(nodes or 0 for nodes in part))
+                    self._price(tuple(nodes or 0 for nodes in part))
 
-    def keep(self, floor_s: float, family: Family) -> None:
-        heapq.heappush(self.heap, (floor_s, next(self.number), family))
+    def _push(self, floor_s: float, family: Family) -> None:
+        heapq.heappush(self.families, _OpenFamily(floor_s, next(self.number), family))
 
-    def bound(self, family: Family) -> float:
-        """The greatest floor of families that hold this one: those that fix one cluster; and its own, if that
-        may leave it out."""
+    def _floor_s(self, family: Family) -> float:
+        """Return a lower bound on the step time of a family, in seconds.
+
+        Larger families that contain it have valid floors too: those that fix a single cluster are few, so
+        they are computed once. The family's own floor is computed only if these do not exclude it.
+        """
         fixed = [index for index, nodes in enumerate(family) if nodes is not None]
-        least_s = 0.0
-        for index in fixed if len(family) > 2 else ():  # of two clusters it would be one subset
-            alone = tuple(nodes if index == other else None for other, nodes in enumerate(family))
-            if alone not in self.floors:
-                self.floors[alone] = self.floor(alone)
-            least_s = max(least_s, self.floors[alone])
-            if least_s >= self.best_s:
-                return least_s
-        return max(least_s, self.floor(family)) if None in family and len(fixed) > 1 else least_s
+        floor_s = 0.0
+        if len(family) > TWO_CLUSTERS:
+            for index in fixed:
+                single = [None if other != index else family[index] for other in range(len(family))]
+                larger = tuple(single)
+                if larger not in self.floors:
+                    self.floors[larger] = self.floor(larger)
+                floor_s = max(floor_s, self.floors[larger])
+                if floor_s >= self.best_s:
+                    return floor_s
+        if None in family and len(fixed) > 1:
+            return max(floor_s, self.floor(family))
+        return floor_s
 
-    def parts(self, family: Family) -> Iterator[Family]:
-        """With every number of nodes of the first open cluster; of alike clusters the first has most."""
+    def _parts(self, family: Family) -> Iterator[Family]:
+        """Divide a family by the number of nodes of its first open cluster, most nodes first.
+
+        Of interchangeable clusters, an earlier one never has fewer nodes, so equal subsets appear once.
+        """
         first, *others = [index for index in self.order if family[index] is None]
         remaining = self.count - sum(nodes or 0 for nodes in family)
+        most = min(self.idle[first], remaining)
         least = max(0, remaining - sum(self.idle[index] for index in others))
-        for nodes in range(min(self.idle[first], remaining), least - 1, -1):
+        for nodes in range(most, least - 1, -1):
             part = list(family)
             part[first] = nodes
             if len(others) == 1:
                 part[others[0]] = remaining - nodes
-            if all(self.falls([part[index] for index in group]) for group in self.groups):
+            if all(self._never_rises([part[index] for index in group]) for group in self.groups):
                 yield tuple(part)
 
     @staticmethod
-    def falls(counts: Sequence[int | None]) -> bool:
-        """Of clusters that are alike: whether none has more nodes than one before it."""
-        known = [nodes for nodes in counts if nodes is not None]
-        return known == sorted(known, reverse=True)
+    def _never_rises(counts: Sequence[int | None]) -> bool:
+        """Return whether no number is larger than an earlier one; None is skipped."""
+        fixed = [nodes for nodes in counts if nodes is not None]
+        return fixed == sorted(fixed, reverse=True)
 
-    def one(self, counts: Counts) -> None:
-        counts = self.standing_for(counts)
+    def _price(self, counts: Counts) -> None:
+        """Price a subset, unless an equal one was priced before."""
+        counts = self._canonical(counts)
         if counts in self.seen:
             return
         self.seen.add(counts)
         try:
             priced = self.price(counts)
         except HolmesError as error:
-            self.trouble = error
+            self.misfit = error
             return
-        heapq.heappush(self.found, (priced.step_s, counts, priced))
+        heapq.heappush(self.found, _Found(priced.step_s, counts, priced))
 
-    def standing_for(self, counts: Counts) -> Counts:
-        """The same with clusters that are alike in one order: the fuller ones where more nodes are idle."""
-        kept = list(counts)
+    def _canonical(self, counts: Counts) -> Counts:
+        """Return an equal subset in which the interchangeable clusters with most idle nodes have most."""
+        result = list(counts)
         for group in self.groups:
-            for index, nodes in zip(
-                group, sorted((counts[index] for index in group), reverse=True)
-            ):
-                kept[index] = nodes
-        return tuple(kept)
+            descending = sorted((counts[index] for index in group), reverse=True)
+            for index, nodes in zip(group, descending):
+                result[index] = nodes
+        return tuple(result)
 
-    def improve(self, unit: int, end: float) -> None:
-        """Move nodes of the best subset from one cluster to another, many at first, while that helps."""
-        while not self.over(end) and self.found:
-            best_s, best, _ = self.found[0]
+    def move_nodes(self, unit: int, end: float) -> None:
+        """Improve the best subset by moving nodes between two clusters, as long as that helps.
+
+        Args:
+            unit: Nodes of a stage; so many nodes and single nodes are moved.
+            end: Moment of time.monotonic() at which to stop.
+        """
+        while not self.is_over(end) and self.found:
+            before_s, best, _ = self.found[0]
             for giver, taker in permutations(range(len(best)), 2):
                 for nodes in dict.fromkeys((unit, 1)):
-                    possible = best[giver] >= nodes and best[taker] + nodes <= self.idle[taker]
-                    if possible and not self.over(end):
+                    is_possible = best[giver] >= nodes and best[taker] + nodes <= self.idle[taker]
+                    if is_possible and not self.is_over(end):
                         moved = list(best)
-                        moved[giver], moved[taker] = moved[giver] - nodes, moved[taker] + nodes
-                        self.one(tuple(moved))
-            if self.best_s >= best_s:
+                        moved[giver] -= nodes
+                        moved[taker] += nodes
+                        self._price(tuple(moved))
+            if self.best_s >= before_s:
                 return
 
     def result(self) -> Subsets:
+        """Return the priced subsets, or raise the error of a subset if no plan fits on any."""
         if not self.found:
-            assert self.trouble is not None
-            raise self.trouble
-        ranked = sorted(self.found, key=lambda entry: entry[:2])
+            assert self.misfit is not None
+            raise self.misfit
+        ranked = sorted(self.found, key=lambda entry: (entry.step_s, entry.counts))
         bound_s = min(
             self.best_s,
-            *(priced.bound_s for _, _, priced in ranked),
-            *(entry[0] for entry in self.heap),
+            *(entry.priced.bound_s for entry in ranked),
+            *(entry.floor_s for entry in self.families),
         )
-        complete = not self.heap and not self.left_out
-        return Subsets(tuple((counts, priced) for _, counts, priced in ranked), bound_s, complete)
+        return Subsets(
+            found=tuple((entry.counts, entry.priced) for entry in ranked),
+            bound_s=bound_s,
+            complete=not self.families and not self.left_out,
+        )
 
 
-def _likely(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
-    """Subsets that are mostly good: few clusters, whole stages in each, equal parts."""
+def _likely_subsets(idle: Counts, count: int, unit: int) -> Iterator[Counts]:
+    """Yield subsets that are mostly good: few clusters, whole stages in each, equal parts."""
     clusters = range(len(idle))
-    for order in permutations(
-        clusters, min(len(idle), EVERY_ORDER if len(idle) <= EVERY_ORDER else 2)
-    ):
-        rest = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
-        for whole in dict.fromkeys((1, unit)):
-            yield from _filled(idle, count, (*order, *rest), whole)
+    ordered = len(idle) if len(idle) <= MAX_ALL_ORDERS else TWO_CLUSTERS
+    for order in permutations(clusters, ordered):
+        others = sorted(set(clusters) - set(order), key=lambda index: -idle[index])
+        for multiple in dict.fromkeys((1, unit)):
+            yield _filled(idle, count, (*order, *others), multiple)
     for size in range(2, len(idle) + 1):
-        if count % size == 0:
-            for chosen in combinations(clusters, size):
-                if all(idle[index] >= count // size for index in chosen):
-                    yield tuple(count // size if index in chosen else 0 for index in clusters)
+        part, remainder = divmod(count, size)
+        if remainder:
+            continue
+        for chosen in combinations(clusters, size):
+            if all(idle[index] >= part for index in chosen):
+                yield tuple(part if index in chosen else 0 for index in clusters)
 
 
-def _filled(idle: Counts, count: int, order: Sequence[int], whole: int) -> Iterator[Counts]:
-    """One cluster after the other, in multiples of `whole` nodes; the rest where there is room."""
-    counts, remaining = [0] * len(idle), count
+def _filled(idle: Counts, count: int, order: Sequence[int], multiple: int) -> Counts:
+    """Return a subset that fills the clusters in order.
+
+    Args:
+        multiple: Each cluster gets a multiple of so many nodes; the remaining nodes go where there is room.
+    """
+    counts = [0] * len(idle)
+    remaining = count
     for index in order:
-        counts[index] = min(idle[index], remaining) // whole * whole
+        counts[index] = min(idle[index], remaining) // multiple * multiple
         remaining -= counts[index]
     for index in order:
-        more = min(idle[index] - counts[index], remaining)
-        counts[index], remaining = counts[index] + more, remaining - more
-    yield tuple(counts)
+        nodes = min(idle[index] - counts[index], remaining)
+        counts[index] += nodes
+        remaining -= nodes
+    return tuple(counts)
 
 
-def _of_two(idle: Counts, count: int) -> Iterator[Counts]:
-    """Of one cluster or two: more are seldom better."""
+def _of_two_clusters(idle: Counts, count: int) -> Iterator[Counts]:
+    """Yield all subsets of one or two clusters; more clusters are seldom better."""
     for first, second in combinations(range(len(idle)), 2):
-        for nodes in range(max(0, count - idle[second]), min(idle[first], count) + 1):
-            yield tuple(
-                nodes if index == first else count - nodes if index == second else 0
-                for index in range(len(idle))
-            )
+        least = max(0, count - idle[second])
+        most = min(idle[first], count)
+        for nodes in range(least, most + 1):
+            counts = [0] * len(idle)
+            counts[first] = nodes
+            counts[second] = count - nodes
+            yield tuple(counts)

@@ -35,7 +35,7 @@ from holmes_ext.planner.companion import PlanCompanion
 from holmes_ext.planner.html.pictures import pyplot, write
 from holmes_ext.planner.html.plan_pictures import draw_search
 from holmes_ext.planner.launch_flags import Launch, limited
-from holmes_ext.planner.search.as_plan import given, plan_of
+from holmes_ext.planner.search.as_plan import layout_candidate, plan_of
 from holmes_ext.planner.search.fewer import best_use
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.search import proven, search
@@ -300,7 +300,9 @@ def _candidate(
     shape = shape_of(result.model, sizes, *job.zero_and_chunks)
     layers = plan and plan.stage_layers or said.stage_layers
     flat = job.engine.hierarchical_zero is not None and said.instances <= 1
-    return given(result, sizes, shape, layers, plan.nodes if plan is not None else (), flat)
+    return layout_candidate(
+        result, sizes, shape, layers, plan.nodes if plan is not None else (), flat
+    )
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:

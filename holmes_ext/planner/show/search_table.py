@@ -18,7 +18,7 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.shape import Shape
 from holmes_ext.planner.html.plan_pictures import of_limit
 from holmes_ext.planner.launch_flags import Launch, added, launches
-from holmes_ext.planner.search.explain import NOTHING, explain, thin_stages
+from holmes_ext.planner.search.explain import NEGLIGIBLE, explain, thin_stages
 from holmes_ext.planner.search.result import Candidate, SearchResult
 from holmes_ext.planner.search.simulated import memory_of, step_without
 from holmes_ext.planner.search.stock import CAUSES, best_stock, causes, stock_like
@@ -299,7 +299,7 @@ def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
             "pipeline passes: gradients of weights wait, in a listed order (--holmes-schedule auto): "
             f"{gain}"
         ]
-    if abs(without - candidate.step_s) < NOTHING * candidate.step_s:
+    if abs(without - candidate.step_s) < NEGLIGIBLE * candidate.step_s:
         return []
     held = "+".join(map(str, candidate.in_flight))
     loads = result.costs(candidate).loads(candidate.split)

@@ -19,7 +19,7 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.search.as_plan import given
+from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.planner.search.simulated import timed
 from holmes_ext.planner.search.stock import causes, stock_like
@@ -181,7 +181,7 @@ def figures(argv):
     )
     one = timed(
         result,
-        given(result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers),
+        layout_candidate(result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers),
     )
     return {
         "step": one.step_s,

@@ -86,7 +86,7 @@ def test_no_simulated_step_is_below_the_bound(seed):
     ]:
         found, _ = evaluator.placements(shape)
         for placement in pick.sample(found, min(2, len(found))):
-            prices, stages = result.prices(shape), evaluator.stages(shape, placement)
+            prices, stages = result.prices(shape), evaluator.stage_bounds(shape, placement)
             alone = evaluator.lower_bound(shape, placement, stages.costs)
             least = max(ShapeBound(result.network, prices, shape).seconds, alone.seconds())
             if shape.virtual == 1 and shape.pipeline > 1 and least < inf:
@@ -115,9 +115,9 @@ def test_a_time_below_the_bound_is_not_possible_and_one_above_the_step_is():
     every = shapes(result.network, result.model, result.global_batch, result.limits)
     shape = next(one for one in every if one.pipeline == 2 and one.virtual == 1)
     placement = evaluator.placements(shape)[0][0]
-    stages = evaluator.stages(shape, placement)
+    stages = evaluator.stage_bounds(shape, placement)
     least = evaluator.lower_bound(shape, placement, stages.costs)
-    seconds, split = least.seconds(), evaluator.split(stages)
+    seconds, split = least.seconds(), evaluator.good_split(stages)
     step = folded_s(job_of(result, result.candidate(shape, placement, split)))
     assert 0.5 * step < seconds <= step
     assert least.seconds(0.9 * seconds) == pytest.approx(0.9 * seconds), (

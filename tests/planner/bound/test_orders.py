@@ -106,7 +106,7 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
     bounded_shapes = [
         shape
         for shape in every_shape
-        if OrderBounds.known(evaluator.orders, shape.sizes().complete(world))
+        if OrderBounds.applies_to(evaluator.orders, shape.sizes().complete(world))
     ]
     compared = 0
     for shape in pick.sample(bounded_shapes, min(3, len(bounded_shapes))):
@@ -151,7 +151,9 @@ def test_every_order_below_the_best_step_is_found():
         (
             shape
             for shape in every
-            if OrderBounds.known(evaluator.orders, shape.sizes().complete(result.network.world))
+            if OrderBounds.applies_to(
+                evaluator.orders, shape.sizes().complete(result.network.world)
+            )
         ),
         key=lambda one: one.pipeline,
     )
@@ -184,7 +186,7 @@ def test_every_order_below_the_best_step_is_found():
 
 
 def test_a_hop_holds_the_blocks_of_all_its_stages():
-    hop = SharedHop((1, 2), each_s=0.5, ends_s=1.0)
+    hop = SharedHop((1, 2), block_s=0.5, ends_s=1.0)
     assert blocks_at_most([hop], [4, 4, 4, 4], [3.0]) == 8 + 4
     assert blocks_at_most([hop], [4, 1, 1, 4], [3.0]) == 10, (
         "the stages hold less than the hop carries"
@@ -194,7 +196,10 @@ def test_a_hop_holds_the_blocks_of_all_its_stages():
 
 def test_no_split_reduces_more_beside_the_first_stage_than_its_hop_says():
     """Every split of a few blocks, each other stage on the same clusters with as much as the first one."""
-    most, hop = [3, 5, 2, 4], SharedHop((0, 1, 2, 3), 0.5, 1.0, first_s=0.8, alike=(0, 1, 2))
+    most, hop = (
+        [3, 5, 2, 4],
+        SharedHop((0, 1, 2, 3), 0.5, 1.0, embedding_s=0.8, beside_first=(0, 1, 2)),
+    )
     for seconds in (1.0, 2.2, 3.4, 4.6, 9.0):
         found = [
             sum(split)

@@ -11,7 +11,7 @@ from holmes_ext.plan.cost.pipeline import uniform
 from holmes_ext.plan.engine import Rules
 from holmes_ext.plan.shape import shape_of
 from holmes_ext.plan.sizes import Sizes
-from holmes_ext.planner.search.as_plan import given
+from holmes_ext.planner.search.as_plan import layout_candidate
 from holmes_ext.planner.search.changed import what_if
 from holmes_ext.planner.search.explain import explain, thin_stages
 from holmes_ext.planner.search.result import SearchResult
@@ -102,7 +102,7 @@ def test_a_given_layout_is_what_the_search_finds_for_the_same():
     sizes = Sizes(pipeline=2, data=4)
     shape = shape_of(MODEL, sizes)
     assert shape == best.shape
-    one = given(outcome, sizes, shape, best.split, outcome.network.nodes(best.placement))
+    one = layout_candidate(outcome, sizes, shape, best.split, outcome.network.nodes(best.placement))
     assert one.placement == best.placement and one.formula_s == pytest.approx(best.formula_s)
     assert timed(outcome, one).simulated_s == pytest.approx(best.simulated_s)
     assert outcome.describe(one) == outcome.describe(best)

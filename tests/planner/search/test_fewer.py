@@ -95,9 +95,9 @@ def test_clusters_behind_slow_links_are_left_out(between, kept):
 
 def test_of_clusters_that_look_the_same_alone_one_is_looked_at(monkeypatch):
     looked = []
-    first_look_at = fewer._Sets._first_look
+    first_look_at = fewer._NodeSets._first_look
     monkeypatch.setattr(
-        fewer._Sets,
+        fewer._NodeSets,
         "_first_look",
         lambda sets, counts: looked.append(counts) or first_look_at(sets, counts),
     )
@@ -123,9 +123,9 @@ def test_of_many_clusters_those_that_fast_links_join_are_kept():
 
 def test_what_gpus_cannot_compute_in_time_is_not_searched(monkeypatch):
     looked = []
-    whole = fewer._Sets._first_look
+    whole = fewer._NodeSets._first_look
     monkeypatch.setattr(
-        fewer._Sets,
+        fewer._NodeSets,
         "_first_look",
         lambda self, counts: looked.append(counts) or whole(self, counts),
     )

@@ -50,7 +50,7 @@ def steps(outcome):
     evaluator = Evaluator(outcome)
     for shape in shapes(outcome.network, MODEL, 32, LIMITS):
         for placement in evaluator.placements(shape)[0]:
-            fits = evaluator.stages(shape, placement).fits
+            fits = evaluator.stage_bounds(shape, placement).fits
             borders = combinations(range(1, 6), shape.pipeline - 1)
             every = [tuple(high - low for low, high in zip((0, *at), (*at, 6))) for at in borders]
             for split in every if shape.virtual == 1 else [(6 // shape.pipeline,) * shape.pipeline]:
@@ -77,10 +77,11 @@ def test_what_is_proven_holds_for_every_plan(alone_s, monkeypatch):
 
 def test_what_is_akin_to_the_best_comes_first(monkeypatch):
     monkeypatch.setattr(searching, "ALONE_S", 1e9)
-    monkeypatch.setattr(searching, "EARLY", (3, 1))
-    seen, do = [], Evaluator.do
+    monkeypatch.setattr(searching, "MAX_EARLY_CLOSER", 3)
+    monkeypatch.setattr(searching, "MAX_EARLY_SIMULATED", 1)
+    seen, do = [], Evaluator.process
     monkeypatch.setattr(
-        Evaluator, "do", lambda self, item, *given: seen.append(item) or do(self, item, *given)
+        Evaluator, "process", lambda self, item, *given: seen.append(item) or do(self, item, *given)
     )
     first = ranked()
     assert first.best.shape.pipeline > 1 and first.best.shape.virtual == 1

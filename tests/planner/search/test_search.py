@@ -285,8 +285,8 @@ def test_no_placement_beats_the_bound_of_its_shape(sample, ethernet):
     for shape in shapes(result.network, model, batch, limits):
         ideal = ShapeBound(result.network, result.prices(shape), shape)
         for placement in evaluator.placements(shape)[0][:8]:
-            stages = evaluator.stages(shape, placement)
-            split = evaluator.split(stages)
+            stages = evaluator.stage_bounds(shape, placement)
+            split = evaluator.good_split(stages)
             seconds = estimate(stages.costs, split).step_s
             assert ideal.seconds <= seconds * (1 + 1e-9), (shape, result.network.nodes(placement))
             compared += ideal.stage_link_s() > 0
