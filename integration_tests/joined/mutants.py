@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         "maps may have holes",
         "join/coordinator/reports.py",
-        "if not (start == at < stop <= MOST and 0 <= rank < ranks):",
+        "if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):",
         NEVER,
         RULES,
     ),
@@ -333,7 +333,7 @@ MUTANTS = [
     Mutant(
         "after a restart nobody is awaited before weights are taken",
         "join/coordinator/coordinator.py",
-        "if self._awaited.hide_truth(now):",
+        "if self._awaited.majority_is_unknown(now):",
         NEVER,
         RULES,
     ),
@@ -375,8 +375,8 @@ MUTANTS = [
     Mutant(
         "one accuser is enough",
         "join/coordinator/consensus.py",
-        "if len(reasons) > max(1, (len(voters) - 1) / 2)",
-        "if reasons",
+        "if len(reasons) > max(_MOST_DISBELIEVED_ACCUSERS, half_of_the_others):",
+        "if reasons:",
         RULES + " " + LIARS + " -k accus",
     ),
     Mutant(
@@ -389,7 +389,7 @@ MUTANTS = [
     Mutant(
         "what came is not compared",
         "join/coordinator/settlement.py",
-        "if excluded := voted_out(differing(digests)):",
+        "if excluded := voted_out(accusations_from_digests(digests)):",
         "if excluded := {}:",
         RULES + " " + LIARS + " -k different",
     ),
@@ -410,14 +410,14 @@ MUTANTS = [
     Mutant(
         "a pseudo-gradient may be of any length",
         "join/coordinator/shares.py",
-        "if limit and middle and norm > limit * middle",
+        "if norm > limit * median_norm",
         "if False",
         RULES,
     ),
     Mutant(
         "tokens may be any number",
         "join/coordinator/shares.py",
-        "if count > limit * middle:",
+        "if count > limit * median_per_rank:",
         NEVER,
         LIARS + " -k tokens",
     ),

@@ -13,12 +13,12 @@ from typing import Any, ClassVar
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.coordinator.awaited import AwaitedPeers
-from holmes_ext.join.coordinator.consensus import same
+from holmes_ext.join.coordinator.consensus import is_compatible
 from holmes_ext.join.coordinator.lateness import mark_late, sits_out
 from holmes_ext.join.coordinator.replies import Reply, go_reply, skip_reply, void_reply
 from holmes_ext.join.coordinator.reports import Claim, ReadyReport, ready_from
 from holmes_ext.join.coordinator.rounds import Rounds
-from holmes_ext.join.coordinator.shares import counted
+from holmes_ext.join.coordinator.shares import weights_in_sum
 from holmes_ext.join.coordinator.state import (
     Member,
     RoundState,
@@ -160,11 +160,13 @@ class LockStepRounds:
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
         truth = self._true_claim(round_state, ready, claims)
         if truth is not None:
-            round_state.behind = {name for name, claim in claims.items() if not same(claim, truth)}
+            round_state.behind = {
+                name for name, claim in claims.items() if not is_compatible(claim, truth)
+            }
         able = [member for member in ready if member.name not in round_state.behind]
         ranks = {member.name: len(member.hello.addresses) for member in able}
         usual_norms = self._rounds.usual_norms(round_state.fragment)
-        weights = counted(round_state, ranks, outer_settings(able), usual_norms)
+        weights = weights_in_sum(round_state, ranks, outer_settings(able), usual_norms)
         least = state.least_jobs(ready) if ready else 1
         if self._rounds.begin_exchange(round_state, able, weights, least, now):
             for name, why in round_state.left_out.items():
@@ -200,7 +202,11 @@ class LockStepRounds:
         truth = self._versions.truth(round_state.fragment, trusted)
         if truth is None:
             return None
-        holders = [member for member in trusted if same(member.claims[round_state.fragment], truth)]
+        holders = [
+            member
+            for member in trusted
+            if is_compatible(member.claims[round_state.fragment], truth)
+        ]
         checksums = [salted_claims[member.name].checksum for member in holders]
         checksums = [checksum for checksum in checksums if checksum]
         if not checksums:

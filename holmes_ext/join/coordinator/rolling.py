@@ -20,7 +20,7 @@ from holmes_ext.join.coordinator.lateness import sits_out
 from holmes_ext.join.coordinator.replies import Reply, go_reply, void_reply
 from holmes_ext.join.coordinator.reports import NextReport, ReadyReport, next_from
 from holmes_ext.join.coordinator.rounds import Rounds
-from holmes_ext.join.coordinator.shares import counted
+from holmes_ext.join.coordinator.shares import weights_in_sum
 from holmes_ext.join.coordinator.state import Member, RunState, outer_settings
 from holmes_ext.join.coordinator.versions import Versions
 
@@ -149,7 +149,7 @@ class RollingRounds:
             )
         ranks = {member.name: len(member.hello.addresses) for member in contributors}
         usual_norms = self._rounds.usual_norms(fragment)
-        weights = counted(round_state, ranks, outer_settings(contributors), usual_norms)
+        weights = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
         least = self._state.least_jobs(able)
         if self._rounds.begin_exchange(round_state, able, weights, least, now):
             self._first_offers.pop(fragment, None)

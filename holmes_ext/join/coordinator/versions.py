@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.consensus import agreed_claim, same
+from holmes_ext.join.coordinator.consensus import agreed_claim, is_compatible
 from holmes_ext.join.coordinator.replies import Reply
 from holmes_ext.join.coordinator.reports import Claim
 from holmes_ext.join.coordinator.state import Member, RunState
@@ -91,10 +91,10 @@ class Versions:
         donors: dict[str, list[int]] = {}
         for fragment, claim in enumerate(member.claims):
             truth = self.truth(fragment)
-            if truth is None or same(claim, truth):
+            if truth is None or is_compatible(claim, truth):
                 continue
             for other in others:
-                if same(other.claims[fragment], truth):
+                if is_compatible(other.claims[fragment], truth):
                     donors.setdefault(other.name, []).append(fragment)
         return donors
 
@@ -105,7 +105,7 @@ class Versions:
             if truth is None or member.claims[fragment].version != truth.version:
                 continue
             del member.took[fragment]
-            if not same(member.claims[fragment], truth):
+            if not is_compatible(member.claims[fragment], truth):
                 member.avoids.add(donor)
                 self._state.events.append(
                     f"job {donor} gave job {member.name} other weights than it has"
