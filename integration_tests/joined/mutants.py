@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "secrets are kept for ever",
         "join/coordinator/server.py",
-        "if key not in here][:-_SECRETS]:",
-        "if key not in here][:0]:",
+        "if key not in in_run][:-_SECRETS]:",
+        "if key not in in_run][:0]:",
         MEMBERS + " -k secrets",
     ),
     Mutant(
