@@ -2,11 +2,11 @@
 
 1. Each member of the round exchanges its pseudo-gradient with the other members, then reports `done`
    with the members that it could not reach.
-2. If all members have reported `done` and reached each other, they all get the verdict `check`. Otherwise the
-   remaining members get `go` again, for another attempt without the unreachable ones.
-3. Each member reports `checked` with salted digests of the data it received from each other member.
-4. If the digests agree, all members get `commit` and take the outer step. Members in conflict with the majority
-   are excluded, and the others are checked again.
+2. If all members have reported `done` and reached each other, they all get the verdict `check`. Otherwise
+   the remaining members get `go` again, for another attempt without the unreachable ones.
+3. Each member reports `checked`, with salted digests of the data it received from each other member.
+4. If the digests agree, all members get `commit` and take the outer step. Members in conflict with the
+   majority are excluded, and the others are checked again.
 
 Invariant: a round is committed only if all its members received identical data. A round that cannot be
 completed is void and changes nothing: the jobs keep their pseudo-gradients for the fragment's next
