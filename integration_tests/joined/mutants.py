@@ -431,14 +431,14 @@ MUTANTS = [
     Mutant(
         "what is longer than claimed is used",
         "join/rounds/screening.py",
-        "elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:",
-        "elif False:",
+        "if length > _LONGER * claimed_length + _LENGTH_TOLERANCE:",
+        NEVER,
         LIARS + " -k mean_leaves",
     ),
     Mutant(
         "what was sent before is used",
         "join/rounds/screening.py",
-        "if 2 * len(again) >= len(names):",
+        "if 2 * len(repeated) >= len(names):",
         "if True:",
         LIARS + " -k mean_leaves",
     ),

@@ -137,7 +137,7 @@ def take(
                 report["versions"] = sorted(came)
             except (OSError, HolmesError) as error:
                 report["why"] = str(error) or type(error).__name__
-            everyone = job_ranks.from_all(report)
+            everyone = job_ranks.all_gather(report)
             if whys := [rank_report["why"] for rank_report in everyone if "why" in rank_report]:
                 return whys[0]
             versions = {version for rank_report in everyone for version in rank_report["versions"]}

@@ -33,18 +33,18 @@ class JobRanks:
         self.rank = dist.get_rank(control) if control is not None else 0
         self.ranks = dist.get_world_size(control) if control is not None else 1
 
-    def sums(self, values: Sequence[float]) -> list[float]:
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
         """Of all ranks' values, place by place, in float64."""
         mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
         return self._reduced(mine, dist.ReduceOp.SUM).tolist()
 
-    def sum_modulo(self, values: Sequence[int]) -> list[int]:
+    def all_reduce_checksums(self, values: Sequence[int]) -> list[int]:
         """Sums modulo 2^64, in halves so that nothing overflows."""
         halves = [part for value in values for part in (value & 0xFFFFFFFF, value >> 32)]
         total = self._reduced(torch.tensor(halves, device="cpu"), dist.ReduceOp.SUM).tolist()
         return [(low + (high << 32)) & _MASK for low, high in zip(total[::2], total[1::2])]
 
-    def from_first(self, document: Any) -> Any:
+    def broadcast_from_rank_0(self, document: Any) -> Any:
         """Rank 0's document, on all ranks; those of the others count for nothing."""
         if self._control is None:
             return document
@@ -59,7 +59,7 @@ class JobRanks:
         dist.broadcast(text, group=self._control, group_src=0)
         return json.loads(bytes(text.numpy()))
 
-    def from_all(self, document: Any) -> list[Any]:
+    def all_gather(self, document: Any) -> list[Any]:
         """All ranks' documents, in rank order."""
         if self._control is None:
             return [document]
@@ -75,14 +75,14 @@ class JobRanks:
         """What is wrong, known on all ranks: rank 0 tells it."""
         raise (RemoteError if self.rank else HolmesError)(text)
 
-    def together(self, call: Callable[[], Any]) -> Any:
+    def run_on_all_ranks(self, call: Callable[[], Any]) -> Any:
         """What `call` returns; or the HolmesError of the first rank that raised one, on all."""
         result, trouble = None, None
         try:
             result = call()
         except HolmesError as error:
             trouble = error
-        troubles = [line for line in self.from_all(trouble and str(trouble)) if line is not None]
+        troubles = [line for line in self.all_gather(trouble and str(trouble)) if line is not None]
         if troubles:
             raise (
                 trouble
