@@ -245,7 +245,7 @@ MUTANTS = [
     Mutant(
         "a peer may take four times as long as the last time",
         "join/peers/transfer.py",
-        "min(known, seconds / count)",
+        "min(best, seconds / count)",
         "seconds / count",
         MEMBERS + " -k longer",
     ),
@@ -466,7 +466,7 @@ MUTANTS = [
     Mutant(
         "another round's bytes are taken",
         "join/peers/transfer.py",
-        "if bytes(came) != self._theirs:",
+        "if bytes(label) != self._expected_label:",
         NEVER,
         LINKS,
     ),
@@ -480,8 +480,8 @@ MUTANTS = [
     Mutant(
         "a byte now and then is enough",
         "join/peers/transfer.py",
-        "if transfer.deadline.passed\n",
-        "if False\n",
+        "if transfer.deadline.passed:",
+        NEVER,
         LINKS + " -k byte",
     ),
     Mutant(
@@ -501,7 +501,7 @@ MUTANTS = [
     Mutant(
         "older weights than asked for are taken",
         "join/peers/take.py",
-        "if any(version < least for version in versions):",
+        "if any(version < least_version for version in versions):",
         NEVER,
         TAKE,
     ),

@@ -4,7 +4,13 @@ import pytest
 from coordinator_rules import TIMEOUT, Run, claims_of
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.consensus import agreed_claim, accusations_from_digests, medians_by_key, is_compatible, voted_out
+from holmes_ext.join.coordinator.consensus import (
+    agreed_claim,
+    accusations_from_digests,
+    medians_by_key,
+    is_compatible,
+    voted_out,
+)
 from holmes_ext.join.coordinator.reports import MOST, Claim, ReadyReport, hello_from, ready_from
 
 OTHER = 16 * "1"
@@ -64,7 +70,9 @@ def test_who_sends_different_things_is_accused():
     digests = {name: dict(honest) for name in honest}
     assert voted_out(accusations_from_digests(digests)) == {}
     digests["west"]["zero"] = "other"  # what zero sent to west
-    assert set(voted_out(accusations_from_digests(digests))) == {"west", "zero"}, "west may say so falsely"
+    assert set(voted_out(accusations_from_digests(digests))) == {"west", "zero"}, (
+        "west may say so falsely"
+    )
     digests["north"]["zero"] = "a third one"
     assert set(voted_out(accusations_from_digests(digests))) == {"zero"}
 
