@@ -80,7 +80,7 @@ def join(
     job = place.address.job
     many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     job_ranks = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
-    here: Weights = job_ranks.together(weights)
+    here: Weights = job_ranks.run_on_all_ranks(weights)
     whole = here.matrices if settings.outer_algorithm().of_matrices else []
     row = {
         "position": here.position,
@@ -89,18 +89,18 @@ def join(
         "holdings": here.holdings,
         "whole": [(matrix.start, matrix.stop) for matrix in whole],
     }
-    everyone = job_ranks.from_all(row)
+    everyone = job_ranks.all_gather(row)
     maps = _maps(job, everyone, settings, job_ranks)
     replicas, group = _replicas(everyone, job_ranks.rank)
     _refuse_odd_holdings(job, here, everyone, replicas, job_ranks)
     ranges_here = maps[here.position]
     state = OuterState(settings, here, ranges_here, job_ranks.rank)
     _gather_what_is_cut(state, maps, everyone, job_ranks.rank, device)
-    secret = job_ranks.from_first(os.urandom(16).hex())
+    secret = job_ranks.broadcast_from_rank_0(os.urandom(16).hex())
     identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
-    links: PeerLinks = job_ranks.together(lambda: _links(place, identity, state))
-    addresses = job_ranks.from_all(links.address)
-    names = job_ranks.from_all(here.named())
+    links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
+    addresses = job_ranks.all_gather(links.address)
+    names = job_ranks.all_gather(here.named())
     client = None
     if job_ranks.rank == 0:
         first = {entry["position"]: rank for rank, entry in reversed(list(enumerate(everyone)))}
@@ -189,7 +189,7 @@ def _refuse_odd_holdings(
     if (rank := _shares_some(everyone)) is not None:
         some = f"rank {rank} of job {job} shares some of its weights, but not all, with others"
         job_ranks.refuse(f"{some}; {PARALLEL}")
-    sums = job_ranks.from_all(here.checksum() if len(replicas) > 1 else 0)
+    sums = job_ranks.all_gather(here.checksum() if len(replicas) > 1 else 0)
     if any(sums[rank] != sums[job_ranks.rank] for rank in replicas):
         who = f"ranks {some_of(replicas)} of job {job}"
         job_ranks.refuse(f"{who} should hold the same weights, but do not; {PARALLEL}")

@@ -269,7 +269,7 @@ class OuterLoop:
 
     def begin(self) -> str:
         """Enter the run; collective. A line for the banner; HolmesError: coordinator or jobs refuse."""
-        numbers = self.rounds.job_ranks.from_all([self.number, self.steps])
+        numbers = self.rounds.job_ranks.all_gather([self.number, self.steps])
         if any(others != numbers[0] for others in numbers):
             raise HolmesError(
                 f"the ranks of job {self.rounds.job} loaded outer state of different rounds"

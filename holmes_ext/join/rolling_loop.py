@@ -67,7 +67,7 @@ class RollingLoop(OuterLoop):
 
     def new_period(self) -> None:
         begin = time.monotonic()
-        count = self._boundary.from_first(self.rounds.ended)
+        count = self._boundary.broadcast_from_rank_0(self.rounds.ended)
         results = self.rounds.results_until(count)
         exposed = time.monotonic() - begin
         for sent, result in results:

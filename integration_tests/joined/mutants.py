@@ -196,8 +196,8 @@ MUTANTS = [
     Mutant(
         "secrets are kept for ever",
         "join/coordinator/server.py",
-        "if key not in here][:-_SECRETS]:",
-        "if key not in here][:0]:",
+        "if key not in in_run][:-_SECRETS]:",
+        "if key not in in_run][:0]:",
         MEMBERS + " -k secrets",
     ),
     Mutant(
@@ -245,7 +245,7 @@ MUTANTS = [
     Mutant(
         "a peer may take four times as long as the last time",
         "join/peers/transfer.py",
-        "min(known, seconds / count)",
+        "min(best, seconds / count)",
         "seconds / count",
         MEMBERS + " -k longer",
     ),
@@ -290,7 +290,7 @@ MUTANTS = [
     Mutant(
         "maps may have holes",
         "join/coordinator/reports.py",
-        "if not (start == at < stop <= MOST and 0 <= rank < ranks):",
+        "if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):",
         NEVER,
         RULES,
     ),
@@ -333,7 +333,7 @@ MUTANTS = [
     Mutant(
         "after a restart nobody is awaited before weights are taken",
         "join/coordinator/coordinator.py",
-        "if self._awaited.hide_truth(now):",
+        "if self._awaited.majority_is_unknown(now):",
         NEVER,
         RULES,
     ),
@@ -375,8 +375,8 @@ MUTANTS = [
     Mutant(
         "one accuser is enough",
         "join/coordinator/consensus.py",
-        "if len(reasons) > max(1, (len(voters) - 1) / 2)",
-        "if reasons",
+        "if len(reasons) > max(_MOST_DISBELIEVED_ACCUSERS, half_of_the_others):",
+        "if reasons:",
         RULES + " " + LIARS + " -k accus",
     ),
     Mutant(
@@ -389,7 +389,7 @@ MUTANTS = [
     Mutant(
         "what came is not compared",
         "join/coordinator/settlement.py",
-        "if excluded := voted_out(differing(digests)):",
+        "if excluded := voted_out(accusations_from_digests(digests)):",
         "if excluded := {}:",
         RULES + " " + LIARS + " -k different",
     ),
@@ -410,14 +410,14 @@ MUTANTS = [
     Mutant(
         "a pseudo-gradient may be of any length",
         "join/coordinator/shares.py",
-        "if limit and middle and norm > limit * middle",
+        "if norm > limit * median_norm",
         "if False",
         RULES,
     ),
     Mutant(
         "tokens may be any number",
         "join/coordinator/shares.py",
-        "if count > limit * middle:",
+        "if count > limit * median_per_rank:",
         NEVER,
         LIARS + " -k tokens",
     ),
@@ -431,14 +431,14 @@ MUTANTS = [
     Mutant(
         "what is longer than claimed is used",
         "join/rounds/screening.py",
-        "elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:",
-        "elif False:",
+        "if length > _LONGER * claimed_length + _LENGTH_TOLERANCE:",
+        NEVER,
         LIARS + " -k mean_leaves",
     ),
     Mutant(
         "what was sent before is used",
         "join/rounds/screening.py",
-        "if 2 * len(again) >= len(names):",
+        "if 2 * len(repeated) >= len(names):",
         "if True:",
         LIARS + " -k mean_leaves",
     ),
@@ -466,7 +466,7 @@ MUTANTS = [
     Mutant(
         "another round's bytes are taken",
         "join/peers/transfer.py",
-        "if bytes(came) != self._theirs:",
+        "if bytes(label) != self._expected_label:",
         NEVER,
         LINKS,
     ),
@@ -480,8 +480,8 @@ MUTANTS = [
     Mutant(
         "a byte now and then is enough",
         "join/peers/transfer.py",
-        "if transfer.deadline.passed\n",
-        "if False\n",
+        "if transfer.deadline.passed:",
+        NEVER,
         LINKS + " -k byte",
     ),
     Mutant(
@@ -501,7 +501,7 @@ MUTANTS = [
     Mutant(
         "older weights than asked for are taken",
         "join/peers/take.py",
-        "if any(version < least for version in versions):",
+        "if any(version < least_version for version in versions):",
         NEVER,
         TAKE,
     ),

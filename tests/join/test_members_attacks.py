@@ -195,7 +195,7 @@ def test_addresses_that_others_want_to_be_called_at_do_not_pile_up(monkeypatch):
     )
     for port in range(1, 200):
         assert (
-            routes._called_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"})
+            routes._call_back({"address": f"10.0.0.1:{port}", "job": "zero", "incarnation": "1"})
             is None
         )
     assert len(routes._not_called) <= 16

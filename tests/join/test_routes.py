@@ -117,7 +117,7 @@ def test_who_calls_back_encrypts_as_well(pair, encrypted):
 @pytest.mark.parametrize("pair", [RELAYED], indirect=True)
 def test_no_more_than_the_limit_is_relayed(pair):
     server, east, west = pair
-    server.relay._limit = 500_000
+    server.relay._limit_bytes = 500_000
     data = bytes(2_000_000)
     with pytest.raises(PeersFailed):
         in_threads({"east": lambda: swap(east, west, data), "west": lambda: swap(west, east, data)})

@@ -1,0 +1,1 @@
+"""Coordinator of joined jobs: its rules (pure), its server process, and the client that jobs use."""

@@ -1,4 +1,9 @@
-"""Jobs that a restarted coordinator waits for, because others name them. Pure."""
+"""Jobs that a restarted coordinator still expects, because other jobs report them as their peers.
+
+A restarted coordinator starts empty. The first jobs that reconnect list the peers they trained with;
+until those peers reconnect too (or their time is over), the coordinator decides nothing that needs a
+majority of the run. Pure: no clock, no network.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +14,14 @@ from holmes_ext.join.coordinator.state import MOST_JOBS, RunState
 
 
 class AwaitedPeers:
-    """Jobs that have not said hello to this coordinator, but that others know."""
+    """Jobs that other jobs report as peers, and that have not reconnected to this coordinator."""
 
     def __init__(self, state: RunState):
         self._state = state
-        self._since: dict[str, float] = {}  # by name: when another job told of it
+        self._since: dict[str, float] = {}  # job -> time when another job first named it
 
     def expect(self, names: Iterable[str], now: float) -> None:
-        """Wait for jobs that another job knows, if the coordinator has just been started."""
+        """Wait for the peers that a job names, if the coordinator was started recently."""
         if now - self._state.started >= self._patience_s():
             return
         for name in names:
@@ -24,21 +29,22 @@ class AwaitedPeers:
                 self._since.setdefault(name, now)
 
     def arrived(self, name: str) -> None:
-        """Wait no longer for this job, if it was waited for."""
+        """Stop waiting for a job, because it has connected."""
         self._since.pop(name, None)
 
     def may_arrive(self, now: float) -> bool:
-        """Return whether one of the jobs may still come."""
+        """Return whether at least one expected job may still connect."""
         patience_s = self._patience_s()
         return any(now < since + patience_s for since in self._since.values())
 
-    def hide_truth(self, now: float) -> bool:
-        """Return whether it cannot be known yet which versions most jobs of the run have."""
+    def majority_is_unknown(self, now: float) -> bool:
+        """Return whether it is too early to tell which weights most jobs of the run have."""
         return not self._state.committed and self.may_arrive(now)
 
     def _patience_s(self) -> float:
-        """Return how long the jobs are waited for, in seconds.
+        """Return how long the coordinator waits for each expected job, in seconds.
 
-        That is a median, as one job may tell of jobs that do not exist.
+        It is the median of the timeouts of the connected jobs, because a single job may name peers
+        that do not exist and set any timeout.
         """
         return statistics.median_low(member.hello.timeout for member in self._state.present())

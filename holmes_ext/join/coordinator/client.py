@@ -1,5 +1,13 @@
-"""A job's side of the coordinator: asked by its rank 0. Needs no torch. The coordinator may go and come back:
-questions are asked again, until their deadline."""
+"""Client of the coordinator, used by rank 0 of each job. Needs no torch.
+
+The coordinator may be restarted at any time, so the client repeats a request until its deadline:
+
+1. Connect, if there is no connection.
+2. Send `hello`, which describes the job, if the coordinator does not know the job (yet, or any more).
+3. Send the request. The verdict "wait" means that nothing is decided yet: send it again.
+
+A heartbeat thread with its own connection reports every HEARTBEAT_S seconds that the job is alive.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +15,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinPlace, incarnation_of
@@ -18,40 +26,66 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text
 from holmes_ext.words import why
 
-#: Seconds after which a question without an answer yet is told to be asked again.
+#: Seconds after which the coordinator answers an undecided request with "wait".
 POLL_S = 1.0
-#: The same for a job that may have something new to offer by then.
+#: The same for a request of rounds=async, whose job may have something new to offer by then.
 IDLE_S = 0.2
-#: Seconds between two tries to reach a coordinator that is not there.
+#: Seconds between two attempts to reach a coordinator that is not there.
 _RETRY_S = 0.5
-#: Seconds that an answer may take beyond POLL_S, until the connection counts as lost.
+#: Seconds that a reply may take beyond POLL_S, until the connection counts as lost.
 _SLOW_S = 10.0
-#: Bytes of an answer: the maps of a job with thousands of ranks.
+#: Bytes of the longest reply: the shard maps of a job with thousands of ranks.
 _LONGEST = 64 * 2**20
-#: Seconds that a heartbeat, with a connection for it where there is none, may take, and the last one.
-_HEARTBEAT_S, _LAST_S = 5.0, 2.0
+#: Seconds that one heartbeat may take, including a new connection if it needs one.
+_HEARTBEAT_S = 5.0
+#: Seconds that close() waits for the last heartbeat.
+_LAST_S = 2.0
+
+
+class RoundSalt(NamedTuple):
+    """Salt for the checksums of one round, which no job can know before the coordinator sends it."""
+
+    round: int
+    salt: str
 
 
 class CoordinatorClient:
-    """hello: makes the document of the job's hello whenever it has to be said (again). Not for several
-    threads at a time.
+    """Connection of one job to the coordinator, restored whenever it is lost. Not thread-safe.
 
-    What the coordinator refuses at first is an error of the user's. Once it has accepted the job, nobody who
-    answers in its place can end it: then a refusal is the same as no answer.
+    A refusal before the first accepted request is an error of the user (a wrong token, other settings) and
+    is raised. Once the coordinator has accepted the job, a refusal counts as no reply, so that an
+    impostor at the coordinator's address cannot end training.
+
+    Args:
+        place: Address of the coordinator, and the credentials of this job.
+        hello: Returns the `hello` document of the job; called whenever it must be sent (again).
+        secret: Secret of this start of the job; "": a random one.
     """
 
     def __init__(self, place: JoinPlace, hello: Callable[[], Mapping[str, Any]], secret: str = ""):
         self._secret = secret or secrets.token_hex(16)
-        self.job, self.incarnation = place.address.job, incarnation_of(self._secret)
-        self._place, self._hello = place, hello
+        self.job = place.address.job
+        self.incarnation = incarnation_of(self._secret)
+        self._place = place
+        self._hello = hello
         self._channel: Channel | None = None
-        self._said_hello = self._accepted = False
+        self._said_hello = False  # on the current connection
+        self._accepted = False  # at least one request was answered
         self._heartbeat: Heartbeat | None = None
-        # (round, salt) of the next round, as last heard.
-        self.salt: tuple[int, str] = (0, "")
+        self.salt = RoundSalt(0, "")  # of the next round, from the latest reply
 
     def ask(self, op: str, document: Mapping[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """The answer; HolmesError when it is an error, TimeoutError when none comes by the deadline."""
+        """Send a request and return the coordinator's reply.
+
+        Args:
+            op: Name of the request, such as "ready".
+            document: The other keys of the request.
+            deadline: Until when the request is repeated.
+
+        Raises:
+            Refused: The reply is an error, and no request of this job was accepted before.
+            TimeoutError: No reply came before the deadline.
+        """
         reason = "it did not answer"
         while not deadline.passed:
             try:
@@ -59,48 +93,66 @@ class CoordinatorClient:
                     self._channel = self.connect("job", deadline)
                     self._said_hello = False
                 if not self._said_hello:
-                    reply = self._exchange({"op": "hello", **self._hello()}, deadline)
-                    self._said_hello = reply.get("verdict") != "wait"
-                    if self._said_hello and self._heartbeat is not None:
-                        self._heartbeat.now()
+                    self._say_hello(deadline)
                     continue
                 reply = self._exchange({"op": op, **document}, deadline)
-                if reply.get("verdict") == "hello":
+                verdict = reply.get("verdict")
+                if verdict == "hello":  # the coordinator was restarted, or has given up the job
                     self._said_hello = False
-                elif reply.get("verdict") != "wait":
+                elif verdict != "wait":
                     self._accepted = True
                     return reply
             except Refused as error:
                 if not self._accepted:
                     raise
                 reason = str(error)
-                self._try_again_later(deadline)
+                self._reconnect_later(deadline)
             except OSError as error:
                 reason = why(error)
-                self._try_again_later(deadline)
-        where = address_text(self._place.address.host, self._place.address.port)
+                self._reconnect_later(deadline)
+        address = address_text(self._place.address.host, self._place.address.port)
         raise TimeoutError(
-            f"the coordinator at {where} did not answer {op!r} in {deadline.seconds:.3g} s ({reason})"
+            f"the coordinator at {address} did not answer {op!r} in {deadline.seconds:.3g} s ({reason})"
         )
 
     def start_heartbeat(self, status: Callable[[], dict[str, Any]]) -> None:
-        """From now on, with what `status` says."""
+        """Start the heartbeat thread; each heartbeat contains the telemetry that `status` returns."""
         self._heartbeat = Heartbeat(lambda deadline: self.connect("heartbeat", deadline), status)
 
     def close(self, why: str) -> None:
-        """Say that the job ends; "": let it seem to be lost."""
+        """Close the connections, after a last heartbeat that says why the job ends.
+
+        Args:
+            why: Reason for the coordinator's log; "": send none, so that the job seems to be lost.
+        """
         if self._heartbeat is not None:
             self._heartbeat.close(why)
         self._drop()
 
     def connect(self, purpose: str, deadline: Deadline) -> Channel:
-        """OSError, Refused."""
+        """Open another authenticated connection to the coordinator.
+
+        Raises:
+            OSError: The coordinator was not reached before the deadline.
+            Refused: The coordinator rejected this job.
+        """
         identity = {"job": self.job, "incarnation": self.incarnation, "secret": self._secret}
         part = deadline.part(HANDSHAKE_S, "the coordinator's handshake")
         return self._place.call({"purpose": purpose, **identity}, part)
 
+    def _say_hello(self, deadline: Deadline) -> None:
+        reply = self._exchange({"op": "hello", **self._hello()}, deadline)
+        self._said_hello = reply.get("verdict") != "wait"
+        if self._said_hello and self._heartbeat is not None:
+            self._heartbeat.now()
+
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Refused when the answer is an error."""
+        """Send one document on the open connection and return the reply to it.
+
+        Raises:
+            Refused: The reply is an error.
+            OSError: The connection is lost.
+        """
         assert self._channel is not None
         part = deadline.part(POLL_S + _SLOW_S, "the coordinator's answer")
         self._channel.send(document, part)
@@ -109,10 +161,10 @@ class CoordinatorClient:
             raise Refused(printable(str(reply["error"])))
         match reply.get("salt_of_next"):
             case [int(number), str(salt)]:
-                self.salt = number, salt
+                self.salt = RoundSalt(number, salt)
         return reply
 
-    def _try_again_later(self, deadline: Deadline) -> None:
+    def _reconnect_later(self, deadline: Deadline) -> None:
         self._drop()
         time.sleep(min(_RETRY_S, deadline.left))
 
@@ -123,43 +175,54 @@ class CoordinatorClient:
 
 
 class Heartbeat:
-    """Tells the coordinator that the job lives: a thread with a connection of its own, so that a heartbeat
-    never waits for an answer. connect: a channel to the coordinator within a deadline; status: what is told
-    with each heartbeat."""
+    """Thread that reports to the coordinator every HEARTBEAT_S seconds that the job is alive.
+
+    It has its own connection, because requests may block until other jobs are ready.
+
+    Args:
+        connect: Opens a connection to the coordinator before a deadline.
+        status: Returns the telemetry that each heartbeat contains.
+    """
 
     def __init__(
         self, connect: Callable[[Deadline], Channel], status: Callable[[], dict[str, Any]]
     ):
-        self._connect, self._status = connect, status
-        self._ended, self._again = threading.Event(), threading.Event()
-        self._why = ""
+        self._connect = connect
+        self._status = status
+        self._ended = threading.Event()
+        self._wake = threading.Event()
+        self._end_reason = ""
         self._thread = threading.Thread(target=self._run, name="holmes-heartbeat", daemon=True)
         self._thread.start()
 
     def now(self) -> None:
-        """The coordinator is a new one: tell it at once."""
-        self._again.set()
+        """Send the next heartbeat at once, because the coordinator is a new process."""
+        self._wake.set()
 
     def close(self, why: str) -> None:
-        """Say that the job ends."""
-        self._why = why
+        """Stop the thread, after a last heartbeat with the reason (none if it is empty)."""
+        self._end_reason = why
         self._ended.set()
-        self._again.set()
+        self._wake.set()
         self._thread.join(_LAST_S)
 
     def _run(self) -> None:
         channel: Channel | None = None
         while not self._ended.is_set():
-            channel = self._beat(channel, {})
-            self._again.wait(HEARTBEAT_S)
-            self._again.clear()
-        if channel is not None and self._why:
-            channel = self._beat(channel, {"ends": self._why})
+            channel = self._beat(channel)
+            self._wake.wait(HEARTBEAT_S)
+            self._wake.clear()
+        if channel is not None and self._end_reason:
+            channel = self._beat(channel, ends=self._end_reason)
         if channel is not None:
             channel.close()
 
-    def _beat(self, channel: Channel | None, more: dict[str, Any]) -> Channel | None:
-        """The channel for the next one; None where this one did not go."""
+    def _beat(self, channel: Channel | None, **more: str) -> Channel | None:
+        """Send one heartbeat, on a new connection if there is none.
+
+        Returns:
+            The connection for the next heartbeat; None if this one could not be sent.
+        """
         deadline = Deadline(_HEARTBEAT_S, "a heartbeat")
         try:
             channel = channel or self._connect(deadline)
@@ -174,19 +237,24 @@ class Heartbeat:
 def ask_status(
     host: str, port: int, credentials: Credentials, timeout_s: float = HANDSHAKE_S
 ) -> dict[str, Any]:
-    """What the coordinator says of the run; HolmesError when it cannot be reached or refuses."""
-    where, deadline = address_text(host, port), Deadline(timeout_s, "the coordinator's answer")
+    """Return the state of a run, as its coordinator reports it (see CoordinatorServer.status).
+
+    Raises:
+        HolmesError: The coordinator cannot be reached, or rejects the token.
+    """
+    address = address_text(host, port)
+    deadline = Deadline(timeout_s, "the coordinator's answer")
     try:
         channel = call(host, port, credentials, {"purpose": "status"}, deadline)
     except OSError as error:
         raise HolmesError(
-            f"no coordinator answers at {where} ({why(error)}); is `holmes join serve` running there?"
+            f"no coordinator answers at {address} ({why(error)}); is `holmes join serve` running there?"
         ) from None
     try:
         return channel.receive(deadline)
     except OSError as error:
         raise HolmesError(
-            f"the coordinator at {where} broke off ({why(error)}); ask again"
+            f"the coordinator at {address} closed the connection ({why(error)}); try again"
         ) from None
     finally:
         channel.close()

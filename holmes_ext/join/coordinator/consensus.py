@@ -1,4 +1,8 @@
-"""Which of the things that jobs say is so: no single job is believed. Pure."""
+"""Majority rules with which the coordinator decides between contradicting reports of jobs.
+
+The coordinator trusts no single job. Versions, checksums and accusations come from all jobs, and only
+values that a majority (or the median) supports take effect. Pure functions: no clock, no network.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +12,30 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from holmes_ext.join.coordinator.reports import Claim
 
+#: A single accuser is never believed, however few jobs vote.
+_MOST_DISBELIEVED_ACCUSERS = 1
+
 
 def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> Claim | None:
-    """What a fragment is, of the claims of jobs in the order in which they came; None where nobody has it.
+    """Return the version and checksum of a fragment on which the jobs' claims agree best.
 
-    committed: the last round in which this coordinator saw it stepped; last: the last round of the run, also
-    known where it saw no step (it was restarted). A higher version cannot exist. Where it saw no step the
-    version that most claim is so; of several that equally many claim the middle one, which no single job of
-    three can choose, and the higher one of two. Of those who claim that version, the checksum that most tell,
-    the earliest of two.
+    The version of a fragment is the round in which it was last stepped.
+
+    - If this coordinator saw the last step, the highest claimed version that can exist wins.
+    - If it did not (it was restarted), the most frequent version wins. Of several equally frequent
+      versions the median wins, or the higher one of two: no single job of three can choose it.
+    - The checksum is the most frequent one among the claims with that version, the earliest on a tie.
+
+    Args:
+        claims: One claim of each job, in the order in which the jobs joined.
+        committed: Round in which this coordinator last saw the fragment stepped; None: not yet.
+        last: Last round of the run, which the jobs report to a restarted coordinator.
+
+    Returns:
+        The agreed claim; None if no job claims a version that can exist.
     """
-    most = last if committed is None else committed
-    possible = [claim for claim in claims if claim.version <= most]
+    highest = last if committed is None else committed
+    possible = [claim for claim in claims if claim.version <= highest]
     if not possible:
         return None
     if committed is None:
@@ -29,72 +45,100 @@ def agreed_claim(claims: Sequence[Claim], committed: int | None, last: int) -> C
     checksums = [
         claim.checksum for claim in possible if claim.version == version and claim.checksum
     ]
-    return Claim(version, Counter(checksums).most_common(1)[0][0] if checksums else "")
+    checksum = Counter(checksums).most_common(1)[0][0] if checksums else ""
+    return Claim(version, checksum)
 
 
-def same(claim: Claim, other: Claim) -> bool:
-    """Whether they can be the same bits; a checksum that is not told says nothing."""
-    return claim.version == other.version and (
-        not claim.checksum or claim.checksum == (other.checksum or claim.checksum)
-    )
+def is_compatible(claim: Claim, other: Claim) -> bool:
+    """Return whether two claims can describe the same weights.
+
+    The versions must be equal, and so must the checksums unless one of them is missing.
+    """
+    if claim.version != other.version:
+        return False
+    if not claim.checksum or not other.checksum:
+        return True
+    return claim.checksum == other.checksum
 
 
 def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Jobs whose contribution does not count, with the reason. votes: by voter, the jobs that it accuses, and
-    of what.
+    """Return the jobs whose contribution to a round must not count, with the reasons.
 
-    Who is accused by more than half of the others, and by two at least, is out. Where fewer accuse him, one
-    of the two lies, and which one cannot be known: out is who stands in several such conflicts, else both.
+    A job is voted out if more than half of the other jobs, and at least two, accuse it. With fewer
+    accusers, either the accuser or the accused lies. The one that is part of several such conflicts
+    is voted out; if that does not single out either of them, both are.
+
+    Args:
+        votes: Voter -> accused job -> reason.
     """
-    voters = set(votes)
-    against: dict[str, dict[str, str]] = defaultdict(dict)
-    for voter, faults in votes.items():
-        for accused, reason in faults.items():
-            if accused in voters and accused != voter:
-                against[accused][voter] = reason
-    out = {
-        name: next(iter(reasons.values()))
-        for name, reasons in against.items()
-        if len(reasons) > max(1, (len(voters) - 1) / 2)
-    }
-    conflicts = [
-        (voter, accused)
-        for accused, reasons in against.items()
-        for voter in reasons
-        if accused not in out and voter not in out
-    ]
-    times = Counter(name for pair in conflicts for name in pair)
+    accusations: dict[str, dict[str, str]] = defaultdict(dict)  # accused -> voter -> reason
+    for voter, reasons_by_accused in votes.items():
+        for accused, reason in reasons_by_accused.items():
+            if accused in votes and accused != voter:
+                accusations[accused][voter] = reason
+
+    half_of_the_others = (len(votes) - 1) / 2
+    excluded: dict[str, str] = {}
+    for accused, reasons in accusations.items():
+        if len(reasons) > max(_MOST_DISBELIEVED_ACCUSERS, half_of_the_others):
+            excluded[accused] = next(iter(reasons.values()))
+
+    conflicts: list[tuple[str, str]] = []  # (voter, accused)
+    for accused, reasons in accusations.items():
+        for voter in reasons:
+            if accused not in excluded and voter not in excluded:
+                conflicts.append((voter, accused))
+    conflicts_of = Counter(name for conflict in conflicts for name in conflict)
     for voter, accused in conflicts:
-        several = [name for name in (voter, accused) if times[name] > 1]
-        for name in several if len(several) == 1 else (voter, accused):
-            out.setdefault(
-                name, f"jobs {voter} and {accused} contradict each other: {against[accused][voter]}"
-            )
-    return out
+        suspects = [name for name in (voter, accused) if conflicts_of[name] > 1]
+        if len(suspects) != 1:
+            suspects = [voter, accused]
+        reason = accusations[accused][voter]
+        for name in suspects:
+            excluded.setdefault(name, f"jobs {voter} and {accused} contradict each other: {reason}")
+    return excluded
 
 
-def differing(digests: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
-    """votes for voted_out(), from what each job got of each other one: who got something else accuses the
-    sender."""
+def accusations_from_digests(
+    digests: Mapping[str, Mapping[str, str]],
+) -> dict[str, dict[str, str]]:
+    """Return the votes for `voted_out` that follow from digests of the received data.
+
+    All jobs should have received identical data from a sender. A receiver whose digest is not the
+    usual one accuses the sender. If the sender's digest of its own data is unusual, all receivers
+    accuse the sender.
+
+    Args:
+        digests: Receiver -> sender -> digest of the data; each sender also reports its own data.
+
+    Returns:
+        Voter -> accused job -> reason.
+    """
     votes: dict[str, dict[str, str]] = {name: {} for name in digests}
-    for sender in {name for received in digests.values() for name in received}:
-        values = {
-            name: received[sender] for name, received in digests.items() if sender in received
+    senders = {sender for digest_of in digests.values() for sender in digest_of}
+    for sender in senders:
+        digest_by_receiver = {
+            receiver: digest_of[sender]
+            for receiver, digest_of in digests.items()
+            if sender in digest_of
         }
-        usual = Counter(values.values()).most_common(1)[0][0]
-        for name, value in values.items():
-            if value != usual and name != sender:
-                votes[name][sender] = "what it sent to one is not what it sent to others"
-            elif (
-                value != usual
-            ):  # its own account of what it sent is another one than all others got
-                for other in values:
-                    votes[other][sender] = "what it sent is not what it says"
+        usual_digest = Counter(digest_by_receiver.values()).most_common(1)[0][0]
+        for receiver, digest in digest_by_receiver.items():
+            if digest == usual_digest:
+                continue
+            if receiver != sender:
+                votes[receiver][sender] = "what it sent to one is not what it sent to others"
+                continue
+            for other in digest_by_receiver:
+                votes[other][sender] = "what it sent is not what it says"
     return votes
 
 
-def middle(documents: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Of each key the median of all documents that have it: one alone cannot move it far."""
+def medians_by_key(documents: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of each key's values, over the documents that contain the key.
+
+    A single job cannot move a median far.
+    """
     values: dict[str, list[float]] = defaultdict(list)
     for document in documents:
         for name, value in document.items():

@@ -1,11 +1,16 @@
-"""Coordinator of jobs that train one model together. Pure: no clock, no network.
+"""Coordinator of several jobs that train one model together over a WAN (DiLoCo, arXiv 2311.08105).
 
-    hello, enter     a job joins the run                 membership.py
-    ready or next    a job asks for its next round       lock_step.py or rolling.py
-    done, checked    a job reports of an exchange        settlement.py
+Each job takes inner steps by itself. Once in a while the jobs exchange pseudo-gradients (weight
+differences) of one fragment of the model in a round, and each takes the same outer step with their sum.
+The coordinator moves no tensors; it decides who takes part in a round and whether the round counts.
 
-A method returns None while nothing is decided yet: the job asks again when something has happened
-or time has passed. Times are those of the caller's clock, in seconds.
+    request of a job     purpose                                      decided by
+    hello, enter         join the run                                 membership.py
+    ready (or next)      ask for the next round, sync (or async)      lock_step.py (or rolling.py)
+    done, checked        report the exchange, then the received data  settlement.py
+
+Pure: no clock, no network. Methods return None while a decision depends on other jobs; the caller repeats
+the request after another event. Times are seconds on the caller's clock.
 """
 
 from __future__ import annotations
@@ -25,12 +30,12 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class Coordinator:
-    """One run of joined jobs, and everything that is decided about it.
+    """State of one run of joined jobs and the rules that change it.
 
     Args:
-        now: When the coordinator begins.
-        policies: Round policies that jobs can use. Which of them a run uses is a setting of its
-            jobs (`rounds`), the same in all of them; the question that a job asks shows it.
+        now: Time at which the coordinator starts, in seconds.
+        policies: Round policies that jobs can use. All jobs of a run use the same one (setting
+            `rounds`); the `op` of their requests selects it.
     """
 
     def __init__(self, now: float, policies: Sequence[type[RoundPolicy]]):
@@ -40,56 +45,58 @@ class Coordinator:
         self._awaited = awaited = AwaitedPeers(self.state)
         self._membership = Membership(self.state, rounds, versions, awaited)
         self._settlement = Settlement(self.state, rounds)
-        self.policies: dict[str, RoundPolicy] = {  # by the question that a policy answers
+        self.policies: dict[str, RoundPolicy] = {  # by the `op` of the requests that it answers
             policy.question: policy(self.state, rounds, versions, awaited) for policy in policies
         }
 
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
-        """Accept a job, or raise HolmesError if it cannot be in this run."""
+        """Accept a job, or raise HolmesError if it does not fit the run."""
         return self._membership.hello(name, incarnation, hello, now)
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Let a job begin to train, or raise HolmesError if too few others came."""
+        """Let a job begin to train, or raise HolmesError if too few other jobs joined in time."""
         return self._membership.enter(name, now)
 
     def next_round(self, question: str, name: str, report: Any, now: float) -> Reply | None:
-        """Return what a job does that asks for its next round.
+        """Return the verdict for a job that asks for its next round.
 
         Args:
-            question: Chooses the round policy, one of `policies`.
+            question: The `op` of the request, which selects the round policy.
+            name: The job.
             report: As the policy's read() returns it.
+            now: Current time, in seconds.
 
         Raises:
-            HolmesError: The report cannot be true.
+            HolmesError: The report contradicts the state of the run.
         """
         member = self.state.member(name)
-        if self._awaited.hide_truth(now):
+        if self._awaited.majority_is_unknown(now):
             return None
         self._versions.accept_claims(member, report.claims)
         return self.policies[question].answer(name, report, now)
 
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:
-        """Return what a member of a round does after its exchange."""
+        """Return the verdict for a member of a round that has ended its exchange."""
         return self._settlement.done(name, report, now)
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
-        """Return what a member of a round does after the check of what it received."""
+        """Return the verdict for a member of a round that has reported digests of received data."""
         return self._settlement.checked(name, report, now)
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return what job `asking` needs to exchange with job `name`."""
+        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges."""
         return self._membership.maps_of(asking, name)
 
     def heartbeat(
         self, name: str, incarnation: str, telemetry: dict[str, float], now: float
     ) -> None:
-        """Note that a job lives."""
+        """Record that a job is alive, with its telemetry."""
         self._membership.heartbeat(name, incarnation, telemetry, now)
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
-        """Note that a job has ended, or seems to."""
+        """Record that a job has ended or lost its connection."""
         self._membership.gone(name, incarnation, why)
 
     def look(self, now: float) -> None:
-        """Give up the jobs that have been silent for too long."""
+        """Give up the jobs whose last heartbeat is older than their timeout."""
         self._membership.look(now)

@@ -1,24 +1,30 @@
-"""Jobs that others waited for in vain; those that are late again and again sit rounds out. Pure."""
+"""Jobs that let the others wait: they are marked late, and repeat offenders sit out rounds.
+
+Pure: no clock, no network.
+"""
 
 from __future__ import annotations
 
 from holmes_ext.join.coordinator.state import Member, RunState
 
-#: Times in a row that a job is waited for in vain without consequence.
+#: Consecutive delays without consequences for a job.
 _FREE_DELAYS = 2
 #: Rounds that a job sits out at most.
 _LONGEST_REST = 31
+#: Largest exponent of two for the rounds that a job sits out, long beyond _LONGEST_REST.
+_MOST_DOUBLINGS = 30
 
 
 def mark_late(state: RunState, member: Member, number: int) -> None:
-    """Stop waiting for a job that others waited for in round `number`.
+    """Mark a job as late, after the others waited for it in vain in round `number`.
 
-    From the third time in a row on, the job also sits out: one round, then three, seven, ...
+    The others wait for the job again as soon as it reports. From its third delay in a row on, the
+    job must also sit out rounds: one round, then three, seven, ...
     """
     member.state = "late"
     member.missed += 1
     member.in_vain += 1
-    doublings = max(0, min(member.in_vain - _FREE_DELAYS, 30))
+    doublings = max(0, min(member.in_vain - _FREE_DELAYS, _MOST_DOUBLINGS))
     rest_rounds = min(2**doublings - 1, _LONGEST_REST)
     if rest_rounds:
         member.rests_until = number + 1 + rest_rounds
@@ -29,9 +35,9 @@ def mark_late(state: RunState, member: Member, number: int) -> None:
 
 
 def sits_out(state: RunState, member: Member, number: int) -> bool:
-    """Return whether the job sits out round `number`, or the current one if that is later.
+    """Return whether a job must sit out round `number`, or the current round if that is later.
 
-    A job never sits out alone: without others that are in, it takes part.
+    A job never sits out alone: if no other job takes part, it does.
     """
     others = [
         other for other in state.members.values() if other is not member and other.state == "in"

@@ -1,10 +1,16 @@
-"""Rounds in lock step (rounds=sync) begin when all jobs are ready, or late ones are given up. Pure.
+"""First half of a round in lock step (setting rounds=sync): all jobs exchange the same fragment together.
 
-    ready    -> go: members and their shares, or behind (take these
-             fragments from that job), skip (it is over), void
-                then settlement.py
+1. Each job reports `ready` when it has a pseudo-gradient for the round. The first report opens the round.
+2. The round begins when all jobs that take part are ready, or a patience (the median of the jobs' timeouts)
+   after half of them are; the missing jobs are marked late.
+3. Every ready job gets one of the verdicts
+       go       exchange pseudo-gradients with these members (settlement.py decides what follows)
+       behind   this job's weights are outdated: take these fragments from that job
+       skip     the round takes place without this job
+       void     the round changes nothing, because too few pseudo-gradients count
 
-A round is one exchange of one fragment.
+No job waits for ever: a round that does not begin in time begins without the missing jobs.
+Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -13,12 +19,12 @@ from typing import Any, ClassVar
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.coordinator.awaited import AwaitedPeers
-from holmes_ext.join.coordinator.consensus import same
+from holmes_ext.join.coordinator.consensus import is_compatible
 from holmes_ext.join.coordinator.lateness import mark_late, sits_out
 from holmes_ext.join.coordinator.replies import Reply, go_reply, skip_reply, void_reply
 from holmes_ext.join.coordinator.reports import Claim, ReadyReport, ready_from
 from holmes_ext.join.coordinator.rounds import Rounds
-from holmes_ext.join.coordinator.shares import counted
+from holmes_ext.join.coordinator.shares import weights_in_sum
 from holmes_ext.join.coordinator.state import (
     Member,
     RoundState,
@@ -30,7 +36,7 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class LockStepRounds:
-    """Round policy for jobs that all exchange the same fragment after the same number of steps."""
+    """Round policy for jobs that exchange the same fragment after the same number of inner steps."""
 
     question: ClassVar[str] = "ready"
 
@@ -42,13 +48,14 @@ class LockStepRounds:
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> ReadyReport:
+        """Return the `ready` report in a request; raise HolmesError if it is malformed."""
         return ready_from(document, fragments)
 
     def answer(self, name: str, report: ReadyReport, now: float) -> Reply | None:
-        """Return what a job does that is ready for a round; None: other jobs must be ready first.
+        """Return the verdict for a job that is ready for a round; None while it must wait for others.
 
         Raises:
-            HolmesError: The report cannot be true.
+            HolmesError: The report contradicts the state of the run.
         """
         state = self._state
         member = state.member(name)
@@ -57,19 +64,20 @@ class LockStepRounds:
         if member.state == "late":
             state.events.append(f"job {name} is back")
         member.state = "in"
-        if report.round > state.number + 1:  # it went on counting while it was away
+        if report.round > state.number + 1:  # the job went on counting while it was disconnected
             return skip_reply(state.number)
         round_state = state.rounds.get(report.round)
         if round_state is None or name not in round_state.ready_reports:
             if self._must_catch_up(member, report.round):
                 return self._catch_up(member, report.round, now)
             round_state = self._enlist(member, report, now)
-        if not round_state.attempt and not round_state.outcome:
+        has_begun = round_state.attempt > 0 or round_state.outcome != ""
+        if not has_begun:
             self._begin_if_complete(round_state, now)
         return self._reply(round_state, member, now)
 
     def _must_catch_up(self, member: Member, number: int) -> bool:
-        """Return whether the job is behind, or round `number` goes on without it."""
+        """Return whether the job has outdated weights, or is too late for round `number`."""
         if member.awaits is not None or number < self._state.number:
             return True
         round_state = self._state.rounds.get(number)
@@ -78,10 +86,10 @@ class LockStepRounds:
         return self._versions.correction(member) is not None
 
     def _enlist(self, member: Member, report: ReadyReport, now: float) -> RoundState:
-        """Add the job to its round, which is opened for the first one.
+        """Add a job to the round that it is ready for; the first job opens the round.
 
         Raises:
-            HolmesError: The job is ready for another fragment than the round's.
+            HolmesError: The round exchanges another fragment than the job is ready for.
         """
         round_state = self._state.rounds.get(report.round)
         if round_state is None:
@@ -96,10 +104,14 @@ class LockStepRounds:
         return round_state
 
     def _catch_up(self, member: Member, number: int, now: float) -> Reply | None:
-        """Return what a job takes that is behind at round `number`; None until a round has ended.
+        """Return which fragments a job must take from another job to catch up with the run.
 
-        That is the round that goes on without the job, or the next one if that has not begun. Taken
-        before, that round's fragment would be old again by then, and the job behind for ever.
+        The job first waits for the end of the round that takes place without it (the current round, or
+        the next one if the job is ready for that). If it took weights before, that round would make
+        them outdated again, and the job would never catch up.
+
+        Returns:
+            None until the awaited round has ended.
         """
         if member.awaits is None:
             member.awaits = self._state.number
@@ -109,18 +121,24 @@ class LockStepRounds:
             member.expected_from = max(self._state.number, number) + 1
         if not self._has_ended(member.awaits, member, now):
             return None
-        ended, member.awaits = member.awaits, None
+        ended_round = member.awaits
+        member.awaits = None
         correction = self._versions.correction(member)
         member.corrected = correction is not None
-        return {**(correction or {"verdict": "skip"}), "round": ended}
+        if correction is None:
+            return skip_reply(ended_round)
+        return {**correction, "round": ended_round}
 
     def _has_ended(self, number: int, member: Member, now: float) -> bool:
-        """Return whether the awaited round `number` is over, or nobody can begin or end it."""
+        """Return whether round `number`, for which a job waits, is over or given up.
+
+        It is given up if all its jobs are gone, if no other job can open it, or after two patiences.
+        """
         round_state = self._state.rounds.get(number)
         if round_state is not None:
             names = [name for name in round_state.ready_reports if name in self._state.members]
             members = [self._state.members[name] for name in names]
-            if round_state.outcome or all(m.state == "gone" for m in members):
+            if round_state.outcome or all(other.state == "gone" for other in members):
                 return True
             return now > round_state.opened + 2 * patience_s(members)
         others = [
@@ -133,7 +151,10 @@ class LockStepRounds:
         return now > member.awaits_from + 2 * member.hello.timeout
 
     def _begin_if_complete(self, round_state: RoundState, now: float) -> None:
-        """Begin the round if all expected jobs are ready or the late ones are given up."""
+        """Begin the round if all expected jobs are ready, or its deadline has passed.
+
+        Jobs that are not ready by the deadline are marked late.
+        """
         state = self._state
         expected = [
             member
@@ -143,7 +164,8 @@ class LockStepRounds:
         missing = [member for member in expected if member.name not in round_state.ready_reports]
         if round_state.half_ready is None and 2 * len(missing) <= len(expected):
             round_state.half_ready = now
-        if (missing or self._awaited.may_arrive(now)) and now < self._deadline(round_state):
+        must_wait = bool(missing) or self._awaited.may_arrive(now)
+        if must_wait and now < self._deadline(round_state):
             return
         for member in missing:
             state.events.append(
@@ -153,35 +175,38 @@ class LockStepRounds:
         self._begin(round_state, now)
 
     def _begin(self, round_state: RoundState, now: float) -> None:
-        """Begin the exchange between all ready jobs that have the fragment's true version."""
+        """Begin the exchange between the ready jobs whose weights agree with the majority's."""
         state = self._state
-        ready = [state.members[name] for name in round_state.ready_reports]
-        ready = sorted((m for m in ready if m.state == "in"), key=lambda member: member.order)
+        reported = [state.members[name] for name in round_state.ready_reports]
+        ready = [member for member in reported if member.state == "in"]
+        ready.sort(key=lambda member: member.order)
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
         truth = self._true_claim(round_state, ready, claims)
         if truth is not None:
-            round_state.behind = {name for name, claim in claims.items() if not same(claim, truth)}
+            round_state.behind = {
+                name for name, claim in claims.items() if not is_compatible(claim, truth)
+            }
         able = [member for member in ready if member.name not in round_state.behind]
         ranks = {member.name: len(member.hello.addresses) for member in able}
         usual_norms = self._rounds.usual_norms(round_state.fragment)
-        weights = counted(round_state, ranks, outer_settings(able), usual_norms)
+        weights = weights_in_sum(round_state, ranks, outer_settings(able), usual_norms)
         least = state.least_jobs(ready) if ready else 1
         if self._rounds.begin_exchange(round_state, able, weights, least, now):
             for name, why in round_state.left_out.items():
                 state.events.append(f"round {round_state.number}: job {name} is left out: {why}")
 
     def _deadline(self, round_state: RoundState) -> float:
-        """Return when late jobs are given up: a patience after half of the jobs were ready."""
+        """Return the time after which the round begins without the missing jobs, in seconds."""
         patience = patience_s([self._state.members[name] for name in round_state.ready_reports])
         if round_state.half_ready is None:
             return round_state.opened + 2 * patience
         return round_state.half_ready + patience
 
     def _salted_claim(self, round_state: RoundState, member: Member) -> Claim:
-        """Return what the member claims of the round's fragment, with the salted checksum.
+        """Return a member's claim about the round's fragment, with the salted checksum.
 
-        A checksum with the salt of another round, which others could have told the job, is left
-        out.
+        A checksum with the salt of another round is dropped, because the job could have copied it
+        from another job.
         """
         report = round_state.ready_reports[member.name]
         claim = member.claims[round_state.fragment]
@@ -191,16 +216,24 @@ class LockStepRounds:
     def _true_claim(
         self, round_state: RoundState, ready: list[Member], salted_claims: dict[str, Claim]
     ) -> Claim | None:
-        """Return the true version of the round's fragment, with its salted checksum if known.
+        """Return the majority's version of the round's fragment, with its salted checksum if known.
 
-        Current jobs decide, or all if none is current. Claims without salted checksum count as
-        well.
+        Only jobs that are up to date vote (`current`), or all jobs if none is.
+
+        Args:
+            round_state: The round.
+            ready: Jobs that are ready for it.
+            salted_claims: Job -> its claim with the salted checksum.
         """
         trusted = [member for member in ready if member.current] or ready
         truth = self._versions.truth(round_state.fragment, trusted)
         if truth is None:
             return None
-        holders = [member for member in trusted if same(member.claims[round_state.fragment], truth)]
+        holders = [
+            member
+            for member in trusted
+            if is_compatible(member.claims[round_state.fragment], truth)
+        ]
         checksums = [salted_claims[member.name].checksum for member in holders]
         checksums = [checksum for checksum in checksums if checksum]
         if not checksums:
@@ -208,7 +241,7 @@ class LockStepRounds:
         return Claim(truth.version, max(checksums, key=checksums.count))
 
     def _reply(self, round_state: RoundState, member: Member, now: float) -> Reply | None:
-        """Return what the round means for a job that is ready for it."""
+        """Return the verdict of the round for a job that is ready; None until the round begins."""
         if round_state.outcome == "void":
             return void_reply(round_state)
         if member.name in round_state.behind:

@@ -1,9 +1,10 @@
-"""Which jobs are in the run. Pure: no clock, no network.
+"""Membership of a run: which jobs may join, when they begin, and when they are gone.
 
-    hello   -> accepted, or an error: models, shards and settings must agree; a name is taken once
-    enter   -> in, or behind (take these fragments first), when `min` jobs are there
+    hello   accepted, or an error: models, shards and settings must be equal; each name exists once
+    enter   "in" when `min` jobs are there, or "behind" (first take these fragments from that job)
 
-A job is gone when its connection is closed, or when it has been silent for its timeout.
+A job is gone when its connection closes, or when it has been silent for its timeout.
+Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -20,15 +21,19 @@ from holmes_ext.join.coordinator.rounds import Rounds
 from holmes_ext.join.coordinator.state import HEARTBEAT_S, MOST_JOBS, Member, RunState, patience_s
 from holmes_ext.join.coordinator.versions import Versions
 
-#: Rounds that a job may be ahead of most: more than a run makes. Without it one that says
-#: reports.MOST would leave no numbers for the next rounds.
+#: Rounds by which a job's round may exceed the median job's, more than any run makes. Otherwise a job
+#: that reports reports.MOST would leave no numbers for the next rounds.
 _AHEAD = 2**32
-#: Other jobs that ask for the name of one job, and are remembered.
+#: Incarnations that are remembered per job because they asked for the same name.
 _MOST_RIVALS = 8
+#: Differences between two jobs that one error message lists.
+_MOST_DIFFERENCES = 4
+#: Heartbeats that a job may miss whatever its timeout.
+_FREE_HEARTBEATS = 3
 
 
 class Membership:
-    """Accepts jobs into the run, and notes when they are gone."""
+    """Rules for jobs that join or leave a run."""
 
     def __init__(self, state: RunState, rounds: Rounds, versions: Versions, awaited: AwaitedPeers):
         self._state = state
@@ -38,12 +43,11 @@ class Membership:
         self._last_order = 0
 
     def hello(self, name: str, incarnation: str, hello: Hello, now: float) -> Reply | None:
-        """Accept a job that is new, or whose connection or coordinator was lost.
+        """Accept a job that is new, or that reconnects after it or the coordinator was lost.
 
         Returns:
-            The round and the job's state. None while another job of this name may only seem to be
-            there (no power, a cut link): a heartbeat shows within HEARTBEAT_S that it lives, look()
-            that it is gone.
+            The last round and the job's state. None while it is unclear whether another job of this
+            name still lives: its next heartbeat (within HEARTBEAT_S) or its timeout will show it.
 
         Raises:
             HolmesError: The name is taken, the run is full, or the job differs from the others.
@@ -72,14 +76,14 @@ class Membership:
         return {"verdict": "hello", "round": state.number, "state": member.state}
 
     def enter(self, name: str, now: float) -> Reply | None:
-        """Let a job begin once enough jobs are there.
+        """Let a job begin to train once enough jobs are there.
 
         Returns:
-            The round after which the job begins, and what it takes from another job before. None:
-            it waits.
+            The round after which the job begins, and the fragments that it must take from another
+            job before. None while the job must wait for others.
 
         Raises:
-            HolmesError: Fewer than the job's `min` jobs came within its timeout.
+            HolmesError: Fewer than the job's `min` jobs joined within its timeout.
         """
         state = self._state
         member = state.member(name)
@@ -89,19 +93,22 @@ class Membership:
                 raise HolmesError(_too_few_jobs(member, [other.name for other in present]))
             return None
         is_first = not any(other.current for other in present)
-        for other in present:  # all that wait begin together, whoever asks first
+        for other in present:  # all waiting jobs begin together, whichever sends "enter" first
             if other.state == "waiting":
                 other.state = "in"
                 other.expected_from = state.number + 1
                 other.current = is_first
         correction = self._versions.correction(member)
-        donor = f", with the weights of {correction['from']}" if correction else ""
-        state.events.append(f"job {name} begins" + donor)
-        # Another that began with it may have opened the next round already, and waits there.
-        return {**(correction or {"verdict": "in"}), "round": member.expected_from - 1}
+        event = f"job {name} begins"
+        if correction is not None:
+            event += f", with the weights of {correction['from']}"
+        state.events.append(event)
+        verdict = correction or {"verdict": "in"}
+        # Not state.number: a job that began at the same time may have opened the next round already.
+        return {**verdict, "round": member.expected_from - 1}
 
     def gone(self, name: str, incarnation: str, why: str) -> None:
-        """Note that a job's connection was closed, or that the job says that it ends."""
+        """Record that a job has ended or lost its connection."""
         member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation and member.state != "gone":
             member.state = "gone"
@@ -110,21 +117,22 @@ class Membership:
     def heartbeat(
         self, name: str, incarnation: str, telemetry: dict[str, float], now: float
     ) -> None:
-        """Note that a job lives, with the figures that it reports."""
+        """Record that a job is alive, with its telemetry."""
         member = self._state.members.get(name)
         if member is not None and member.incarnation == incarnation:
             member.heard = now
             member.telemetry = telemetry
 
     def look(self, now: float) -> None:
-        """Give up each job that has been silent for its timeout."""
+        """Mark the jobs as gone that have been silent for longer than their timeout."""
         for member in self._state.members.values():
             silent_s = now - member.heard
-            if member.state != "gone" and silent_s > max(member.hello.timeout, 3 * HEARTBEAT_S):
+            timeout_s = max(member.hello.timeout, _FREE_HEARTBEATS * HEARTBEAT_S)
+            if member.state != "gone" and silent_s > timeout_s:
                 self.gone(member.name, member.incarnation, f"nothing heard for {silent_s:.0f} s")
 
     def maps_of(self, asking: str, name: str) -> Reply:
-        """Return what job `asking` needs to exchange with job `name`: its shares and addresses.
+        """Return the shards and addresses of job `name`, which job `asking` needs for exchanges.
 
         Raises:
             NotInRun: Job `asking` is not in the run.
@@ -143,7 +151,15 @@ class Membership:
     def _new_member(
         self, name: str, incarnation: str, hello: Hello, predecessor: Member | None, now: float
     ) -> Member:
-        """Return a job that has just said hello, with what is remembered of its predecessor."""
+        """Return a job that has just said hello.
+
+        Args:
+            name: Its name.
+            incarnation: Identifies this start of the job.
+            hello: Its report.
+            predecessor: Last job of this name, some of whose counters continue.
+            now: Current time, in seconds.
+        """
         self._last_order += 1
         member = Member(
             name=name,
@@ -170,10 +186,10 @@ class Membership:
         return member
 
     def _may_be_restarted(self, name: str, now: float) -> bool:
-        """Return whether the run of the job `name` takes the place of this one.
+        """Return whether the run in which job `name` trained replaces the current one.
 
-        That is so after a restart if the others are new, and began alone before the run's jobs
-        came.
+        This happens after a restart of the coordinator, if new jobs began by themselves before the
+        jobs of the run reconnected.
         """
         state = self._state
         others = [other for other in state.present() if other.name != name]
@@ -182,14 +198,14 @@ class Membership:
         return now - state.started < patience_s(others)
 
     def _wait_for_rival(self, member: Member, incarnation: str, now: float) -> None:
-        """Note that another incarnation asks for the name of a job.
+        """Record that another incarnation asks for the name of a job that may no longer live.
 
         Raises:
-            HolmesError: The job has been heard since, so the name is taken.
+            HolmesError: The job has sent a heartbeat since, so the name is taken.
         """
         if incarnation not in member.rivals:
-            remembered = list(member.rivals.items())[1 - _MOST_RIVALS :]
-            member.rivals = {**dict(remembered), incarnation: now}
+            latest_rivals = list(member.rivals.items())[1 - _MOST_RIVALS :]
+            member.rivals = {**dict(latest_rivals), incarnation: now}
             heard_ago = now - member.heard
             self._state.events.append(
                 f"another job asks for the name {member.name}, heard {heard_ago:.0f} s ago: waiting"
@@ -200,7 +216,7 @@ class Membership:
             )
 
     def _refuse_if_different(self, name: str, hello: Hello) -> None:
-        """Raise HolmesError if the run is full, or the job differs from the others."""
+        """Raise HolmesError if the run is full, or the job's model, shards or settings differ."""
         others = [other for other in self._state.present() if other.name != name]
         if len(others) >= MOST_JOBS:
             raise HolmesError(f"job {name!r} cannot join: there are {len(others)} jobs already")
@@ -216,34 +232,54 @@ class Membership:
                 )
 
     def _forget_gone(self) -> None:
-        """Forget the earliest of the jobs that are gone, except those of an open round."""
+        """Forget all but the latest MOST_JOBS jobs that are gone, except jobs in an open round."""
         members = self._state.members
-        open_rounds = [each for each in self._state.rounds.values() if not each.outcome]
-        needed = {name for round_state in open_rounds for name in round_state.ready_reports}
-        gone = [m for m in members.values() if m.state == "gone" and m.name not in needed]
-        for member in sorted(gone, key=lambda member: member.order)[:-MOST_JOBS]:
+        in_open_round: set[str] = set()
+        for round_state in self._state.rounds.values():
+            if not round_state.outcome:
+                in_open_round.update(round_state.ready_reports)
+        gone = [
+            member
+            for member in members.values()
+            if member.state == "gone" and member.name not in in_open_round
+        ]
+        gone.sort(key=lambda member: member.order)
+        for member in gone[:-MOST_JOBS]:
             del members[member.name]
 
 
 def difference(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str) -> str:
-    """Return in which settings a new job differs from job `name`; "": in none.
+    """Return the differences between the settings of a new job and of job `name`, as a text.
 
     Settings that are tables themselves are compared key by key.
+
+    Args:
+        ours: Settings of the new job.
+        theirs: Settings of job `name`.
+        name: A job of the run.
+
+    Returns:
+        "" if there is no difference.
     """
     differences = []
     for key in sorted({*ours, *theirs}):
-        our_value, their_value = ours.get(key), theirs.get(key)
+        our_value = ours.get(key)
+        their_value = theirs.get(key)
         if our_value == their_value:
             continue
         if isinstance(our_value, Mapping) and isinstance(their_value, Mapping):
             for part in sorted({*our_value, *their_value}):
                 if our_value.get(part) != their_value.get(part):
-                    our_text, their_text = _short(our_value, part), _short(their_value, part)
+                    our_text = _short(our_value, part)
+                    their_text = _short(their_value, part)
                     differences.append(f"{key} {part} ({our_text} here, {their_text} in {name})")
         else:
             differences.append(f"{key} ({our_value!r:.80} here, {their_value!r:.80} in {name})")
-    more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-    return ", ".join(differences[:4]) + more
+    text = ", ".join(differences[:_MOST_DIFFERENCES])
+    hidden = len(differences) - _MOST_DIFFERENCES
+    if hidden > 0:
+        text += f" and {hidden} more"
+    return text
 
 
 def _short(table: Mapping[str, Any], key: str) -> str:
@@ -251,7 +287,12 @@ def _short(table: Mapping[str, Any], key: str) -> str:
 
 
 def _too_few_jobs(member: Member, names: list[str]) -> str:
-    """Return the error of a job that has waited for others in vain; names: the jobs that came."""
+    """Return the error message for a job that has waited for others in vain.
+
+    Args:
+        member: The job.
+        names: All jobs that have joined.
+    """
     verb = "is" if len(names) == 1 else "are"
     return (
         f"job {member.name!r} has waited {member.hello.timeout:.0f} s for min={member.hello.min} "

@@ -1,14 +1,22 @@
-"""Connections to ranks that cannot be called: each keeps a standing line to the coordinator, over which it is
-told who wants it. It calls back where it can; else the coordinator hands the bytes of one to the other.
+"""Relay for ranks that cannot be called from outside (NAT, firewall): calls go through the coordinator.
 
-    rank B    purpose "standby"             -> {"call": ID, "job": A, "incarnation", "address": of A or ""}
-              {"answer": "reversed"}        it has called A: the line stands on
-              {"answer": "relay"}           it cannot
-    rank A    purpose "relay", to: B's      -> {"relay": "reversed"}, or "go" to both, or "alone"
+Each such rank B keeps an idle connection to the coordinator, its standby line. When rank A of another job
+wants to reach B:
 
-After "go" TLS between each of them and the coordinator ends; what follows is their own handshake and their
-own encryption: the coordinator sees sizes and times. Of each direction BUFFER_BYTES are held at most: who
-sends waits for who receives.
+1. A calls the coordinator with purpose "relay", naming B's job, incarnation and rank.
+2. The coordinator takes B's line out of its table, so that no other caller uses it, and sends on it
+   {"call": ID, "job": A's job, "incarnation": ..., "address": A's address, or "" if A cannot be called}.
+3. B tries to call A's address and answers on its line
+       {"answer": "reversed"}   B has called A. The line returns to the table, A gets {"relay": "reversed"}.
+       {"answer": "relay"}      B cannot. Both get {"relay": "go"}, and the coordinator forwards their bytes.
+4. If B has no line within WAIT_S seconds, A gets {"relay": "alone"}.
+
+After "go", TLS between each rank and the coordinator ends. The bytes that follow are the handshake and the
+encryption of A and B themselves, so the coordinator sees only sizes and times. It buffers at most
+BUFFER_BYTES of each direction, then a fast sender waits for a slow receiver.
+
+Invariant: a line is in the table or belongs to exactly one caller. Nobody waits for ever: every wait and
+every message has a deadline, and a pair that moves no bytes for an hour is closed.
 """
 
 from __future__ import annotations
@@ -27,47 +35,61 @@ from holmes_ext.join.sockets.handshake import bare
 from holmes_ext.runtime.deadline import Deadline
 
 BUFFER_BYTES = 2**18
-#: Pairs whose bytes are relayed at a time.
+#: Pairs of ranks whose bytes are forwarded at a time.
 MOST_PAIRS = 256
-#: Seconds that a caller waits for a rank's standing line, and for its answer.
-WAIT_S, ANSWER_S = 10.0, 10.0
-#: Seconds without a byte until a pair is closed.
+#: Seconds that a caller waits for the standby line of a rank.
+WAIT_S = 10.0
+#: Seconds that a rank may take to answer a call.
+ANSWER_S = 10.0
+#: Seconds without a byte after which a pair is closed.
 _SILENCE_S = 3600.0
-#: Seconds between two looks at whether a rank still stands by.
+#: Seconds between two checks that a standby line is still open.
 _LOOK_S = 5.0
-#: Seconds to tell a rank something, and to end TLS with it.
+#: Seconds to send a message to a rank, or to end TLS with it.
 _TELL_S = 10.0
+#: Characters of a value that is passed on to the called rank.
+_LONGEST_VALUE = 300
 
 
 @dataclass(eq=False)
 class _Line:
-    """A rank's standing line. over: nobody needs it any more."""
+    """Standby line: an idle connection of a rank that cannot be called."""
 
     channel: Channel
-    job: str
-    over: threading.Event = field(default_factory=threading.Event)
+    job: str  # of the rank
+    over: threading.Event = field(
+        default_factory=threading.Event
+    )  # set once it is not needed any more
 
 
 class PeerRelay:
-    """limit_bytes: that are relayed in all, then no more; 0: none are relayed; None: no limit."""
+    """Table of standby lines, and forwarding of bytes between pairs of ranks.
+
+    Args:
+        limit_bytes: Total bytes to forward; None: no limit; 0: forward none (reversed calls still work).
+        tell: Called with each line for the log.
+    """
 
     def __init__(
         self, limit_bytes: int | None = None, tell: Callable[[str], None] = lambda line: None
     ):
-        self._limit, self._tell = limit_bytes, tell
+        self._limit_bytes = limit_bytes
+        self._tell = tell
         self._changed = threading.Condition()
-        self._lines: dict[str, _Line] = {}
+        self._lines: dict[str, _Line] = {}  # key of a rank (_key) -> its line
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
-        self._bytes: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()  # sending job -> bytes forwarded
 
     def counted(self) -> dict[str, int]:
-        """Bytes that were relayed, by the job that sent them."""
+        """Return the number of bytes forwarded for each sending job."""
         with self._changed:
             return dict(self._bytes)
 
     def close(self) -> None:
+        """Close all pairs and standby lines."""
         with self._changed:
-            lines, self._lines = list(self._lines.values()), {}
+            lines = list(self._lines.values())
+            self._lines = {}
             for pair in self._pairs:
                 for end in pair:
                     _shut(end, socket.SHUT_RDWR)
@@ -77,46 +99,62 @@ class PeerRelay:
     def stand_by(
         self, channel: Channel, job: str, incarnation: str, purpose: Mapping[str, Any]
     ) -> None:
-        """In the thread of a rank's standing line, as long as it stands."""
-        line, key = _Line(channel, job), _key(job, incarnation, purpose.get("rank"))
+        """Keep the connection as the standby line of a rank; return when the line is closed.
+
+        Runs in the thread of the connection. A rank's new line takes the place of its old one.
+        """
+        line = _Line(channel, job)
+        key = _key(job, incarnation, purpose.get("rank"))
         with self._changed:
-            before, self._lines[key] = self._lines.get(key), line
+            previous_line = self._lines.get(key)
+            self._lines[key] = line
             self._changed.notify_all()
-        if before is not None:
-            before.over.set()
+        if previous_line is not None:
+            previous_line.over.set()
         while not line.over.wait(_LOOK_S):
             with self._changed:
-                if self._lines.get(key) is line and not channel.idle():
+                is_unused = self._lines.get(key) is line
+                if is_unused and not channel.idle():
                     del self._lines[key]
                     return
 
     def call(self, channel: Channel, job: str, purpose: Mapping[str, Any]) -> None:
-        """In the thread of a caller, until all is carried."""
-        key = _key(*(purpose.get(name) for name in ("to_job", "to", "to_rank")))
-        answer, line = "", None
+        """Connect a caller with a rank that cannot be called; return when no more bytes are forwarded.
+
+        Runs in the thread of the caller's connection.
+
+        Args:
+            channel: The caller's connection.
+            job: The caller's job.
+            purpose: What the caller sent: the called rank (to_job, to, to_rank), and its own address.
+        """
+        key = _key(purpose.get("to_job"), purpose.get("to"), purpose.get("to_rank"))
+        question = {
+            name: str(purpose.get(name, ""))[:_LONGEST_VALUE]
+            for name in ("call", "job", "incarnation", "address")
+        }
         deadline = Deadline(WAIT_S, "a standing line")
-        while not answer and (line := self._taken(key, deadline)) is not None:
-            keys = "call", "job", "incarnation", "address"
-            question = {name: str(purpose.get(name, ""))[:300] for name in keys}
-            answer = _asked(line, question)
-            if not answer:
-                line.over.set()
+        while (line := self._take_line(key, deadline)) is not None:
+            answer = _call_on(line, question)
+            if answer:
+                break
+            line.over.set()  # the line was dead; the rank may open another one before the deadline
         if line is None:
             channel.send({"relay": "alone"}, Deadline(_TELL_S, "an answer"))
         elif answer == "reversed":
             with self._changed:
-                stands = self._lines.setdefault(key, line) is line
-            if not stands:  # the rank has made a new one meanwhile
+                is_latest = self._lines.setdefault(key, line) is line
+            if not is_latest:  # the rank has opened another line in the meantime
                 line.over.set()
             channel.send({"relay": "reversed"}, Deadline(_TELL_S, "an answer"))
         else:
             try:
-                self._carry(channel, job, line)
+                self._forward(channel, job, line)
             finally:
                 line.over.set()
 
-    def _taken(self, key: str, deadline: Deadline) -> _Line | None:
-        """A rank's standing line, for this caller alone."""
+    def _take_line(self, key: str, deadline: Deadline) -> _Line | None:
+        """Remove the standby line of a rank from the table and return it; None if there is none."""
         with self._changed:
             while key not in self._lines:
                 if deadline.passed:
@@ -124,89 +162,97 @@ class PeerRelay:
                 self._changed.wait(deadline.left)
             return self._lines.pop(key)
 
-    def _left(self) -> float:
-        """Bytes that may still be relayed. Holds the lock."""
-        return float("inf") if self._limit is None else self._limit - sum(self._bytes.values())
+    def _bytes_left(self) -> float:
+        """Return how many bytes may still be forwarded. The caller holds the lock."""
+        if self._limit_bytes is None:
+            return float("inf")
+        return self._limit_bytes - sum(self._bytes.values())
 
-    def _carry(self, caller: Channel, job: str, line: _Line) -> None:
+    def _forward(self, caller: Channel, job: str, line: _Line) -> None:
+        """Forward bytes between a caller and the rank of a standby line until both have ended."""
         with self._changed:
-            if len(self._pairs) >= MOST_PAIRS or self._left() <= 0:
-                full = {"error": "the relay takes no more pairs, or no more bytes"}
-                caller.send(full, Deadline(_TELL_S, "an answer"))
+            if len(self._pairs) >= MOST_PAIRS or self._bytes_left() <= 0:
+                refusal = {"error": "the relay takes no more pairs, or no more bytes"}
+                caller.send(refusal, Deadline(_TELL_S, "an answer"))
                 return
-        a, b = _bare(caller), _bare(line.channel)
+        calling_end = _release(caller)
+        called_end = _release(line.channel)
+        pair = (calling_end, called_end)
         with self._changed:
-            self._pairs.add((a, b))
+            self._pairs.add(pair)
         try:
-            self._run([_Direction(a, b, job), _Direction(b, a, line.job)])
+            self._pump(
+                [
+                    _Direction(calling_end, called_end, job),
+                    _Direction(called_end, calling_end, line.job),
+                ]
+            )
         finally:
             with self._changed:
-                self._pairs.discard((a, b))
-            a.close()
-            b.close()
+                self._pairs.discard(pair)
+            calling_end.close()
+            called_end.close()
 
-    def _run(self, directions: list[_Direction]) -> None:
+    def _pump(self, directions: list[_Direction]) -> None:
+        """Move bytes in both directions until both have ended, or the limit or the timeout is reached."""
         for direction in directions:
             direction.source.setblocking(False)
         while not all(direction.ended for direction in directions):
-            with selectors.DefaultSelector() as selector:
-                wanted: Counter[socket.socket] = Counter()
-                for direction in directions:
-                    if direction.can_read:
-                        wanted[direction.source] |= selectors.EVENT_READ
-                    if direction.held:
-                        wanted[direction.target] |= selectors.EVENT_WRITE
-                for connection, events in wanted.items():
-                    selector.register(connection, events)
-                ready = {key.fileobj: events for key, events in selector.select(_SILENCE_S)}
+            ready = _wait_until_ready(directions)
             if not ready:
                 return
             for direction in directions:
-                if direction.can_read and ready.get(direction.source, 0) & selectors.EVENT_READ:
-                    if not self._count(direction.job, direction.read()):
+                is_readable = ready.get(direction.source, 0) & selectors.EVENT_READ
+                if direction.can_read and is_readable:
+                    may_continue = self._count(direction.job, direction.read())
+                    if not may_continue:
                         return
-                if direction.held and ready.get(direction.target, 0) & selectors.EVENT_WRITE:
+                is_writable = ready.get(direction.target, 0) & selectors.EVENT_WRITE
+                if direction.held and is_writable:
                     direction.write()
 
     def _count(self, job: str, count: int) -> bool:
-        """False once the limit is reached."""
+        """Add bytes to the total of a job; return whether more may be forwarded."""
         with self._changed:
             self._bytes[job] += count
-            left = self._left()
+            left = self._bytes_left()
         if left <= 0:
             self._tell("the relay has carried all the bytes that it may")
         return left > 0
 
 
 class _Direction:
-    """From one end of a pair to the other."""
+    """Buffered flow of bytes from one end of a pair to the other."""
 
     def __init__(self, source: socket.socket, target: socket.socket, job: str):
-        self.source, self.target, self.job = source, target, job
-        self.held = bytearray()
-        self._at_end = False
+        self.source = source
+        self.target = target
+        self.job = job  # of the source
+        self.held = bytearray()  # read from the source, not written to the target yet
+        self._source_ended = False
 
     @property
     def can_read(self) -> bool:
-        return not self._at_end and len(self.held) < BUFFER_BYTES
+        return not self._source_ended and len(self.held) < BUFFER_BYTES
 
     @property
     def ended(self) -> bool:
-        return self._at_end and not self.held
+        return self._source_ended and not self.held
 
     def read(self) -> int:
-        """Bytes that came. OSError when the connection broke."""
+        """Read available bytes into the buffer and return their number; OSError if the source broke."""
         try:
             data = self.source.recv(BUFFER_BYTES - len(self.held))
         except BlockingIOError:
             return 0
         self.held += data
         if not data:
-            self._at_end = True
+            self._source_ended = True
             self._pass_end_on()
         return len(data)
 
     def write(self) -> None:
+        """Write buffered bytes as far as the target takes them without blocking."""
         with contextlib.suppress(BlockingIOError):
             del self.held[: self.target.send(self.held)]
         self._pass_end_on()
@@ -216,12 +262,26 @@ class _Direction:
             _shut(self.target, socket.SHUT_WR)
 
 
-def _key(*names: object) -> str:
-    return " ".join(str(name)[:64] for name in names)
+def _wait_until_ready(directions: list[_Direction]) -> dict[Any, int]:
+    """Wait until bytes can be moved; return socket -> selector events, empty after the timeout."""
+    wanted: Counter[socket.socket] = Counter()  # socket -> bit mask of events
+    for direction in directions:
+        if direction.can_read:
+            wanted[direction.source] |= selectors.EVENT_READ
+        if direction.held:
+            wanted[direction.target] |= selectors.EVENT_WRITE
+    with selectors.DefaultSelector() as selector:
+        for connection, events in wanted.items():
+            selector.register(connection, events)
+        return {key.fileobj: events for key, events in selector.select(_SILENCE_S)}
 
 
-def _asked(line: _Line, question: Mapping[str, str]) -> str:
-    """ "reversed" or "relay"; "" where the line is dead."""
+def _key(job: object, incarnation: object, rank: object) -> str:
+    return " ".join(str(part)[:64] for part in (job, incarnation, rank))
+
+
+def _call_on(line: _Line, question: Mapping[str, str]) -> str:
+    """Send a call on a standby line; return the answer "reversed" or "relay", "" if the line is dead."""
     try:
         line.channel.send(dict(question), Deadline(_TELL_S, "a call"))
         return str(line.channel.receive(Deadline(ANSWER_S, "an answer to a call")).get("answer"))
@@ -229,8 +289,8 @@ def _asked(line: _Line, question: Mapping[str, str]) -> str:
         return ""
 
 
-def _bare(channel: Channel) -> socket.socket:
-    """The connection itself, once the rank knows that it goes and TLS with it has ended."""
+def _release(channel: Channel) -> socket.socket:
+    """Send "go" on a connection, end its TLS, and return the bare socket."""
     deadline = Deadline(_TELL_S, "the relay's word")
     channel.send({"relay": "go"}, deadline)
     return bare(channel.socket, deadline)

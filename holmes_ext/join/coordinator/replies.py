@@ -1,4 +1,7 @@
-"""Replies of the coordinator about a round. Pure."""
+"""Replies of the coordinator about a round: JSON documents whose "verdict" says how the job continues.
+
+Pure: no clock, no network.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ Reply = dict[str, Any]
 
 
 def skip_reply(number: int) -> Reply:
-    """Return the reply to a job that is not in a round, and goes on after round `number`."""
+    """Return the reply to a job that does not take part in a round and continues after round `number`."""
     return {"verdict": "skip", "round": number}
 
 
@@ -33,7 +36,7 @@ def go_reply(state: RunState, round_state: RoundState) -> Reply:
 
 
 def check_reply(state: RunState, round_state: RoundState) -> Reply:
-    """Return the reply that begins the current comparison of the received data."""
+    """Return the reply that makes members report salted digests of the data they received."""
     return {
         "verdict": "check",
         "round": round_state.number,
@@ -45,7 +48,7 @@ def check_reply(state: RunState, round_state: RoundState) -> Reply:
 
 
 def commit_reply(round_state: RoundState) -> Reply:
-    """Return the reply to a member of a round that is committed."""
+    """Return the reply that makes a member take the outer step of a committed round."""
     return {
         "verdict": "commit",
         "round": round_state.number,
@@ -56,7 +59,7 @@ def commit_reply(round_state: RoundState) -> Reply:
 
 
 def void_reply(round_state: RoundState) -> Reply:
-    """Return the reply to a job for which the round changes nothing."""
+    """Return the reply to a job for which the round changes nothing, with the reason."""
     return {
         "verdict": "void",
         "round": round_state.number,

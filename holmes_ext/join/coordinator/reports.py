@@ -1,9 +1,13 @@
-"""What jobs tell the coordinator, checked when it comes: a report that could mislead is refused with a
-HolmesError, and its job is dropped. Needs no torch.
+"""Reports that jobs send to the coordinator, and their validation. Needs no torch.
 
-    hello      who joins, with what         heartbeat   that it lives, and how fast it is
-    ready      a pseudo-gradient can go     done        whose came, and who sent what he should not have
-    checked    what came, as salted sums; by what factors to add it up
+A report that is malformed or implausible raises HolmesError, and the coordinator drops its job.
+
+    hello       the job that joins: model, shards, settings, versions of its fragments
+    heartbeat   the job is alive; telemetry
+    ready       (rounds=sync) the job has a pseudo-gradient for the next round
+    next        (rounds=async) the job asks for any round, and lists all pseudo-gradients it offers
+    done        the exchange has ended; jobs that could not be reached or sent unusable data
+    checked     salted digests of the received data, and factors for its sum
 """
 
 from __future__ import annotations
@@ -20,31 +24,56 @@ from holmes_ext.join.sockets.handshake import printable
 from holmes_ext.runtime.sockets import split_address
 
 T = TypeVar("T")
-#: Of whole numbers (versions, rounds, elements): what no run reaches.
+#: Upper limit of whole numbers (versions, rounds, elements), which no run reaches.
 MOST = 2**60
-_MOST_TOKENS, _MOST_NORM = 1e18, 1e30
-#: Of all that a job says about its model and settings.
-_DEEPEST, _LONGEST_TEXT = 4, 2**16
-#: Of a line for the log.
+#: Upper limit of the tokens of one pseudo-gradient.
+_MOST_TOKENS = 1e18
+#: Upper limit of a norm, and of the gap.
+_MOST_NORM = 1e30
+#: Upper limit of a duration, in seconds.
+_MOST_SECONDS = 86400.0
+#: Jobs that one job may wait for, and peers that it may name.
+_MOST_JOBS = 64
+#: Levels of nested tables in the settings of a job.
+_DEEPEST = 4
+#: Characters of one text in the settings of a job.
+_LONGEST_TEXT = 2**16
+#: Characters of a line for the log.
 _LINE = 300
+#: Numbers that describe a range in a shard map: start, stop, rank.
+_RANGE_NUMBERS = 3
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
-def _told(read: Callable[..., Any], *limits: Any, **given: Any) -> Any:
-    """A field that read(table, key, *limits) takes from a document; given: of dataclasses.field()."""
-    return field(metadata={"read": read, "limits": limits}, **given)
+def _parsed(read: Callable[..., Any], *limits: Any, **field_arguments: Any) -> Any:
+    """Return a dataclass field that `_read_report` fills with `read(table, key, *limits)`."""
+    return field(metadata={"read": read, "limits": limits}, **field_arguments)
 
 
-def _read(cls: type[T], table: Table, **made: Any) -> T:
-    """A report of `table`: what is not `made` is read as its field says, or has its default."""
+def _read_report(cls: type[T], table: Table, **known_values: Any) -> T:
+    """Return a report of class `cls` with the values of a parsed JSON table.
+
+    Each field is read with the function given in `_parsed`. Fields with a default may be missing.
+
+    Args:
+        known_values: Fields that the caller has read itself.
+
+    Raises:
+        HolmesError: A value is missing, has another type or exceeds its limits.
+    """
+    values = dict(known_values)
     for item in fields(cls):  # type: ignore[arg-type]
-        needed = item.default is MISSING and item.default_factory is MISSING
-        if item.name not in made and (needed or item.name in table.values):
-            made[item.name] = item.metadata["read"](table, item.name, *item.metadata["limits"])
-    return cls(**made)
+        if item.name in known_values:
+            continue
+        is_required = item.default is MISSING and item.default_factory is MISSING
+        if is_required or item.name in table.values:
+            read = item.metadata["read"]
+            values[item.name] = read(table, item.name, *item.metadata["limits"])
+    return cls(**values)
 
 
 def _number(table: Table, key: str, least: int, most: int) -> int:
+    """Return a whole number of the table; raise HolmesError if it is outside the limits."""
     value: int = table.take(key, int)
     if not least <= value <= most:
         raise HolmesError(f"{table.at(key)}: {value} is not {least} to {most}")
@@ -52,17 +81,28 @@ def _number(table: Table, key: str, least: int, most: int) -> int:
 
 
 def _real(table: Table, key: str, most: float) -> float:
+    """Return a number from 0 to `most` of the table; raise HolmesError if it is another one."""
     value = float(table.take(key, float))
     if not 0 <= value <= most:
         raise HolmesError(f"{table.at(key)}: {value:g} is not 0 to {most:g}")
     return value
 
 
+def _gap(table: Table, key: str) -> float:
+    return max(1.0, _real(table, key, _MOST_NORM))
+
+
+def _factor(table: Table, key: str) -> float:
+    return float(table.take(key, float))
+
+
 def _line(table: Table, key: str) -> str:
+    """Return a text of the table as one printable line of limited length."""
     return printable(table.take(key, str), _LINE)
 
 
 def _checksum(table: Table, key: str) -> str:
+    """Return a checksum of the table ("" if it is unknown); raise HolmesError if it is no checksum."""
     text: str = table.take(key, str)
     if text and not _CHECKSUM.fullmatch(text):
         raise HolmesError(f"{table.at(key)}: {text!r:.40} is not 16 hexadecimal digits")
@@ -70,104 +110,129 @@ def _checksum(table: Table, key: str) -> str:
 
 
 def _by_job(table: Table, key: str, read: Callable[[Table, str], Any]) -> dict[str, Any]:
+    """Return a nested table that maps names of jobs to values, each read with `read`."""
     values = table.table(key)
     return {name: read(values, name) for name in values.values}
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The round of its last outer step, and a checksum ("": not told)."""
+    """Version of a fragment that a job claims to have."""
 
-    version: int
-    checksum: str = ""
+    version: int  # round of the fragment's last outer step
+    checksum: str = ""  # of the fragment's weights, 16 hexadecimal digits; "": not computed
 
 
 @dataclass(frozen=True)
 class Hello:
-    """agreed: the same in all jobs. maps: by position, (start, stop, rank) of who exchanges what. addresses:
-    by rank, HOST:PORT or "". round: the last it knows of; entered: it is in the run; peers: jobs that it
-    knows."""
+    """Description of a job that joins or reconnects."""
 
+    #: Settings and facts about the model that must be equal in all jobs.
     agreed: Mapping[str, Any]
+    #: Position in the model-parallel grid -> start, stop, rank, start, stop, rank, ...: the ranges of
+    #: flat parameter elements there, and the rank that exchanges each.
     maps: Mapping[str, tuple[int, ...]]
+    #: HOST:PORT of each rank; "": the rank cannot be called.
     addresses: tuple[str, ...]
+    #: Versions of the job's fragments.
     claims: tuple[Claim, ...]
-    min: int = _told(_number, 1, 64)
-    timeout: float = _told(_real, 86400.0)
-    round: int = _told(_number, 0, MOST, default=0)
-    entered: bool = _told(Table.take, bool, default=False)
+    #: Jobs that must take part in a round (setting `min`).
+    min: int = _parsed(_number, 1, _MOST_JOBS)
+    #: Seconds that the job waits for other jobs.
+    timeout: float = _parsed(_real, _MOST_SECONDS)
+    #: Last round of which the job knows.
+    round: int = _parsed(_number, 0, MOST, default=0)
+    #: The job already trains in this run: it reconnects.
+    entered: bool = _parsed(Table.take, bool, default=False)
+    #: Names of the other jobs of the run that this job knows.
     peers: tuple[str, ...] = ()
 
     @property
     def totals(self) -> dict[str, int]:
-        """Elements of each position."""
+        """Return the number of elements at each position of the model-parallel grid."""
         return {position: ranges[-2] for position, ranges in self.maps.items()}
 
 
 @dataclass(frozen=True)
 class ReadyReport:
-    """norm: of the pseudo-gradient as it will be sent; None: it does not count, and `why`. salted: the
-    fragment's checksum with the salt of `salt_round`."""
+    """Report of a job that has a pseudo-gradient for a round (rounds=sync)."""
 
     fragment: int
+    #: Versions of all the job's fragments.
     claims: tuple[Claim, ...]
-    round: int = _told(_number, 1, MOST)
-    tokens: float = _told(_real, _MOST_TOKENS)
-    norm: float | None = _told(_real, _MOST_NORM, default=None)
-    why: str = _told(_line, default="")
-    salted: str = _told(_checksum, default="")
-    salt_round: int = _told(_number, 0, MOST, default=0)
+    round: int = _parsed(_number, 1, MOST)
+    #: Tokens that the job has processed for this pseudo-gradient.
+    tokens: float = _parsed(_real, _MOST_TOKENS)
+    #: Euclidean norm of the pseudo-gradient as it will be sent; None: it must not count.
+    norm: float | None = _parsed(_real, _MOST_NORM, default=None)
+    #: Reason why the pseudo-gradient must not count.
+    why: str = _parsed(_line, default="")
+    #: Checksum of the fragment's weights with the coordinator's salt of round `salt_round`.
+    salted: str = _parsed(_checksum, default="")
+    salt_round: int = _parsed(_number, 0, MOST, default=0)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Of rounds=async: a pseudo-gradient that waits for a round. slack_s: seconds until its sum would be
-    applied; the rest: as of ReadyReport."""
+    """Pseudo-gradient of one fragment that waits for a round (rounds=async)."""
 
     fragment: int
-    tokens: float = _told(_real, _MOST_TOKENS)
-    norm: float | None = _told(_real, _MOST_NORM, default=None)
-    why: str = _told(_line, default="")
-    slack_s: float = _told(_real, 86400.0, default=0.0)
+    #: Tokens that the job has processed for this pseudo-gradient.
+    tokens: float = _parsed(_real, _MOST_TOKENS)
+    #: Euclidean norm of the pseudo-gradient as it will be sent; None: it must not count.
+    norm: float | None = _parsed(_real, _MOST_NORM, default=None)
+    #: Reason why the pseudo-gradient must not count.
+    why: str = _parsed(_line, default="")
+    #: Seconds until the job would apply the sum.
+    slack_s: float = _parsed(_real, _MOST_SECONDS, default=0.0)
 
 
 @dataclass(frozen=True)
 class NextReport:
-    """Of rounds=async: what a job has, and what it offers, by fragment."""
+    """Report of a job that asks for its next round (rounds=async)."""
 
+    #: Versions of all the job's fragments.
     claims: tuple[Claim, ...]
+    #: Fragment -> pseudo-gradient that waits for a round.
     offers: Mapping[int, Offer] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class DoneReport:
-    """unreached: jobs with which the exchange failed; faults: jobs whose data cannot be used, and why."""
+    """Report of a job that its exchange of pseudo-gradients has ended."""
 
-    round: int = _told(_number, 1, MOST)
-    attempt: int = _told(_number, 0, MOST)
-    unreached: tuple[str, ...] = _told(Table.list, str, default=())
-    faults: Mapping[str, str] = _told(_by_job, _line, default_factory=dict)
+    round: int = _parsed(_number, 1, MOST)
+    #: Number of the exchange within the round.
+    attempt: int = _parsed(_number, 0, MOST)
+    #: Jobs with which the exchange failed.
+    unreached: tuple[str, ...] = _parsed(Table.list, str, default=())
+    #: Job -> reason why its data cannot be used.
+    faults: Mapping[str, str] = _parsed(_by_job, _line, default_factory=dict)
 
 
 @dataclass(frozen=True)
 class CheckedReport:
-    """digests: salted sums of what came, by job; factors: of each job's pseudo-gradient in the aggregate."""
+    """Report of a job about the data that it received in an exchange."""
 
-    round: int = _told(_number, 1, MOST)
-    attempt: int = _told(_number, 0, MOST)
-    check: int = _told(_number, 0, MOST)
-    digests: Mapping[str, str] = _told(_by_job, _checksum, default_factory=dict)
-    factors: Mapping[str, float] = _told(
-        _by_job, lambda table, key: float(table.take(key, float)), default_factory=dict
-    )
-    gap: float = _told(lambda table, key: max(1.0, _real(table, key, 1e30)), default=1.0)
+    round: int = _parsed(_number, 1, MOST)
+    #: Number of the exchange within the round.
+    attempt: int = _parsed(_number, 0, MOST)
+    #: Number of the comparison within the attempt.
+    check: int = _parsed(_number, 0, MOST)
+    #: Sending job -> salted digest of the received data.
+    digests: Mapping[str, str] = _parsed(_by_job, _checksum, default_factory=dict)
+    #: Job -> factor of its pseudo-gradient in the aggregate.
+    factors: Mapping[str, float] = _parsed(_by_job, _factor, default_factory=dict)
+    #: Ratio with which the outer step scales its momentum (algorithms.py).
+    gap: float = _parsed(_gap, default=1.0)
 
 
-#: What `holmes join status` shows of a heartbeat.
+#: Keys of a heartbeat that `holmes join status` shows.
 TELEMETRY = ("round", "step", "steps_per_second", "bits_per_second", "drift")
 
 
 def hello_from(document: dict[str, Any]) -> Hello:
+    """Return the validated `hello` of a job; raise HolmesError if it is malformed."""
     hello = Table(document, "the hello of a job")
     addresses = hello.list("addresses", str)
     if not addresses:
@@ -178,11 +243,10 @@ def hello_from(document: dict[str, Any]) -> Hello:
         except ValueError as error:
             raise HolmesError(f"{hello.at('addresses')}: {error}") from None
     maps = hello.table("maps")
-    ranges = {
-        position: _ranges(maps, position, len(addresses))
-        for position in maps.values
-        if _is_line(position, maps)
-    }
+    ranges = {}
+    for position in maps.values:
+        _require_printable(position, maps)
+        ranges[position] = _ranges(maps, position, ranks=len(addresses))
     if not ranges:
         raise HolmesError(f"{hello.at('maps')} is empty")
     peers = hello.list("peers", str, ())
@@ -190,56 +254,76 @@ def hello_from(document: dict[str, Any]) -> Hello:
         raise HolmesError(
             f"{hello.at('peers')}: names of jobs are letters, digits, '-', '_' and '.'"
         )
-    agreed = _plain(hello.table("agreed").values, hello.at("agreed"))
-    return _read(
+    return _read_report(
         Hello,
         hello,
-        agreed=agreed,
+        agreed=_plain(hello.table("agreed").values, hello.at("agreed")),
         maps=ranges,
         addresses=addresses,
         claims=_claims(hello),
-        peers=peers[:64],
+        peers=peers[:_MOST_JOBS],
     )
 
 
 def ready_from(document: dict[str, Any], fragments: int) -> ReadyReport:
-    """fragments: that the run has."""
+    """Return the validated `ready` report of a job; raise HolmesError if it is malformed.
+
+    Args:
+        fragments: Number of fragments of the run.
+    """
     report = Table(document, "the report of a job that is ready")
-    claims = _claims(report, fragments)
-    return _read(
-        ReadyReport, report, claims=claims, fragment=_number(report, "fragment", 0, fragments - 1)
+    return _read_report(
+        ReadyReport,
+        report,
+        claims=_claims(report, fragments),
+        fragment=_number(report, "fragment", 0, fragments - 1),
     )
 
 
 def next_from(document: dict[str, Any], fragments: int) -> NextReport:
-    """fragments: that the run has."""
+    """Return the validated `next` report of a job; raise HolmesError if it is malformed.
+
+    Args:
+        fragments: Number of fragments of the run.
+    """
     report = Table(document, "the report of a job that asks for its next round")
     claims = _claims(report, fragments)
-    offers = [
-        _read(Offer, offer, fragment=_number(offer, "fragment", 0, fragments - 1))
-        for offer in report.tables("offers")
-    ]
-    return NextReport(claims, {offer.fragment: offer for offer in offers})
+    offers: dict[int, Offer] = {}
+    for table in report.tables("offers"):
+        fragment = _number(table, "fragment", 0, fragments - 1)
+        offers[fragment] = _read_report(Offer, table, fragment=fragment)
+    return NextReport(claims, offers)
 
 
 def done_from(document: dict[str, Any]) -> DoneReport:
-    return _read(DoneReport, Table(document, "the report of a job that is done"))
+    """Return the validated `done` report of a job; raise HolmesError if it is malformed."""
+    return _read_report(DoneReport, Table(document, "the report of a job that is done"))
 
 
 def checked_from(document: dict[str, Any]) -> CheckedReport:
-    return _read(CheckedReport, Table(document, "the report of a job that has checked"))
+    """Return the validated `checked` report of a job; raise HolmesError if it is malformed."""
+    return _read_report(CheckedReport, Table(document, "the report of a job that has checked"))
 
 
 def telemetry_from(document: dict[str, Any]) -> dict[str, float]:
-    """What of a heartbeat is shown; everything else is left."""
+    """Return the telemetry in a heartbeat, without unknown keys.
+
+    Raises:
+        HolmesError: A value is not a number.
+    """
     heartbeat = Table(document, "the heartbeat of a job")
-    given = [name for name in TELEMETRY if document.get(name) is not None]
-    return {name: heartbeat.take(name, float) for name in given}
+    present = [name for name in TELEMETRY if document.get(name) is not None]
+    return {name: heartbeat.take(name, float) for name in present}
 
 
-def _claims(table: Table, fragments: int = 0) -> tuple[Claim, ...]:
-    """fragments: that there must be; 0: any number."""
-    versions, checksums = table.list("versions", int), table.list("checksums", str)
+def _claims(table: Table, fragments: int | None = None) -> tuple[Claim, ...]:
+    """Return the claimed versions of a job's fragments; raise HolmesError if they cannot be true.
+
+    Args:
+        fragments: Number of claims that there must be; None: any number.
+    """
+    versions = table.list("versions", int)
+    checksums = table.list("checksums", str)
     if len(versions) != len(checksums) or not versions:
         raise HolmesError(
             f"{table.at('versions')}: {len(versions)} of them, and {len(checksums)} checksums"
@@ -248,7 +332,7 @@ def _claims(table: Table, fragments: int = 0) -> tuple[Claim, ...]:
         raise HolmesError(f"{table.at('versions')}: not all are rounds that can exist")
     if not all(not text or _CHECKSUM.fullmatch(text) for text in checksums):
         raise HolmesError(f"{table.at('checksums')}: not all are 16 hexadecimal digits")
-    if fragments and len(versions) != fragments:
+    if fragments is not None and len(versions) != fragments:
         raise HolmesError(
             f"{table.at('versions')}: {len(versions)} fragments, but the run has {fragments}"
         )
@@ -256,32 +340,46 @@ def _claims(table: Table, fragments: int = 0) -> tuple[Claim, ...]:
 
 
 def _ranges(maps: Table, position: str, ranks: int) -> tuple[int, ...]:
-    """(start, stop, rank), ...: one after the other from element 0, with no hole."""
-    flat, at = maps.list(position, int), 0
-    if not flat or len(flat) % 3:
+    """Return the shard map of one position, as start, stop, rank of one range after the other.
+
+    Raises:
+        HolmesError: The ranges overlap or have holes, or name a rank that does not exist.
+    """
+    flat = maps.list(position, int)
+    if not flat or len(flat) % _RANGE_NUMBERS:
         raise HolmesError(f"{maps.at(position)}: not (start, stop, rank) of ranges")
+    expected_start = 0
     for start, stop, rank in zip(flat[::3], flat[1::3], flat[2::3]):
-        if not (start == at < stop <= MOST and 0 <= rank < ranks):
-            why = f"elements {start} to {stop} of rank {rank} follow element {at} of {ranks} ranks' share"
-            raise HolmesError(f"{maps.at(position)}: {why}")
-        at = stop
+        if not (start == expected_start < stop <= MOST and 0 <= rank < ranks):
+            raise HolmesError(
+                f"{maps.at(position)}: elements {start} to {stop} of rank {rank} follow element "
+                f"{expected_start} of {ranks} ranks' share"
+            )
+        expected_start = stop
     return flat
 
 
-def _is_line(text: str, table: Table) -> bool:
-    if len(text) > _LINE or not text.isprintable():
+def _require_printable(position: str, table: Table) -> None:
+    """Raise HolmesError if the name of a position cannot be shown in a log."""
+    if len(position) > _LINE or not position.isprintable():
         raise HolmesError(f"{table.source}: a position of its maps has no name that can be shown")
-    return True
 
 
-def _plain(value: Any, at: str, depth: int = 0) -> Any:
-    """The value, if it is made of texts, numbers and tables that are not deep."""
+def _plain(value: Any, location: str, depth: int = 0) -> Any:
+    """Return a JSON value with printable texts; raise HolmesError if it is nested too deeply.
+
+    Args:
+        location: Where the value stands in the document, for the error message.
+        depth: Number of tables and lists around the value.
+    """
     if isinstance(value, dict) and depth < _DEEPEST:
-        return {printable(key, _LINE): _plain(item, at, depth + 1) for key, item in value.items()}
+        return {
+            printable(key, _LINE): _plain(item, location, depth + 1) for key, item in value.items()
+        }
     if isinstance(value, list) and depth < _DEEPEST:
-        return [_plain(item, at, depth + 1) for item in value]
+        return [_plain(item, location, depth + 1) for item in value]
     if isinstance(value, str):
         return printable(value, _LONGEST_TEXT)
     if value is None or isinstance(value, (bool, int, float)):
         return value
-    raise HolmesError(f"{at} is nested deeper than {_DEEPEST} tables")
+    raise HolmesError(f"{location} is nested deeper than {_DEEPEST} tables")

@@ -1,13 +1,20 @@
-"""Rounds without a barrier (rounds=async): jobs contribute when they are ready. Pure.
+"""First half of a round without a barrier (setting rounds=async): jobs contribute when they are ready.
 
-    next     -> go: members and their shares (0: it only receives),
-             or behind (take these fragments from that job), idle
-                then settlement.py
+After Decoupled DiLoCo (arXiv 2604.21428):
 
-Every job gets every round's sum. After Decoupled DiLoCo (arXiv 2604.21428): a round of a fragment
-is opened once half of the jobs that are there offer a pseudo-gradient of it (the quorum), and a
-grace has passed in which others may; a job that was not ready contributes to a later one. There is
-one round at a time, of the fragment that was offered first.
+1. Each job sends `next` again and again, with an offer for each fragment of which it has a pseudo-gradient.
+2. When a quorum (half of the jobs, or their setting `min`) offers the same fragment, a grace period begins in
+   which other jobs may offer it, too.
+3. After it, or as soon as all jobs offer the fragment, the round begins. Every active job gets the verdict
+       go       contribute (share > 0) or only receive the sum (share 0); settlement.py decides what follows
+   At any time a job may get
+       behind   this job's weights are outdated: take these fragments from that job
+       void     the round, or the job's offer, does not count
+       idle     (made of None by server.py) no round for this job at the moment
+
+There is one round at a time, of the fragment that was offered first. A job that was not ready
+contributes to a later round of the fragment. No job waits for another: `next` is answered at once.
+Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -20,18 +27,18 @@ from holmes_ext.join.coordinator.lateness import sits_out
 from holmes_ext.join.coordinator.replies import Reply, go_reply, void_reply
 from holmes_ext.join.coordinator.reports import NextReport, ReadyReport, next_from
 from holmes_ext.join.coordinator.rounds import Rounds
-from holmes_ext.join.coordinator.shares import counted
+from holmes_ext.join.coordinator.shares import weights_in_sum
 from holmes_ext.join.coordinator.state import Member, RunState, outer_settings
 from holmes_ext.join.coordinator.versions import Versions
 
-#: Seconds after its last question in which a job is waited for.
+#: Seconds since its last request in which a job counts as active.
 _ACTIVE_S = 5.0
-#: Share of the time until the first sum is needed that is spent waiting for others.
+#: Grace period as a share of the time until the first contributor would apply the sum.
 _GRACE = 0.5
 
 
 class RollingRounds:
-    """Round policy for jobs that wait for nobody."""
+    """Round policy for jobs that never wait for each other."""
 
     question: ClassVar[str] = "next"
 
@@ -39,28 +46,28 @@ class RollingRounds:
         self._state = state
         self._rounds = rounds
         self._versions = versions
-        self._question_times: dict[str, float] = {}  # by job: when it asked last
-        self._reports: dict[str, NextReport] = {}  # by job: what it offered then
-        # By fragment: when it was offered first, and when by a quorum.
-        self._first_offers: dict[int, float] = {}
-        self._quorums: dict[int, float] = {}
+        self._request_times: dict[str, float] = {}  # job -> time of its last request
+        self._reports: dict[str, NextReport] = {}  # job -> its last request
+        self._first_offers: dict[int, float] = {}  # fragment -> time of its first offer
+        self._quorums: dict[int, float] = {}  # fragment -> time since when a quorum offers it
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> NextReport:
+        """Return the `next` report in a request; raise HolmesError if it is malformed."""
         return next_from(document, fragments)
 
     def answer(self, name: str, report: NextReport, now: float) -> Reply | None:
-        """Return the round in which a job takes part; None: there is none at the moment.
+        """Return the verdict for a job that asks for its next round; None if there is no round for it.
 
         Raises:
-            HolmesError: The report cannot be true.
+            HolmesError: The report contradicts the state of the run.
         """
         state = self._state
         member = state.member(name)
         if sits_out(state, member, state.number + 1):
             return None
         member.state = "in"
-        self._question_times[name] = now
+        self._request_times[name] = now
         self._reports[name] = report
         if reply := self._reply_of_last_round(name):
             return reply
@@ -76,13 +83,11 @@ class RollingRounds:
         return self._reply_of_last_round(name)
 
     def _reply_of_last_round(self, name: str) -> Reply | None:
-        """Return that the last round goes on or is void, if the job must know that."""
+        """Return "go" if the job is in a round under way, or "void" once if that round came to nothing."""
         round_state = self._state.rounds.get(self._state.number)
-        if (
-            round_state is None
-            or name not in round_state.members
-            or round_state.outcome == "commit"
-        ):
+        if round_state is None or name not in round_state.members:
+            return None
+        if round_state.outcome == "commit":
             return None
         if not round_state.outcome:
             return go_reply(self._state, round_state)
@@ -92,38 +97,50 @@ class RollingRounds:
         return void_reply(round_state)
 
     def _open_round(self, now: float) -> None:
-        """Open a round of the fragment offered first whose quorum and grace are reached."""
+        """Begin a round of the first offered fragment that has a quorum and whose grace has passed."""
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
-        able = sorted((m for m in active if m.current), key=lambda member: member.order)
+        able = [member for member in active if member.current]
+        able.sort(key=lambda member: member.order)
         if not able:
             return
         quorum = self._state.least_jobs(active)
+        self._note_offers(able, now)
+        for fragment in sorted(self._first_offers, key=self._first_offers.__getitem__):
+            contributors = [
+                member for member in able if fragment in self._reports[member.name].offers
+            ]
+            if len(contributors) < quorum:
+                continue
+            quorum_time = self._quorums.setdefault(fragment, now)
+            all_contribute = len(contributors) == len(able)
+            if all_contribute or now >= quorum_time + self._grace_s(fragment, contributors):
+                self._begin(fragment, contributors, able, now)
+                return
+
+    def _note_offers(self, able: Sequence[Member], now: float) -> None:
+        """Record the time of new offers, and forget fragments that no job offers any more."""
         offered = {fragment for member in able for fragment in self._reports[member.name].offers}
         self._first_offers = {
             fragment: self._first_offers.get(fragment, now) for fragment in offered
         }
         self._quorums = {
-            fragment: at for fragment, at in self._quorums.items() if fragment in offered
+            fragment: quorum_time
+            for fragment, quorum_time in self._quorums.items()
+            if fragment in offered
         }
-        for fragment in sorted(offered, key=lambda fragment: self._first_offers[fragment]):
-            contributors = [m for m in able if fragment in self._reports[m.name].offers]
-            if len(contributors) < quorum:
-                continue
-            reached = self._quorums.setdefault(fragment, now)
-            is_complete = len(contributors) == len(able)
-            if is_complete or now >= reached + self._grace_s(fragment, contributors):
-                self._begin(fragment, contributors, able, now)
-                return
 
     def _is_active(self, member: Member, now: float) -> bool:
-        asked = self._question_times.get(member.name)
-        return member.state == "in" and asked is not None and now - asked < _ACTIVE_S
+        """Return whether a job takes part and has sent a request recently."""
+        request_time = self._request_times.get(member.name)
+        if member.state != "in" or request_time is None:
+            return False
+        return now - request_time < _ACTIVE_S
 
     def _grace_s(self, fragment: int, contributors: Sequence[Member]) -> float:
-        """Return the seconds after the quorum in which other jobs may contribute.
+        """Return the grace period of a round, in seconds after its quorum.
 
-        That is the setting `grace`, or as long as the job that needs the sum first hardly waits for
-        it.
+        It is the setting `grace`; with grace=auto, half of the time until the first contributor would
+        apply the sum.
         """
         setting = outer_settings(contributors).get("grace", "auto")
         if isinstance(setting, (int, float)):
@@ -134,7 +151,14 @@ class RollingRounds:
     def _begin(
         self, fragment: int, contributors: Sequence[Member], able: Sequence[Member], now: float
     ) -> None:
-        """Begin a round: the contributors send, and all that are able receive."""
+        """Begin a round of a fragment.
+
+        Args:
+            fragment: Fragment that the round exchanges.
+            contributors: Jobs that send their pseudo-gradients.
+            able: All active jobs with up-to-date weights; they receive the sum.
+            now: Current time, in seconds.
+        """
         round_state = self._rounds.open(self._state.number + 1, fragment, now)
         for member in contributors:
             report = self._reports[member.name]
@@ -149,7 +173,7 @@ class RollingRounds:
             )
         ranks = {member.name: len(member.hello.addresses) for member in contributors}
         usual_norms = self._rounds.usual_norms(fragment)
-        weights = counted(round_state, ranks, outer_settings(contributors), usual_norms)
+        weights = weights_in_sum(round_state, ranks, outer_settings(contributors), usual_norms)
         least = self._state.least_jobs(able)
         if self._rounds.begin_exchange(round_state, able, weights, least, now):
             self._first_offers.pop(fragment, None)
@@ -157,7 +181,7 @@ class RollingRounds:
 
 
 def _unusable_offer(report: NextReport) -> str:
-    """Return why the first unusable pseudo-gradient of a report cannot be used; "": all can be."""
+    """Return why a pseudo-gradient of the report cannot be used; "" if all can be used."""
     for offer in report.offers.values():
         if offer.norm is None:
             return offer.why or "its pseudo-gradient is not finite"

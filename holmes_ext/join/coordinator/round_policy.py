@@ -1,4 +1,8 @@
-"""The part of the coordinator that depends on how the jobs of a run are synchronized. Pure."""
+"""Interface of a round policy: the coordinator's rules for when a round begins and who exchanges in it.
+
+`lock_step.LockStepRounds` (setting rounds=sync) makes all jobs wait for each other;
+`rolling.RollingRounds` (rounds=async) lets each job contribute when it is ready.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,9 @@ from holmes_ext.join.coordinator.versions import Versions
 
 
 class RoundPolicy(Protocol):
-    """Decides when a round begins, and which jobs exchange in it."""
+    """Rules for when a round begins and which jobs exchange pseudo-gradients in it."""
 
-    #: The `op` of the question with which a job of this policy asks for its next round.
+    #: Value of `op` in the request with which a job of this policy asks for its next round.
     question: ClassVar[str]
 
     def __init__(
@@ -23,17 +27,25 @@ class RoundPolicy(Protocol):
 
     @staticmethod
     def read(document: dict[str, Any], fragments: int) -> Any:
-        """Return the report that the question contains; fragments: number of fragments of the run.
+        """Return the report that a job's request contains.
+
+        Args:
+            document: The request, as parsed JSON.
+            fragments: Number of fragments into which the run divides the model.
 
         Raises:
             HolmesError: The report is malformed.
         """
 
     def answer(self, name: str, report: Any, now: float) -> Reply | None:
-        """Return what job `name` does; None: nothing is decided yet, and the job has to ask again.
+        """Return the verdict for job `name`; None while nothing is decided and it must ask again.
 
-        The coordinator has accepted what the report claims of the job's weights.
+        The coordinator has already checked the versions that the report claims.
+
+        Args:
+            report: As `read` returns it.
+            now: Time on the coordinator's clock, in seconds.
 
         Raises:
-            HolmesError: The report cannot be true.
+            HolmesError: The report contradicts the state of the run.
         """

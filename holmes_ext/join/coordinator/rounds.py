@@ -1,6 +1,7 @@
-"""The course of a round: it is opened, its members exchange, and it ends as commit or void. Pure.
+"""Life of a round: it is opened, its members exchange pseudo-gradients, and it ends as commit or void.
 
-A void round changes nothing: the pseudo-gradients stay, and count in the fragment's next round.
+A committed round is an outer step of one fragment in all its members. A void round changes nothing: the jobs
+keep their pseudo-gradients for the fragment's next round. Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -10,29 +11,30 @@ from collections.abc import Mapping, Sequence
 from holmes_ext.join.coordinator.reports import Claim
 from holmes_ext.join.coordinator.state import Member, RoundState, RunState
 
-#: Rounds that are remembered, for jobs that ask late.
+#: Rounds that are remembered, for jobs that report late.
 _REMEMBERED = 64
 
 
 class Rounds:
-    """Opens and ends the rounds of a run."""
+    """Transitions of the rounds of a run: open, begin the exchange, commit, void."""
 
     def __init__(self, state: RunState):
         self._state = state
-        self._usual_norms: dict[int, list[float]] = {}
+        self._usual_norms: dict[int, list[float]] = {}  # fragment -> norms in its recent rounds
 
     def open(self, number: int, fragment: int, now: float) -> RoundState:
-        """Open a round, and forget those that are long over."""
+        """Open round `number` of a fragment, and forget rounds that are long over."""
         state = self._state
         round_state = RoundState(number, fragment, opened=now)
         state.rounds[number] = round_state
         state.number = number
-        for past in [past for past in state.rounds if past <= number - _REMEMBERED]:
-            del state.rounds[past]
+        for past_number in list(state.rounds):
+            if past_number <= number - _REMEMBERED:
+                del state.rounds[past_number]
         return round_state
 
     def usual_norms(self, fragment: int) -> list[float]:
-        """Return the norms of the fragment's last pseudo-gradients; the caller adds new ones."""
+        """Return the norms of the fragment's recent pseudo-gradients, a list that the caller extends."""
         return self._usual_norms.setdefault(fragment, [])
 
     def begin_exchange(
@@ -46,9 +48,11 @@ class Rounds:
         """Begin the exchange, or end the round as void if too few pseudo-gradients count.
 
         Args:
-            weights: Weight in the sum of each member whose pseudo-gradient counts; other members
-                only receive.
+            round_state: The round.
+            members: Jobs that take part.
+            weights: Member -> weight of its pseudo-gradient in the sum; other members only receive.
             least: Number of pseudo-gradients that must count.
+            now: Current time, in seconds.
 
         Returns:
             Whether the exchange has begun.
@@ -68,7 +72,7 @@ class Rounds:
         return False
 
     def commit(self, round_state: RoundState) -> None:
-        """End the round with a step: its members have the fragment's new version from now on."""
+        """Commit the round: its members take the outer step and have a new version of the fragment."""
         state = self._state
         round_state.outcome = "commit"
         state.committed[round_state.fragment] = round_state.number
@@ -90,13 +94,13 @@ class Rounds:
         state.events.append(f"round {round_state.number}: commit ({shares_text})")
 
     def void(self, round_state: RoundState, why: str) -> None:
-        """End the round without a step."""
+        """End the round without an outer step."""
         round_state.outcome = "void"
         round_state.why = why
         self._state.events.append(f"round {round_state.number}: void: {why}")
 
     def forget(self) -> None:
-        """Forget all commits and end the open rounds, because the run is another one."""
+        """Forget all commits and void the open rounds, because the jobs of an older run have returned."""
         self._state.committed.clear()
         for round_state in self._state.rounds.values():
             if not round_state.outcome:

@@ -1,16 +1,28 @@
-"""`holmes join serve`: the coordinator as a process. Needs no torch; a thread for each connection, two
-connections for each job.
+"""Server process of the coordinator, started by `holmes join serve`. Needs no torch.
 
-    heartbeat   every HEARTBEAT_S seconds: what `holmes join status` shows. When it closes, the job is gone
-    job         {"op": "hello" | "enter" | "ready" | "done" | "checked" | "maps", ...}
-                -> an answer, or {"verdict": "wait"} after POLL_S: ask again
-    status      -> one document
-    reachable   whether the caller's port can be called
-    standby, relay    of ranks that cannot be called (relay.py)
+A job opens two connections: one for heartbeats and one for requests. Each connection has its own thread,
+and names its purpose in the handshake:
 
-All decisions are those of coordinator.Coordinator. A connection speaks for the job that its handshake named,
-with the secret of which the incarnation is a hash, so that no job speaks for another, not even where the
-coordinator has just been restarted. A job whose report cannot be true is dropped.
+    heartbeat   telemetry every HEARTBEAT_S seconds; when the connection closes, the job is gone
+    job         requests {"op": "hello" | "enter" | "ready" | "next" | "done" | "checked" | "maps", ...}
+    status      one reply: the state of the run, as `holmes join status` shows it
+    reachable   one reply: whether the caller's port accepts connections
+    standby     a rank that cannot be called waits for calls (relay.py)
+    relay       a rank calls a rank on standby (relay.py)
+
+Protocol of a request:
+
+1. The thread of the connection passes it to `Coordinator`, which makes all decisions, under one lock.
+2. If the coordinator returns None (other jobs must report first), the thread waits on a condition variable
+   and tries again whenever another request, a heartbeat or the clock may have changed the decision.
+3. After POLL_S seconds the reply is {"verdict": "wait"}, and the job repeats the request.
+
+So no job waits for ever: every request is answered within POLL_S seconds, and the coordinator's rules give
+up jobs that stay silent.
+
+A connection speaks for the job named in its handshake, and proves it with the secret whose hash is the job's
+incarnation. No job can speak for another, even right after a restart of the coordinator. A job
+that sends an impossible report is dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import incarnation_of, is_name, ticket
@@ -51,40 +63,71 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, listen, network_of
 from holmes_ext.words import why
 
-#: Starts something beside the coordinator; the context manager ends it.
+#: Function that starts a service beside the coordinator; its context manager ends the service.
 Service = Callable[["CoordinatorServer"], AbstractContextManager[object]]
-#: Why a job is gone that said nothing.
+#: Reason in the log for a job that ended without a last heartbeat.
 CLOSED = "its connection was closed"
-#: Lines of the log that `holmes join status` can show.
+#: Lines of the log that are kept.
 _EVENTS = 100
-#: Seconds without a word on a connection until it is closed: jobs ask, or send heartbeats, far more often.
+#: Lines of the log in a status reply.
+_STATUS_EVENTS = 20
+#: Seconds without a message after which a connection is closed; jobs send far more often.
 _SILENCE_S = 3600.0
-#: Seconds in which an answer must be taken.
+#: Seconds to send a reply.
 _ANSWER_S = 60.0
-#: Bytes of a hello: the maps of a job with thousands of ranks.
+#: Seconds between two attempts to decide a waiting request, at least and at most.
+_SHORTEST_WAIT_S = 0.01
+_LONGEST_WAIT_S = 0.25
+#: Seconds between two checks for silent jobs.
+_LOOK_S = 1.0
+#: Bytes of the longest request: the shard maps of a job with thousands of ranks.
 _LONGEST = 64 * 2**20
-#: Incarnations that are not here whose secret is remembered; lines in a minute about callers that were turned
-#: away, of each network and in all.
-_SECRETS, _COMPLAINTS, _COMPLAINTS_IN_ALL = 1024, 5, 60
-#: Connections of jobs at a time: two, and one for each rank that cannot be called.
+#: Secrets that are remembered of incarnations that are not in the run.
+_SECRETS = 1024
+#: Seconds over which log lines about rejected callers are counted.
+_COMPLAINTS_S = 60.0
+#: Log lines about rejected callers in that time, of each network and in all.
+_COMPLAINTS = 5
+_COMPLAINTS_IN_ALL = 60
+#: Connections of jobs at a time: two of each job, and one of each rank that cannot be called.
 _ADMITTED = 8192
 #: Seconds to find out whether a rank can be called.
 _CALL_BACK_S = 2.0
+#: Number of TCP ports.
+_PORTS = 65536
+#: Characters of the name of a job in a request for its shard maps.
+_LONGEST_NAME = 100
+
+
+class JobIdentity(NamedTuple):
+    """Job for which a connection speaks."""
+
+    job: str
+    incarnation: str
+
+
+class Complaint(NamedTuple):
+    """Log line about a rejected caller."""
+
+    time: float
+    network: str
 
 
 class CoordinatorServer:
-    """The coordinator of one run on a port, which listens from construction on.
+    """Coordinator of one run behind a TCP port, which accepts connections from construction on.
 
     Args:
         host: Address to listen on; "": all addresses of this host.
-        port: 0: any free one; the attribute `port` is the one that was chosen.
+        port: Port to listen on; 0: any free one. The attribute `port` is the actual one.
+        credentials: Token and certificates of the run.
         tell: Called with each line for the log.
-        services: What else runs beside the coordinator. Each is called with this server when serve() begins,
-            and the context manager that it returns is open until serve() ends. A service reads the run from
-            status(), in threads of its own; nothing waits for it.
+        relay: Relay for ranks that cannot be called; default: one without a limit.
+        services: Functions that start services beside the coordinator. Each is called with this server when
+            serve() begins, and its context manager is open until serve() ends. A service reads the
+            run from status(), in its own threads; nothing waits for it.
 
     Raises:
-        HolmesError: The address cannot be listened on.
+        HolmesError: The address or the port cannot be used.
     """
 
     def __init__(
@@ -96,15 +139,16 @@ class CoordinatorServer:
         relay: PeerRelay | None = None,
         services: Sequence[Service] = (),
     ):
-        self._credentials, self._tell = credentials, tell
+        self._credentials = credentials
+        self._tell = tell
         self._services = services
         self.relay = relay or PeerRelay()
         self._changed = threading.Condition()
         self._coordinator = Coordinator(time.monotonic(), policies=(LockStepRounds, RollingRounds))
-        self._heartbeats: dict[tuple[str, str], Channel] = {}
-        self._secrets: dict[tuple[str, str], str] = {}
-        self._complaints: list[tuple[float, str]] = []  # (when, from which network)
-        self._told = 0
+        self._heartbeats: dict[JobIdentity, Channel] = {}
+        self._secrets: dict[JobIdentity, str] = {}
+        self._complaints: list[Complaint] = []
+        self._logged_events = 0  # number of the coordinator's events that were passed to `tell`
         self._ended = threading.Event()
         try:
             self._listener = Listener(
@@ -122,7 +166,7 @@ class CoordinatorServer:
         with ExitStack() as running:
             for service in self._services:
                 running.enter_context(service(self))
-            threading.Thread(target=self._look, name="holmes-look", daemon=True).start()
+            threading.Thread(target=self._watch_silence, name="holmes-look", daemon=True).start()
             self._listener.serve()
 
     def close(self) -> None:
@@ -132,6 +176,7 @@ class CoordinatorServer:
         self.relay.close()
 
     def _welcome(self, guest: Guest) -> None:
+        """Serve one connection, in its own thread, until it ends."""
         try:
             deadline = Deadline(HANDSHAKE_S, "the handshake")
             channel, purpose = answer(
@@ -140,70 +185,83 @@ class CoordinatorServer:
         except (NotHolmes, Refused) as error:
             self._complain(guest.host, str(error))
             return
-        what = purpose.get("purpose")
-        if what == "status":
+        if purpose.get("purpose") == "status":
             channel.send(self.status(), deadline)
             return
         try:
-            who = self._identity(purpose)
+            identity = self._identity(purpose)
         except HolmesError as error:
             channel.send({"error": str(error)}, deadline)
             self._complain(guest.host, str(error))
             return
         if not guest.admit():
             channel.send({"error": "there are too many connections"}, deadline)
-        elif what == "heartbeat":
-            self._heartbeat(channel, *who)
-        elif what == "job":
-            self._questions(channel, *who)
-        elif what == "standby":
-            self.relay.stand_by(channel, *who, purpose)
-        elif what == "relay":
-            self.relay.call(channel, who[0], purpose)
-        elif what == "reachable":
-            channel.send(
-                {"reachable": _reachable(guest.host, purpose.get("port"))},
-                Deadline(_ANSWER_S, "an answer"),
-            )
+            return
+        match purpose.get("purpose"):
+            case "heartbeat":
+                self._receive_heartbeats(channel, identity)
+            case "job":
+                self._answer_requests(channel, identity)
+            case "standby":
+                self.relay.stand_by(channel, identity.job, identity.incarnation, purpose)
+            case "relay":
+                self.relay.call(channel, identity.job, purpose)
+            case "reachable":
+                reply = {"reachable": _is_reachable(guest.host, purpose.get("port"))}
+                channel.send(reply, Deadline(_ANSWER_S, "an answer"))
 
-    def _identity(self, purpose: Mapping[str, Any]) -> tuple[str, str]:
-        """(job, incarnation) for which a connection speaks. HolmesError where it may not."""
-        job, incarnation, secret = (
-            str(purpose.get(key, "")) for key in ("job", "incarnation", "secret")
-        )
+    def _identity(self, purpose: Mapping[str, Any]) -> JobIdentity:
+        """Return the job for which a connection speaks.
+
+        Raises:
+            HolmesError: The caller does not prove that it is this job.
+        """
+        job = str(purpose.get("job", ""))
+        incarnation = str(purpose.get("incarnation", ""))
+        secret = str(purpose.get("secret", ""))
         if not is_name(job) or not is_name(incarnation) or not is_name(secret):
             raise HolmesError("a caller names no job, incarnation and secret")
         if not hmac.compare_digest(incarnation_of(secret), incarnation):
             raise HolmesError(f"a caller says that it is job {job}, but is another")
+        identity = JobIdentity(job, incarnation)
         with self._changed:
-            self._secrets[job, incarnation] = secret
-            here = {(m.name, m.incarnation) for m in self._coordinator.state.members.values()}
-            for old in [key for key in self._secrets if key not in here][:-_SECRETS]:
+            self._secrets[identity] = secret
+            members = self._coordinator.state.members.values()
+            in_run = {(member.name, member.incarnation) for member in members}
+            for old in [key for key in self._secrets if key not in in_run][:-_SECRETS]:
                 del self._secrets[old]
-        return job, incarnation
+        return identity
 
     def _complain(self, host: str, reason: str) -> None:
-        """A line for the log, not more than a few for each network in a minute, nor many in all."""
-        now, network = time.monotonic(), network_of(host)
+        """Log that a caller was rejected, unless the log has many such lines in the last minute."""
+        now = time.monotonic()
+        network = network_of(host)
         with self._changed:
-            self._complaints = [(at, who) for at, who in self._complaints if now - at < 60]
-            of_network = sum(who == network for _, who in self._complaints)
+            self._complaints = [
+                complaint for complaint in self._complaints if now - complaint.time < _COMPLAINTS_S
+            ]
+            of_network = sum(complaint.network == network for complaint in self._complaints)
             if of_network >= _COMPLAINTS or len(self._complaints) >= _COMPLAINTS_IN_ALL:
                 return
-            self._complaints.append((now, network))
-            last = len(self._complaints) == _COMPLAINTS_IN_ALL
-        more = "; so many are that no more are told for a minute" if last else ""
-        self._tell(f"a caller from {host} was turned away: {printable(reason)}{more}")
+            self._complaints.append(Complaint(now, network))
+            is_last = len(self._complaints) == _COMPLAINTS_IN_ALL
+        line = f"a caller from {host} was turned away: {printable(reason)}"
+        if is_last:
+            line += "; so many are that no more are told for a minute"
+        self._tell(line)
 
-    def _heartbeat(self, channel: Channel, job: str, incarnation: str) -> None:
-        self._heartbeats[job, incarnation] = channel
+    def _receive_heartbeats(self, channel: Channel, identity: JobIdentity) -> None:
+        """Receive the heartbeats of a job until its connection closes; then the job is gone."""
+        self._heartbeats[identity] = channel
         reason = CLOSED
         try:
             while not self._ended.is_set():
                 heartbeat = channel.receive(Deadline(_SILENCE_S, "a heartbeat"))
                 telemetry = telemetry_from(heartbeat)
                 with self._changed:
-                    self._coordinator.heartbeat(job, incarnation, telemetry, time.monotonic())
+                    self._coordinator.heartbeat(
+                        identity.job, identity.incarnation, telemetry, time.monotonic()
+                    )
                 if heartbeat.get("ends"):
                     reason = printable(str(heartbeat["ends"]))
                     return
@@ -211,68 +269,80 @@ class CoordinatorServer:
             reason = f"dropped: {error}"
         finally:
             with self._changed:
-                if self._heartbeats.get((job, incarnation)) is channel:
-                    del self._heartbeats[job, incarnation]
-                    self._gone(job, incarnation, reason)
+                # The job may have opened another connection for heartbeats in the meantime.
+                if self._heartbeats.get(identity) is channel:
+                    del self._heartbeats[identity]
+                    self._gone(identity, reason)
 
-    def _questions(self, channel: Channel, job: str, incarnation: str) -> None:
+    def _answer_requests(self, channel: Channel, identity: JobIdentity) -> None:
+        """Answer the requests of a job until its connection closes."""
         try:
             while not self._ended.is_set():
-                question = channel.receive(Deadline(_SILENCE_S, "a question"), _LONGEST)
-                reply = self._answer_to(job, incarnation, question)
+                request = channel.receive(Deadline(_SILENCE_S, "a question"), _LONGEST)
+                reply = self._reply_to(identity, request)
                 channel.send(reply, Deadline(_ANSWER_S, "an answer"))
         finally:
             with self._changed:
-                # it died before its first heartbeat, which would tell
-                if (job, incarnation) not in self._heartbeats:
-                    self._gone(job, incarnation, CLOSED)
+                # A job that dies before its first heartbeat is noticed only here.
+                if identity not in self._heartbeats:
+                    self._gone(identity, CLOSED)
 
-    def _gone(self, job: str, incarnation: str, reason: str) -> None:
+    def _gone(self, identity: JobIdentity, reason: str) -> None:
         with self._changed:
-            self._coordinator.gone(job, incarnation, reason)
-            self._after(wake=True)
+            self._coordinator.gone(identity.job, identity.incarnation, reason)
+            self._log_events(wake=True)
 
-    def _answer_to(self, job: str, incarnation: str, question: dict[str, Any]) -> dict[str, Any]:
+    def _reply_to(self, identity: JobIdentity, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply to a request, with the salt of the next round in it."""
         try:
-            reply = self._ask(job, incarnation, question)
+            reply = self._decide(identity, question)
         except NotInRun:
             reply = {"verdict": "hello"}
         except HolmesError as error:
             if question.get("op") not in ("hello", "enter"):
-                self._gone(job, incarnation, f"dropped: {error}")
+                self._gone(identity, f"dropped: {error}")
             reply = {"error": str(error)}
         state = self._coordinator.state
-        number = state.number + 1
-        return {**reply, "salt_of_next": [number, state.salt("round", number)]}
+        next_round = state.number + 1
+        return {**reply, "salt_of_next": [next_round, state.salt("round", next_round)]}
 
-    def _ask(self, job: str, incarnation: str, question: dict[str, Any]) -> dict[str, Any]:
-        decide = self._decision(job, incarnation, question)
-        coming = question.get("op") == RollingRounds.question
-        deadline, first = Deadline(IDLE_S if coming else POLL_S, "an answer"), True
+    def _decide(self, identity: JobIdentity, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the coordinator's decision; "wait" (or "idle") if there is none in time.
+
+        Raises:
+            HolmesError: The request is malformed or cannot be true.
+            NotInRun: The job has to say hello first.
+        """
+        decide = self._decision(identity, request)
+        is_rolling = request.get("op") == RollingRounds.question
+        deadline = Deadline(IDLE_S if is_rolling else POLL_S, "an answer")
         with self._changed:
+            is_new = True
             while True:
                 reply = decide(time.monotonic())
-                self._after(wake=first)  # what one reports may be what others wait for
-                first = False
+                # A new report of this job may decide requests of other jobs, which wait for it.
+                self._log_events(wake=is_new)
+                is_new = False
                 if reply is not None:
                     return reply
                 if deadline.passed:
-                    return {"verdict": "idle" if coming else "wait"}
-                self._changed.wait(max(0.01, min(deadline.left, 0.25)))
+                    return {"verdict": "idle" if is_rolling else "wait"}
+                self._changed.wait(max(_SHORTEST_WAIT_S, min(deadline.left, _LONGEST_WAIT_S)))
 
     def _decision(
-        self, job: str, incarnation: str, question: dict[str, Any]
+        self, identity: JobIdentity, request: dict[str, Any]
     ) -> Callable[[float], dict[str, Any] | None]:
-        """Return a function that answers the question, given the time, or None while nothing is decided.
+        """Return a function of the time that returns the reply, or None while nothing is decided.
 
         Raises:
-            HolmesError: The question cannot be read.
+            HolmesError: The request is malformed.
             NotInRun: The job has to say hello first.
         """
-        op = str(question.get("op"))
+        job, incarnation = identity
+        op = str(request.get("op"))
         coordinator = self._coordinator
         if op == "hello":
-            hello = hello_from(question)
+            hello = hello_from(request)
             return lambda now: coordinator.hello(job, incarnation, hello, now)
         with self._changed:
             member = coordinator.state.member(job)
@@ -282,77 +352,94 @@ class CoordinatorServer:
         if op == "enter":
             return lambda now: coordinator.enter(job, now)
         if op in coordinator.policies:
-            report = coordinator.policies[op].read(question, fragments)
+            report = coordinator.policies[op].read(request, fragments)
             return lambda now: coordinator.next_round(op, job, report, now)
         if op == "done":
-            done_report = done_from(question)
+            done_report = done_from(request)
             return lambda now: coordinator.done(job, done_report, now)
         if op == "checked":
-            checked_report = checked_from(question)
+            checked_report = checked_from(request)
             return lambda now: coordinator.checked(job, checked_report, now)
         if op == "maps":
-            of = str(question.get("of"))[:100]
-            return lambda now: self._with_ticket(coordinator.maps_of(job, of), job, incarnation, of)
+            other_job = str(request.get("of"))[:_LONGEST_NAME]
+            return lambda now: self._maps_of(other_job, identity)
         raise HolmesError(
             f"the coordinator does not know {op!r:.40}; install the same holmes_ext everywhere"
         )
 
-    def _with_ticket(
-        self, reply: dict[str, Any], job: str, incarnation: str, of: str
-    ) -> dict[str, Any]:
-        """What shows the ranks of `of` that a caller is this job: a secret of both and the coordinator."""
-        secret = self._secrets.get((of, str(reply.get("incarnation"))), "")
-        return {**reply, "ticket": ticket(secret, job, incarnation)} if secret else reply
+    def _maps_of(self, other_job: str, caller: JobIdentity) -> dict[str, Any]:
+        """Return the shards and addresses of another job, and a ticket to call its ranks.
 
-    def _after(self, wake: bool = False) -> None:
-        """Tell what was decided, and wake those who wait for it. Holds the lock."""
+        The ticket proves to the ranks of the other job that the caller is the job that it says it
+        is. It is made of the other job's secret, which only that job and the coordinator have.
+        """
+        reply = self._coordinator.maps_of(caller.job, other_job)
+        incarnation = str(reply.get("incarnation"))
+        secret = self._secrets.get(JobIdentity(other_job, incarnation), "")
+        if not secret:
+            return reply
+        return {**reply, "ticket": ticket(secret, caller.job, caller.incarnation)}
+
+    def _log_events(self, wake: bool = False) -> None:
+        """Log the coordinator's new events, and wake the waiting requests. The caller holds the lock.
+
+        Args:
+            wake: Wake the waiting requests even if there is no new event.
+        """
         events = self._coordinator.state.events
-        new = events[self._told :]
-        for event in new:
+        new_events = events[self._logged_events :]
+        for event in new_events:
             self._tell(event)
-        if new or wake:
+        if new_events or wake:
             self._changed.notify_all()
         del events[:-_EVENTS]
-        self._told = len(events)
+        self._logged_events = len(events)
 
-    def _look(self) -> None:
-        while not self._ended.wait(1.0):
+    def _watch_silence(self) -> None:
+        """Give up silent jobs, once a second until the server is closed."""
+        while not self._ended.wait(_LOOK_S):
             with self._changed:
                 self._coordinator.look(time.monotonic())
-                self._after()
+                self._log_events()
 
     def status(self) -> dict[str, Any]:
-        """What `holmes join status` shows. round: the last that was opened; of each job its state, its last
-        heartbeat's figures, its lag (seconds after the first in its last round), rounds counted and missed,
-        bytes relayed for it."""
+        """Return the state of the run, as `holmes join status` shows it.
+
+        Returns:
+            The last round that was opened, the server's uptime, the latest events, and for each job:
+            its state, seconds since its last heartbeat, `lag_s` (seconds from the opening of its last
+            round until it was ready), rounds with and without it, bytes relayed for it, and telemetry.
+        """
         with self._changed:
-            state, relayed, now = self._coordinator.state, self.relay.counted(), time.monotonic()
+            state = self._coordinator.state
+            relayed_bytes = self.relay.counted()
+            now = time.monotonic()
             jobs = [
                 {
-                    "job": m.name,
-                    "state": m.state,
-                    "ranks": len(m.hello.addresses),
-                    "heard_s": round(now - m.heard, 1),
-                    "lag_s": round(m.lag_s, 3),
-                    "rounds": m.rounds,
-                    "missed": m.missed,
-                    "relayed": relayed.get(m.name, 0),
-                    **{key: m.telemetry.get(key) for key in TELEMETRY},
+                    "job": member.name,
+                    "state": member.state,
+                    "ranks": len(member.hello.addresses),
+                    "heard_s": round(now - member.heard, 1),
+                    "lag_s": round(member.lag_s, 3),
+                    "rounds": member.rounds,
+                    "missed": member.missed,
+                    "relayed": relayed_bytes.get(member.name, 0),
+                    **{key: member.telemetry.get(key) for key in TELEMETRY},
                 }
-                for m in sorted(state.members.values(), key=lambda m: m.order)
+                for member in sorted(state.members.values(), key=lambda member: member.order)
             ]
             return {
                 "version": 1,
                 "round": state.number,
                 "up_s": round(now - state.started, 1),
                 "jobs": jobs,
-                "events": state.events[-20:],
+                "events": state.events[-_STATUS_EVENTS:],
             }
 
 
-def _reachable(host: str, port: object) -> bool:
-    """Whether a caller can be called back, at the address from which it called."""
-    if not isinstance(port, int) or not 0 < port < 65536:
+def _is_reachable(host: str, port: object) -> bool:
+    """Return whether a port of the host accepts TCP connections from here."""
+    if not isinstance(port, int) or not 0 < port < _PORTS:
         return False
     try:
         connect(host, port, Deadline(_CALL_BACK_S, "calling back")).close()

@@ -1,16 +1,29 @@
-"""What becomes of a round once its members exchange: commit, void, or again without some. Pure.
+"""Second half of a round: from the jobs' exchange of pseudo-gradients to commit or void.
 
-    done     -> check: compare what was received, or go again without those who could not be reached
-    checked  -> commit, check again without those who contradict the others, or void
+1. Each member of the round exchanges its pseudo-gradient with the other members, then reports `done`
+   with the members that it could not reach.
+2. If all members have reported `done` and reached each other, they all get the verdict `check`. Otherwise
+   the remaining members get `go` again, for another attempt without the unreachable ones.
+3. Each member reports `checked`, with salted digests of the data it received from each other member.
+4. If the digests agree, all members get `commit` and take the outer step. Members in conflict with the
+   majority are excluded, and the others are checked again.
 
-It is committed when every member has the same sums of all that counts; then, and only then, they
-step. A round that cannot be completed changes nothing: the pseudo-gradients stay, and count in the
-fragment's next round.
+Invariant: a round is committed only if all its members received identical data. A round that cannot be
+completed is void and changes nothing: the jobs keep their pseudo-gradients for the fragment's next
+round. No member waits for ever: members that are silent for the jobs' median timeout are given up.
+
+Pure: no clock, no network.
 """
 
 from __future__ import annotations
 
-from holmes_ext.join.coordinator.consensus import differing, middle, voted_out
+from collections import Counter
+
+from holmes_ext.join.coordinator.consensus import (
+    accusations_from_digests,
+    medians_by_key,
+    voted_out,
+)
 from holmes_ext.join.coordinator.lateness import mark_late
 from holmes_ext.join.coordinator.replies import (
     Reply,
@@ -23,19 +36,22 @@ from holmes_ext.join.coordinator.reports import CheckedReport, DoneReport
 from holmes_ext.join.coordinator.rounds import Rounds
 from holmes_ext.join.coordinator.state import RoundState, RunState, patience_s
 
+#: Other members that a member needs before "most others cannot reach it" has a meaning.
+_LEAST_OTHERS = 2
+
 
 class Settlement:
-    """Leads rounds from the begin of their exchange to commit or void."""
+    """The rules that lead a round from its exchange to commit or void."""
 
     def __init__(self, state: RunState, rounds: Rounds):
         self._state = state
         self._rounds = rounds
 
     def done(self, name: str, report: DoneReport, now: float) -> Reply | None:
-        """Take a member's report that its exchange has ended.
+        """Process a member's report that its exchange of pseudo-gradients has ended.
 
         Returns:
-            What the member does next; None: that depends on members that have not reported yet.
+            The verdict for the member; None while it depends on members that have not reported yet.
         """
         round_state = self._state.rounds.get(report.round)
         if round_state is None:
@@ -50,10 +66,10 @@ class Settlement:
         return self._next_reply(round_state, name, report.attempt, check=0)
 
     def checked(self, name: str, report: CheckedReport, now: float) -> Reply | None:
-        """Take a member's report of what it received.
+        """Process a member's report of digests of the data it received.
 
         Returns:
-            What the member does next; None: that depends on members that have not reported yet.
+            The verdict for the member; None while it depends on members that have not reported yet.
         """
         round_state = self._state.rounds.get(report.round)
         if round_state is None:
@@ -68,6 +84,7 @@ class Settlement:
         return self._next_reply(round_state, name, report.attempt, report.check)
 
     def _forgotten_reply(self) -> Reply:
+        """Return the reply about a round that this coordinator does not remember."""
         return {
             "verdict": "void",
             "round": self._state.number,
@@ -75,7 +92,11 @@ class Settlement:
         }
 
     def _reply_if_outdated(self, round_state: RoundState, name: str, attempt: int) -> Reply | None:
-        """Return the reply to a job that the round has left behind; None: its report is current."""
+        """Return the reply to a report that is no longer current; None if it is.
+
+        A report is outdated if the round has ended, the job is no longer a member of it, or the
+        members have begun another attempt.
+        """
         if round_state.outcome == "commit" and name in round_state.members:
             return commit_reply(round_state)
         if round_state.outcome or name not in round_state.members:
@@ -87,7 +108,7 @@ class Settlement:
     def _next_reply(
         self, round_state: RoundState, name: str, attempt: int, check: int
     ) -> Reply | None:
-        """Return the reply to a member that has reported of this attempt and check, if decided."""
+        """Return the reply to a member that has reported for this attempt and check, if decided."""
         if reply := self._reply_if_outdated(round_state, name, attempt):
             return reply
         if round_state.check > check:
@@ -95,7 +116,10 @@ class Settlement:
         return None
 
     def _conclude_exchange(self, round_state: RoundState, now: float) -> None:
-        """Begin the check or the next attempt once all members have reported or are given up."""
+        """Begin the check or the next attempt.
+
+        Nothing happens until each member has reported `done` or is given up as lost.
+        """
         lost = self._lost_members(round_state, set(round_state.done_reports), now)
         if lost is None:
             return
@@ -116,26 +140,29 @@ class Settlement:
     def _leave_most_unreachable(
         self, round_state: RoundState, unreached: dict[str, tuple[str, ...]], now: float
     ) -> None:
-        """Go again without the member that most others could not reach; void if there is none.
+        """Begin the next attempt without the member that most other members could not reach.
+
+        The round is void if no member was unreachable for at least half of the others.
 
         Args:
-            unreached: By member, the jobs with which its exchange failed.
+            unreached: Member -> jobs with which its exchange failed.
         """
-        accused = [
+        failures = Counter(
             name for names in unreached.values() for name in names if name in round_state.members
-        ]
-        worst = max(round_state.members, key=lambda name: (accused.count(name), name in unreached))
+        )
+        worst = max(round_state.members, key=lambda name: (failures[name], name in unreached))
         others = len(round_state.members) - 1
-        if others < 2 or 2 * accused.count(worst) < others:
-            names = ", ".join(sorted({*accused, *unreached}))
+        if others < _LEAST_OTHERS or 2 * failures[worst] < others:
+            names = ", ".join(sorted({*failures, *unreached}))
             self._rounds.void(round_state, f"its jobs are here, but could not exchange: {names}")
             return
         self._go_again(round_state, {worst}, now)
 
     def _conclude_check(self, round_state: RoundState, now: float) -> None:
-        """Commit the round if all members received identical data; else exclude those in conflict.
+        """Commit the round if all members received identical data.
 
-        Nothing happens until all members have reported or are given up.
+        Otherwise, members in conflict with the majority are excluded, and the others are checked again.
+        Nothing happens until each member has reported `checked` or is given up as lost.
         """
         lost = self._lost_members(round_state, set(round_state.checked_reports), now)
         if lost is None:
@@ -146,27 +173,31 @@ class Settlement:
         counting = [name for name in _counting(round_state) if name not in round_state.excluded]
         digests: dict[str, dict[str, str]] = {}
         for name, report in round_state.checked_reports.items():
-            if name in round_state.excluded:  # it cannot begin another check
+            if name in round_state.excluded:  # its word must not force yet another check
                 continue
-            received = report.digests.items()
-            digests[name] = {sender: digest for sender, digest in received if sender in counting}
-        if excluded := voted_out(differing(digests)):
+            digests[name] = {
+                sender: digest for sender, digest in report.digests.items() if sender in counting
+            }
+        if excluded := voted_out(accusations_from_digests(digests)):
             round_state.excluded |= excluded
             self._begin_check(round_state, now)
             return
         self._commit(round_state, counting)
 
     def _commit(self, round_state: RoundState, counting: list[str]) -> None:
-        """Commit the round with the factors that the members report in the median."""
+        """Commit the round with the medians of the factors and gaps that the members report."""
         reports = round_state.checked_reports.values()
-        factors = middle(report.factors for report in reports)
+        factors = medians_by_key(report.factors for report in reports)
         round_state.factors = {name: factors.get(name, 0.0) for name in counting}
-        round_state.gap = middle({"gap": report.gap} for report in reports)["gap"]
+        round_state.gap = medians_by_key({"gap": report.gap} for report in reports)["gap"]
         round_state.left_out |= round_state.excluded
         self._rounds.commit(round_state)
 
     def _begin_check(self, round_state: RoundState, now: float) -> None:
-        """Begin the next comparison of received data; void if too few pseudo-gradients count."""
+        """Begin the next comparison of the received data.
+
+        The round is void instead if too few pseudo-gradients are left that count.
+        """
         round_state.check += 1
         round_state.checked_reports = {}
         round_state.last_report = now
@@ -186,16 +217,21 @@ class Settlement:
     ) -> set[str] | None:
         """Return the members that are gone or have been silent for too long.
 
-        None: members that have not reported may still do so.
+        Args:
+            reported: Members that have reported for the current attempt or check.
+
+        Returns:
+            None while members that have not reported may still do so.
         """
         members = [self._state.members[name] for name in round_state.members]
-        silent = {m.name for m in members if m.name not in reported and m.state != "gone"}
+        gone = {member.name for member in members if member.state == "gone"}
+        silent = {member.name for member in members} - reported - gone
         if silent and now - round_state.last_report < patience_s(members):
             return None
-        return silent | {m.name for m in members if m.state == "gone"}
+        return silent | gone
 
     def _go_again(self, round_state: RoundState, lost: set[str], now: float) -> None:
-        """Begin the next attempt without the lost members; void if too few are left."""
+        """Begin the next attempt without the lost members, or void the round if too few are left."""
         for name in lost:
             self._state.events.append(f"round {round_state.number}: job {name} is lost on the way")
             if self._state.members[name].state == "in":
@@ -217,5 +253,5 @@ class Settlement:
 
 
 def _counting(round_state: RoundState) -> list[str]:
-    """Return the members whose pseudo-gradients count; the others only receive."""
+    """Return the members whose pseudo-gradients count; members with share 0 only receive."""
     return [name for name, share in round_state.members.items() if share > 0]

@@ -1,4 +1,8 @@
-"""Which pseudo-gradients of a round count, and how much. Pure."""
+"""Weights of the jobs' pseudo-gradients in the sum of a round. Pure: no clock, no network.
+
+A pseudo-gradient is the difference of a job's weights over its inner steps; the outer optimizer applies
+the weighted sum of all jobs' pseudo-gradients (DiLoCo, arXiv 2311.08105).
+"""
 
 from __future__ import annotations
 
@@ -8,67 +12,94 @@ from typing import Any
 
 from holmes_ext.join.coordinator.state import RoundState
 
-#: Norms of so many rounds of a fragment say what is usual.
-_USUAL_ROUNDS = 16
+#: Number of recent norms of a fragment whose median counts as the usual norm.
+_REMEMBERED_NORMS = 16
+#: Jobs that are needed to tell which of them is the outlier.
+_LEAST_JOBS_TO_COMPARE = 3
 
 
-def counted(
+def weights_in_sum(
     round_state: RoundState,
     ranks: Mapping[str, int],
     settings: Mapping[str, Any],
-    usual: list[float],
+    usual_norms: list[float],
 ) -> dict[str, float]:
-    """Return the weight in the sum (tokens, or 1) of each job whose pseudo-gradient counts.
+    """Return the unnormalized weight of each job whose pseudo-gradient counts in the round.
 
-    A pseudo-gradient counts if it is finite, and neither its norm nor its tokens are out of all
-    proportion (the setting `limit`). The jobs that do not count are written to
-    round_state.left_out, with the reason.
+    The weight is the job's number of tokens, or 1 with the setting weight=equal. A pseudo-gradient
+    counts if it is finite and neither its norm nor its tokens exceed `limit` times the usual value
+    (`limit`: a setting; 0: no limit). The other jobs, and the reasons, are written to
+    `round_state.left_out`.
 
     Args:
-        ranks: Number of ranks of each job that could take part.
-        usual: Norms in the fragment's last rounds, to which those of this round are added.
+        ranks: Job -> number of its ranks, for all jobs that could take part.
+        settings: The --holmes-outer settings.
+        usual_norms: Norms of the fragment's recent pseudo-gradients; those of this round are appended.
     """
     reports = {name: round_state.ready_reports[name] for name in ranks}
-    norms = {name: report.norm for name, report in reports.items() if report.norm is not None}
-    round_state.left_out = {
-        name: report.why or "its pseudo-gradient is not finite"
-        for name, report in reports.items()
-        if report.norm is None
-    }
+    norms: dict[str, float] = {}
+    round_state.left_out = {}
+    for name, report in reports.items():
+        if report.norm is None:
+            round_state.left_out[name] = report.why or "its pseudo-gradient is not finite"
+        else:
+            norms[name] = report.norm
+
     limit = float(settings.get("limit", 0))
-    typical = [*usual] or [norm for norm in norms.values() if len(norms) > 2]
-    middle = statistics.median(typical) if typical else 0.0
-    far = [name for name, norm in norms.items() if limit and middle and norm > limit * middle]
-    if len(far) < len(norms):  # if all of them are, it is the training and not a job
-        for name in far:
-            times = norms.pop(name) / middle
-            round_state.left_out[name] = (
-                f"its pseudo-gradient is {times:.3g} times as long as usual (limit={limit:g})"
-            )
-    usual += norms.values()
-    del usual[:-_USUAL_ROUNDS]
+    _leave_out_long_gradients(round_state, norms, limit, usual_norms)
+    usual_norms += norms.values()
+    del usual_norms[:-_REMEMBERED_NORMS]
     if settings.get("weight") == "equal":
         return dict.fromkeys(norms, 1.0)
     tokens = {name: reports[name].tokens or 1.0 for name in norms}
     return _plausible_tokens(round_state, tokens, ranks, limit)
 
 
+def _leave_out_long_gradients(
+    round_state: RoundState, norms: dict[str, float], limit: float, usual_norms: list[float]
+) -> None:
+    """Remove the norms above `limit` times the median from `norms`, and leave their jobs out.
+
+    Without norms of earlier rounds, the median is that of this round, if enough jobs take part.
+    """
+    typical_norms = list(usual_norms)
+    if not typical_norms and len(norms) >= _LEAST_JOBS_TO_COMPARE:
+        typical_norms = list(norms.values())
+    if not typical_norms:
+        return
+    median_norm = statistics.median(typical_norms)
+    if not limit or not median_norm:
+        return
+    too_long = [name for name, norm in norms.items() if norm > limit * median_norm]
+    if len(too_long) == len(norms):
+        return  # all jobs at once: the training itself has changed
+    for name in too_long:
+        times_usual = norms.pop(name) / median_norm
+        round_state.left_out[name] = (
+            f"its pseudo-gradient is {times_usual:.3g} times as long as usual (limit={limit:g})"
+        )
+
+
 def _plausible_tokens(
     round_state: RoundState, tokens: dict[str, float], ranks: Mapping[str, int], limit: float
 ) -> dict[str, float]:
-    """Return the tokens of each job that counts.
+    """Return the tokens that count of each job, without the jobs that claim implausibly many.
 
-    Jobs of one model have about the same tokens per rank: a job that claims `limit` times the
-    median is left out, and none counts as more than `limit` times the median job.
+    Jobs that train the same model process about the same number of tokens per rank. A job that
+    claims more than `limit` times the median per rank is left out, and no job counts with more than
+    `limit` times the tokens of the median job.
     """
-    if not limit or len(tokens) < 3:
+    if not limit or len(tokens) < _LEAST_JOBS_TO_COMPARE:
         return tokens
-    each = {name: count / ranks[name] for name, count in tokens.items()}
-    middle = statistics.median_low(each.values())
-    for name, count in each.items():
-        if count > limit * middle:
+    tokens_per_rank = {name: count / ranks[name] for name, count in tokens.items()}
+    median_per_rank = statistics.median_low(tokens_per_rank.values())
+    for name, count in tokens_per_rank.items():
+        if count > limit * median_per_rank:
             del tokens[name]
-            times = f"{count / middle:.3g} times the others' tokens for each rank (limit={limit:g})"
-            round_state.left_out[name] = f"it claims {times}"
-    most = limit * statistics.median_low(tokens.values())
-    return {name: min(count, most) for name, count in tokens.items()}
+            times_median = count / median_per_rank
+            round_state.left_out[name] = (
+                f"it claims {times_median:.3g} times the others' tokens for each rank "
+                f"(limit={limit:g})"
+            )
+    most_tokens = limit * statistics.median_low(tokens.values())
+    return {name: min(count, most_tokens) for name, count in tokens.items()}

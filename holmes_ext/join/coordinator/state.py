@@ -1,4 +1,7 @@
-"""State of a run, of its jobs and of its rounds. Pure: no clock, no network."""
+"""State that the coordinator keeps of a run, its jobs and its rounds. Pure: no clock, no network.
+
+All times are seconds on the clock of the coordinator's caller.
+"""
 
 from __future__ import annotations
 
@@ -18,84 +21,95 @@ MOST_JOBS = 64
 
 
 class NotInRun(Exception):
-    """The coordinator does not know the job, which has to say hello (again)."""
+    """A request came from a job that is not in the run; the job must say hello (again)."""
 
 
 @dataclass
 class Member:
-    """One job of a run. Times are those of the coordinator's caller, in seconds."""
+    """One job of a run, as the coordinator sees it."""
 
     name: str
     incarnation: str  # identifies this start of the job
     hello: Hello
-    claims: list[Claim]  # by fragment: the version that the job reported last
-    order: int  # jobs that came earlier have lower numbers
-    since: float  # when the job said hello
-    heard: float  # when the last heartbeat came
-    # "waiting" (for others, at its start), "in", "late" (not waited for until heard again), "gone"
+    claims: list[Claim]  # of each fragment: the version that the job reported last
+    order: int  # number of the job in the order of arrival
+    since: float  # time of the job's hello
+    heard: float  # time of the last heartbeat
+    #: "waiting" for other jobs at its start; "in" training; "late": the others do not wait for the job
+    #: until it reports again; "gone".
     state: str = "waiting"
-    # The job was in every round since it last had what most have: its claims decide.
+    #: The job's weights were last known to equal the majority's, and it missed no round since. Only claims
+    #: of current jobs count as votes.
     current: bool = False
-    expected_from: int = 0  # the first round in which others wait for the job
-    # The round whose end the job waits for before it takes what it is behind, and since when.
+    expected_from: int = 0  # first round for which the others wait for the job
+    #: Round whose end the job awaits before it takes fragments from another job.
     awaits: int | None = None
-    awaits_from: float = 0.0
-    corrected: bool = False  # the job was told what to take from another one
-    avoids: set[str] = field(default_factory=set)  # jobs that gave it other weights than they claim
-    took: dict[int, str] = field(default_factory=dict)  # fragment -> job that gives it
+    awaits_from: float = 0.0  # time since when it does
+    corrected: bool = False  # the coordinator has named fragments that the job must take
+    avoids: set[str] = field(
+        default_factory=set
+    )  # donors that gave this job other weights than claimed
+    took: dict[int, str] = field(
+        default_factory=dict
+    )  # fragment -> donor, until the weights are checked
     rounds: int = 0  # committed rounds with this job
-    missed: int = 0  # rounds in which others waited for the job in vain
-    in_vain: int = 0  # the same, since its last committed round
-    rests_until: int = 0  # the first round in which the job may be again
-    lag_s: float = 0.0  # seconds from the opening of its last round until the job was ready
-    telemetry: dict[str, float] = field(default_factory=dict)
-    # Other incarnations that asked for the job's name -> when they did first.
+    missed: int = 0  # rounds in which the others waited for the job in vain
+    in_vain: int = 0  # the same, since the job's last committed round
+    rests_until: int = 0  # first round in which the job may take part again
+    lag_s: float = 0.0  # seconds from the opening of the job's last round until the job was ready
+    telemetry: dict[str, float] = field(default_factory=dict)  # of the last heartbeat
+    #: Other incarnations that asked for the job's name -> time of their first request.
     rivals: dict[str, float] = field(default_factory=dict)
 
     @property
     def takes_part(self) -> bool:
+        """Return whether the job has begun to train and is not gone."""
         return self.state in ("in", "late")
 
 
 @dataclass
 class RoundState:
-    """One exchange of one fragment. Times are those of the coordinator's caller, in seconds."""
+    """One round: an exchange of the pseudo-gradients of one fragment, and the outer step after it."""
 
     number: int
     fragment: int
-    opened: float
-    # Reports by job; the last two are those of the current attempt and check.
-    ready_reports: dict[str, ReadyReport] = field(default_factory=dict)
-    done_reports: dict[str, DoneReport] = field(default_factory=dict)
-    checked_reports: dict[str, CheckedReport] = field(default_factory=dict)
-    last_report: float = 0.0
-    half_ready: float | None = None  # when half of the expected jobs were ready
-    # Jobs that exchange, with their shares of the sum; 0: the job only receives.
+    opened: float  # time
+    ready_reports: dict[str, ReadyReport] = field(default_factory=dict)  # by job
+    done_reports: dict[str, DoneReport] = field(default_factory=dict)  # by job, in this attempt
+    checked_reports: dict[str, CheckedReport] = field(default_factory=dict)  # by job, in this check
+    last_report: float = 0.0  # time of the last report of a member
+    half_ready: float | None = None  # time at which half of the expected jobs were ready
+    #: Jobs that exchange -> share of their pseudo-gradients in the sum; 0: the job only receives.
     members: dict[str, float] = field(default_factory=dict)
-    # Jobs that have another version of the fragment than most.
+    #: Jobs whose version of the fragment differs from the majority's.
     behind: set[str] = field(default_factory=set)
-    # Jobs whose pseudo-gradients do not count, with the reasons: for good, and in this attempt.
+    #: Jobs whose pseudo-gradients do not count in this round -> reason.
     left_out: dict[str, str] = field(default_factory=dict)
+    #: Members that contradict the others in the current attempt -> reason.
     excluded: dict[str, str] = field(default_factory=dict)
-    attempt: int = 0  # number of exchanges that were begun
+    attempt: int = 0  # number of exchanges that were begun; 0: the round has not begun
     check: int = 0  # number of comparisons of received data in this attempt
     outcome: str = ""  # "commit" or "void" once the round is over
     why: str = ""  # reason of a void round
-    informed: set[str] = field(default_factory=set)  # rounds=async: members that know of the void
-    # Of the committed sum: factor of each pseudo-gradient, and the gap that the outer step takes.
+    informed: set[str] = field(
+        default_factory=set
+    )  # rounds=async: members that got the verdict void
+    #: Job -> factor of its pseudo-gradient in the committed sum.
     factors: dict[str, float] = field(default_factory=dict)
-    gap: float = 1.0
+    gap: float = 1.0  # ratio with which the outer step scales its momentum (algorithms.py)
 
 
 @dataclass
 class RunState:
-    """A run: its jobs and its rounds. All parts of a coordinator share one."""
+    """Jobs and rounds of a run; all rules of a coordinator share one instance."""
 
-    started: float  # when the coordinator began, in seconds of the caller's clock
-    members: dict[str, Member] = field(default_factory=dict)  # by name; also jobs that are gone
-    rounds: dict[int, RoundState] = field(default_factory=dict)  # by number
-    number: int = 0  # the round that was opened last
-    # By fragment: the last round in which it was stepped; unknown for rounds before a restart.
+    started: float  # time at which the coordinator started
+    members: dict[str, Member] = field(
+        default_factory=dict
+    )  # by name; also recent jobs that are gone
+    rounds: dict[int, RoundState] = field(default_factory=dict)  # by number; only recent ones
+    number: int = 0  # of the round that was opened last
+    #: Fragment -> last round in which it was stepped; empty after a restart of the coordinator.
     committed: dict[int, int] = field(default_factory=dict)
     has_joint_commit: bool = False  # a round of several jobs was committed
     events: list[str] = field(default_factory=list)  # lines for the log, in order
@@ -122,30 +136,34 @@ class RunState:
         return sorted(participants, key=lambda member: member.order)
 
     def least_jobs(self, members: Iterable[Member]) -> int:
-        """Return how many jobs a round of these members needs.
+        """Return how many pseudo-gradients must count in a round of these members.
 
-        That is what most of them ask for (`min`), and at least half of all jobs that take part.
+        It is the median of their settings `min`, but at least half of all jobs that take part.
         """
         median_min = statistics.median_high(member.hello.min for member in members)
         half = -(-len(self.participants()) // 2)
         return max(median_min, half)
 
     def salt(self, *parts: object) -> str:
-        """Return 16 hexadecimal digits that no job can compute before it is told them."""
+        """Return a salt of 16 hexadecimal digits, which no job can compute before it is published.
+
+        Args:
+            parts: Purpose of the salt; equal parts give the same salt.
+        """
         text = "salt " + " ".join(map(str, parts))
         return hmac.new(self._secret, text.encode(), "sha256").hexdigest()[:16]
 
 
 def patience_s(members: Iterable[Member]) -> float:
-    """Return the seconds that these jobs wait for each other.
+    """Return how long these jobs wait for each other, in seconds.
 
-    That is the median of their timeouts, so that no single job decides.
+    It is the median of their timeouts, so that no single job determines it.
     """
     return statistics.median_high(member.hello.timeout for member in members)
 
 
 def outer_settings(members: Sequence[Member]) -> Mapping[str, Any]:
-    """Return the --holmes-outer settings, which are the same in all jobs; empty without jobs."""
+    """Return the --holmes-outer settings, which are equal in all jobs; an empty dict without jobs."""
     if not members:
         return {}
     settings: Mapping[str, Any] = members[0].hello.agreed.get("outer", {})

@@ -1,9 +1,10 @@
-"""Which version of each fragment is true, and which jobs do not have it. Pure.
+"""Comparison of the fragment versions that jobs report, and correction of jobs with other weights.
 
-The version of a fragment is the round in which it was last stepped. What most of the current jobs
-have is the truth (consensus.py); a job that has something else, whatever the reason (late, new, an
-older checkpoint, a message lost, a lie), takes the fragment from one that has it. So the
-coordinator keeps nothing that its jobs do not know, and may be restarted.
+The version of a fragment is the round of its last outer step. The version that most of the current
+jobs have is the valid one (consensus.py). A job with another version, for whatever reason (it is late
+or new, loaded an older checkpoint, missed a message, lied), takes the fragment from a job that has
+the valid one. The jobs hold all of this state, so the coordinator may be restarted at any time.
+Pure: no clock, no network.
 """
 
 from __future__ import annotations
@@ -11,66 +12,77 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.consensus import agreed_claim, same
+from holmes_ext.join.coordinator.consensus import agreed_claim, is_compatible
 from holmes_ext.join.coordinator.replies import Reply
 from holmes_ext.join.coordinator.reports import Claim
 from holmes_ext.join.coordinator.state import Member, RunState
 
 
 class Versions:
-    """Compares the versions that the jobs of a run claim to have."""
+    """Versions of the fragments of a run, as its jobs claim them."""
 
     def __init__(self, state: RunState):
         self._state = state
 
     def truth(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
-        """Return the version that a fragment has, by the claims of members.
+        """Return the valid version of a fragment, by majority of the members' claims.
 
-        Claims of current members decide, or those of all members if none is current.
+        Only members that are up to date vote (`current`), or all members if none is.
 
         Args:
-            members: The members whose claims count; None: all jobs that take part.
+            fragment: Index of the fragment.
+            members: Jobs whose claims count; None: all jobs that take part.
 
         Returns:
-            The version, with a checksum if one is known. None: no member claims one that can exist.
+            The version, with a checksum if a job reported it; None if no job claims a possible version.
         """
         if members is None:
-            members = self._state.participants()
+            voters = self._state.participants()
         else:
-            members = sorted((m for m in members if m.takes_part), key=lambda member: member.order)
-        trusted = [member for member in members if member.current] or members
+            voters = [member for member in members if member.takes_part]
+            voters.sort(key=lambda member: member.order)
+        trusted = [member for member in voters if member.current] or voters
         claims = [member.claims[fragment] for member in trusted]
         return agreed_claim(claims, self._state.committed.get(fragment), self._state.number)
 
     def correction(self, member: Member) -> Reply | None:
-        """Return which fragments the job must take, and from whom; None: it has what is true.
+        """Return the verdict "behind" with the fragments that a job must take, and from which job.
 
-        The donor is the job that has most of these fragments, the earliest of several, and if
-        possible none that gave this job other weights before.
+        The donor is the job that has most of these fragments, the earliest of several. Donors that
+        gave this job wrong weights before are avoided, if there are others.
+
+        Returns:
+            None if the job has the valid version of every fragment that another job could give it.
         """
         donors = self._donors(member)
-        trusted = {name: donors[name] for name in donors if name not in member.avoids} or donors
-        if not trusted:
+        trusted_donors = {name: donors[name] for name in donors if name not in member.avoids}
+        if not trusted_donors:
+            trusted_donors = donors
+        if not trusted_donors:
             return None
-        name = max(trusted, key=lambda name: (len(trusted[name]), -self._state.members[name].order))
-        donor = self._state.members[name]
-        fragments = trusted[name]
-        member.took.update(dict.fromkeys(fragments, name))
+
+        def preference(name: str) -> tuple[int, int]:
+            return len(trusted_donors[name]), -self._state.members[name].order
+
+        donor_name = max(trusted_donors, key=preference)
+        donor = self._state.members[donor_name]
+        fragments = trusted_donors[donor_name]
+        member.took.update(dict.fromkeys(fragments, donor_name))
         return {
             "verdict": "behind",
             "round": self._state.number,
-            "from": name,
+            "from": donor_name,
             "incarnation": donor.incarnation,
             "fragments": fragments,
             "versions": [donor.claims[fragment].version for fragment in fragments],
         }
 
     def accept_claims(self, member: Member, claims: Iterable[Claim]) -> None:
-        """Store what a job says that it has, and judge the donors of what it took.
+        """Store the versions that a job claims, and check the weights it took from donors.
 
         Raises:
-            HolmesError: A version cannot exist. A job that comes from a run that is over is not
-                refused the first time: it is told to take what is true.
+            HolmesError: A version cannot exist. A job that returns from another run is not refused
+                the first time, but corrected: it takes the valid weights.
         """
         member.claims = list(claims)
         is_bound = member.current or member.corrected
@@ -86,26 +98,26 @@ class Versions:
             member.current = True
 
     def _donors(self, member: Member) -> dict[str, list[int]]:
-        """Return the fragments that each other job has and this job has not."""
+        """Return job -> fragments of which it has the valid version and this member has not."""
         others = [other for other in self._state.participants() if other is not member]
         donors: dict[str, list[int]] = {}
         for fragment, claim in enumerate(member.claims):
             truth = self.truth(fragment)
-            if truth is None or same(claim, truth):
+            if truth is None or is_compatible(claim, truth):
                 continue
             for other in others:
-                if same(other.claims[fragment], truth):
+                if is_compatible(other.claims[fragment], truth):
                     donors.setdefault(other.name, []).append(fragment)
         return donors
 
     def _judge_donors(self, member: Member) -> None:
-        """Avoid the donors whose fragments turned out to be other weights than they claimed."""
+        """Record the donors that gave this member other weights than they claimed to have."""
         for fragment, donor in list(member.took.items()):
             truth = self.truth(fragment)
             if truth is None or member.claims[fragment].version != truth.version:
                 continue
             del member.took[fragment]
-            if not same(member.claims[fragment], truth):
+            if not is_compatible(member.claims[fragment], truth):
                 member.avoids.add(donor)
                 self._state.events.append(
                     f"job {donor} gave job {member.name} other weights than it has"

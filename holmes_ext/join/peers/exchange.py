@@ -1,13 +1,12 @@
-"""One attempt at a round, on one rank: its pseudo-gradient goes to whoever exchanges the same elements in the
-other jobs, theirs come.
+"""Exchange of one fragment's pseudo-gradient between this rank and the ranks of the other jobs.
 
-Every rank sends each of its pieces to one rank of each other member, and adds up what came by itself, in the
-members' order: of N elements a job sends N to each other job. For two jobs that is the least there is, in one
-trip of the link instead of two; for J jobs it is J / 2 times what a reduce-scatter and an all-gather would
-send, for which no aggregate but the mean could be had.
+Each rank sends each piece of its pseudo-gradient directly to the rank of each other job that has the same
+elements, and aggregates the received pieces itself, in the order of the members. Of N elements a job sends
+N to each other job. For two jobs this is the minimum, in one trip over the link instead of two. For J jobs it
+is J / 2 times as much as a reduce-scatter and an all-gather would send, but those allow only the mean.
 
-What goes on is what was decoded, a job's own part too: all jobs have the same bits. A job whose share is 0
-(left out) only receives.
+All jobs continue with the decoded data, also of their own pseudo-gradient, so all have the same bits. A job
+whose share is 0 only receives.
 """
 
 from __future__ import annotations
@@ -21,13 +20,20 @@ from holmes_ext.join.peers.links import PeerLinks
 from holmes_ext.join.peers.routes import Peer
 from holmes_ext.join.shards.ownership import ShardPair
 from holmes_ext.join.shards.state import Fragment
-from holmes_ext.join.shards.weights import bytes_of, checksum
+from holmes_ext.join.shards.weights import CHECKSUM_MASK, bytes_of, checksum
 from holmes_ext.runtime.compress import PLAIN
 
 
 class Attempt:
-    """members: shares by job, in order; pieces: of this rank (its job's owner there); peers: by job and
-    rank."""
+    """One attempt to exchange a fragment in a round, on one rank.
+
+    Args:
+        job: Name of this job.
+        members: Job -> share of its pseudo-gradient in the sum, in the order of aggregation.
+        pieces: Element ranges that this rank exchanges, and the rank of each other job that has them.
+        peers: (job, rank) -> how the rank is called.
+        codec: Compression of the pseudo-gradients.
+    """
 
     def __init__(
         self,
@@ -37,11 +43,14 @@ class Attempt:
         peers: Mapping[tuple[str, int], Peer],
         codec: OuterCodec,
     ):
-        self.job, self.members, self.pieces, self.peers = job, members, pieces, peers
+        self.job = job
+        self.members = members
+        self.pieces = pieces
+        self.peers = peers
         self.others = [name for name in members if name != job]
         self.contributors = [name for name, share in members.items() if share > 0]
         self.codec = codec if self.others else PLAIN
-        # What the codec's residual becomes when the round is committed.
+        #: The codec's rounding errors after this exchange; kept only if the round is committed.
         self.residual: torch.Tensor | None = None
 
     def run(
@@ -53,18 +62,31 @@ class Attempt:
         gradient: torch.Tensor,
         patience_s: float,
     ) -> list[torch.Tensor]:
-        """The contributors' pseudo-gradients of this rank's elements, in order: float32, host. gradient: this
-        job's. PeersFailed when not all came."""
+        """Exchange the pseudo-gradients.
+
+        Args:
+            links: Connections to ranks of other jobs.
+            number: Number of the round.
+            attempt: Number of the exchange within the round.
+            fragment: Fragment to which the pseudo-gradient belongs.
+            gradient: This job's pseudo-gradient: this rank's elements.
+            patience_s: Seconds after which a silent peer fails.
+
+        Returns:
+            Decoded pseudo-gradients of all contributors, in order: this rank's elements, float32, host.
+
+        Raises:
+            PeersFailed: The exchange with some jobs failed.
+        """
         if fragment.residual is not None and self.others:
             self.residual = fragment.residual.float()
         places = [fragment.places(piece.start, piece.stop) for piece in self.pieces]
-        residuals = [None if self.residual is None else self.residual[place] for place in places]
-        mine = [
-            self.codec.encode(gradient[place], residual)
-            for place, residual in zip(places, residuals)
-            if self.job in self.contributors
-        ]
-        came = {
+        encoded: list[torch.Tensor] = []  # of this job, one tensor for each piece
+        if self.job in self.contributors:
+            for place in places:
+                residual = None if self.residual is None else self.residual[place]
+                encoded.append(self.codec.encode(gradient[place], residual))
+        received = {  # job -> one buffer for each piece
             name: [self.codec.buffer(gradient[place]) for place in places]
             for name in self.contributors
             if name != self.job
@@ -74,30 +96,33 @@ class Attempt:
         for index, piece in enumerate(self.pieces):
             for name in self.others:
                 peer = self.peers[name, piece.owners[name]]
-                out, into = outgoing.setdefault(peer, []), incoming.setdefault(peer, [])
-                if mine:
-                    out.append(bytes_of(mine[index]))
-                if name in came:
-                    into.append(bytes_of(came[name][index]))
+                to_peer = outgoing.setdefault(peer, [])
+                from_peer = incoming.setdefault(peer, [])
+                if encoded:
+                    to_peer.append(bytes_of(encoded[index]))
+                if name in received:
+                    from_peer.append(bytes_of(received[name][index]))
         links.swap(number, attempt, outgoing, incoming, patience_s)
-        return [
-            self._decoded(mine if name == self.job else came[name], places, gradient)
-            for name in self.contributors
-        ]
+        received[self.job] = encoded
+        return [self._decoded(received[name], places, gradient) for name in self.contributors]
 
     def digest(self, fragment: Fragment, values: torch.Tensor, salt: str) -> int:
-        """Of what came from one job, or went: the ranks' digests add up, modulo 2^64, to the same number in
-        all jobs that got the same."""
-        sums = (
+        """Return this rank's part of the digest of one job's pseudo-gradient.
+
+        Modulo 2^64, the parts of all ranks of a job add up to the same number in all jobs that
+        received identical data, whatever their shards.
+        """
+        parts = (
             checksum(values[fragment.places(piece.start, piece.stop)], piece.start, salt)
             for piece in self.pieces
         )
-        return sum(sums) & (2**64 - 1)
+        return sum(parts) & CHECKSUM_MASK
 
     def _decoded(
-        self, wires: Sequence[torch.Tensor], places: Sequence[slice], gradient: torch.Tensor
+        self, encoded: Sequence[torch.Tensor], places: Sequence[slice], like: torch.Tensor
     ) -> torch.Tensor:
-        result = torch.empty_like(gradient)
-        for wire, place in zip(wires, places):
-            result[place] = self.codec.decode(wire, result[place])
+        """Return a pseudo-gradient with the shape of `like` from its encoded pieces."""
+        result = torch.empty_like(like)
+        for piece, place in zip(encoded, places):
+            result[place] = self.codec.decode(piece, result[place])
         return result

@@ -1,13 +1,18 @@
-"""Connections between ranks of joined jobs: made when they are needed, given up when they fail, made anew in
-the next attempt.
+"""Connections of one rank to ranks of other joined jobs: opened when needed, closed when they fail.
 
-Why not gloo: measured with torch 2.13, ProcessGroupGloo.abort() does not end an operation under way (its
-whole timeout passes), that timeout counts from the operation's start instead of from the last byte, a group
-needs a TCPStore that somebody holds, and any number of ports; and nothing tells who is at the other end.
+1. Of two jobs, the job whose name sorts first calls, the other one accepts (routes.py). So two ranks never
+   open two connections to each other at the same time.
+2. A pair of ranks uses one connection for both directions, or several (lanes) if it exchanges many bytes.
+   Both ends compute the number of lanes from the number of bytes. Each lane has a thread during an exchange.
+3. In an exchange, all connections send and receive at the same time (transfer.py).
+4. A connection that fails is closed, and the next exchange opens a new one.
 
-    the job whose name sorts first calls, the other one is called (routes.py); one connection for both
-    directions, more of them where there is much to carry, each in a thread of its own label: round, attempt,
-    bytes that follow; then these bytes, in frames (sockets/channel.py)
+No exchange waits for ever: opening connections takes at most half of the patience, and each transfer has a
+deadline.
+
+Why not gloo (measured with torch 2.13): ProcessGroupGloo.abort() does not end a running operation before its
+whole timeout; that timeout counts from the operation's start instead of from the last byte; a group needs a
+TCPStore that somebody hosts, and any number of ports; and it does not authenticate its peers.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 from holmes_ext.join.peers.routes import Peer, Purpose, Routes
 from holmes_ext.join.peers.transfer import PeerTransfer, Speed, run
@@ -25,24 +31,40 @@ from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.words import why
 
-#: Seconds between two looks at a peer that does not answer yet.
+#: Seconds between two attempts to call a peer, or two checks that it has called.
 _RETRY_S = 0.2
-#: Seconds that a rank which cannot be reached is called again and again.
+#: Seconds for which a rank that cannot be reached is called again and again.
 _CALLING_S = 10.0
-#: Bytes to and from a peer for each connection to it, and connections at most.
-LANE_BYTES, MOST_LANES = 2**25, 4
+#: Bytes to and from a peer for each lane.
+LANE_BYTES = 2**25
+#: Lanes to one peer, at most.
+MOST_LANES = 4
 #: Peers that are called at the same time.
 _CALLS = 16
-#: Connections to the ranks of one job.
+#: Connections to the ranks of one job, at most.
 _MOST_OPEN = 128
-#: Bytes for, or from, each peer.
+#: Peer -> buffers to send to it, or to fill with what it sends.
 Exchange = Mapping[Peer, list[memoryview]]
-#: Of one connection: job, incarnation, rank, which of several.
-_Key = tuple[str, str, int, int]
+
+
+class LaneKey(NamedTuple):
+    """Identity of one connection."""
+
+    job: str
+    incarnation: str
+    rank: int
+    lane: int
+
+
+class Connections(NamedTuple):
+    """Result of opening connections to several peers."""
+
+    channels: dict[Peer, list[Channel]]  # reached peer -> one channel for each lane
+    failed: dict[str, str]  # job with an unreachable rank -> reason
 
 
 class PeersFailed(Exception):
-    """No exchange with these jobs."""
+    """An exchange with some jobs failed; `jobs` names them."""
 
     def __init__(self, jobs: Iterable[str], why: str):
         super().__init__(why)
@@ -50,7 +72,13 @@ class PeersFailed(Exception):
 
 
 class PeerLinks:
-    """Of one rank. serve(channel, purpose): what is done with a connection that is not for exchanges."""
+    """Connections of one rank to ranks of other jobs.
+
+    Args:
+        job: Name of this job.
+        open_routes: Starts to accept connections; called with the function that handles each of them.
+        serve: Handles an accepted connection whose purpose is not an exchange.
+    """
 
     def __init__(
         self,
@@ -58,53 +86,70 @@ class PeerLinks:
         open_routes: Callable[[Callable[[Channel, Purpose], None]], Routes],
         serve: Callable[[Channel, Purpose], None],
     ):
-        self.job, self._serve = job, serve
-        self._open: dict[_Key, Channel] = {}
+        self.job = job
+        self._serve = serve
+        self._open: dict[LaneKey, Channel] = {}
         self._changed = threading.Condition()
         self._closed = False
         self._speed = Speed()
-        self.sent = self.received = 0
-        self.routes = open_routes(self._came)
+        self.sent = 0  # bytes, in all
+        self.received = 0  # bytes, in all
+        self.routes = open_routes(self._accept)
 
     @property
     def address(self) -> str:
+        """Return the HOST:PORT at which other jobs call this rank; "" if they cannot."""
         return self.routes.address
 
     def close(self) -> None:
+        """Stop accepting connections, and close all."""
         self._closed = True
         self.routes.close()
         self.drop()
 
     def drop(self, jobs: Iterable[str] | None = None) -> None:
-        """Close the connections to these jobs; None: to all."""
+        """Close the connections to the given jobs; None: to all jobs."""
         with self._changed:
-            for key in [key for key in self._open if jobs is None or key[0] in jobs]:
-                _end(self._open.pop(key))
+            for key in list(self._open):
+                if jobs is None or key.job in jobs:
+                    _end(self._open.pop(key))
 
     def swap(
         self, number: int, attempt: int, outgoing: Exchange, incoming: Exchange, patience_s: float
     ) -> None:
-        """Send and receive all at once, until everything is there. PeersFailed names, at the end, jobs that
-        failed; their connections are closed. patience_s: of a silent peer. Both sides know how many bytes
-        come."""
+        """Send bytes to peers and receive bytes from peers, all at once.
+
+        Both ends of a connection must know how many bytes go in each direction.
+
+        Args:
+            number: Number of the round, which both ends check.
+            attempt: Number of the exchange within the round, which both ends check.
+            outgoing: Bytes to send to each peer.
+            incoming: Buffers for the bytes of each peer.
+            patience_s: Seconds after which a silent peer fails.
+
+        Raises:
+            PeersFailed: Some jobs failed, after the exchange with the others was completed. The
+                connections to them are closed.
+        """
         begin = time.monotonic()
         sizes = {
-            peer: _length(outgoing.get(peer, ())) + _length(incoming.get(peer, ()))
+            peer: _total_bytes(outgoing.get(peer, ())) + _total_bytes(incoming.get(peer, ()))
             for peer in {*outgoing, *incoming}
         }
         channels_of, failed = self._connect(sizes, patience_s / 2)
-        lanes: dict[int, list[PeerTransfer]] = defaultdict(list)
+        transfers_of_lane: dict[int, list[PeerTransfer]] = defaultdict(list)
         for peer, channels in channels_of.items():
             deadline = self._speed.deadline(peer, sizes[peer], patience_s)
-            out, into = (
-                split(every.get(peer, []), len(channels)) for every in (outgoing, incoming)
-            )
+            out = split(outgoing.get(peer, []), len(channels))
+            into = split(incoming.get(peer, []), len(channels))
             for lane, channel in enumerate(channels):
-                lanes[lane].append(
-                    PeerTransfer(peer, channel, (number, attempt), out[lane], into[lane], deadline)
+                transfer = PeerTransfer(
+                    peer, channel, (number, attempt), out[lane], into[lane], deadline
                 )
-        failed |= _run_lanes(list(lanes.values()), patience_s)
-        for transfers in lanes.values():
+                transfers_of_lane[lane].append(transfer)
+        failed |= _run_lanes(list(transfers_of_lane.values()), patience_s)
+        for transfers in transfers_of_lane.values():
             self.sent += sum(transfer.sent for transfer in transfers)
             self.received += sum(transfer.received for transfer in transfers)
         for peer in channels_of:
@@ -115,38 +160,45 @@ class PeerLinks:
             self.drop(set(failed))
             raise PeersFailed(failed, "; ".join(failed.values()))
 
-    def _connect(
-        self, sizes: Mapping[Peer, int], patience_s: float
-    ) -> tuple[dict[Peer, list[Channel]], dict[str, str]]:
-        """Connections to all peers that were reached, and why not to others. sizes: bytes to and from
-        each."""
+    def _connect(self, sizes: Mapping[Peer, int], patience_s: float) -> Connections:
+        """Open the missing connections to all peers, in parallel.
+
+        Args:
+            sizes: Peer -> bytes to and from it, which determine the number of lanes.
+            patience_s: Seconds for all connections.
+        """
         deadline = Deadline(patience_s, "connecting")
-        channels: dict[Peer, list[Channel]] = {}
-        failed: dict[str, str] = {}
+        result = Connections(channels={}, failed={})
 
         def connect(peer: Peer) -> None:
             try:
                 lanes = range(lanes_for(sizes[peer]))
-                channels[peer] = [self._channel(peer, lane, deadline) for lane in lanes]
+                result.channels[peer] = [self._channel(peer, lane, deadline) for lane in lanes]
             except OSError as error:
                 where = f" at {peer.address}" if peer.address else ""
-                failed[peer.job] = f"{peer}{where} cannot be reached ({why(error)})"
+                result.failed[peer.job] = f"{peer}{where} cannot be reached ({why(error)})"
 
         if sizes:
             with ThreadPoolExecutor(min(len(sizes), _CALLS), "holmes-call") as pool:
                 list(pool.map(connect, sizes))
-        return channels, failed
+        return result
 
     def _channel(self, peer: Peer, lane: int, deadline: Deadline) -> Channel:
-        """OSError when there is none in time."""
-        key = (peer.job, peer.incarnation, peer.rank, lane)
-        calling, reason = deadline.part(_CALLING_S, "calling"), ""
+        """Return an open connection to a peer: an existing one, a new call, or the peer's call.
+
+        Raises:
+            OSError: There is none before the deadline.
+        """
+        key = LaneKey(peer.job, peer.incarnation, peer.rank, lane)
+        peer_calls = self.job > peer.job
+        calling = deadline.part(_CALLING_S, "calling")
+        reason = ""
         while not self._closed:
             with self._changed:
-                known = self._open.get(key)
-                if known is not None and known.lives():
-                    return known
-                if self.job > peer.job:  # it calls
+                channel = self._open.get(key)
+                if channel is not None and channel.lives():
+                    return channel
+                if peer_calls:
                     if deadline.passed:
                         raise TimeoutError(f"it did not call within {deadline.seconds:.3g} s")
                     self._changed.wait(min(_RETRY_S, deadline.left))
@@ -157,14 +209,14 @@ class PeerLinks:
                 purpose = {"purpose": "exchange", "lane": lane}
                 self._keep(key, self.routes.dial(peer, purpose, deadline))
             except OSError as error:
-                if not reason or not isinstance(
-                    error, TimeoutError
-                ):  # no time was left for the last try
+                # The last attempt may have had too little time: its timeout says nothing.
+                if not reason or not isinstance(error, TimeoutError):
                     reason = why(error)
                 time.sleep(min(_RETRY_S, calling.left))
         raise ConnectionError("the job ends")
 
-    def _keep(self, key: _Key, channel: Channel) -> None:
+    def _keep(self, key: LaneKey, channel: Channel) -> None:
+        """Store an open connection, in place of an older one of the same peer and lane."""
         channel.socket.setblocking(False)
         with self._changed:
             if self._closed:
@@ -172,50 +224,67 @@ class PeerLinks:
                 return
             if key in self._open:
                 _end(self._open.pop(key))
-            of_job = [other for other in self._open if other[0] == key[0]]
-            if len(of_job) >= _MOST_OPEN:  # no honest job has so many to one rank
-                _end(self._open.pop(of_job[0]))
+            keys_of_job = [other for other in self._open if other.job == key.job]
+            if len(keys_of_job) >= _MOST_OPEN:  # no honest job opens so many to one rank
+                _end(self._open.pop(keys_of_job[0]))
             self._open[key] = channel
             self._changed.notify_all()
 
-    def _came(self, channel: Channel, purpose: Purpose) -> None:
-        """A rank of another job has called."""
+    def _accept(self, channel: Channel, purpose: Purpose) -> None:
+        """Handle a connection that a rank of another job has opened.
+
+        Raises:
+            ConnectionError: The purpose is incomplete.
+        """
         if purpose.get("purpose") != "exchange":
             self._serve(channel, purpose)
             return
         match [purpose.get(key) for key in ("job", "incarnation", "rank", "lane")]:
             case [str(job), str(incarnation), int(rank), int(lane)] if 0 <= lane < MOST_LANES:
-                self._keep((job, incarnation, rank, lane), channel)
+                self._keep(LaneKey(job, incarnation, rank, lane), channel)
             case _:
                 raise ConnectionError("it does not say who it is")
 
 
 def lanes_for(size: int) -> int:
-    """Connections over which so many bytes go to and from a peer: both ends know the number."""
+    """Return the number of connections over which `size` bytes go to and from a peer."""
     return min(MOST_LANES, 1 + size // LANE_BYTES)
 
 
 def split(buffers: Sequence[memoryview], parts: int) -> list[list[memoryview]]:
-    """The bytes in parts of one length, in order."""
-    each = -(-_length(buffers) // parts)
-    made: list[list[memoryview]] = [[] for _ in range(parts)]
-    at = 0
+    """Split the bytes of the buffers, in order, into parts of equal length (the last may be shorter).
+
+    Returns:
+        For each part, views of the buffers.
+    """
+    part_bytes = -(-_total_bytes(buffers) // parts)
+    views: list[list[memoryview]] = [[] for _ in range(parts)]
+    position = 0  # bytes that were assigned to parts
     for buffer in buffers:
         while buffer:
-            part = min(at // each, parts - 1)
-            some = buffer[: each * (part + 1) - at]
-            made[part].append(some)
-            at += len(some)
-            buffer = buffer[len(some) :]
-    return made
+            part = min(position // part_bytes, parts - 1)
+            part_end = part_bytes * (part + 1)
+            view = buffer[: part_end - position]
+            views[part].append(view)
+            position += len(view)
+            buffer = buffer[len(view) :]
+    return views
 
 
-def _length(buffers: Iterable[memoryview]) -> int:
+def _total_bytes(buffers: Iterable[memoryview]) -> int:
     return sum(map(len, buffers))
 
 
 def _run_lanes(lanes: Sequence[list[PeerTransfer]], patience_s: float) -> dict[str, str]:
-    """The jobs that failed, each with the reason."""
+    """Run the transfers of all lanes, each lane in a thread.
+
+    Args:
+        lanes: Transfers of each lane.
+        patience_s: Seconds after which a silent peer fails.
+
+    Returns:
+        Job whose transfer failed -> reason.
+    """
     if len(lanes) == 1:
         return run(lanes[0], patience_s)
     failed: dict[str, str] = {}

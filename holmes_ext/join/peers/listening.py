@@ -1,8 +1,7 @@
-"""Where a rank listens for ranks of other jobs, and what address they are told.
+"""Port on which a rank listens for ranks of other jobs, and the address that the coordinator passes to them.
 
-a port open to the others      they are told this rank's address (address.PortRange says what is told)
-none, or it cannot be called   they are told none: this rank keeps a
-                               standing line to the coordinator (routes.py)
+The address is empty if the rank has no port, or if the coordinator cannot call the port. Such a rank keeps a
+standby line to the coordinator instead (routes.py).
 """
 
 from __future__ import annotations
@@ -16,13 +15,19 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text, is_loopback, listen
 from holmes_ext.words import why
 
-#: Seconds to learn from the coordinator whether this rank can be called.
+#: Seconds for the coordinator to find out whether it can call this rank.
 _ASK_S = 8.0
 
 
 def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
-    """A listening socket, on the address towards the coordinator (on all, if others are told another).
-    HolmesError: no port can be had."""
+    """Return a listening socket for connections from other jobs; None with --holmes-join-ports none.
+
+    It listens on this node's address towards the coordinator, or on all addresses if the user has given
+    another address for the other jobs.
+
+    Raises:
+        HolmesError: All ports of the range are in use.
+    """
     if place.ports.ports is None:
         return None
     host = "" if place.ports.host else own_host(place.address)
@@ -41,7 +46,13 @@ def open_port(place: JoinPlace, rank: int) -> socket.socket | None:
 
 
 def told_address(place: JoinPlace, listening: socket.socket | None, identity: RankIdentity) -> str:
-    """What other jobs call; "": they cannot, and this rank keeps a line to the coordinator."""
+    """Return the HOST:PORT at which other jobs call this rank; "" if they cannot.
+
+    Args:
+        place: Ports and address that the user has given.
+        listening: Socket of `open_port`.
+        identity: This rank, which asks the coordinator to call it back.
+    """
     if listening is None:
         return ""
     host, port = listening.getsockname()[:2]
@@ -53,7 +64,11 @@ def told_address(place: JoinPlace, listening: socket.socket | None, identity: Ra
 
 
 def own_host(coordinator: JoinAddress) -> str:
-    """This node's address on the way to the coordinator. Nothing is sent."""
+    """Return this node's IP address on the route to the coordinator, without sending anything.
+
+    Raises:
+        HolmesError: The coordinator's name is unknown, or there is no route to it.
+    """
     try:
         infos = socket.getaddrinfo(coordinator.host, coordinator.port, type=socket.SOCK_DGRAM)
         family, kind, _, _, address = infos[0]
@@ -67,19 +82,22 @@ def own_host(coordinator: JoinAddress) -> str:
 
 
 def _can_be_called(port: int, place: JoinPlace, identity: RankIdentity) -> bool:
-    """As the coordinator finds, at the address from which this rank calls it."""
+    """Return whether the coordinator can call a port of this node back.
+
+    Returns True if the coordinator does not answer: entering the run will report that.
+    """
     deadline = Deadline(_ASK_S, "asking whether this rank can be called")
+    question = {
+        **identity.facts,
+        "secret": identity.secret,
+        "purpose": "reachable",
+        "port": port,
+    }
     try:
-        question = {
-            **identity.facts,
-            "secret": identity.secret,
-            "purpose": "reachable",
-            "port": port,
-        }
         channel = place.call(question, deadline)
         try:
             return channel.receive(deadline).get("reachable") is not False
         finally:
             channel.close()
     except (OSError, HolmesError):
-        return True  # what is wrong is said where the job enters
+        return True

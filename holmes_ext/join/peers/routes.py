@@ -1,12 +1,15 @@
-"""How a rank reaches a rank of another job, and is reached.
+"""Ways in which a rank reaches a rank of another job, and is reached.
 
-    direct      it calls the address that the other one has told
-    reversed    the other one cannot be called (a firewall, no port open): it has a standing line to the
-                coordinator, is told of the call, and calls back
-    relayed     neither can be called: the coordinator hands the bytes on (coordinator/relay.py)
+    direct      the caller connects to the address that the other rank has published
+    reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the
+                coordinator, which passes the call on; the other rank then connects to the caller
+    relayed     neither rank can be called: the coordinator forwards the bytes (coordinator/relay.py)
 
-Each connection shows the run's token and the caller's ticket for the rank that it calls, which the
-coordinator gave to the caller's job alone: no job speaks for another.
+On each connection both ends prove that they know the run's token, and the caller's ticket for the called
+rank. The coordinator gives this ticket only to the caller's job, so no job can speak for another.
+
+No call waits for ever: dial() has a deadline, and the standby thread opens a new line whenever the old one
+fails or has been silent for an hour.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.address import JoinPlace, ticket
@@ -36,31 +39,36 @@ from holmes_ext.join.sockets.handshake import (
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import Guest, Listener, split_address, stays_on_host
 
-#: Seconds for one try to call an address.
+#: Seconds for one attempt to call an address.
 _CALL_S = 5.0
-#: Seconds that the coordinator may take to find a standing line and to bring both together.
+#: Seconds for a call through the coordinator.
 _RELAY_S = 25.0
-#: Seconds until the next try to have a standing line.
+#: Seconds between two attempts to open a standby line.
 _RETRY_S = 2.0
-#: Seconds that nothing may come over a standing line, until it is made anew.
+#: Seconds without a call after which a standby line is opened anew.
 _STANDING_S = 3600.0
-#: Connections from strangers at a time, from one address and in all; admitted ones.
-_STRANGERS, _PER_ADDRESS, _ADMITTED = 32, 16, 512
-#: Addresses that are remembered as such that cannot be called back.
+#: Connections at a time that have not proved the token: in all, and from one address.
+_STRANGERS = 32
+_PER_ADDRESS = 16
+#: Connections at a time that have proved the token.
+_ADMITTED = 512
+#: Addresses that are remembered because they could not be called back.
 _NOT_CALLED = 4096
+#: Least timeout of a queue, in seconds.
+_LEAST_TIMEOUT_S = 0.001
+#: Document that a caller sends in the handshake: what the connection is for, and who calls.
 Purpose = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """incarnation: of that start of the job; address: "host:port", or ""; ticket: shows that a call is this
-    job's."""
+    """A rank of another job, and how it is called."""
 
     job: str
-    incarnation: str
+    incarnation: str  # of the job
     rank: int
-    address: str = ""
-    ticket: str = ""
+    address: str = ""  # HOST:PORT; "": only through the coordinator
+    ticket: str = ""  # proves to the rank that this job calls
 
     def __str__(self) -> str:
         return f"rank {self.rank} of job {self.job}"
@@ -68,22 +76,36 @@ class Peer:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """This rank. secret: of the job's incarnation, known to its ranks and the coordinator."""
+    """Identity of this rank."""
 
     job: str
-    incarnation: str
+    incarnation: str  # of the job
     rank: int
-    secret: str
+    secret: str  # of the incarnation, which only its ranks and the coordinator have
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Return the public part, which this rank sends whenever it calls."""
         return {"job": self.job, "incarnation": self.incarnation, "rank": self.rank}
 
 
+class _ExpectedCallback(NamedTuple):
+    """Call of this rank that the called rank may return by calling back."""
+
+    ticket: str  # that the called rank must prove
+    channels: queue.SimpleQueue[Channel]  # gets the connection
+
+
 class Routes:
-    """incoming(channel, purpose): what is done, in a thread, with a connection of another job's rank.
-    listening: this rank's port, or None; address: what others call, or ""."""
+    """Calls from one rank to ranks of other jobs, and from them.
+
+    Args:
+        identity: This rank.
+        place: Coordinator, credentials and ports of this job.
+        listening: Listening socket of this rank; None: it has no port.
+        address: HOST:PORT that other jobs call; "": keep a standby line to the coordinator.
+        incoming: Handles a connection that a rank of another job has opened, in a thread.
+    """
 
     def __init__(
         self,
@@ -93,21 +115,31 @@ class Routes:
         address: str,
         incoming: Callable[[Channel, Purpose], None],
     ):
-        self.identity, self.address = identity, address
-        self._place, self._credentials, self._incoming = place, place.credentials, incoming
-        self._callbacks: dict[str, tuple[str, queue.SimpleQueue[Channel]]] = {}
+        self.identity = identity
+        self.address = address
+        self._place = place
+        self._credentials = place.credentials
+        self._incoming = incoming
+        self._callbacks: dict[str, _ExpectedCallback] = {}  # by the id of the call
         self._not_called: set[str] = set()  # addresses that could not be called back
         self._closed = False
         self._listener: Listener | None = None
         if listening is not None:
-            limits = {"strangers": _STRANGERS, "per_address": _PER_ADDRESS, "admitted": _ADMITTED}
-            self._listener = Listener(listening, self._welcome, "holmes-peers", **limits)
+            self._listener = Listener(
+                listening,
+                self._welcome,
+                "holmes-peers",
+                strangers=_STRANGERS,
+                per_address=_PER_ADDRESS,
+                admitted=_ADMITTED,
+            )
             self._listener.start()
         self._standing: Channel | None = None
         if not address:
             threading.Thread(target=self._stand_by, name="holmes-standby", daemon=True).start()
 
     def close(self) -> None:
+        """Stop listening, and close the standby line."""
         self._closed = True
         if self._listener is not None:
             self._listener.close()
@@ -115,44 +147,66 @@ class Routes:
             self._standing.cut()
 
     def dial(self, peer: Peer, purpose: Purpose, deadline: Deadline) -> Channel:
-        """A connection to a rank of another job; OSError when it cannot be had, or is refused."""
+        """Open a connection to a rank of another job.
+
+        Args:
+            peer: The rank.
+            purpose: What the connection is for.
+            deadline: Until when it must be open.
+
+        Raises:
+            OSError: The rank cannot be reached, or refuses the connection.
+        """
         facts = {**self.identity.facts, **purpose, "to": peer.incarnation}
         try:
             if peer.address:
                 host, port = split_address(peer.address)
                 part = deadline.part(_CALL_S, f"calling {peer.address}")
-                return call(host, port, self._credentials, facts, part, peer.ticket.encode())
-            return self._through_coordinator(peer, facts, deadline)
+                secret = peer.ticket.encode()
+                return call(host, port, self._credentials, facts, part, secret)
+            return self._dial_through_coordinator(peer, facts, deadline)
         except Refused as error:
             raise ConnectionRefusedError(str(error)) from None
         except HolmesError as error:
             raise ConnectionError(str(error)) from None
 
-    def _to_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
+    def _call_coordinator(self, purpose: str, deadline: Deadline, **more: Any) -> Channel:
+        """Open another connection of this rank to the coordinator."""
         facts = {**self.identity.facts, "purpose": purpose, "secret": self.identity.secret, **more}
         return self._place.call(facts, deadline)
 
-    def _through_coordinator(
+    def _dial_through_coordinator(
         self, peer: Peer, facts: dict[str, Any], deadline: Deadline
     ) -> Channel:
+        """Reach a rank on standby: it calls back, or the coordinator relays.
+
+        Raises:
+            OSError: The rank has no standby line, or does not answer.
+        """
         deadline = deadline.part(_RELAY_S, f"reaching {peer} through the coordinator")
-        number, came = secrets.token_hex(8), queue.SimpleQueue[Channel]()
-        self._callbacks[number] = peer.ticket, came
-        to = {"to_job": peer.job, "to": peer.incarnation, "to_rank": peer.rank}
+        call_id = secrets.token_hex(8)
+        callback = _ExpectedCallback(peer.ticket, queue.SimpleQueue())
+        self._callbacks[call_id] = callback
         try:
-            channel = self._to_coordinator(
-                "relay", deadline, call=number, address=self.address, **to
+            channel = self._call_coordinator(
+                "relay",
+                deadline,
+                call=call_id,
+                address=self.address,
+                to_job=peer.job,
+                to=peer.incarnation,
+                to_rank=peer.rank,
             )
             try:
                 reply = channel.receive(deadline)
                 if reply.get("relay") == "reversed":
-                    reversed_channel = came.get(timeout=max(0.001, deadline.left))
+                    timeout_s = max(_LEAST_TIMEOUT_S, deadline.left)
+                    reversed_channel = callback.channels.get(timeout=timeout_s)
                     reversed_channel.send(facts, deadline)
                     return reversed_channel
                 if reply.get("relay") != "go":
-                    raise ConnectionError(
-                        str(reply.get("error", "it has no standing line to the coordinator"))
-                    )
+                    reason = reply.get("error", "it has no standing line to the coordinator")
+                    raise ConnectionError(str(reason))
                 encrypt = not self._credentials.plain and not stays_on_host(channel.socket)
                 connection = bare(channel.socket, deadline)
             finally:
@@ -162,18 +216,27 @@ class Routes:
         except queue.Empty:
             raise TimeoutError("it did not call back") from None
         finally:
-            del self._callbacks[number]
+            del self._callbacks[call_id]
 
     def _secret_for(self, purpose: Purpose) -> bytes:
-        """What a caller must know besides the token."""
-        if purpose.get("purpose") == "reversed":
-            return self._callbacks.get(str(purpose.get("call")), ("unknown", None))[0].encode()
-        return self._own_ticket(purpose).encode()
+        """Return the secret that a caller must prove besides the token.
+
+        A rank that calls back proves the ticket of the call it answers; other callers prove the ticket
+        that the coordinator gave them for this rank.
+        """
+        if purpose.get("purpose") != "reversed":
+            return self._own_ticket(purpose).encode()
+        callback = self._callbacks.get(str(purpose.get("call")))
+        if callback is None:
+            return b"unknown"
+        return callback.ticket.encode()
 
     def _own_ticket(self, caller: Purpose) -> str:
+        """Return the ticket with which the caller's job may call this rank."""
         return ticket(self.identity.secret, str(caller.get("job")), str(caller.get("incarnation")))
 
     def _welcome(self, guest: Guest) -> None:
+        """Handle an accepted connection, in its own thread."""
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         with contextlib.suppress(NotHolmes, Refused):
             channel, purpose = answer(
@@ -182,35 +245,40 @@ class Routes:
             if not guest.admit() or purpose.get("to") != self.identity.incarnation:
                 return
             guest.keep()
-            self._came(channel, purpose)
+            self._handle(channel, purpose)
 
-    def _came(self, channel: Channel, purpose: Purpose) -> None:
-        """From here on the connection is closed by who has it."""
+    def _handle(self, channel: Channel, purpose: Purpose) -> None:
+        """Pass a connection to the call that expects it, or to the handler of incoming connections.
+
+        The receiver is responsible for closing it.
+        """
         if purpose.get("purpose") != "reversed":
-            self._serve(channel, purpose)
+            self._handle_incoming(channel, purpose)
             return
-        _, waiting = self._callbacks.get(str(purpose.get("call")), ("", None))
-        if waiting is None:
+        callback = self._callbacks.get(str(purpose.get("call")))
+        if callback is None:
             channel.close()
         else:
-            waiting.put(channel)
+            callback.channels.put(channel)
 
-    def _serve(self, channel: Channel, purpose: Purpose) -> None:
+    def _handle_incoming(self, channel: Channel, purpose: Purpose) -> None:
         try:
             self._incoming(channel, purpose)
         except (OSError, HolmesError):
             channel.close()
 
-    # Of a rank that cannot be called
+    # Methods of a rank that cannot be called
 
     def _stand_by(self) -> None:
+        """Keep a standby line to the coordinator, and take calls on it, until closed."""
         while not self._closed:
             try:
-                self._standing = self._to_coordinator(
+                self._standing = self._call_coordinator(
                     "standby", Deadline(HANDSHAKE_S, "a standing line")
                 )
-                while self._take_call(self._standing):
-                    pass
+                is_open = True
+                while is_open:
+                    is_open = self._take_call(self._standing)
             except (OSError, HolmesError):
                 time.sleep(_RETRY_S)
             finally:
@@ -218,26 +286,32 @@ class Routes:
                     self._standing.close()
 
     def _take_call(self, standing: Channel) -> bool:
-        """Whether the line stands on afterwards."""
+        """Wait for a call on the standby line, and answer it: call back, or agree to a relay.
+
+        Returns:
+            Whether the line can take another call.
+        """
         caller = standing.receive(Deadline(_STANDING_S, "a call"))
         deadline = Deadline(_RELAY_S, "taking a call")
-        if channel := self._called_back(caller):
+        channel = self._call_back(caller)
+        if channel is not None:
             standing.send({"answer": "reversed"}, deadline)
             threading.Thread(
-                target=self._reversed, args=(channel, caller), name="holmes-peer", daemon=True
+                target=self._serve_reversed, args=(channel, caller), name="holmes-peer", daemon=True
             ).start()
             return True
         standing.send({"answer": "relay"}, deadline)
         if standing.receive(deadline).get("relay") != "go":
             return False
-        plain = self._credentials.plain or stays_on_host(standing.socket)
+        is_plain = self._credentials.plain or stays_on_host(standing.socket)
         connection = bare(standing.socket, deadline)
         threading.Thread(
-            target=self._relayed, args=(connection, plain), name="holmes-peer", daemon=True
+            target=self._serve_relayed, args=(connection, is_plain), name="holmes-peer", daemon=True
         ).start()
         return False
 
-    def _called_back(self, caller: Purpose) -> Channel | None:
+    def _call_back(self, caller: Purpose) -> Channel | None:
+        """Call the rank that wants to reach this rank; None if it cannot be called."""
         address = str(caller.get("address"))
         if not address or address in self._not_called:
             return None
@@ -250,33 +324,33 @@ class Routes:
         try:
             host, port = split_address(address)
             secret = self._own_ticket(caller).encode()
-            return call(
-                host, port, self._credentials, purpose, Deadline(_CALL_S, "calling back"), secret
-            )
+            deadline = Deadline(_CALL_S, "calling back")
+            return call(host, port, self._credentials, purpose, deadline, secret)
         except (OSError, ValueError, HolmesError):
             if len(self._not_called) >= _NOT_CALLED:
                 self._not_called.clear()
             self._not_called.add(address)
             return None
 
-    def _reversed(self, channel: Channel, caller: Purpose) -> None:
-        """What the rank that was called back wants, which has shown that it is the one that called."""
+    def _serve_reversed(self, channel: Channel, caller: Purpose) -> None:
+        """Receive the purpose on a connection that this rank has opened by calling back, and handle it."""
         try:
             purpose = channel.receive(Deadline(HANDSHAKE_S, "what it wants"))
         except OSError:
             channel.close()
             return
-        known = {key: caller.get(key) for key in ("job", "incarnation")}
-        self._serve(channel, {**purpose, **known})
+        proven = {"job": caller.get("job"), "incarnation": caller.get("incarnation")}
+        self._handle_incoming(channel, {**purpose, **proven})
 
-    def _relayed(self, connection: socket.socket, plain: bool) -> None:
+    def _serve_relayed(self, connection: socket.socket, is_plain: bool) -> None:
+        """Answer the handshake on a relayed connection, and handle it."""
         deadline = Deadline(HANDSHAKE_S, "the handshake")
         try:
             channel, purpose = answer(
-                connection, self._credentials, deadline, self._secret_for, plain
+                connection, self._credentials, deadline, self._secret_for, is_plain
             )
             if purpose.get("to") == self.identity.incarnation:
-                self._came(channel, purpose)
+                self._handle(channel, purpose)
                 return
         except (OSError, HolmesError):
             pass

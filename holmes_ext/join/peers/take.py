@@ -1,15 +1,20 @@
-"""A job that is new, late or older takes fragments from another one: each rank from those that exchange the
-same elements there.
+"""Transfer of whole fragments from one job (the donor) to a job that has other weights (the taker).
 
-    taker   {"fragment": 2, "version": 57, "start": a, "stop": b}      on a connection of its
-                                                                       own to the donor's rank
-    donor   {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes
+A taker is a job that is new, late, or restarted from an older checkpoint. Each of its ranks takes the elements
+that it exchanges from the donor's ranks that exchange the same elements:
 
-The donor trains on meanwhile: it answers from a thread, from its host memory, once it has that version: the
-coordinator may have told the taker of a commit before the donor has heard of it. Should it step the fragment
-in between, the ranks of the taker see different versions, and ask again. That the donor gave what it said
-that it has shows at the taker's next round, when all tell sums that nobody could know before
-(coordinator/versions.py).
+1. Taker: open a connection to the donor's rank, and send a request
+       {"fragment": 2, "version": 57, "start": first element, "stop": element after the last}
+2. Donor: wait until the fragment has this version. The coordinator may have told the taker of a commit before
+   the donor's own rank 0 has received it.
+3. Donor: send {"version": 57, "anchor": bytes, "momentum": bytes}, then these bytes.
+4. Taker: all ranks compare the versions they got. If they differ, the donor took an outer step in between,
+   and they begin again. Otherwise each rank stores the fragment.
+
+The donor goes on training: a thread answers from its host memory. Nobody waits for ever: each request, each
+wait for a version and each turn has a deadline, and a taker gives up after a few attempts. That the donor sent
+the weights that it claimed to have shows in the taker's next round, when all jobs report checksums with a new
+salt (coordinator/versions.py).
 """
 
 from __future__ import annotations
@@ -27,33 +32,41 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.peers.routes import Peer, Routes
 from holmes_ext.join.shards.job_ranks import JobRanks
-from holmes_ext.join.shards.ownership import RankRange, shard_pairs
+from holmes_ext.join.shards.ownership import RankRange, ShardPair, shard_pairs
 from holmes_ext.join.shards.state import Fragment, OuterState
 from holmes_ext.join.shards.weights import bytes_of
 from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 
-#: How often a fragment is asked for again, because it was stepped in between.
+#: Attempts to take a fragment that the donor steps in between.
 _TRIES = 5
-#: Seconds between two questions of a taker.
+#: Seconds that a taker may let pass between two requests, and wait for its turn.
 _ASKED_S = 600.0
-#: Seconds between two looks at whether the version that was asked for is there.
+#: Seconds between two checks whether the requested version is there.
 _LOOK_S = 0.02
-#: Seconds between two looks at whether a taker that waits for its turn is still there.
+#: Seconds between two checks whether a taker that waits for its turn is still connected.
 _TURN_LOOK_S = 1.0
-#: Takers at a time, and of one job, which may ask for nothing; each gets copies.
-_TAKERS, _OF_ONE_JOB = 4, 2
+#: Takers that are served at a time, because each gets copies of the weights.
+_TAKERS = 4
+#: Takers of one job that are served at a time, because they may keep their turn and request nothing.
+_OF_ONE_JOB = 2
 
 
 class Giver:
-    """The donor's side, of one rank."""
+    """Donor's side on one rank: answers the requests of takers from the outer state."""
 
     def __init__(self, state: OuterState):
         self._state = state
-        self._changed, self._taking = threading.Condition(), Counter[str]()
+        self._changed = threading.Condition()
+        self._taking = Counter[str]()  # job -> number of its takers that are served
 
     def give(self, channel: Channel, purpose: Mapping[str, Any]) -> None:
-        """Answer until the taker closes the connection, or asks for what is not there."""
+        """Answer the requests on one connection until the taker closes it, or sends an invalid one.
+
+        Args:
+            channel: The connection; it is closed at the end.
+            purpose: What the taker sent in the handshake, with its "job".
+        """
         job = str(purpose.get("job"))
         try:
             self._wait_for_turn(channel, job)
@@ -70,48 +83,64 @@ class Giver:
             channel.close()
 
     def _wait_for_turn(self, channel: Channel, job: str) -> None:
-        """ConnectionError where the taker is gone meanwhile."""
-        until = Deadline(_ASKED_S, "a taker's turn")
+        """Wait until few enough other takers are served.
+
+        Raises:
+            ConnectionError: The taker has closed the connection in the meantime.
+        """
+        deadline = Deadline(_ASKED_S, "a taker's turn")
         with self._changed:
             while self._taking.total() >= _TAKERS or self._taking[job] >= _OF_ONE_JOB:
                 self._changed.wait(_TURN_LOOK_S)
-                until.check()
-                if not channel.lives():  # its first question may have come
+                deadline.check()
+                if not channel.lives():
                     raise ConnectionError("the taker is gone")
             self._taking[job] += 1
 
     def _answer(self, channel: Channel) -> None:
+        """Receive one request, wait for the requested version, and send the weights.
+
+        Raises:
+            HolmesError: The request is invalid.
+            OSError: The connection is lost, or the taker does not wait for the answer.
+        """
         state = self._state
-        asked = Table(channel.receive(Deadline(_ASKED_S, "a question")), "a taker's question")
-        index, version, start, stop = (
-            asked.take(key, int) for key in ("fragment", "version", "start", "stop")
-        )
+        request = Table(channel.receive(Deadline(_ASKED_S, "a question")), "a taker's question")
+        index = request.take("fragment", int)
+        version = request.take("version", int)
+        start = request.take("start", int)
+        stop = request.take("stop", int)
         if not 0 <= index < len(state.fragments):
             raise HolmesError(f"there is no fragment {index}")
         fragment = state.fragments[index]
-        until = Deadline(state.settings.timeout / 2, "a version that is asked for")
-        while fragment.given < version and not until.passed:
+        deadline = Deadline(state.settings.timeout / 2, "a version that is asked for")
+        while fragment.given < version and not deadline.passed:
             if not channel.idle():
                 raise ConnectionError("the taker does not wait")
             time.sleep(_LOOK_S)
         try:
-            has, anchor, momentum = state.copy_of(fragment, start, stop)
+            copied = state.copy_of(fragment, start, stop)
         except KeyError:
             raise HolmesError(f"elements {start} to {stop} are not this rank's") from None
-        data = [bytes_of(tensor) for tensor in (anchor, momentum) if tensor is not None]
-        sizes = {"anchor": len(data[0]), "momentum": len(data[1]) if len(data) > 1 else 0}
-        deadline = Deadline.for_bytes(state.settings.timeout, sum(map(len, data)), "giving weights")
-        channel.send({"version": has, **sizes}, deadline)
-        channel.send_bytes(data, deadline)
+        anchor = bytes_of(copied.anchor)
+        momentum = memoryview(b"")
+        if copied.momentum is not None:
+            momentum = bytes_of(copied.momentum)
+        deadline = Deadline.for_bytes(
+            state.settings.timeout, len(anchor) + len(momentum), "giving weights"
+        )
+        sizes = {"anchor": len(anchor), "momentum": len(momentum)}
+        channel.send({"version": copied.version, **sizes}, deadline)
+        channel.send_bytes([anchor, momentum], deadline)
 
 
 @dataclass(frozen=True)
 class Donor:
-    """Of a fragment: who exchanges what in both jobs, the donor's ranks, and how they are reached."""
+    """Job from which this job takes fragments, at this rank's position of the model-parallel grid."""
 
-    mine: Sequence[RankRange]
-    theirs: Sequence[RankRange]
-    peers: Mapping[int, Peer]
+    mine: Sequence[RankRange]  # elements that each rank of this job exchanges
+    theirs: Sequence[RankRange]  # elements that each rank of the donor exchanges
+    peers: Mapping[int, Peer]  # rank of the donor -> how it is called
     routes: Routes
 
 
@@ -123,64 +152,105 @@ def take(
     patience_s: float,
     store: Callable[[Fragment, int, torch.Tensor, torch.Tensor | None], None],
 ) -> str:
-    """Fragments (`wanted`: with their versions) from the donor's ranks, on all of this job's; store(fragment,
-    version, anchor, momentum) for each. "" or why not: then nothing of it was stored."""
-    for number, least in wanted.items():
-        fragment = state.fragments[number]
+    """Take fragments from a donor on all ranks of this job; collective.
+
+    Args:
+        state: Outer state of this rank.
+        wanted: Fragment -> least version.
+        donor: The job that has them.
+        job_ranks: Collectives over the ranks of this job.
+        patience_s: Seconds for a connection to the donor, or for its answer (more for many bytes).
+        store: Called for each fragment with its version, anchor and momentum.
+
+    Returns:
+        "", or why a fragment could not be taken; fragments before it may have been stored.
+    """
+    for index, least_version in wanted.items():
+        fragment = state.fragments[index]
         for _ in range(_TRIES):
-            anchor, report = torch.empty_like(fragment.anchor), dict[str, Any]()
+            anchor = torch.empty_like(fragment.anchor)
             momentum = None if fragment.momentum is None else torch.empty_like(fragment.momentum)
+            report: dict[str, Any] = {}
             try:
-                came = _fetch(
-                    fragment, number, least, anchor, momentum, donor, job_ranks.rank, patience_s
+                fetched = _fetch(
+                    fragment,
+                    index,
+                    least_version,
+                    anchor,
+                    momentum,
+                    donor,
+                    job_ranks.rank,
+                    patience_s,
                 )
-                report["versions"] = sorted(came)
+                report["versions"] = sorted(fetched)
             except (OSError, HolmesError) as error:
                 report["why"] = str(error) or type(error).__name__
-            everyone = job_ranks.from_all(report)
-            if whys := [rank_report["why"] for rank_report in everyone if "why" in rank_report]:
-                return whys[0]
-            versions = {version for rank_report in everyone for version in rank_report["versions"]}
-            if any(version < least for version in versions):  # the donor has waited for it already
-                return f"it has fragment {number} of round {min(versions)}, not {least}"
+            reports = job_ranks.all_gather(report)
+            errors = [rank_report["why"] for rank_report in reports if "why" in rank_report]
+            if errors:
+                return errors[0]
+            versions = {version for rank_report in reports for version in rank_report["versions"]}
+            if any(version < least_version for version in versions):
+                # No reason to try again: the donor has already waited for this version.
+                return f"it has fragment {index} of round {min(versions)}, not {least_version}"
             if len(versions) == 1:
                 store(fragment, versions.pop(), anchor, momentum)
                 break
         else:
-            return f"fragment {number} was stepped each time while it was read"
+            return f"fragment {index} was stepped each time while it was read"
     return ""
 
 
 def _fetch(
     fragment: Fragment,
-    number: int,
-    least: int,
+    index: int,
+    least_version: int,
     anchor: torch.Tensor,
     momentum: torch.Tensor | None,
     donor: Donor,
     rank: int,
     patience_s: float,
 ) -> set[int]:
-    """The versions of what was read into `anchor` and `momentum`: one, unless the donor stepped in between;
-    none for a rank without elements. OSError; HolmesError where what came cannot be weights."""
-    by_rank: dict[int, list] = {}
-    for piece in shard_pairs(
-        {"mine": donor.mine, "theirs": donor.theirs}, fragment.start, fragment.stop
-    ):
+    """Read this rank's elements of a fragment from the donor's ranks.
+
+    Args:
+        fragment: The fragment.
+        index: Its index.
+        least_version: Version that the donor must have.
+        anchor: Tensor to fill.
+        momentum: Tensor to fill; None: the outer optimizer has no momentum.
+        donor: The donor.
+        rank: This rank.
+        patience_s: Seconds for a connection or an answer.
+
+    Returns:
+        Versions of the elements that were read: several if the donor took a step in between, none if
+        this rank has no elements.
+
+    Raises:
+        OSError: The donor cannot be reached, or does not answer in time.
+        HolmesError: The donor's answer is malformed.
+    """
+    pieces_of: dict[int, list[ShardPair]] = {}  # rank of the donor -> elements to read from it
+    maps = {"mine": donor.mine, "theirs": donor.theirs}
+    for piece in shard_pairs(maps, fragment.start, fragment.stop):
         if piece.owners["mine"] == rank:
-            by_rank.setdefault(piece.owners["theirs"], []).append(piece)
+            pieces_of.setdefault(piece.owners["theirs"], []).append(piece)
     versions: set[int] = set()
-    for donor_rank, wanted in by_rank.items():
+    for donor_rank, pieces in pieces_of.items():
         deadline = Deadline(patience_s, "calling the donor")
         channel = donor.routes.dial(donor.peers[donor_rank], {"purpose": "fetch"}, deadline)
         try:
-            for piece in wanted:
+            for piece in pieces:
                 place = fragment.places(piece.start, piece.stop)
-                parts = [anchor[place]] if momentum is None else [anchor[place], momentum[place]]
-                versions.add(
-                    _read(channel, number, least, piece.start, piece.stop, parts, patience_s)
+                parts = [anchor[place]]
+                if momentum is not None:
+                    parts.append(momentum[place])
+                version = _read(
+                    channel, index, least_version, piece.start, piece.stop, parts, patience_s
                 )
-                if min(versions) < least:
+                versions.add(version)
+                if version < least_version:
                     return versions
         finally:
             channel.close()
@@ -189,21 +259,41 @@ def _fetch(
 
 def _read(
     channel: Channel,
-    number: int,
-    least: int,
+    index: int,
+    least_version: int,
     start: int,
     stop: int,
     parts: Sequence[torch.Tensor],
     patience_s: float,
 ) -> int:
-    """Anchor and momentum of some elements, into `parts`; their version."""
+    """Request a range of elements on an open connection, and read the answer.
+
+    Args:
+        channel: Connection to a rank of the donor.
+        index: Index of the fragment.
+        least_version: Version for which the donor waits.
+        start: First element.
+        stop: Element after the last.
+        parts: Tensors to fill: the anchor, and the momentum if there is one.
+        patience_s: Seconds for the answer (more for many bytes).
+
+    Returns:
+        The version of the elements.
+
+    Raises:
+        ConnectionError: The answer has another size, or is not finite.
+    """
     buffers = [bytes_of(part) for part in parts]
-    deadline = Deadline.for_bytes(patience_s, sum(map(len, buffers)), "taking weights")
-    channel.send({"fragment": number, "version": least, "start": start, "stop": stop}, deadline)
+    expected_sizes = [len(buffer) for buffer in buffers]
+    deadline = Deadline.for_bytes(patience_s, sum(expected_sizes), "taking weights")
+    channel.send(
+        {"fragment": index, "version": least_version, "start": start, "stop": stop}, deadline
+    )
     answer = Table(channel.receive(deadline), "what a donor gives")
-    sizes = [answer.take(name, int) for name in ("anchor", "momentum")]
-    if sizes[: len(buffers)] != list(map(len, buffers)) or any(sizes[len(buffers) :]):
-        raise ConnectionError(f"{sizes} bytes came instead of {list(map(len, buffers))}")
+    sizes = [answer.take("anchor", int), answer.take("momentum", int)]
+    unexpected_sizes = sizes[len(buffers) :]
+    if sizes[: len(buffers)] != expected_sizes or any(unexpected_sizes):
+        raise ConnectionError(f"{sizes} bytes came instead of {expected_sizes}")
     channel.receive_bytes(buffers, deadline)
     if not all(bool(part.isfinite().all()) for part in parts):
         raise ConnectionError("its weights are not finite")

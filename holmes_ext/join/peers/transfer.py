@@ -1,8 +1,11 @@
-"""Bytes to and from several ranks at once: as much as goes on each connection, until all is there or has
-failed.
+"""Non-blocking transfer of bytes to and from several ranks at once, with one selector.
 
-A peer fails when nothing comes or goes for `patience_s`, and when all takes longer than its deadline: how
-long the same number of bytes took at best, four times over (Speed).
+1. Each connection first sends a label: round, attempt, number of bytes. It must equal the expected one.
+2. The selector waits for any connection that can be read or written, and moves as many bytes as possible
+   without blocking, until all transfers are complete or have failed.
+
+No transfer waits for ever. It fails when no byte moves for `patience_s` seconds, and when its deadline passes,
+which is four times the best time that the same number of bytes to this peer has taken (Speed).
 """
 
 from __future__ import annotations
@@ -21,43 +24,59 @@ from holmes_ext.join.sockets.channel import Channel
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.words import why
 
+#: Round, attempt, number of bytes that follow.
 _LABEL = struct.Struct("!QIQ")
-#: Bytes given to the kernel, or taken from it, in one call.
+#: Bytes that are read or written in one system call, at most.
 _CALL_BYTES = 2**20
-#: How much slower than at its fastest a peer may be.
+#: Time that a peer may take, as a multiple of its best time.
 _SLOWER = 4.0
-#: Bytes of an exchange from which its rate says something.
+#: Bytes of the smallest exchange that says something about a peer's rate.
 _ENOUGH = 2**20
+#: Seconds between two checks for late transfers, at most.
+_LONGEST_SELECT_S = 1.0
 _CLOSED = "it has called again, so this connection was closed"
 
 
 class Speed:
-    """How long a peer may take, by what it took before."""
+    """Best transfer rates to the jobs so far, from which the deadlines of exchanges follow."""
 
     def __init__(self) -> None:
-        self._seconds_per_byte: dict[str, float] = {}
+        self._seconds_per_byte: dict[str, float] = {}  # by job
 
     def deadline(self, peer: Peer, count: int, patience_s: float) -> Deadline:
-        """For `count` bytes to and from a peer."""
-        what, usual = f"the exchange with job {peer.job}", self._seconds_per_byte.get(peer.job)
-        if usual is None:
-            return Deadline.for_bytes(patience_s, count, what)
-        return Deadline(patience_s + _SLOWER * usual * count, what)
+        """Return the deadline for exchanging `count` bytes in all with a peer."""
+        purpose = f"the exchange with job {peer.job}"
+        best = self._seconds_per_byte.get(peer.job)
+        if best is None:
+            return Deadline.for_bytes(patience_s, count, purpose)
+        return Deadline(patience_s + _SLOWER * best * count, purpose)
 
     def took(self, peer: Peer, count: int, seconds: float) -> None:
-        """The least since it failed last counts; of the last one each could take four times as long as the
-        one before it."""
+        """Record the time of an exchange.
+
+        The best time since the last failure counts. If the latest one did, a job could take four
+        times as long in each exchange as in the one before.
+        """
         if count >= _ENOUGH:
-            known = self._seconds_per_byte.get(peer.job, math.inf)
-            self._seconds_per_byte[peer.job] = min(known, seconds / count)
+            best = self._seconds_per_byte.get(peer.job, math.inf)
+            self._seconds_per_byte[peer.job] = min(best, seconds / count)
 
     def failed(self, job: str) -> None:
-        """Next time it gets the time of one that is not known."""
+        """Forget the rate of a job, because an exchange with it failed."""
         self._seconds_per_byte.pop(job, None)
 
 
 class PeerTransfer:
-    """What still goes to and comes from one rank over one connection. label: (round, attempt)."""
+    """Bytes that still go to and come from one rank over one connection.
+
+    Args:
+        peer: The rank at the other end.
+        channel: The connection.
+        label: Round and attempt, which both ends must have in common.
+        out: Bytes to send.
+        into: Buffers for the bytes to receive.
+        deadline: Until when all bytes must have been moved.
+    """
 
     def __init__(
         self,
@@ -68,31 +87,54 @@ class PeerTransfer:
         into: Sequence[memoryview],
         deadline: Deadline,
     ):
-        self.peer, self.connection, self.deadline = peer, channel.socket, deadline
-        self.sent = self.received = 0
-        self.heard = time.monotonic()
-        self._theirs = _LABEL.pack(*label, sum(map(len, into)))
-        ours = memoryview(_LABEL.pack(*label, sum(map(len, out))))
-        self._outgoing = chain(channel.outgoing([ours]), channel.outgoing(out))
-        self._incoming = self._expected(channel, into)
-        self._out = next(self._outgoing, None)
-        self._into = next(self._incoming, None)
+        self.peer = peer
+        self.connection = channel.socket
+        self.deadline = deadline
+        self.sent = 0  # bytes
+        self.received = 0  # bytes
+        self.heard = time.monotonic()  # when a byte was last moved
+        self._expected_label = _LABEL.pack(*label, sum(map(len, into)))
+        our_label = memoryview(_LABEL.pack(*label, sum(map(len, out))))
+        self._outgoing = chain(channel.outgoing([our_label]), channel.outgoing(out))
+        self._incoming = self._buffers_to_fill(channel, into)
+        self._out = next(self._outgoing, None)  # rest of the current buffer; None: all was sent
+        self._into = next(
+            self._incoming, None
+        )  # rest of the current buffer; None: all was received
 
-    def _expected(self, channel: Channel, into: Sequence[memoryview]) -> Iterator[memoryview]:
-        came = bytearray(_LABEL.size)
-        yield from channel.incoming([memoryview(came)])
-        if bytes(came) != self._theirs:
+    def _buffers_to_fill(
+        self, channel: Channel, into: Sequence[memoryview]
+    ) -> Iterator[memoryview]:
+        """Yield the buffers to fill with received bytes, in order: the label, then the data.
+
+        Raises:
+            ConnectionError: The received label is not the expected one.
+        """
+        label = bytearray(_LABEL.size)
+        yield from channel.incoming([memoryview(label)])
+        if bytes(label) != self._expected_label:
             raise ConnectionError("it is at another round")
         yield from channel.incoming(into)
 
     @property
     def events(self) -> int:
-        """0: all is done."""
-        wants_write = selectors.EVENT_WRITE if self._out is not None else 0
-        return wants_write | (selectors.EVENT_READ if self._into is not None else 0)
+        """Return the selector events for which the transfer waits; 0: it is complete."""
+        events = 0
+        if self._out is not None:
+            events |= selectors.EVENT_WRITE
+        if self._into is not None:
+            events |= selectors.EVENT_READ
+        return events
 
     def move(self, mask: int) -> None:
-        """As much as goes without waiting; OSError: the connection is gone, or carries what it should not."""
+        """Send and receive as many bytes as possible without blocking.
+
+        Args:
+            mask: Selector events of the connection.
+
+        Raises:
+            OSError: The connection is lost, or carries unexpected data.
+        """
         try:
             if mask & selectors.EVENT_WRITE and self._out is not None:
                 self._write()
@@ -109,7 +151,7 @@ class PeerTransfer:
         self._out = self._out[count:] or next(self._outgoing, None)
 
     def _read(self) -> None:
-        """Until the system, and TLS, have nothing more for now."""
+        """Receive until neither the kernel nor the TLS layer has more bytes."""
         while self._into is not None:
             count = self.connection.recv_into(self._into[:_CALL_BYTES])
             if count == 0:
@@ -117,39 +159,51 @@ class PeerTransfer:
             self.received += count
             self.heard = time.monotonic()
             self._into = self._into[count:] or next(self._incoming, None)
-            if not (isinstance(self.connection, ssl.SSLSocket) and self.connection.pending()):
+            # A selector does not see bytes that TLS has decrypted already.
+            has_decrypted = isinstance(self.connection, ssl.SSLSocket) and self.connection.pending()
+            if not has_decrypted:
                 return
 
 
 def run(transfers: Iterable[PeerTransfer], patience_s: float) -> dict[str, str]:
-    """Move everything; the jobs that failed, each with the reason."""
+    """Run all transfers until each is complete or has failed.
+
+    Args:
+        transfers: Transfers over different connections.
+        patience_s: Seconds without a byte after which a transfer fails.
+
+    Returns:
+        Job whose transfer failed -> reason.
+    """
     failed: dict[str, str] = {}
     with selectors.DefaultSelector() as selector:
         for transfer in transfers:
-            if reason := _move(
-                transfer, selectors.EVENT_READ
-            ):  # what TLS holds already wakes no selector
-                failed[transfer.peer.job] = reason
-            elif transfer.events and (reason := _watch(selector.register, transfer)):
+            # Read first: bytes that TLS has decrypted already would not wake the selector.
+            reason = _move(transfer, selectors.EVENT_READ)
+            if not reason and transfer.events:
+                reason = _watch(selector.register, transfer)
+            if reason:
                 failed[transfer.peer.job] = reason
         while selector.get_map():
-            for key, mask in selector.select(min(1.0, patience_s / 4)):
-                transfer, before = key.data, key.events
-                if reason := _move(transfer, mask):
-                    failed[transfer.peer.job] = reason
+            for key, mask in selector.select(min(_LONGEST_SELECT_S, patience_s / 4)):
+                transfer = key.data
+                reason = _move(transfer, mask)
                 if reason or not transfer.events:
                     selector.unregister(transfer.connection)
-                elif transfer.events != before and (reason := _watch(selector.modify, transfer)):
+                elif transfer.events != key.events:
+                    reason = _watch(selector.modify, transfer)
+                if reason:
                     failed[transfer.peer.job] = reason
             for transfer in [key.data for key in selector.get_map().values()]:
-                if reason := _late(transfer, patience_s):
+                reason = _lateness(transfer, patience_s)
+                if reason:
                     failed[transfer.peer.job] = reason
                     selector.unregister(transfer.connection)
     return failed
 
 
 def _move(transfer: PeerTransfer, mask: int) -> str:
-    """Why it failed; "" where it did not."""
+    """Move bytes of a transfer; return why it failed, "" if it did not."""
     try:
         transfer.move(mask)
         return ""
@@ -158,8 +212,15 @@ def _move(transfer: PeerTransfer, mask: int) -> str:
 
 
 def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
-    """A selector's register() or modify(). Why it failed: the thread that takes calls has closed the
-    connection meanwhile, as the peer has called again (links.py); "" where it did not."""
+    """Register the events of a transfer with a selector; return why that failed, "" if it did not.
+
+    It fails if the peer has called again in the meantime: the thread that accepts calls then closes the
+    old connection (links.py).
+
+    Args:
+        change: The selector's `register` or `modify`.
+        transfer: The transfer.
+    """
     try:
         change(transfer.connection, transfer.events, transfer)
         return ""
@@ -167,15 +228,13 @@ def _watch(change: Callable[..., Any], transfer: PeerTransfer) -> str:
         return f"{transfer.peer}: {_CLOSED}"
 
 
-def _late(transfer: PeerTransfer, patience_s: float) -> str:
-    """Why it is not waited for; "" where it is."""
-    who = transfer.peer
+def _lateness(transfer: PeerTransfer, patience_s: float) -> str:
+    """Return why a transfer must be given up; "" if it may go on."""
+    peer = transfer.peer
     if transfer.connection.fileno() < 0:
-        return f"{who}: {_CLOSED}"
+        return f"{peer}: {_CLOSED}"
     if time.monotonic() - transfer.heard > patience_s:
-        return f"{who}: silent for {patience_s:.3g} s"
-    return (
-        f"{who}: not done after {transfer.deadline.seconds:.3g} s"
-        if transfer.deadline.passed
-        else ""
-    )
+        return f"{peer}: silent for {patience_s:.3g} s"
+    if transfer.deadline.passed:
+        return f"{peer}: not done after {transfer.deadline.seconds:.3g} s"
+    return ""

@@ -1,23 +1,26 @@
-"""What the jobs' pseudo-gradients of a fragment become together.
+"""Aggregation of the jobs' pseudo-gradients of a fragment into one (setting `aggregate`).
 
-    mean       sum of w_j d_j, w by tokens (or equal)
-    median     of each element; trimmed: the mean of each element without the `trim` least and largest (Yin et
-               al., arXiv 1803.01498)
-    geometric  the point with the least sum of distances, by Weiszfeld's steps (RFA, Pillutla et al., arXiv
-               1912.13445, algorithm 2):
+With d_j the pseudo-gradient of job j, w_j its share of the tokens, and J jobs:
+
+    mean       sum of w_j d_j (equal shares with weight=equal)
+    median     median of each element; trimmed: mean of each element without the `trim` smallest and largest
+               values (Yin et al., arXiv 1803.01498)
+    geometric  geometric median: the point with the least sum of distances, by Weiszfeld's iteration
+               (RFA, Pillutla et al., arXiv 1912.13445, algorithm 2):
                    z <- sum of w_j d_j / max(nu, |d_j - z|), divided by the sum of the factors
-    clipping   centered clipping (Karimireddy et al., arXiv 2012.10333, algorithm 2), from v = 0; radius: the
-               median of the distances:
+    clipping   centered clipping (Karimireddy et al., arXiv 2012.10333, algorithm 2), from v = 0, with the
+               median of the distances as radius:
                    v <- v + sum of w_j (d_j - v) min(1, radius / |d_j - v|)
-    flag       Flag Aggregator (Almasi et al., arXiv 2302.05865, its data term): the subspace Y, m = ceil((J +
-               1) / 2) dimensions, that minimizes the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by iteratively
-               reweighted least squares; then the mean, projected on Y. Directions alone choose Y, so a long
-               vector may lie in it: in the mean none counts as longer than the median length
+    flag       Flag Aggregator (Almasi et al., arXiv 2302.05865, its data term): the subspace Y of
+               m = ceil((J + 1) / 2) dimensions that minimizes the sum of sqrt(1 - |Y' d_j|^2 / |d_j|^2), by
+               iteratively reweighted least squares; then the mean, projected on Y. Directions alone determine
+               Y, so a long vector may lie in it: in the mean no vector counts as longer than the median
 
-The last three depend on the vectors through their products d_i . d_j alone, and what comes out is a sum of
-c_j d_j. So each rank multiplies the elements that it exchanges, the products are summed over a job's ranks,
-and shards do not change the result; only J numbers c_j are needed to combine. (byzfl's take whole vectors and
-no products: they serve as reference in the tests.)
+The last three need only the inner products d_i . d_j (the Gram matrix), and their result is a sum of
+c_j d_j. Each rank computes the products of its own elements, an all-reduce over the job adds them up, and
+the J numbers c_j suffice to combine the elements of each rank. So the way in which a job shards its
+weights does not change the result. (The implementations of byzfl take whole vectors; the tests compare
+ours with them.)
 """
 
 from __future__ import annotations
@@ -30,16 +33,37 @@ import torch
 
 from holmes_ext.join.settings import OuterSettings
 
-_STEPS, _CLIPPING_STEPS = 100, 5
-#: Distances are not taken for smaller than this share of the longest vector.
+#: Iterations of the geometric median and the flag aggregator, at most.
+_STEPS = 100
+#: Iterations of centered clipping.
+_CLIPPING_STEPS = 5
+#: Smallest distance in the geometric median (nu), as a share of the longest vector.
 _SMALLEST = 1e-6
+#: Elements that are converted to float64 at a time.
+_CHUNK = 2**16
+#: Vectors that are needed for the median, the trimmed mean and the flag aggregator to have an effect.
+_LEAST_VECTORS = 3
+#: Change of the coefficients below which Weiszfeld's iteration has converged.
+_WEISZFELD_TOLERANCE = 1e-12
+#: Relative change of the weights below which the flag aggregator's iteration has converged.
+_FLAG_TOLERANCE = 1e-9
+#: Eigenvalues below this share of the largest one count as zero.
+_EIGENVALUE_TOLERANCE = 1e-12
+#: Least residual 1 - |Y' d|^2 / |d|^2 of a vector.
+_LEAST_RESIDUAL = 1e-8
+#: Least divisor, far below every distance.
+_TINY = 1e-300
 
 
 def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """d_i . d_j of flat tensors: float64 [J, J], to be summed over ranks; without a whole copy in float64."""
+    """Return the inner products d_i . d_j of flat tensors, as float64 [J, J].
+
+    The products of all ranks' elements add up to those of whole vectors. The tensors are
+    converted to float64 chunk by chunk.
+    """
     result = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
-    for parts in zip(*(gradient.split(2**16) for gradient in gradients)):
-        rows = torch.stack(parts).double()
+    for chunks in zip(*(gradient.split(_CHUNK) for gradient in gradients)):
+        rows = torch.stack(chunks).double()
         result += rows @ rows.T
     return result
 
@@ -47,85 +71,136 @@ def products(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 def coefficients(
     settings: OuterSettings, gram: torch.Tensor, shares: Sequence[float]
 ) -> list[float]:
-    """c_j of the sum; gram: products over all elements; shares: each job's part of the tokens."""
-    w = torch.tensor(shares, dtype=torch.float64)
+    """Return the coefficients c_j with which `combine` adds up the pseudo-gradients.
+
+    Args:
+        settings: Names the aggregate.
+        gram: Inner products of the whole pseudo-gradients, float64 [J, J].
+        shares: Each job's share of the tokens.
+    """
+    weights = torch.tensor(shares, dtype=torch.float64)
     if settings.aggregate == "geometric":
-        return geometric_median(gram, w).tolist()
+        return geometric_median(gram, weights).tolist()
     if settings.aggregate == "clipping":
-        return centered_clipping(gram, w).tolist()
-    if settings.aggregate == "flag" and len(shares) > 2:
-        return flag_aggregate(gram, w).tolist()
+        return centered_clipping(gram, weights).tolist()
+    if settings.aggregate == "flag" and len(shares) >= _LEAST_VECTORS:
+        return flag_aggregate(gram, weights).tolist()
     return list(shares)
 
 
 def combine(
     settings: OuterSettings, gradients: Sequence[torch.Tensor], factors: Sequence[float]
 ) -> torch.Tensor:
-    """Of this rank's elements; factors: coefficients(). Added up in order: the same bits in every job."""
+    """Return the aggregate of this rank's elements of the pseudo-gradients.
+
+    Terms are added in the order of the jobs, so that all jobs get the same bits.
+
+    Args:
+        settings: Names the aggregate.
+        gradients: Flat tensors, one of each job. The first one is not changed.
+        factors: What `coefficients` returned.
+    """
     count = len(gradients)
-    if settings.aggregate in ("median", "trimmed") and count > 2:
-        cut = (
-            (count - 1) // 2
-            if settings.aggregate == "median"
-            else min(settings.trim, (count - 1) // 2)
-        )
-        return torch.stack(list(gradients)).sort(0).values[cut : count - cut].mean(0)
+    if settings.aggregate in ("median", "trimmed") and count >= _LEAST_VECTORS:
+        most_trimmed = (count - 1) // 2  # leaves one value, or two
+        if settings.aggregate == "median":
+            trimmed = most_trimmed
+        else:
+            trimmed = min(settings.trim, most_trimmed)
+        values = torch.stack(list(gradients)).sort(0).values
+        return values[trimmed : count - trimmed].mean(0)
     total = gradients[0] * factors[0]
     for gradient, factor in zip(gradients[1:], factors[1:]):
         total.add_(gradient, alpha=factor)
     return total
 
 
-def _distances(gram: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """|d_j - sum of c_i d_i| of every j."""
-    square = gram.diagonal() - 2 * gram @ c + c @ gram @ c
-    return square.clamp(min=0).sqrt()
+def _distances(gram: torch.Tensor, point: torch.Tensor) -> torch.Tensor:
+    """Return the distance of each vector d_j from the point sum of c_i d_i.
+
+    Args:
+        gram: Inner products of the vectors, [J, J].
+        point: The coefficients c of the point, [J].
+    """
+    squares_of_vectors = gram.diagonal()
+    square_of_point = point @ gram @ point
+    squares = squares_of_vectors - 2 * gram @ point + square_of_point
+    return squares.clamp(min=0).sqrt()
 
 
-def geometric_median(gram: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    floor = _SMALLEST * math.sqrt(float(gram.diagonal().max()))
-    if floor == 0:
-        return w
-    c = w
+def geometric_median(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the coefficients of the weighted geometric median, by Weiszfeld's iteration.
+
+    Args:
+        gram: Inner products of the vectors, [J, J].
+        weights: Weight of each vector's distance, [J].
+    """
+    least_distance = _SMALLEST * math.sqrt(float(gram.diagonal().max()))
+    if least_distance == 0:
+        return weights
+    point = weights
     for _ in range(_STEPS):
-        factors = w / _distances(gram, c).clamp(min=floor)
-        before, c = c, factors / factors.sum()
-        if float((c - before).abs().max()) < 1e-12:
+        factors = weights / _distances(gram, point).clamp(min=least_distance)
+        previous = point
+        point = factors / factors.sum()
+        if float((point - previous).abs().max()) < _WEISZFELD_TOLERANCE:
             break
-    return c
+    return point
 
 
 def centered_clipping(
-    gram: torch.Tensor, w: torch.Tensor, radius: float | None = None, steps: int = _CLIPPING_STEPS
+    gram: torch.Tensor,
+    weights: torch.Tensor,
+    radius: float | None = None,
+    steps: int = _CLIPPING_STEPS,
 ) -> torch.Tensor:
-    """radius: None takes the median of the distances in every step."""
-    c = torch.zeros_like(w)
+    """Return the coefficients of the centered clipping of the vectors.
+
+    Args:
+        gram: Inner products of the vectors, [J, J].
+        weights: Weight of each vector, [J].
+        radius: Length to which differences are clipped; None: the median distance in each step.
+        steps: Number of iterations.
+    """
+    center = torch.zeros_like(weights)
     for _ in range(steps):
-        distances = _distances(gram, c)
+        distances = _distances(gram, center)
         bound = statistics.median(distances.tolist()) if radius is None else radius
-        pulled = w * (bound / distances.clamp(min=1e-300)).clamp(max=1.0)
-        c = c + pulled - pulled.sum() * c
-    return c
+        clipped_weights = weights * (bound / distances.clamp(min=_TINY)).clamp(max=1.0)
+        center = center + clipped_weights - clipped_weights.sum() * center
+    return center
 
 
-def flag_aggregate(gram: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """With A = D S (D: the vectors as columns, S: 1 / length and the square roots of the weights), Y are A's
-    first m left singular vectors: A V / s of the eigenvectors V and eigenvalues s^2 of A'A = S gram S. Y Y' x
-    = D S V s^-2 V' S D' x needs gram alone."""
+def flag_aggregate(gram: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the coefficients of the Flag Aggregator: the mean, projected on a common subspace.
+
+    With the vectors as columns of D, and S the diagonal matrix of sqrt(reweighting_j) / |d_j|, the basis Y
+    of the subspace is the first m left singular vectors of D S. From the eigenvectors V and
+    eigenvalues s^2 of (D S)' D S = S gram S follows Y = D S V / s, so that the projection
+    Y Y' x = D S V s^-2 V' S D' x needs only the Gram matrix.
+
+    Args:
+        gram: Inner products of the vectors, [J, J].
+        weights: Weight of each vector in the mean, [J].
+    """
     lengths = gram.diagonal().sqrt()
     if float(lengths.min()) == 0:
-        return w
-    dimensions = math.ceil((len(w) + 1) / 2)
-    weights = torch.ones_like(w)
+        return weights
+    dimensions = math.ceil((len(weights) + 1) / 2)
+    reweighting = torch.ones_like(weights)
     for _ in range(_STEPS):
-        scale = weights.sqrt() / lengths
-        values, vectors = torch.linalg.eigh(scale[:, None] * gram * scale)
-        values, vectors = values[-dimensions:], vectors[:, -dimensions:]
-        kept = values > 1e-12 * values[-1]
-        half = scale[:, None] * vectors[:, kept] / values[kept].sqrt()  # Y = D half
-        explained = (gram @ half).square().sum(1) / gram.diagonal()
-        before, weights = weights, 1 / (1 - explained).clamp(min=1e-8).sqrt()
-        if float((weights / before - 1).abs().max()) < 1e-9:
+        scale = reweighting.sqrt() / lengths
+        eigenvalues, eigenvectors = torch.linalg.eigh(scale[:, None] * gram * scale)
+        eigenvalues = eigenvalues[-dimensions:]  # in ascending order
+        eigenvectors = eigenvectors[:, -dimensions:]
+        nonzero = eigenvalues > _EIGENVALUE_TOLERANCE * eigenvalues[-1]
+        # Coefficients of the basis: Y = D basis.
+        basis = scale[:, None] * eigenvectors[:, nonzero] / eigenvalues[nonzero].sqrt()
+        explained = (gram @ basis).square().sum(1) / gram.diagonal()
+        previous = reweighting
+        reweighting = 1 / (1 - explained).clamp(min=_LEAST_RESIDUAL).sqrt()
+        if float((reweighting / previous - 1).abs().max()) < _FLAG_TOLERANCE:
             break
-    capped = (statistics.median(lengths.tolist()) / lengths).clamp(max=1.0)
-    return half @ (half.T @ (gram @ (w * capped)))
+    median_length = statistics.median(lengths.tolist())
+    length_caps = (median_length / lengths).clamp(max=1.0)
+    return basis @ (basis.T @ (gram @ (weights * length_caps)))

@@ -1,59 +1,81 @@
-"""What a job says to the coordinator, and hears from it (of other jobs, too), on all of its ranks at once:
-rank 0 asks, all get the answer."""
+"""Requests to the coordinator on all ranks of a job at once, and the information about other jobs.
+
+All functions that talk to the coordinator are collective: rank 0 sends the request, and broadcasts the reply
+to the other ranks of the job. So all ranks get the same verdict.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.client import CoordinatorClient
+from holmes_ext.join.coordinator.client import CoordinatorClient, RoundSalt
 from holmes_ext.join.peers.routes import Peer
 from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.shards.ownership import RankRange
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.runtime.deadline import Deadline
 
-#: Seconds for a coordinator that did not answer the last time.
+#: Seconds to wait for a coordinator that did not answer the last request.
 _AWAY_S = 2.0
+#: Seconds to wait for the coordinator beyond two timeouts of the job.
+_EXTRA_S = 10.0
+#: Reply of the coordinator: its key "verdict" says what the job does next.
 Verdict = dict[str, Any]
 
 
 class CoordinatorLink:
-    """client: rank 0's, None on the others. patience_s: of the job's settings.
+    """Collective requests of a job to the coordinator.
 
-    Until the job has entered, what the coordinator refuses ends it, with the coordinator's line. Afterwards
-    nothing that it says, and nothing that it does not say, ends training: the round comes to nothing, with
+    Until the job has entered the run, a refusal of the coordinator ends the job with the coordinator's
+    message. Afterwards neither a refusal nor silence ends training: the request gets the verdict "void", with
     the reason.
+
+    Args:
+        client: Client of rank 0; None on the other ranks.
+        job_ranks: Collectives over the ranks of the job.
+        patience_s: The job's timeout for other jobs, in seconds.
     """
 
     def __init__(self, client: CoordinatorClient | None, job_ranks: JobRanks, patience_s: float):
-        self.client, self._job_ranks, self._patience_s = client, job_ranks, patience_s
-        self.entered = self._away = False
+        self.client = client
+        self._job_ranks = job_ranks
+        self._patience_s = patience_s
+        self.entered = False
+        self._is_away = False  # the coordinator did not answer the last request
 
     def ask(self, op: str, document: Mapping[str, Any]) -> Verdict:
-        """Collective. Of what is not a verdict, a void one is made."""
+        """Send a request and return the coordinator's verdict on all ranks; collective.
+
+        Args:
+            op: Name of the request, such as "ready".
+            document: Its other keys; only those of rank 0 count.
+
+        Raises:
+            HolmesError: The coordinator refuses the job, which has not entered yet.
+        """
         answer: Verdict = {}
         if self._job_ranks.rank == 0:
-            answer = self._answer(op, document)
-        answer = self._job_ranks.from_first(answer)
+            answer = self._ask_on_rank_0(op, document)
+        answer = self._job_ranks.broadcast_from_rank_0(answer)
         if "refused" in answer:
             self._job_ranks.refuse(answer["refused"])
         return answer
 
     def salt_of(self, number: int) -> str:
-        """For summing up a fragment in this round, or ""; rank 0's, on all ranks."""
-        known = self.client.salt if self.client is not None else (0, "")
-        known = self._job_ranks.from_first(list(known))
-        return str(known[1]) if known[0] == number else ""
+        """Return the coordinator's salt for round `number`, "" if rank 0 does not have it; collective."""
+        latest = self.client.salt if self.client is not None else RoundSalt(0, "")
+        round_number, salt = self._job_ranks.broadcast_from_rank_0(list(latest))
+        return str(salt) if round_number == number else ""
 
-    def _answer(self, op: str, document: Mapping[str, Any]) -> Verdict:
+    def _ask_on_rank_0(self, op: str, document: Mapping[str, Any]) -> Verdict:
         assert self.client is not None
-        seconds = _AWAY_S if self._away else 2 * self._patience_s + 10
+        seconds = _AWAY_S if self._is_away else 2 * self._patience_s + _EXTRA_S
         try:
             answer = self.client.ask(op, document, Deadline(seconds, "the coordinator"))
-            self._away = False
+            self._is_away = False
             if isinstance(answer.get("verdict"), str):
                 return answer
             why = "the coordinator's answer cannot be read"
@@ -62,113 +84,177 @@ class CoordinatorLink:
             if not self.entered:
                 return {"refused": why}
         except TimeoutError as error:
-            self._away, why = True, str(error)
+            self._is_away = True
+            why = str(error)
         return {"verdict": "void", "round": int(document.get("round", 0)), "why": why}
 
 
+class _CachedChecksum(NamedTuple):
+    version: int
+    checksum: int
+
+
 class Claims:
-    """What a job says that it has: of each fragment the version and a checksum of its anchor and momentum. Of
-    one rank. told: versions and checksums as last computed, for the coordinator."""
+    """Versions and checksums of a job's fragments, as it reports them to the coordinator.
+
+    The checksum of a fragment covers its anchor and momentum on all ranks of the job. It is computed once for
+    each version.
+    """
 
     def __init__(self, state: OuterState, job_ranks: JobRanks):
-        self._state, self._job_ranks = state, job_ranks
-        self._sums: dict[int, tuple[int, int]] = {}
-        count = len(state.fragments)
+        self._state = state
+        self._job_ranks = job_ranks
+        self._cache: dict[int, _CachedChecksum] = {}  # by fragment
+        #: Latest report: "versions" and "checksums" ("": unknown) of all fragments.
         self.told: dict[str, list] = {
-            "versions": [f.promised for f in state.fragments],
-            "checksums": [""] * count,
+            "versions": [fragment.promised for fragment in state.fragments],
+            "checksums": [""] * len(state.fragments),
         }
 
     def renew(self, versions: Sequence[int]) -> dict[str, list]:
-        """Collective. versions: those that training had when it submitted. What it had not applied then, and
-        may be applying now, is promised, without a checksum; the others' anchors do not change while this
-        thread reads them."""
+        """Return the current versions and checksums of all fragments; collective.
+
+        The training thread may be applying an outer step at the same time. A fragment with a step that was
+        pending at submission is reported with the version that it will have, without a checksum. The
+        anchors of the other fragments do not change while the checksums are computed.
+
+        Args:
+            versions: Versions that the fragments had when training submitted the pseudo-gradient.
+        """
         with self._state.lock:
-            promised = [f.promised for f in self._state.fragments]
-        still = [k for k, version in enumerate(versions) if promised[k] == version]
-        unknown = [k for k in still if self._sums.get(k, (-1, 0))[0] != versions[k]]
-        for k, total in zip(unknown, self._checksums(unknown, "")):
-            self._sums[k] = (versions[k], total)
-        checksums = [
-            hexadecimal(self._sums[k][1]) if k in still else "" for k in range(len(promised))
-        ]
+            promised = [fragment.promised for fragment in self._state.fragments]
+        stable = [index for index, version in enumerate(versions) if promised[index] == version]
+        outdated = []
+        for index in stable:
+            cached = self._cache.get(index)
+            if cached is None or cached.version != versions[index]:
+                outdated.append(index)
+        for index, checksum in zip(outdated, self._checksums(outdated, salt="")):
+            self._cache[index] = _CachedChecksum(versions[index], checksum)
+        checksums = [""] * len(promised)
+        for index in stable:
+            checksums[index] = hexadecimal(self._cache[index].checksum)
         self.told = {"versions": promised, "checksums": checksums}
         return self.told
 
     def salted(self, fragment: int, salt: str) -> str:
-        """Another checksum of a fragment, that nobody could know before the salt. Collective."""
+        """Return the checksum of a fragment with a salt; collective.
+
+        A job that does not have the weights cannot know this checksum before it learns the salt.
+        """
         return hexadecimal(self._checksums([fragment], salt)[0])
 
     def forget(self, fragment: int) -> None:
-        """The anchor is another one, though its version is not."""
-        self._sums.pop(fragment, None)
+        """Forget the checksum of a fragment that was replaced with another job's."""
+        self._cache.pop(fragment, None)
 
     def _checksums(self, fragments: Sequence[int], salt: str) -> list[int]:
         position = self._state.weights.position
-        mine = [self._state.fragments[k].checksum(position, salt) for k in fragments]
-        return self._job_ranks.sum_modulo(mine) if mine else []
+        of_this_rank = [
+            self._state.fragments[index].checksum(position, salt) for index in fragments
+        ]
+        if not of_this_rank:
+            return []
+        return self._job_ranks.all_reduce_checksums(of_this_rank)
 
 
 def hexadecimal(value: int) -> str:
-    """Of a sum modulo 2^64, as it is told."""
+    """Return a checksum (modulo 2^64) as 16 hexadecimal digits."""
     return f"{value:016x}"
 
 
 @dataclass(frozen=True)
 class RemoteJob:
-    """What this rank knows of an incarnation of another job: who exchanges what at this position, and
-    where."""
+    """Ranks of another job at this rank's position in the model-parallel grid."""
 
-    ranges: list[RankRange]
-    peers: dict[int, Peer]
+    ranges: list[RankRange]  # elements that each rank exchanges
+    peers: dict[int, Peer]  # rank -> address and ticket to call it
+
+
+class FoundJobs(NamedTuple):
+    """Result of `RemoteJobs.find`."""
+
+    jobs: dict[str, RemoteJob]  # by name
+    missing: frozenset[str]  # names of jobs whose ranks cannot be found any more
 
 
 class RemoteJobs:
-    """What the ranks of this job know of other jobs' ranks: who exchanges what, where they are called, and
-    what shows them whose call it is. position: of this rank in the model-parallel grid; total: elements that
-    it has there."""
+    """Cache of the ranks of other jobs: the elements they exchange, their addresses, tickets to call them.
+
+    Args:
+        coordinator: Where the ranks of a job can be looked up.
+        job_ranks: Collectives over the ranks of this job.
+        position: Position of this rank in the model-parallel grid.
+        total: Number of elements at this position.
+    """
 
     def __init__(
         self, coordinator: CoordinatorLink, job_ranks: JobRanks, position: str, total: int
     ):
-        self._coordinator, self._job_ranks = coordinator, job_ranks
-        self._position, self._total = position, total
-        self._known: dict[tuple[str, str], RemoteJob] = {}
+        self._coordinator = coordinator
+        self._job_ranks = job_ranks
+        self._position = position
+        self._total = total
+        self._cache: dict[tuple[str, str], RemoteJob] = {}  # (job, incarnation) -> its ranks
 
     def names(self) -> list[str]:
-        return sorted({name for name, _ in self._known})
+        """Return the names of all jobs in the cache."""
+        return sorted({name for name, _ in self._cache})
 
-    def learn(self, incarnations: Mapping[str, str]) -> tuple[dict[str, RemoteJob], frozenset[str]]:
-        """Of each of these jobs; and those of whom nothing can be learnt any more. Collective."""
+    def find(self, incarnations: Mapping[str, str]) -> FoundJobs:
+        """Return the ranks of the given jobs, looked up at the coordinator if necessary; collective.
+
+        Args:
+            incarnations: Job -> incarnation.
+        """
         jobs: dict[str, RemoteJob] = {}
         for name, incarnation in incarnations.items():
-            if (name, incarnation) not in self._known:
+            if (name, incarnation) not in self._cache:
                 answer = self._coordinator.ask("maps", {"of": name})
                 if answer.get("incarnation") != incarnation:
                     continue
-                made = remote_job(name, answer, self._position, self._total)
-                fits = self._job_ranks.from_all(made is not None)
-                if made is None or not all(fits):
+                job = remote_job(name, answer, self._position, self._total)
+                fits_on_ranks = self._job_ranks.all_gather(job is not None)
+                if job is None or not all(fits_on_ranks):
                     continue
                 self.forget([name])
-                self._known[name, incarnation] = made
-            jobs[name] = self._known[name, incarnation]
-        return jobs, frozenset(incarnations) - frozenset(jobs)
+                self._cache[name, incarnation] = job
+            jobs[name] = self._cache[name, incarnation]
+        return FoundJobs(jobs, missing=frozenset(incarnations) - frozenset(jobs))
 
     def forget(self, names: Iterable[str]) -> None:
-        """They are learnt anew: they could not be reached."""
-        gone = set(names)
-        self._known = {key: job for key, job in self._known.items() if key[0] not in gone}
+        """Remove jobs from the cache, because they could not be reached."""
+        forgotten = set(names)
+        self._cache = {
+            (name, incarnation): job
+            for (name, incarnation), job in self._cache.items()
+            if name not in forgotten
+        }
 
 
 def remote_job(name: str, answer: Mapping[str, Any], position: str, total: int) -> RemoteJob | None:
-    """Of the coordinator's answer to "maps"; None where it does not fit this job."""
-    flat, addresses = answer["maps"].get(position, ()), answer["addresses"]
-    ranges = [RankRange(*numbers) for numbers in zip(flat[::3], flat[1::3], flat[2::3])]
+    """Return the ranks of another job from the coordinator's reply to "maps".
+
+    Args:
+        name: The other job.
+        answer: The reply: shard maps, addresses, incarnation and ticket.
+        position: Position of this rank in the model-parallel grid.
+        total: Number of elements at this position.
+
+    Returns:
+        None if the other job has other elements at this position.
+    """
+    flat = answer["maps"].get(position, ())  # start, stop, rank, start, stop, rank, ...
+    addresses = answer["addresses"]
+    ranges = [
+        RankRange(start, stop, rank) for start, stop, rank in zip(flat[::3], flat[1::3], flat[2::3])
+    ]
     if not ranges or ranges[-1].stop != total:
         return None
-    ranks = {span.rank for span in ranges}
-    incarnation, ticket = str(answer["incarnation"]), str(answer.get("ticket", ""))
-    return RemoteJob(
-        ranges, {rank: Peer(name, incarnation, rank, addresses[rank], ticket) for rank in ranks}
-    )
+    incarnation = str(answer["incarnation"])
+    ticket = str(answer.get("ticket", ""))
+    peers = {
+        rank: Peer(name, incarnation, rank, addresses[rank], ticket)
+        for rank in {span.rank for span in ranges}
+    }
+    return RemoteJob(ranges, peers)

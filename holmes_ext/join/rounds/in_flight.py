@@ -1,4 +1,4 @@
-"""What the training thread and the thread of the rounds (round_runner.py) hand each other."""
+"""Objects that the training thread and the rounds thread (round_runner.py) of a rank pass to each other."""
 
 from __future__ import annotations
 
@@ -10,46 +10,38 @@ import torch
 
 @dataclass
 class RoundResult:
-    """How a round ended, the same on all ranks of the job. verdict: "commit", "taken" (`fragments` from job
-    `source`) or "void".
+    """End of a round, the same on all ranks of a job unless noted."""
 
-    round: the last that the run has seen. period: rank 0's. bytes: that this rank sent; seconds: from start
-    to end; drift: length of the difference between this job's pseudo-gradient and the aggregate, in lengths
-    of the aggregate.
-    """
-
+    #: "commit": take the outer step; "taken": `fragments` came from job `source`; "void": no change.
     verdict: str
-    round: int
-    why: str = ""
+    round: int  # last round that the run has seen
+    why: str = ""  # reason of a void round
     source: str = ""
     fragments: list[int] = field(default_factory=list)
-    members: dict[str, float] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    period: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    norm: float = 0.0
+    members: dict[str, float] = field(default_factory=dict)  # job -> share of its pseudo-gradient
+    left_out: dict[str, str] = field(
+        default_factory=dict
+    )  # job whose pseudo-gradient did not count -> reason
+    period: int = 0  # inner steps until the next fragment, as rank 0 proposes; 0: no change
+    bytes: int = 0  # sent by this rank
+    seconds: float = 0.0  # from start to end, on this rank
+    norm: float = 0.0  # of this job's pseudo-gradient
+    #: Distance of this job's pseudo-gradient from the aggregate, divided by the aggregate's norm.
     drift: float | None = None
 
 
 @dataclass
 class InFlight:
-    """A fragment's pseudo-gradient on its way: from the step at which it was captured to the step at which
-    its sum is applied.
+    """Pseudo-gradient of a fragment, from its capture until the aggregate is applied."""
 
-    gradient: of this rank's elements. base: the version of the anchor that it was taken from. tokens: what
-    this rank has read for it. period: steps until the next fragment that this rank would take (0: fixed).
-    versions: of all fragments when it was submitted. ended: how its round did, or what it raised, told by the
-    thread of the rounds.
-    """
-
-    number: int
+    number: int  # of the round
     fragment: int
-    gradient: torch.Tensor
-    base: int
-    tokens: float
-    step: int
-    period: int = 0
-    slack_s: float = 0.0
-    versions: list[int] = field(default_factory=list)
+    gradient: torch.Tensor  # this rank's elements, float32 on the host
+    base: int  # version of the anchor from which the local weights were subtracted
+    tokens: float  # that this rank has read for it
+    step: int  # inner step at which it was captured
+    period: int = 0  # inner steps until the next fragment, as this rank proposes; 0: no change
+    slack_s: float = 0.0  # seconds until the aggregate would be applied (rounds=async)
+    versions: list[int] = field(default_factory=list)  # of all fragments at submission
+    #: Result of the round, or the exception that ended it; set by the rounds thread.
     ended: Future[RoundResult] = field(default_factory=Future)

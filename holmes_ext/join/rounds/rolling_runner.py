@@ -1,11 +1,20 @@
-"""The rounds of one rank with rounds=async, in a thread beside training: it asks for rounds all the time,
-contributes to those for which training has submitted something, and gets the sums of all.
+"""Thread that runs the outer rounds of one rank with rounds=async: it asks for rounds all the time.
 
-    all ranks   what was submitted since, as rank 0 has it
-    rank 0      "next" -> go, behind or idle -> all ranks
-    all ranks   as in round_runner.py; a round to which this job does not contribute, it only receives
+The rounds threads of all ranks of the job repeat these steps:
 
-What is committed waits as pending in the fragment until training applies it (rolling_loop.py).
+1. Rank 0: collect the pseudo-gradients that training has submitted; broadcast their number. The other ranks
+   wait until their training threads have submitted as many, so that all ranks offer the same ones.
+2. If a fragment has MOST_PENDING aggregates that training has not applied, sleep, and begin again.
+3. Rank 0: send "next" with the offers, and broadcast the verdict.
+       go       run the round as round_runner.py does; without an offer for its fragment, only receive
+       behind   take fragments from another job
+       idle     there is no round at the moment
+4. Append the result of the round to a list. The training thread takes results from the list at the end of
+   its period (rolling_loop.py) and applies the pending aggregates.
+
+Invariant: all ranks append the same results in the same order, so the training threads can agree on a
+number of results and apply the same ones. No thread waits for ever: see round_runner.py; and the
+training thread stops waiting when the rounds thread has ended.
 """
 
 from __future__ import annotations
@@ -13,66 +22,86 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.join.rounds.coordinator_link import Verdict
 from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.join.rounds.round_runner import RoundRunner, square_of
 
-#: Rounds of one fragment that may wait for training; then no more are received until it has applied some.
+#: Aggregates of one fragment that may wait for training; then no round is run until training applies some.
 MOST_PENDING = 3
-#: Seconds until the next question while training is behind, or the coordinator away.
+#: Seconds until the next request while training is behind, or the coordinator is away.
 _REST_S = 0.2
 
 
+class EndedRound(NamedTuple):
+    """A round that has ended on this rank."""
+
+    contribution: InFlight | None  # this job's pseudo-gradient; None: it only received
+    result: RoundResult
+
+
 class RollingRunner(RoundRunner):
-    """ended: rounds that have ended on this rank, in the order that all ranks of the job have."""
+    """Background thread that runs the outer rounds of one rank (setting rounds=async)."""
 
     def __init__(self, *arguments: Any, **more: Any):
         super().__init__(*arguments, **more)
+        #: Number of rounds that have ended on this rank, in the order that all ranks of the job share.
         self.ended = 0
-        self._offers: dict[int, InFlight] = {}
-        self._results: list[tuple[InFlight | None, RoundResult]] = []
+        self._offers: dict[int, InFlight] = {}  # fragment -> pseudo-gradient that waits for a round
+        self._results: list[EndedRound] = []  # that training has not taken
         self._changed = threading.Condition()
         self._error: BaseException | None = None
 
-    def results_until(self, count: int) -> list[tuple[InFlight | None, RoundResult]]:
-        """What training has not had yet of the first `count` rounds that ended: what this job contributed
-        (None: it did not), and how the round ended. Waits until they have ended on this rank, as on the job's
-        others."""
+    def results_until(self, count: int) -> list[EndedRound]:
+        """Take the results of the first `count` rounds, except those that were taken before.
+
+        Waits until these rounds have ended on this rank, as they have on rank 0.
+        """
         with self._changed:
             while self.ended < count and self._error is None and self.running:
                 self._changed.wait(1.0)
             if self._error is not None:
                 raise self._error
-            had = self.ended - len(self._results)
-            results, self._results = self._results[: count - had], self._results[count - had :]
+            already_taken = self.ended - len(self._results)
+            new = count - already_taken
+            results = self._results[:new]
+            self._results = self._results[new:]
             return results
 
-    # The thread
+    # Methods of the thread
 
     def _run(self) -> None:
+        """Ask for rounds until training ends."""
         try:
-            while self._gather():
-                self._ask_once()
+            while self._collect_submitted():
+                self._request_round()
         except BaseException as error:  # noqa: BLE001 - raised where the training thread waits
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _gather(self) -> bool:
-        """What training has submitted on rank 0 until now, on all ranks; False at the end."""
+    def _collect_submitted(self) -> bool:
+        """Add the pseudo-gradients that training has submitted to the offers; collective.
+
+        Rank 0 determines how many; the other ranks wait until they have as many.
+
+        Returns:
+            Whether training goes on.
+        """
         new: list[InFlight] = []
-        ends = False
+        is_over = False
         if self.job_ranks.rank == 0:
-            while not ends:
+            while not is_over:
                 try:
                     submitted = self._inbox.get_nowait()
                 except queue.Empty:
                     break
-                ends = submitted is None
-                new += [submitted] if submitted is not None else []
-        count, ends = self.job_ranks.from_first([len(new), ends])
+                if submitted is None:
+                    is_over = True
+                else:
+                    new.append(submitted)
+        count, is_over = self.job_ranks.broadcast_from_rank_0([len(new), is_over])
         while len(new) < count:
             submitted = self._inbox.get()
             if submitted is None:
@@ -80,67 +109,87 @@ class RollingRunner(RoundRunner):
             new.append(submitted)
         for submitted in new:
             self._offers[submitted.fragment] = submitted
-        return not ends
+        return not is_over
 
-    def _ask_once(self) -> None:
-        waiting = max(len(fragment.pending) for fragment in self.state.fragments)
-        if self.job_ranks.from_first(waiting >= MOST_PENDING):
+    def _request_round(self) -> None:
+        """Ask the coordinator for a round, and run it if there is one; collective."""
+        most_pending = max(len(fragment.pending) for fragment in self.state.fragments)
+        if self.job_ranks.broadcast_from_rank_0(most_pending >= MOST_PENDING):
             time.sleep(_REST_S)
             return
         offers = [self._offer(in_flight) for _, in_flight in sorted(self._offers.items())]
         claims = self.claims.renew(self._versions())
         verdict = self.coordinator.ask("next", {**claims, "offers": offers})
-        what = verdict["verdict"]
-        if what == "go":
-            self._join_round(verdict)
-        elif what == "behind":
-            result = self.take(verdict)
-            for fragment in result.fragments:
-                self._offers.pop(fragment, None)
-            self._end(None, result)
-        elif what != "idle":
-            self._is_void(verdict)
+        match verdict["verdict"]:
+            case "go":
+                self._run_round(verdict)
+            case "behind":
+                result = self.take(verdict)
+                for fragment in result.fragments:
+                    self._offers.pop(fragment, None)
+                self._append_result(None, result)
+            case "idle":
+                pass
+            case _:
+                self._handle_void(verdict)
 
     def _offer(self, in_flight: InFlight) -> dict[str, Any]:
-        square, tokens = self.job_ranks.sums([self._square_to_send(in_flight), in_flight.tokens])
-        offer = {"fragment": in_flight.fragment, "tokens": tokens, "slack_s": in_flight.slack_s}
-        return {**offer, "norm": square**0.5} if 0 <= square < float("inf") else offer
-
-    def _join_round(self, verdict: Verdict) -> None:
-        """To its end; begun at "go"."""
-        number, index = int(verdict["round"]), int(verdict["fragment"])
-        begin, sent = time.monotonic(), self.links.sent
-        contributes = verdict["members"].get(self.job, 0) > 0 and index in self._offers
-        mine = self._offers.get(index) if contributes else None
-        anchor = self.state.fragments[index].anchor
-        in_flight = mine or InFlight(number, index, anchor, 0, 0.0, 0)
-        in_flight.number = number
-        result = self._follow(in_flight, verdict, 0.0)
-        result.fragments = [index]
-        result.bytes, result.seconds = self.links.sent - sent, time.monotonic() - begin
-        if mine is not None:
-            result.norm = sum(self.job_ranks.sums([square_of(mine.gradient)])) ** 0.5
-        ended = result.verdict == "commit" and result.members.get(self.job, 0) > 0
-        if mine is not None and (ended or self.job in result.left_out):
-            del self._offers[index]
-        self._end(mine, result)
-
-    def _is_void(self, verdict: Verdict) -> None:
-        """The coordinator is away, or what this job offers is of no use: begin anew with the others'
-        state."""
-        result = RoundResult(
-            "void", int(verdict.get("round", self.number)), str(verdict.get("why", ""))
+        """Return the offer of a pseudo-gradient for "next" (see reports.Offer); collective."""
+        square, tokens = self.job_ranks.all_reduce_sum(
+            [self._square_to_send(in_flight), in_flight.tokens]
         )
-        result.left_out = verdict.get("left_out", {})
+        offer = {"fragment": in_flight.fragment, "tokens": tokens, "slack_s": in_flight.slack_s}
+        if 0 <= square < float("inf"):
+            offer["norm"] = square**0.5
+        return offer
+
+    def _run_round(self, verdict: Verdict) -> None:
+        """Run the round of a verdict "go" to its end; collective."""
+        begin = time.monotonic()
+        sent_before = self.links.sent
+        number = int(verdict["round"])
+        index = int(verdict["fragment"])
+        contribution: InFlight | None = None
+        if verdict["members"].get(self.job, 0) > 0:
+            contribution = self._offers.get(index)
+        in_flight = contribution
+        if in_flight is None:
+            # The job only receives: nothing of this tensor is sent, but its shape and dtype are needed.
+            anchor = self.state.fragments[index].anchor
+            in_flight = InFlight(number, index, anchor, base=0, tokens=0.0, step=0)
+        in_flight.number = number
+        result = self._follow(in_flight, verdict, momentum_square=0.0)
+        result.fragments = [index]
+        result.bytes = self.links.sent - sent_before
+        result.seconds = time.monotonic() - begin
+        if contribution is not None:
+            square = sum(self.job_ranks.all_reduce_sum([square_of(contribution.gradient)]))
+            result.norm = square**0.5
+            is_counted = result.verdict == "commit" and result.members.get(self.job, 0) > 0
+            if is_counted or self.job in result.left_out:
+                del self._offers[index]
+        self._append_result(contribution, result)
+
+    def _handle_void(self, verdict: Verdict) -> None:
+        """Record a void result: the coordinator is away, or the offers of this job are unusable.
+
+        Unusable offers are dropped; training then begins anew from the anchors.
+        """
+        result = RoundResult(
+            "void",
+            round=int(verdict.get("round", self.number)),
+            why=str(verdict.get("why", "")),
+            left_out=verdict.get("left_out", {}),
+        )
         if self.job in result.left_out:
             self._offers.clear()
         elif not result.left_out:
             time.sleep(_REST_S)
-        self._end(None, result)
+        self._append_result(None, result)
 
-    def _end(self, mine: InFlight | None, result: RoundResult) -> None:
+    def _append_result(self, contribution: InFlight | None, result: RoundResult) -> None:
         self.number = result.round
         with self._changed:
-            self._results.append((mine, result))
+            self._results.append(EndedRound(contribution, result))
             self.ended += 1
             self._changed.notify_all()

@@ -1,20 +1,27 @@
-"""The rounds of one rank, in a thread beside training: from a pseudo-gradient on the host to an aggregate
-that may be applied.
+"""Thread that runs the outer rounds of one rank, beside the training thread.
 
-    all ranks   length of the pseudo-gradient, summed over the job
-    rank 0      "ready" -> the coordinator's verdict -> all ranks
-    all ranks   exchange with their counterparts (peers/exchange.py), or take fragments (peers/take.py)
-    all ranks   products of what came, summed: who can be used (screening.py)
-    rank 0      "done" -> check, another attempt, or void -> all ranks
-    all ranks   salted sums of what came; factors of the aggregate
-    rank 0      "checked" -> commit, check again, another attempt, or void -> all ranks
+The training thread submits a pseudo-gradient and goes on training. For each one, the rounds threads of all
+ranks of the job do the following together:
 
-So all ranks of a job come to the same end, and every wait has one: the coordinator's deadline, a link's, the
-control group's timeout.
+1. All ranks: add up the squared length of the pseudo-gradient over the job.
+2. Rank 0: send "ready" to the coordinator and broadcast the verdict. "go" leads to step 3, "behind" to 6.
+3. All ranks: exchange pseudo-gradients with the ranks of the other jobs that have the same elements
+   (peers/exchange.py); add up the Gram matrix of the received data over the job; screen the data
+   (screening.py). Rank 0: send "done" and broadcast the verdict: "check", or "go" for another attempt.
+4. All ranks: compute salted digests of the received data and the factors of the aggregate. Rank 0: send
+   "checked" and broadcast the verdict: "commit", "check" again without some jobs, or "go".
+5. On "commit": aggregate the pseudo-gradients, and leave the outer step to the training thread as pending.
+6. On "behind": take the named fragments from another job (peers/take.py).
+Any other verdict ends the round as void, and nothing changes.
+
+Invariant: every decision comes from rank 0's broadcast or from an all-reduce, so all ranks of the job see
+the same verdicts and end the round the same way. No rank waits for ever: requests to the coordinator and
+exchanges with peers have deadlines, and the job's control group has a timeout.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -32,6 +39,7 @@ from holmes_ext.join.rounds.aggregate import coefficients, combine, products
 from holmes_ext.join.rounds.coordinator_link import (
     Claims,
     CoordinatorLink,
+    FoundJobs,
     RemoteJobs,
     Verdict,
     hexadecimal,
@@ -41,27 +49,42 @@ from holmes_ext.join.rounds.screening import Screening
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.job_ranks import JobRanks
 from holmes_ext.join.shards.ownership import RankRange, shard_pairs
-from holmes_ext.join.shards.state import OuterState, Pending
+from holmes_ext.join.shards.state import Fragment, OuterState, Pending
 
-#: How often a job that begins tries to take weights, and the seconds in between: by then the coordinator
-#: knows whether the donor is gone.
-_ENTRIES, _AGAIN_S = 5, 2.0
+#: Attempts of a starting job to take weights from another job.
+_ENTRIES = 5
+#: Seconds between these attempts; by then the coordinator knows whether the donor is gone.
+_AGAIN_S = 2.0
+#: Elements whose squares are summed at a time.
+_CHUNK = 2**20
 
 
 @dataclass
-class _Came:
-    """names: whose; gram: products over all ranks; faults: whose cannot be used, and why."""
+class _Received:
+    """Pseudo-gradients that one attempt of a round has exchanged."""
 
     attempt: Attempt
-    names: list[str]
-    gradients: list[torch.Tensor]
-    gram: torch.Tensor
-    unreached: list[str]
-    faults: dict[str, str]
+    names: list[str]  # jobs that contribute, this one among them
+    gradients: list[
+        torch.Tensor
+    ]  # of this rank's elements, one for each name; empty if the exchange failed
+    gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
+    unreached: list[str]  # jobs with which the exchange failed on some rank
+    faults: dict[str, str]  # job whose data cannot be used -> reason
 
 
 class RoundRunner:
-    """submit(in_flight), and wait for its end. own: who exchanges what in this job at this position."""
+    """Background thread that runs the outer rounds of one rank (setting rounds=sync).
+
+    Args:
+        settings: The --holmes-outer settings.
+        state: Outer state of this rank.
+        ranges: Elements that each rank of this job exchanges at this position of the model-parallel grid.
+        job_ranks: Collectives over the ranks of this job, for this thread only.
+        links: Connections to ranks of other jobs.
+        coordinator: Collective requests to the coordinator.
+        job: Name of this job.
+    """
 
     def __init__(
         self,
@@ -73,35 +96,47 @@ class RoundRunner:
         coordinator: CoordinatorLink,
         job: str,
     ):
-        self.settings, self.algorithm, self.codec = (
-            settings,
-            settings.outer_algorithm(),
-            codec_of(settings),
-        )
-        self.state, self.own, self.job_ranks, self.links = state, ranges, job_ranks, links
-        self.coordinator, self.job = coordinator, job
+        self.settings = settings
+        self.algorithm = settings.outer_algorithm()
+        self.codec = codec_of(settings)
+        self.state = state
+        self.ranges = ranges
+        self.job_ranks = job_ranks
+        self.links = links
+        self.coordinator = coordinator
+        self.job = job
         self.remote = RemoteJobs(
             coordinator, job_ranks, state.weights.position, state.weights.total
         )
-        self.number = 0
+        self.number = 0  # last round that this job knows of
         self.claims = Claims(state, job_ranks)
         self._screening = Screening(settings.aggregate)
-        self._inbox: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[InFlight | None] = (
+            queue.SimpleQueue()
+        )  # None: end the thread
         self._thread = threading.Thread(target=self._run, name="holmes-rounds", daemon=True)
 
     @property
     def running(self) -> bool:
+        """Return whether the thread has been started and has not ended."""
         return self._thread.is_alive()
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, in_flight: InFlight) -> None:
+        """Pass a pseudo-gradient to the thread; its `ended` future gets the result of the round."""
         in_flight.versions = self._versions()
         self._inbox.put(in_flight)
 
     def close(self, seconds: float, why: str) -> None:
-        """Ends the thread when what is submitted has ended, at most so long, and says goodbye."""
+        """End the thread after the submitted rounds, leave the run and close all connections.
+
+        Args:
+            seconds: Longest wait for the submitted rounds.
+            why: Reason for the coordinator's log.
+        """
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join(seconds)
@@ -110,29 +145,38 @@ class RoundRunner:
         self.links.close()
 
     def enter(self, number: int) -> RoundResult:
-        """The first word; collective. HolmesError: it may not join, or cannot have newer weights."""
-        self.number, outcome = number, RoundResult("void", number)
-        for tried in range(_ENTRIES):
-            time.sleep(_AGAIN_S if tried else 0)
+        """Enter the run, and take newer weights from another job if there are any; collective.
+
+        Args:
+            number: Last round of which this job knows, from its checkpoint.
+
+        Raises:
+            HolmesError: The coordinator refuses the job, or no donor could give the newer weights.
+        """
+        self.number = number
+        result = RoundResult("void", number)
+        for attempt in range(_ENTRIES):
+            if attempt > 0:
+                time.sleep(_AGAIN_S)
             self.claims.renew(self._versions())
             verdict = self.coordinator.ask("enter", {})
             if verdict["verdict"] == "behind":
-                outcome = self.take(verdict)
+                result = self.take(verdict)
             elif verdict["verdict"] == "in":
-                outcome = RoundResult("in", int(verdict["round"]))
+                result = RoundResult("in", int(verdict["round"]))
             else:
-                self.job_ranks.refuse(
-                    f"job {self.job} cannot join: {verdict.get('why', 'it is not told why')}"
-                )
-            if outcome.verdict != "void":
+                reason = verdict.get("why", "it is not told why")
+                self.job_ranks.refuse(f"job {self.job} cannot join: {reason}")
+            if result.verdict != "void":
                 break
         else:
-            self.job_ranks.refuse(f"job {self.job} cannot join: {outcome.why}")
-        self.number, self.coordinator.entered = outcome.round, True
-        return outcome
+            self.job_ranks.refuse(f"job {self.job} cannot join: {result.why}")
+        self.number = result.round
+        self.coordinator.entered = True
+        return result
 
     def hello(self) -> dict[str, Any]:
-        """Of what this job is now: for a coordinator that does not know it (any more)."""
+        """Return the part of the job's hello that changes over time (see reports.Hello)."""
         return {
             **self.claims.told,
             "round": self.number,
@@ -141,11 +185,12 @@ class RoundRunner:
         }
 
     def _versions(self) -> list[int]:
-        return [f.version for f in self.state.fragments]
+        return [fragment.version for fragment in self.state.fragments]
 
-    # The thread
+    # Methods of the thread
 
     def _run(self) -> None:
+        """Run a round for each submitted pseudo-gradient, until None is submitted."""
         while (in_flight := self._inbox.get()) is not None:
             try:
                 in_flight.ended.set_result(self._round(in_flight))
@@ -153,194 +198,266 @@ class RoundRunner:
                 in_flight.ended.set_exception(error)
 
     def _round(self, in_flight: InFlight) -> RoundResult:
-        begin, sent = time.monotonic(), self.links.sent
+        """Run one round, from "ready" to its end; collective."""
+        begin = time.monotonic()
+        sent_before = self.links.sent
         fragment = self.state.fragments[in_flight.fragment]
-        momentum = 0.0
+        momentum_square = 0.0
         if self.algorithm.needs_gap and fragment.momentum is not None:
-            momentum = square_of(fragment.momentum.float())
-        square, momentum, tokens = self.job_ranks.sums(
-            [self._square_to_send(in_flight), momentum, in_flight.tokens]
+            momentum_square = square_of(fragment.momentum.float())
+        square, momentum_square, tokens = self.job_ranks.all_reduce_sum(
+            [self._square_to_send(in_flight), momentum_square, in_flight.tokens]
         )
-        finite = square == square and square != float("inf")
-        norm = square**0.5 if finite else 0.0
-        verdict = self.coordinator.ask(
-            "ready", self._report(in_flight, norm if finite else None, tokens)
-        )
-        outcome = self._follow(in_flight, verdict, momentum)
-        outcome.bytes, outcome.seconds, outcome.norm = (
-            self.links.sent - sent,
-            time.monotonic() - begin,
-            norm,
-        )
-        outcome.period = (
-            int(self.job_ranks.from_first(in_flight.period)) if self.settings.seconds else 0
-        )
-        self.number = outcome.round
-        return outcome
+        is_finite = not math.isnan(square) and square != math.inf
+        norm = square**0.5 if is_finite else None
+        report = self._ready_report(in_flight, norm, tokens)
+        verdict = self.coordinator.ask("ready", report)
+        result = self._follow(in_flight, verdict, momentum_square)
+        result.bytes = self.links.sent - sent_before
+        result.seconds = time.monotonic() - begin
+        result.norm = norm or 0.0
+        if self.settings.seconds:
+            result.period = int(self.job_ranks.broadcast_from_rank_0(in_flight.period))
+        self.number = result.round
+        return result
 
     def _square_to_send(self, in_flight: InFlight) -> float:
-        """Of what the codec will encode: with what it has left out so far."""
+        """Return the squared length of what the codec will encode, over this rank's elements.
+
+        That is the pseudo-gradient plus the residual of earlier rounds, if the codec keeps one.
+        """
         residual = self.state.fragments[in_flight.fragment].residual
         if residual is None:
             return square_of(in_flight.gradient)
         return square_of(torch.add(in_flight.gradient, residual))
 
-    def _report(self, in_flight: InFlight, norm: float | None, tokens: float) -> dict[str, Any]:
-        """What this job says when it is ready."""
+    def _ready_report(
+        self, in_flight: InFlight, norm: float | None, tokens: float
+    ) -> dict[str, Any]:
+        """Return the document of the request "ready" (see reports.ReadyReport); collective.
+
+        Args:
+            in_flight: The pseudo-gradient.
+            norm: Its Euclidean norm over all ranks; None: it is not finite.
+            tokens: Tokens that the job has read for it.
+        """
         index = in_flight.fragment
         claims = self.claims.renew(in_flight.versions)
         report = {"round": in_flight.number, "fragment": index, "tokens": tokens, **claims}
         salt = self.coordinator.salt_of(in_flight.number)
         if salt and claims["checksums"][index]:
-            report |= {"salted": self.claims.salted(index, salt), "salt_round": in_flight.number}
+            report["salted"] = self.claims.salted(index, salt)
+            report["salt_round"] = in_flight.number
         if in_flight.base != self.state.fragments[index].version:
-            return {**report, "why": "it has just taken these weights from another job"}
-        return report if norm is None else {**report, "norm": norm}
+            report["why"] = "it has just taken these weights from another job"
+        elif norm is not None:
+            report["norm"] = norm
+        return report
 
     def _follow(self, in_flight: InFlight, verdict: Verdict, momentum_square: float) -> RoundResult:
-        """From verdict to verdict, until the round has ended."""
-        came: _Came | None = None
+        """Do what the coordinator's verdicts say, one after the other, until the round has ended.
+
+        Args:
+            in_flight: The pseudo-gradient.
+            verdict: The first verdict.
+            momentum_square: Squared length of the fragment's momentum, for algorithms that need it.
+        """
+        received: _Received | None = None
         members: dict[str, float] = {}
         while True:
-            what = verdict["verdict"]
-            if what == "go":
+            kind = verdict["verdict"]
+            if kind == "go":
                 members = verdict["members"]
-                came = self._exchange(in_flight, verdict)
-                report = {"unreached": came.unreached, "faults": came.faults}
-                verdict = self._tell("done", in_flight, verdict, report)
-            elif what == "check" and came is not None:
-                report = self._checked(in_flight, came, members, verdict, momentum_square)
-                verdict = self._tell(
-                    "checked", in_flight, verdict, report | {"check": verdict["check"]}
+                received = self._exchange(in_flight, verdict)
+                report = {"unreached": received.unreached, "faults": received.faults}
+                verdict = self._send_report("done", in_flight, verdict, report)
+            elif kind == "check" and received is not None:
+                report = self._checked_report(
+                    in_flight, received, members, verdict, momentum_square
                 )
-            elif what == "commit" and came is not None:
-                return self._commit(in_flight, came, members, verdict)
-            elif what == "behind":
+                verdict = self._send_report("checked", in_flight, verdict, report)
+            elif kind == "commit" and received is not None:
+                return self._commit(in_flight, received, members, verdict)
+            elif kind == "behind":
                 return self.take(verdict)
             else:
                 why = str(verdict.get("why", "the round was over already"))
-                outcome = RoundResult("void", int(verdict.get("round", in_flight.number)), why)
-                outcome.left_out = verdict.get("left_out", {})
-                return outcome
+                number = int(verdict.get("round", in_flight.number))
+                left_out = verdict.get("left_out", {})
+                return RoundResult("void", number, why, left_out=left_out)
 
-    def _tell(
+    def _send_report(
         self, op: str, in_flight: InFlight, verdict: Verdict, report: Mapping[str, Any]
     ) -> Verdict:
-        where = {"round": in_flight.number, "attempt": verdict["attempt"]}
-        return self.coordinator.ask(op, {**where, **report})
+        """Report the end of an exchange or a check, and return the next verdict; collective."""
+        attempt = {"round": in_flight.number, "attempt": verdict["attempt"]}
+        return self.coordinator.ask(op, {**attempt, **report})
 
-    def _exchange(self, in_flight: InFlight, verdict: Verdict) -> _Came:
-        """One attempt."""
-        members, incarnations = verdict["members"], verdict["incarnations"]
-        others = [name for name in members if name != self.job]
+    def _exchange(self, in_flight: InFlight, verdict: Verdict) -> _Received:
+        """Exchange pseudo-gradients with the other members of a round, once; collective.
+
+        Args:
+            in_flight: This job's pseudo-gradient.
+            verdict: The verdict "go".
+        """
+        members = verdict["members"]
+        incarnations = verdict["incarnations"]
+        others = {name: incarnations[name] for name in members if name != self.job}
         fragment = self.state.fragments[in_flight.fragment]
-        known, failed = self.remote.learn({name: incarnations[name] for name in others})
-        maps = {self.job: self.own, **{name: remote.ranges for name, remote in known.items()}}
-        pairs = shard_pairs(maps, fragment.start, fragment.stop)
-        mine = [pair for pair in pairs if pair.owners[self.job] == self.job_ranks.rank]
-        peers = {
-            (name, rank): peer
-            for name, remote in known.items()
-            for rank, peer in remote.peers.items()
-        }
-        attempt = Attempt(self.job, members, mine, peers, self.codec)
+        found = self.remote.find(others)
+        failed = found.missing
+        attempt = self._attempt(members, fragment, found)
         gradients: list[torch.Tensor] = []
         if not failed:
             try:
-                number = int(verdict["attempt"])
                 gradients = attempt.run(
                     self.links,
                     in_flight.number,
-                    number,
+                    int(verdict["attempt"]),
                     fragment,
                     in_flight.gradient,
                     self.settings.timeout,
                 )
             except PeersFailed as error:
                 failed = error.jobs
-        names = attempt.contributors
-        gram = (
-            products(gradients)
-            if gradients
-            else torch.zeros(len(names), len(names), dtype=torch.float64)
-        )
-        sums = self.job_ranks.sums(
-            [*(float(name in failed) for name in members), *gram.flatten().tolist()]
-        )
-        unreached = [name for name, times in zip(members, sums) if times]
-        self.remote.forget(unreached)
-        gram = torch.tensor(sums[len(members) :], dtype=torch.float64).view(len(names), len(names))
-        faults = (
-            {}
-            if unreached
-            else self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
-        )
-        faults.pop(self.job, None)
-        return _Came(attempt, names, gradients, gram, unreached, faults)
 
-    def _checked(
+        # One all-reduce for both: how many ranks failed with each member, and the Gram matrix.
+        names = attempt.contributors
+        gram = torch.zeros(len(names), len(names), dtype=torch.float64)
+        if gradients:
+            gram = products(gradients)
+        failures = [float(name in failed) for name in members]
+        sums = self.job_ranks.all_reduce_sum([*failures, *gram.flatten().tolist()])
+        failures = sums[: len(members)]
+        gram = torch.tensor(sums[len(members) :], dtype=torch.float64).view(len(names), len(names))
+
+        unreached = [name for name, ranks in zip(members, failures) if ranks > 0]
+        self.remote.forget(unreached)
+        faults: dict[str, str] = {}
+        if not unreached:
+            faults = self._screening.faults(in_flight.fragment, names, gram, verdict["norms"])
+            faults.pop(self.job, None)
+        return _Received(attempt, names, gradients, gram, unreached, faults)
+
+    def _attempt(
+        self, members: Mapping[str, float], fragment: Fragment, found: FoundJobs
+    ) -> Attempt:
+        """Return the exchange of a fragment between this rank and ranks of the found jobs."""
+        ranges_of = {self.job: self.ranges}
+        peers = {}
+        for name, job in found.jobs.items():
+            ranges_of[name] = job.ranges
+            for rank, peer in job.peers.items():
+                peers[name, rank] = peer
+        pairs = shard_pairs(ranges_of, fragment.start, fragment.stop)
+        pieces = [pair for pair in pairs if pair.owners[self.job] == self.job_ranks.rank]
+        return Attempt(self.job, members, pieces, peers, self.codec)
+
+    def _checked_report(
         self,
         in_flight: InFlight,
-        came: _Came,
+        received: _Received,
         members: Mapping[str, float],
         verdict: Verdict,
         momentum_square: float,
     ) -> dict[str, Any]:
-        """Salted sums of what came, and the factors by which to add it up."""
-        fragment, salt = self.state.fragments[in_flight.fragment], str(verdict["salt"])
-        mine = [came.attempt.digest(fragment, gradient, salt) for gradient in came.gradients]
-        digests = dict(zip(came.names, map(hexadecimal, self.job_ranks.sum_modulo(mine))))
-        counting = [k for k, name in enumerate(came.names) if name not in verdict["excluded"]]
-        gram = came.gram[counting][:, counting]
-        total = sum(members[came.names[k]] for k in counting)
-        shares = [members[came.names[k]] / total for k in counting]
+        """Return the document of the request "checked" (see reports.CheckedReport); collective.
+
+        Args:
+            in_flight: This job's pseudo-gradient.
+            received: Result of the exchange.
+            members: Job -> share of its pseudo-gradient.
+            verdict: The verdict "check", with a salt and the jobs that are excluded.
+            momentum_square: Squared length of the fragment's momentum.
+        """
+        fragment = self.state.fragments[in_flight.fragment]
+        salt = str(verdict["salt"])
+        digests_of_rank = [
+            received.attempt.digest(fragment, gradient, salt) for gradient in received.gradients
+        ]
+        digests = map(hexadecimal, self.job_ranks.all_reduce_checksums(digests_of_rank))
+
+        counting = [
+            index for index, name in enumerate(received.names) if name not in verdict["excluded"]
+        ]
+        counting_names = [received.names[index] for index in counting]
+        gram = received.gram[counting][:, counting]
+        total_share = sum(members[name] for name in counting_names)
+        shares = [members[name] / total_share for name in counting_names]
         factors = coefficients(self.settings, gram, shares)
-        c = torch.tensor(factors, dtype=torch.float64)
-        gap = self.algorithm.gap_of(momentum_square, float(c @ gram @ c))
+        factors_vector = torch.tensor(factors, dtype=torch.float64)
+        aggregate_square = float(factors_vector @ gram @ factors_vector)
         return {
-            "digests": digests,
-            "factors": dict(zip((came.names[k] for k in counting), factors)),
-            "gap": gap,
+            "digests": dict(zip(received.names, digests)),
+            "factors": dict(zip(counting_names, factors)),
+            "gap": self.algorithm.gap_of(momentum_square, aggregate_square),
+            "check": verdict["check"],
         }
 
     def _commit(
-        self, in_flight: InFlight, came: _Came, members: Mapping[str, float], verdict: Verdict
+        self,
+        in_flight: InFlight,
+        received: _Received,
+        members: Mapping[str, float],
+        verdict: Verdict,
     ) -> RoundResult:
+        """Aggregate the pseudo-gradients of a committed round; collective.
+
+        The outer step becomes pending; the training thread takes it when its delay is over.
+        """
         fragment = self.state.fragments[in_flight.fragment]
-        factors, left_out = verdict["factors"], verdict["left_out"]
-        used = {
-            name: gradient for name, gradient in zip(came.names, came.gradients) if name in factors
+        factors = verdict["factors"]  # job -> factor of its pseudo-gradient
+        counting = {
+            name: gradient
+            for name, gradient in zip(received.names, received.gradients)
+            if name in factors
         }
-        total = combine(self.settings, list(used.values()), [factors[name] for name in used])
-        mine = self.job in factors
-        away = square_of(in_flight.gradient - total) if mine else 0.0
-        length, away = self.job_ranks.sums([square_of(total), away])
+        aggregate = combine(
+            self.settings, list(counting.values()), [factors[name] for name in counting]
+        )
+        contributes = self.job in factors
+        distance_square = square_of(in_flight.gradient - aggregate) if contributes else 0.0
+        aggregate_square, distance_square = self.job_ranks.all_reduce_sum(
+            [square_of(aggregate), distance_square]
+        )
         shares = {name: members[name] if name in factors else 0.0 for name in members}
-        mu = self.algorithm.momentum_of([shares[name] for name in used])
-        residual = came.attempt.residual if mine else None
-        self._screening.remember(in_flight.fragment, came.gram)
+        momentum = self.algorithm.momentum_of([shares[name] for name in counting])
+        residual = received.attempt.residual if contributes else None
+        self._screening.remember(in_flight.fragment, received.gram)
         with self.state.lock:
             fragment.pending.append(
-                Pending(in_flight.number, total, mu, float(verdict["gap"]), residual)
+                Pending(in_flight.number, aggregate, momentum, float(verdict["gap"]), residual)
             )
-        drift = (away / length) ** 0.5 if length > 0 and len(used) > 1 and mine else None
+        drift = None
+        if aggregate_square > 0 and len(counting) > 1 and contributes:
+            drift = (distance_square / aggregate_square) ** 0.5
         return RoundResult(
-            "commit", in_flight.number, members=shares, left_out=left_out, drift=drift
+            "commit",
+            in_flight.number,
+            members=shares,
+            left_out=verdict["left_out"],
+            drift=drift,
         )
 
     def take(self, verdict: Verdict) -> RoundResult:
-        """Fragments from another job, as the verdict says; collective."""
-        name, number = str(verdict["from"]), int(verdict["round"])
+        """Take fragments from another job, as the verdict "behind" says; collective.
+
+        Returns:
+            A result with verdict "taken", or "void" with the reason.
+        """
+        name = str(verdict["from"])
+        number = int(verdict["round"])
         wanted = dict(zip(map(int, verdict["fragments"]), map(int, verdict["versions"])))
-        known, failed = self.remote.learn({name: str(verdict["incarnation"])})
-        if failed:
-            return RoundResult(
-                "void", number, f"job {name}, which has newer weights, is gone again"
-            )
-        donor = Donor(self.own, known[name].ranges, known[name].peers, self.links.routes)
-        # With rounds=async it waits for training, as sums do; else training waits for it.
-        waits = self.settings.rounds == "async" and self.running
-        store = self.state.promise if waits else self.state.replace
+        found = self.remote.find({name: str(verdict["incarnation"])})
+        if found.missing:
+            why = f"job {name}, which has newer weights, is gone again"
+            return RoundResult("void", number, why)
+        donor_job = found.jobs[name]
+        donor = Donor(self.ranges, donor_job.ranges, donor_job.peers, self.links.routes)
+        # With rounds=async the weights become pending, as aggregates do. Otherwise training waits for
+        # the end of this round, and they can be replaced at once.
+        is_concurrent = self.settings.rounds == "async" and self.running
+        store = self.state.promise if is_concurrent else self.state.replace
         why = take(self.state, wanted, donor, self.job_ranks, self.settings.timeout, store)
         for fragment in wanted:
             self.claims.forget(fragment)
@@ -353,5 +470,5 @@ class RoundRunner:
 
 
 def square_of(values: torch.Tensor) -> float:
-    """Sum of squares, without a copy of the whole."""
-    return float(sum(torch.dot(part, part).double() for part in values.split(2**20)))
+    """Return the sum of squares of a flat tensor, accumulated in float64 chunk by chunk."""
+    return float(sum(torch.dot(chunk, chunk).double() for chunk in values.split(_CHUNK)))

@@ -1,13 +1,14 @@
-"""Whose data can be used, by what this job has received: one that lies, or is broken, is named to the
-coordinator, which leaves it out where the others find the same (coordinator/consensus.py).
+"""Plausibility checks of the pseudo-gradients that a job received in a round.
 
-    not finite               a NaN or infinity in it
-    longer than claimed      its length is not the one for which the coordinator let it in
-    points another way       aggregate=mean or flag (whose subspace may hold any one direction), three jobs or
-                             more: it has less than a tenth of the others' agreement with each other (the
-                             middle cosine); a flipped sign, noise
-    sent again               its length is, to the last digit, what it,
-                             or another job, sent in an earlier round
+A job that lies or is broken is reported to the coordinator, which leaves it out if the other jobs report the
+same (coordinator/consensus.py). Pseudo-gradients are unusable if they
+
+    are not finite              contain a NaN or an infinity
+    are longer than claimed     their length exceeds the norm that the job reported when it was ready
+    point in another direction  their typical cosine with the others' is less than a tenth of the usual one (a
+                                flipped sign, noise). Only for aggregate=mean or flag, which are not robust
+                                against single directions, and three jobs or more
+    are repeated                their length equals, to the last digit, one of an earlier round
 """
 
 from __future__ import annotations
@@ -19,22 +20,34 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-#: Longer than claimed: what rounding by a codec may add.
+#: How much a codec's rounding may lengthen a pseudo-gradient.
 _LONGER = 1.1
-#: Aggregates in which one job of several counts for its share, whatever its direction.
+#: Length that is always accepted, for pseudo-gradients of zeros.
+_LENGTH_TOLERANCE = 1e-12
+#: Aggregates in which each job counts by its share, whatever its direction.
 _BY_DIRECTION = ("mean", "flag")
-#: Of the others' agreement, what a job must have; and agreement below which nothing is said.
-_SHARE_OF_AGREEMENT, _LEAST_AGREEMENT = 0.1, 0.2
+#: Least agreement of a job with the others, as a share of the usual agreement.
+_SHARE_OF_AGREEMENT = 0.1
+#: Usual agreement (a cosine) below which directions say nothing.
+_LEAST_AGREEMENT = 0.2
+#: Jobs that are needed to tell which of them points in another direction.
+_LEAST_JOBS = 3
 #: Rounds of a fragment whose lengths are remembered.
 _REMEMBERED = 32
+#: Least divisor, far below every length.
+_TINY = 1e-300
 
 
 class Screening:
-    """Of one job. Data that point another way are left out where the aggregate is not robust itself."""
+    """Plausibility checks of one job, with the lengths of earlier rounds.
+
+    Args:
+        aggregate: Name of the aggregate (aggregate.py); directions are checked only if it is not robust.
+    """
 
     def __init__(self, aggregate: str):
-        self._by_direction = aggregate in _BY_DIRECTION
-        self._squares: dict[int, deque[float]] = {}
+        self._checks_directions = aggregate in _BY_DIRECTION
+        self._squares: dict[int, deque[float]] = {}  # fragment -> squared lengths in recent rounds
 
     def faults(
         self,
@@ -43,49 +56,73 @@ class Screening:
         gram: torch.Tensor,
         claimed: Mapping[str, float | None],
     ) -> dict[str, str]:
-        """Of contributors, in the order of `gram` (float64 [J, J], over all elements); claimed: lengths."""
+        """Return the jobs whose pseudo-gradients are unusable, with the reasons.
+
+        Args:
+            fragment: Index of the fragment.
+            names: Jobs, in the order of `gram`.
+            gram: Inner products of the pseudo-gradients over all elements, float64 [J, J].
+            claimed: Job -> norm that it reported when it was ready.
+        """
         faults: dict[str, str] = {}
         squares = gram.diagonal().tolist()
         for name, square in zip(names, squares):
             if not math.isfinite(square):
                 faults[name] = "what it sent is not finite"
-            elif math.sqrt(square) > _LONGER * (claimed.get(name) or 0.0) + 1e-12:
+                continue
+            length = math.sqrt(square)
+            claimed_length = claimed.get(name) or 0.0
+            if length > _LONGER * claimed_length + _LENGTH_TOLERANCE:
                 faults[name] = (
-                    f"what it sent has length {math.sqrt(square):.3g}, it claimed "
-                    f"{claimed.get(name) or 0:.3g}"
+                    f"what it sent has length {length:.3g}, it claimed {claimed_length:.3g}"
                 )
         faults |= self._repeated(fragment, names, squares)
-        if self._by_direction:
-            faults |= _astray([name for name in names if name not in faults], names, gram)
+        if self._checks_directions:
+            usable = [name for name in names if name not in faults]
+            faults |= _misdirected(usable, names, gram)
         return faults
 
     def remember(self, fragment: int, gram: torch.Tensor) -> None:
-        """Of a round that is committed."""
+        """Remember the lengths of the pseudo-gradients in a committed round."""
         squares = gram.diagonal().tolist()
         self._squares.setdefault(fragment, deque(maxlen=_REMEMBERED * len(squares))).extend(squares)
 
     def _repeated(
         self, fragment: int, names: Sequence[str], squares: Sequence[float]
     ) -> dict[str, str]:
-        """Where most do not (training stands still then)."""
-        known = self._squares.get(fragment, ())
-        again = [name for name, square in zip(names, squares) if square > 0 and square in known]
-        if 2 * len(again) >= len(names):
+        """Return the jobs whose pseudo-gradients have the exact length of an earlier one.
+
+        If at least half of the jobs do, training stands still and none is at fault.
+        """
+        known_squares = self._squares.get(fragment, ())
+        repeated = [
+            name for name, square in zip(names, squares) if square > 0 and square in known_squares
+        ]
+        if 2 * len(repeated) >= len(names):
             return {}
-        return dict.fromkeys(again, "it sent again what was sent in an earlier round")
+        return dict.fromkeys(repeated, "it sent again what was sent in an earlier round")
 
 
-def _astray(usable: Sequence[str], names: Sequence[str], gram: torch.Tensor) -> dict[str, str]:
-    if len(usable) < 3:
+def _misdirected(usable: Sequence[str], names: Sequence[str], gram: torch.Tensor) -> dict[str, str]:
+    """Return the jobs whose pseudo-gradients point in another direction than the others'.
+
+    Args:
+        usable: Jobs to compare.
+        names: All jobs, in the order of `gram`.
+        gram: Inner products of the pseudo-gradients, float64 [J, J].
+    """
+    if len(usable) < _LEAST_JOBS:
         return {}
-    places = [names.index(name) for name in usable]
-    some = gram[places][:, places]
-    lengths = some.diagonal().sqrt().clamp(min=1e-300)
-    cosines = some / (lengths[:, None] * lengths)
-    agreement = {
-        name: statistics.median_high(cosines[k, j].item() for j in range(len(usable)) if j != k)
-        for k, name in enumerate(usable)
-    }
+    indices = [names.index(name) for name in usable]
+    usable_gram = gram[indices][:, indices]
+    lengths = usable_gram.diagonal().sqrt().clamp(min=_TINY)
+    cosines = usable_gram / (lengths[:, None] * lengths)
+    agreement: dict[str, float] = {}  # job -> median cosine with the others
+    for row, name in enumerate(usable):
+        cosines_with_others = [
+            cosines[row, column].item() for column in range(len(usable)) if column != row
+        ]
+        agreement[name] = statistics.median_high(cosines_with_others)
     usual = statistics.median(agreement.values())
     if usual < _LEAST_AGREEMENT:
         return {}

@@ -1,9 +1,11 @@
-"""What the ranks of one job say to each other about its rounds, and how they gather a fragment that all of
-them hold.
+"""Collectives of the ranks of one job: small messages about its rounds, and gathering of fragments.
 
-Two groups: `control`, of all ranks, for small messages from the thread that runs the rounds (gloo; nothing
-else may use it, so that the order of its collectives is the same on all ranks); `replicas`, of those that
-hold the same parts, used by the training thread alone, on the fast fabric.
+There are two kinds of process groups:
+
+    control     gloo, all ranks of the job. Only the rounds thread uses it (round_runner.py), so the order of
+                its collectives is the same on all ranks
+    replicas    default backend (the fast network), the ranks that hold the same weights. Only the training
+                thread uses it
 """
 
 from __future__ import annotations
@@ -18,92 +20,114 @@ import torch.distributed as dist
 
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.join.orthogonal import Matrices, Matrix
-from holmes_ext.join.shards.ownership import RankRange, owned_ranges
+from holmes_ext.join.shards.ownership import Range, RankRange, owned_ranges
 from holmes_ext.join.shards.state import Fragment
-from holmes_ext.join.shards.weights import Part
+from holmes_ext.join.shards.weights import CHECKSUM_MASK, Part
 
-_MASK = 2**64 - 1
+#: Bits, and mask, of the lower half of a 64-bit checksum.
+_HALF_BITS = 32
+_HALF_MASK = 2**_HALF_BITS - 1
 
 
 class JobRanks:
-    """control: None where the job is one process. All methods are collective over the job."""
+    """Collectives for small CPU messages over all ranks of a job.
+
+    Args:
+        control: Group of all ranks; None: the job is a single process.
+    """
 
     def __init__(self, control: dist.ProcessGroup | None):
         self._control = control
         self.rank = dist.get_rank(control) if control is not None else 0
         self.ranks = dist.get_world_size(control) if control is not None else 1
 
-    def sums(self, values: Sequence[float]) -> list[float]:
-        """Of all ranks' values, place by place, in float64."""
-        mine = torch.tensor(list(values), dtype=torch.float64, device="cpu")
-        return self._reduced(mine, dist.ReduceOp.SUM).tolist()
+    def all_reduce_sum(self, values: Sequence[float]) -> list[float]:
+        """Return the elementwise sums of all ranks' values, in float64; collective."""
+        tensor = torch.tensor(list(values), dtype=torch.float64, device="cpu")
+        return self._all_reduce(tensor, dist.ReduceOp.SUM).tolist()
 
-    def sum_modulo(self, values: Sequence[int]) -> list[int]:
-        """Sums modulo 2^64, in halves so that nothing overflows."""
-        halves = [part for value in values for part in (value & 0xFFFFFFFF, value >> 32)]
-        total = self._reduced(torch.tensor(halves, device="cpu"), dist.ReduceOp.SUM).tolist()
-        return [(low + (high << 32)) & _MASK for low, high in zip(total[::2], total[1::2])]
+    def all_reduce_checksums(self, values: Sequence[int]) -> list[int]:
+        """Return the elementwise sums of all ranks' 64-bit checksums, modulo 2^64; collective.
 
-    def from_first(self, document: Any) -> Any:
-        """Rank 0's document, on all ranks; those of the others count for nothing."""
+        The halves of each checksum are added up separately, so that int64 does not overflow.
+        """
+        halves: list[int] = []
+        for value in values:
+            halves += [value & _HALF_MASK, value >> _HALF_BITS]
+        sums = self._all_reduce(torch.tensor(halves, device="cpu"), dist.ReduceOp.SUM).tolist()
+        return [
+            (low + (high << _HALF_BITS)) & CHECKSUM_MASK for low, high in zip(sums[::2], sums[1::2])
+        ]
+
+    def broadcast_from_rank_0(self, document: Any) -> Any:
+        """Return rank 0's document (anything that JSON can represent) on all ranks; collective."""
         if self._control is None:
             return document
         data = json.dumps(document).encode() if self.rank == 0 else b""
         length = torch.tensor([len(data)], device="cpu")
         dist.broadcast(length, group=self._control, group_src=0)
-        text = (
-            torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            if self.rank == 0
-            else torch.empty(int(length), dtype=torch.uint8, device="cpu")
-        )
+        if self.rank == 0:
+            text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        else:
+            text = torch.empty(int(length), dtype=torch.uint8, device="cpu")
         dist.broadcast(text, group=self._control, group_src=0)
         return json.loads(bytes(text.numpy()))
 
-    def from_all(self, document: Any) -> list[Any]:
-        """All ranks' documents, in rank order."""
+    def all_gather(self, document: Any) -> list[Any]:
+        """Return the documents of all ranks, in rank order; collective."""
         if self._control is None:
             return [document]
         data = json.dumps(document).encode()
-        longest = self._reduced(torch.tensor([len(data)], device="cpu"), dist.ReduceOp.MAX)
-        text = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device="cpu")
-        text[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        texts = [torch.empty_like(text) for _ in range(self.ranks)]
-        dist.all_gather(texts, text, group=self._control)
+        longest = self._all_reduce(torch.tensor([len(data)], device="cpu"), dist.ReduceOp.MAX)
+        padded = torch.full((int(longest),), ord(" "), dtype=torch.uint8, device="cpu")
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in range(self.ranks)]
+        dist.all_gather(texts, padded, group=self._control)
         return [json.loads(bytes(text.numpy())) for text in texts]
 
     def refuse(self, text: str) -> NoReturn:
-        """What is wrong, known on all ranks: rank 0 tells it."""
-        raise (RemoteError if self.rank else HolmesError)(text)
+        """Raise an error that all ranks have found: a HolmesError on rank 0, which prints it.
 
-    def together(self, call: Callable[[], Any]) -> Any:
-        """What `call` returns; or the HolmesError of the first rank that raised one, on all."""
-        result, trouble = None, None
+        The other ranks raise RemoteError, which prints nothing.
+        """
+        if self.rank == 0:
+            raise HolmesError(text)
+        raise RemoteError(text)
+
+    def run_on_all_ranks(self, call: Callable[[], Any]) -> Any:
+        """Run `call` on all ranks and return its result; collective.
+
+        Raises:
+            HolmesError: On all ranks, if `call` raised one on some rank: that of the first such rank.
+        """
+        result = None
+        error_here: HolmesError | None = None
         try:
             result = call()
         except HolmesError as error:
-            trouble = error
-        troubles = [line for line in self.from_all(trouble and str(trouble)) if line is not None]
-        if troubles:
-            raise (
-                trouble
-                if trouble is not None and str(trouble) == troubles[0]
-                else RemoteError(troubles[0])
-            )
+            error_here = error
+        texts = self.all_gather(None if error_here is None else str(error_here))
+        errors = [text for text in texts if text is not None]
+        if errors:
+            if error_here is not None and str(error_here) == errors[0]:
+                raise error_here
+            raise RemoteError(errors[0])
         return result
 
-    def _reduced(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
+    def _all_reduce(self, tensor: torch.Tensor, operation: Any) -> torch.Tensor:
         if self._control is not None:
             dist.all_reduce(tensor, operation, group=self._control)
         return tensor
 
 
 class Replicas:
-    """whole = gather(fragment, own): what this rank holds of a fragment, from what its replicas exchange
-    each.
+    """Ranks that hold the same weights, of which each exchanges a part with other jobs.
 
-    owned: who of the position exchanges what; replicas: ranks that hold the same parts, this one among them,
-    sorted; group: theirs, None where this rank alone holds its parts. device: where the group's backend moves
-    tensors.
+    Args:
+        owned: Elements that each rank of the job exchanges at this position of the model-parallel grid.
+        replicas: Ranks that hold the same weights, sorted, with this rank.
+        group: Their process group; None: no other rank holds these weights.
+        device: Device on which the group's backend moves tensors.
     """
 
     def __init__(
@@ -113,60 +137,80 @@ class Replicas:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ):
-        self._owned, self._replicas, self._group, self._device = (
-            list(owned),
-            list(replicas),
-            group,
-            device,
-        )
+        self._owned = list(owned)
+        self._replicas = list(replicas)
+        self._group = group
+        self._device = device
 
     def gather(self, fragment: Fragment, mine: torch.Tensor) -> list[Part]:
-        """mine: values of the ranges that this rank exchanges (float32, host). Parts that cover the
-        fragment."""
-        start, stop = fragment.start, fragment.stop
+        """Gather a fragment from the replicas; collective over them.
+
+        Args:
+            fragment: The fragment.
+            mine: Values of the elements that this rank exchanges, flat float32 on the host.
+
+        Returns:
+            Parts that together cover what the replicas hold of the fragment, in order.
+        """
         if self._group is None:
             return _parts(fragment.ranges, mine)
-        ranges = [owned_ranges(self._owned, rank, start, stop) for rank in self._replicas]
-        lengths = [sum(b - a for a, b in spans) for spans in ranges]
-        sent = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
-        sent[: mine.numel()].copy_(mine)
-        rows = torch.empty(len(ranges), max(lengths), dtype=torch.float32, device=self._device)
-        dist.all_gather(list(rows.unbind()), sent, group=self._group)
-        parts = [part for spans, row in zip(ranges, rows) for part in _parts(spans, row)]
+        ranges_of_replicas = [
+            owned_ranges(self._owned, rank, fragment.start, fragment.stop)
+            for rank in self._replicas
+        ]
+        lengths = [sum(stop - start for start, stop in ranges) for ranges in ranges_of_replicas]
+        padded = torch.zeros(max(lengths), dtype=torch.float32, device=self._device)
+        padded[: mine.numel()].copy_(mine)
+        rows = torch.empty(
+            len(self._replicas), max(lengths), dtype=torch.float32, device=self._device
+        )
+        dist.all_gather(list(rows.unbind()), padded, group=self._group)
+        parts: list[Part] = []
+        for ranges, row in zip(ranges_of_replicas, rows):
+            parts += _parts(ranges, row)
         return sorted(parts, key=lambda part: part.start)
 
 
-def _parts(ranges: Sequence[tuple[int, int]], values: torch.Tensor) -> list[Part]:
-    made, place = [], 0
+def _parts(ranges: Sequence[Range], values: torch.Tensor) -> list[Part]:
+    """Return views of the values, one for each range; the values of the ranges follow each other."""
+    parts = []
+    offset = 0
     for start, stop in ranges:
-        made.append(Part(start, values[place : place + stop - start]))
-        place += stop - start
-    return made
+        parts.append(Part(start, values[offset : offset + stop - start]))
+        offset += stop - start
+    return parts
 
 
 @dataclass(frozen=True, kw_only=True)
 class CutMatrices(Matrices):
-    """Matrices of which ranks of a job hold parts (ZeRO, FSDP, a distributed optimizer): gathered inside the
-    job for the outer step, and each rank keeps its part.
+    """Matrices of which several ranks of a job exchange parts (ZeRO, FSDP, a distributed optimizer).
+
+    The fragment is gathered inside the job for the outer step, each rank orthogonalizes the matrices of
+    which it exchanges something, and keeps its part (a, b, c: matrices):
 
         rank 0 exchanges  [ a       b  ]          gathered  [ a       b    ][ b c     ]   orthogonal: a, b
         rank 1 exchanges              [ b c    ]  gathered  [ a       b    ][ b c     ]   orthogonal:    b, c
+    """
 
-    places: in the whole fragment, of those of which this rank exchanges something. holders: all
-    ranks of the position."""
-
+    # `places` are those in the whole fragment, not in this rank's part of it.
     fragment: Fragment
-    holders: Replicas
+    holders: Replicas  # all ranks at this position of the model-parallel grid
 
     needs_others: ClassVar[bool] = True
 
     def orthogonalize(self, flat: torch.Tensor) -> None:
-        row = torch.cat([part.values for part in self.holders.gather(self.fragment, flat)]).cpu()
-        super().orthogonalize(row)
-        for a, b in self.fragment.ranges:
-            flat[self.fragment.places(a, b)] = row[
-                a - self.fragment.start : b - self.fragment.start
-            ]
+        """Orthogonalize the matrices, in place; collective.
+
+        Args:
+            flat: This rank's elements of the fragment.
+        """
+        parts = self.holders.gather(self.fragment, flat)
+        whole_fragment = torch.cat([part.values for part in parts]).cpu()
+        super().orthogonalize(whole_fragment)
+        for start, stop in self.fragment.ranges:
+            first = start - self.fragment.start
+            last = stop - self.fragment.start
+            flat[self.fragment.places(start, stop)] = whole_fragment[first:last]
 
 
 def gather_cut_matrices(
@@ -175,13 +219,22 @@ def gather_cut_matrices(
     holders: Replicas,
     device: torch.device,
 ) -> None:
-    """From now on the outer steps of these fragments are collective over the ranks of the position."""
+    """Make the outer steps of fragments collective, because several ranks exchange parts of a matrix.
+
+    Args:
+        fragments: Fragments of this rank.
+        matrices: All matrices, with places in the flat weights.
+        holders: All ranks at this position of the model-parallel grid.
+        device: Device on which matrices are orthogonalized.
+    """
     for fragment in fragments:
-        places = [
-            replace(matrix, start=matrix.start - fragment.start)
-            for matrix in matrices
-            if any(matrix.start < b and a < matrix.stop for a, b in fragment.ranges)
-        ]
+        places = []
+        for matrix in matrices:
+            is_exchanged_here = any(
+                matrix.start < stop and start < matrix.stop for start, stop in fragment.ranges
+            )
+            if is_exchanged_here:
+                places.append(replace(matrix, start=matrix.start - fragment.start))
         fragment.matrices = CutMatrices(
             places=places, device=device, fragment=fragment, holders=holders
         )

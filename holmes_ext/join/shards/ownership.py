@@ -1,14 +1,14 @@
-"""Which rank of a job exchanges which elements, and with whom in another job. Pure.
+"""Assignment of weight elements to ranks: which rank of a job exchanges which elements, and with whom.
 
-All weights at one place of the model-parallel grid (a "position": pipeline stage, tensor-parallel rank, ...)
-stand in a row, in the model's order: element i of that row is the same weight in every job. A rank holds
-ranges of it: all of it under plain data parallelism, its shard under ZeRO, FSDP or a distributed optimizer.
+All weights at one position of the model-parallel grid (pipeline stage, tensor-parallel rank, ...) are numbered
+in the model's order, so that element i is the same weight in every job. A rank holds ranges of elements: all
+of them under plain data parallelism, a shard under ZeRO, FSDP or a distributed optimizer.
 
-    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each exchanges its half; gathered inside
-    job west, sharded over 3   [ rank 0  ][ rank 1     ][ rank 2 ]  each exchanges what it holds
-    pieces                     [ 0-0     ][0-1 ][1-1   ][ 1-2    ]  cut wherever the owner changes in some job
+    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half of the elements
+    job west, sharded over 3   [ rank 0  ][ rank 1     ][ rank 2 ]  each rank exchanges its shard
+    pieces of the exchange     [ 0-0     ][0-1 ][1-1   ][ 1-2    ]  cut wherever the rank changes in some job
 
-So every element crosses once in each direction, whatever the jobs' sizes.
+So each element crosses the WAN once in each direction, whatever the sizes of the jobs. Pure: no torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from itertools import pairwise
 
 from holmes_ext.errors import HolmesError
 
-#: Shares of replicas begin at multiples of so many elements: the blocks in which int8 scales them stay whole.
+#: Cuts fall on multiples of this number of elements, so that the int8 codec's blocks stay whole.
 ALIGNMENT = 256
-#: (start, stop) in the row of a position.
+#: Elements [start, stop).
 Range = tuple[int, int]
 
 
@@ -37,16 +37,23 @@ class RankRange:
 
 @dataclass(frozen=True)
 class ShardPair:
-    """Elements [start, stop) that one rank of each job exchanges: `owners`, by job."""
+    """Elements [start, stop) that a single rank of each job exchanges."""
 
     start: int
     stop: int
-    owners: Mapping[str, int]
+    owners: Mapping[str, int]  # job -> rank
 
 
 def fragment_cuts(total: int, fragments: int, whole: Sequence[Range] = ()) -> list[int]:
-    """Of a row of `total` elements: equal parts, at multiples of ALIGNMENT where they are large. whole:
-    ranges that are not cut, in order."""
+    """Return the borders of the fragments of `total` elements, from 0 to `total`.
+
+    Fragments have equal lengths, rounded to multiples of ALIGNMENT if they are large.
+
+    Args:
+        total: Number of elements.
+        fragments: Number of fragments.
+        whole: Ranges (such as matrices) that no border cuts, in order.
+    """
     return _even_cuts(0, total, fragments, whole)
 
 
@@ -56,73 +63,107 @@ def owners(
     holdings: Mapping[int, Sequence[Range]],
     whole: Sequence[Range] = (),
 ) -> list[RankRange]:
-    """Who exchanges what, each element one rank: in order of `start`, none overlapping, 0 to `total` covered.
+    """Assign each element to one rank that exchanges it.
 
-    holdings: the ranges that each rank holds. What several hold is shared out evenly among them, fragment by
-    fragment (`cuts`, as of fragment_cuts), in the order of their ranks; ranges of `whole` are not cut where
-    holdings do not cut them. HolmesError when an element is held by no rank.
+    Elements that several ranks hold are divided evenly among them, fragment by fragment.
+
+    Args:
+        total: Number of elements.
+        cuts: Borders of the fragments, from `fragment_cuts`.
+        holdings: Rank -> ranges that it holds.
+        whole: Ranges that are not cut, except where holdings cut them.
+
+    Returns:
+        Ranges in order, without overlaps and holes, from 0 to `total`.
+
+    Raises:
+        HolmesError: No rank holds some element.
     """
-    borders = sorted(
-        {
-            0,
-            total,
-            *cuts,
-            *(stage_link for ranges in holdings.values() for span in ranges for stage_link in span),
-        }
-    )
-    if borders[0] < 0 or borders[-1] > total:
-        raise HolmesError(
-            f"shards reach from element {borders[0]} to {borders[-1]}, but there are {total}"
-        )
-    held_by: dict[int, list[int]] = {stage_link: [] for stage_link in borders}
-    place = {stage_link: number for number, stage_link in enumerate(borders)}
-    for rank, ranges in sorted(holdings.items()):
-        for start, stop in ranges:
-            for number in range(place[start], place[stop]):
-                held_by[borders[number]].append(rank)
+    borders = _borders(total, cuts, holdings)
+    holders_from = _holders_by_border(borders, holdings)
+    fragment_borders = set(cuts)
     result: list[RankRange] = []
-    inner = set(cuts)
     first = 0
     for start, stop in pairwise(borders):
-        holders = held_by[start]
+        holders = holders_from[start]
         if not holders:
             raise HolmesError(
                 f"elements {start} to {stop} of {total} are held by no rank of the job"
             )
-        if (
-            held_by.get(stop) == holders and stop not in inner
-        ):  # one run of elements with the same holders
+        is_continued = holders_from.get(stop) == holders and stop not in fragment_borders
+        if is_continued:  # divide the elements up to the next change of holders at once
             continue
         shares = pairwise(_even_cuts(first, stop, len(holders), whole))
-        result += [RankRange(a, b, rank) for (a, b), rank in zip(shares, holders) if a < b]
+        for (share_start, share_stop), rank in zip(shares, holders):
+            if share_start < share_stop:
+                result.append(RankRange(share_start, share_stop, rank))
         first = stop
     return _merged(result)
 
 
+def _borders(total: int, cuts: Sequence[int], holdings: Mapping[int, Sequence[Range]]) -> list[int]:
+    """Return the sorted borders of all fragments and held ranges."""
+    borders = {0, total, *cuts}
+    for ranges in holdings.values():
+        for start, stop in ranges:
+            borders |= {start, stop}
+    lowest, highest = min(borders), max(borders)
+    if lowest < 0 or highest > total:
+        raise HolmesError(f"shards reach from element {lowest} to {highest}, but there are {total}")
+    return sorted(borders)
+
+
+def _holders_by_border(
+    borders: Sequence[int], holdings: Mapping[int, Sequence[Range]]
+) -> dict[int, list[int]]:
+    """Return border -> ranks that hold the elements from it to the next border."""
+    holders: dict[int, list[int]] = {border: [] for border in borders}
+    index_of = {border: index for index, border in enumerate(borders)}
+    for rank, ranges in sorted(holdings.items()):
+        for start, stop in ranges:
+            for index in range(index_of[start], index_of[stop]):
+                holders[borders[index]].append(rank)
+    return holders
+
+
 def _even_cuts(start: int, stop: int, parts: int, whole: Sequence[Range]) -> list[int]:
+    """Return the borders of `parts` parts of equal length, from `start` to `stop`.
+
+    Inner borders are multiples of ALIGNMENT if the parts are long enough, and moved out of `whole` ranges.
+    """
     length = stop - start
-    grain = ALIGNMENT if length >= 2 * ALIGNMENT * parts else 1
-    cuts = [start + length * k // parts // grain * grain for k in range(1, parts)]
-    inner = [min(max(start, _outside(cut, whole)), stop) for cut in cuts]
-    return [start, *inner, stop]
+    is_long = length >= 2 * ALIGNMENT * parts
+    grain = ALIGNMENT if is_long else 1
+    borders = [start]
+    for index in range(1, parts):
+        cut = start + length * index // parts // grain * grain
+        cut = _outside(cut, whole)
+        borders.append(min(max(start, cut), stop))
+    borders.append(stop)
+    return borders
 
 
 def _outside(cut: int, whole: Sequence[Range]) -> int:
-    """The nearest stage link of the range that it would cut."""
-    at = bisect_right(whole, cut, key=lambda span: span[0]) - 1
-    if at < 0 or cut >= whole[at][1]:
+    """Return the cut, moved to the nearer end of the range that it would divide."""
+    index = bisect_right(whole, cut, key=lambda span: span[0]) - 1
+    if index < 0 or cut >= whole[index][1]:
         return cut
-    first, last = whole[at]
+    first, last = whole[index]
     return first if cut - first <= last - cut else last
 
 
 def any_cut(owned: Sequence[RankRange], whole: Sequence[Range]) -> bool:
-    """Whether several ranks exchange parts of one of `whole`."""
+    """Return whether several ranks exchange parts of one of the `whole` ranges."""
     starts = [span.start for span in owned]
-    return any(stop > owned[bisect_right(starts, start) - 1].stop for start, stop in whole)
+    for start, stop in whole:
+        owner = owned[bisect_right(starts, start) - 1]
+        if stop > owner.stop:
+            return True
+    return False
 
 
 def _merged(owned: list[RankRange]) -> list[RankRange]:
+    """Return the ranges with adjacent ranges of the same rank merged."""
     result: list[RankRange] = []
     for span in owned:
         if result and result[-1].rank == span.rank and result[-1].stop == span.start:
@@ -133,30 +174,34 @@ def _merged(owned: list[RankRange]) -> list[RankRange]:
 
 
 def shard_pairs(maps: Mapping[str, Sequence[RankRange]], start: int, stop: int) -> list[ShardPair]:
-    """Elements [start, stop) cut wherever the owner changes in some job. maps: owners() of each job."""
-    stage_links = {name: [span.start for span in owned] for name, owned in maps.items()}
+    """Cut elements [start, stop) wherever the exchanging rank changes in some job.
+
+    Args:
+        maps: Job -> ranges of its ranks, from `owners`.
+        start: First element.
+        stop: Element after the last.
+    """
+    starts_of = {name: [span.start for span in owned] for name, owned in maps.items()}
     cuts = {start, stop}
     for name, owned in maps.items():
-        first = bisect_right(stage_links[name], start)
-        for span in owned[first:]:
+        first_inside = bisect_right(starts_of[name], start)
+        for span in owned[first_inside:]:
             if span.start >= stop:
                 break
             cuts.add(span.start)
-    return [
-        ShardPair(
-            a,
-            b,
-            {
-                name: owned[bisect_right(stage_links[name], a) - 1].rank
-                for name, owned in maps.items()
-            },
-        )
-        for a, b in pairwise(sorted(cuts))
-    ]
+
+    pairs = []
+    for piece_start, piece_stop in pairwise(sorted(cuts)):
+        ranks = {}
+        for name, owned in maps.items():
+            index = bisect_right(starts_of[name], piece_start) - 1
+            ranks[name] = owned[index].rank
+        pairs.append(ShardPair(piece_start, piece_stop, ranks))
+    return pairs
 
 
 def owned_ranges(owned: Sequence[RankRange], rank: int, start: int, stop: int) -> list[Range]:
-    """What `rank` exchanges of elements [start, stop)."""
+    """Return the ranges of elements [start, stop) that `rank` exchanges."""
     return [
         (max(span.start, start), min(span.stop, stop))
         for span in owned

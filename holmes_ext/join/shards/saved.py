@@ -1,5 +1,4 @@
-"""Outer state in a checkpoint: sealed with a digest, so that a damaged file is refused before anything of it
-is used."""
+"""Sealing of the outer state in a checkpoint with a digest, so that a damaged file is refused as a whole."""
 
 from __future__ import annotations
 
@@ -13,18 +12,33 @@ import torch
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.handshake import printable
 
+#: Version of the format.
 VERSION = 2
 #: Bytes of a tensor that are hashed at a time.
 _CHUNK = 2**24
+#: Characters of an error that a message quotes.
+_LONGEST_ERROR = 100
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """Tensors, numbers, texts, lists and dicts."""
+    """Return the document to save: version, digest, and the state.
+
+    Args:
+        state: Nested dicts and lists of tensors, numbers and texts.
+    """
     return {"version": VERSION, "digest": _digest_of(state), "outer": state}
 
 
 def opened(saved: Any, source: str) -> dict[str, Any]:
-    """What was sealed. HolmesError when it is damaged, or of another version."""
+    """Return the state of a saved document.
+
+    Args:
+        saved: What `sealed` returned.
+        source: Name of the document in error messages.
+
+    Raises:
+        HolmesError: The document is damaged, or has another version.
+    """
     if not isinstance(saved, dict) or not isinstance(saved.get("version"), int):
         raise HolmesError(
             f"{source}: this is not outer state; omit it to take the weights from another job"
@@ -49,23 +63,32 @@ def opened(saved: Any, source: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def readable(source: str) -> Iterator[None]:
-    """HolmesError where what is read has a good digest, and is yet none of our states."""
+    """Raise HolmesError instead of the errors of code that reads a state with an unexpected structure.
+
+    Args:
+        source: Name of the document in the message.
+    """
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise HolmesError(
             f"{source}: the outer state is not as this holmes_ext writes it ({type(error).__name__}: "
-            f"{printable(str(error), 100)}); omit it to take the weights from another job"
+            f"{printable(str(error), _LONGEST_ERROR)}); omit it to take the weights from another job"
         ) from None
 
 
 def _digest_of(state: Any) -> str:
     digest = hashlib.sha256()
-    _add(digest, state)
+    _add_to_digest(digest, state)
     return digest.hexdigest()
 
 
-def _add(digest: Any, value: Any) -> None:
+def _add_to_digest(digest: Any, value: Any) -> None:
+    """Add a value of the state to a hashlib digest, recursively.
+
+    Raises:
+        TypeError: The value has a type that no outer state contains.
+    """
     if isinstance(value, torch.Tensor):
         digest.update(f"tensor {value.dtype} {tuple(value.shape)} ".encode())
         data = value.detach().to("cpu").contiguous().view(-1).view(torch.uint8)
@@ -75,11 +98,11 @@ def _add(digest: Any, value: Any) -> None:
         digest.update(f"dict {len(value)} ".encode())
         for key in value:
             digest.update(f"{key!r} ".encode())
-            _add(digest, value[key])
+            _add_to_digest(digest, value[key])
     elif isinstance(value, (list, tuple)):
         digest.update(f"list {len(value)} ".encode())
         for item in value:
-            _add(digest, item)
+            _add_to_digest(digest, item)
     elif value is None or isinstance(value, (bool, int, float, str)):
         digest.update(f"{value!r} ".encode())
     else:

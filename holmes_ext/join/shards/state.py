@@ -1,11 +1,11 @@
-"""The outer state of one rank: of every fragment the elements that it exchanges (ownership.owners), on the
-host.
+"""Outer state of one rank, in host memory: for each fragment, the elements that this rank exchanges.
 
-    anchor      float32: as they were after their last outer step; the same bits in every job
-    momentum    float32 (bfloat16 beside a residual of bfloat16), where the outer step has one
-    residual    what the codec has left out so far, this job's own: bfloat16 (int8, 2bit)
+    anchor      float32: weights after the fragment's last outer step, with the same bits in every job
+    momentum    of the outer optimizer, if it has one: float32 (bfloat16 if there is a residual in bfloat16)
+    residual    rounding errors of the codec that this job will add next time: bfloat16 (int8 and 2bit)
 
-Bytes of an element of the rank: 4 + 4; with int8 and 2bit 4 + 2 + 2, the same.
+So an element takes 4 + 4 bytes, with int8 and 2bit 4 + 2 + 2. The training thread changes fragments, and
+threads of the donor copy them for other jobs; a lock protects them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,127 +22,156 @@ from holmes_ext.join.codecs import residual_dtype
 from holmes_ext.join.orthogonal import Matrices
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.ownership import Range, RankRange, fragment_cuts, owned_ranges
-from holmes_ext.join.shards.weights import Weights, checksum
+from holmes_ext.join.shards.weights import CHECKSUM_MASK, Weights, checksum
 
-#: Tensors of a fragment that a checkpoint has.
+#: Tensors of a fragment in a checkpoint.
 _SAVED = ("anchor", "momentum", "residual")
 
 
 @dataclass
 class Pending:
-    """A round that is committed, and whose outer step is still to be taken: by this job when its delay is
-    over. gradient: the aggregate; mu, gap: as the algorithm's step() takes them. replaces: it is no step:
-    `gradient` is the anchor that another job has after that round, `momentum` its momentum."""
+    """Outer step of a committed round that this job has not taken yet, because its delay is not over."""
 
-    number: int
+    number: int  # of the round
+    #: Aggregated pseudo-gradient; with `replaces`, the new anchor.
     gradient: torch.Tensor
-    mu: float = 0.0
-    gap: float = 1.0
-    residual: torch.Tensor | None = None
-    replaces: bool = False
-    momentum: torch.Tensor | None = None
+    mu: float = 0.0  # momentum of the step
+    gap: float = 1.0  # penalty of the step for its age (algorithms.py)
+    residual: torch.Tensor | None = None  # new residual of the codec; None: unchanged
+    replaces: bool = False  # no step: anchor and momentum are replaced by those of another job
+    momentum: torch.Tensor | None = None  # with `replaces`, the new momentum
 
 
 @dataclass
 class Fragment:
-    """Elements [start, stop) of the row; ranges: that this rank exchanges; matrices: in the anchor; version:
-    of its last outer step."""
+    """Elements [start, stop) of the flat weights, and this rank's part of their outer state."""
 
     start: int
     stop: int
-    ranges: list[Range]
-    anchor: torch.Tensor
-    momentum: torch.Tensor | None
-    residual: torch.Tensor | None
-    matrices: Matrices = Matrices()
-    version: int = 0
-    pending: list[Pending] = field(default_factory=list)
+    ranges: list[Range]  # that this rank exchanges
+    anchor: torch.Tensor  # flat: the elements of all ranges, one after the other
+    momentum: torch.Tensor | None  # like `anchor`
+    residual: torch.Tensor | None  # like `anchor`
+    matrices: Matrices = Matrices()  # weight matrices in the anchor, for algorithms that need them
+    version: int = 0  # round of the last outer step
+    pending: list[Pending] = field(default_factory=list)  # steps to take, oldest first
 
     @property
     def given(self) -> int:
-        """The version that another job can be given: what needs other ranks is not applied for it."""
+        """Return the version that this rank can give to another job.
+
+        Pending steps are applied to the copy, unless a step needs other ranks of the job.
+        """
         return self.version if self.matrices.needs_others else self.promised
 
     @property
     def promised(self) -> int:
-        """The version that it has, or will have when what is pending has been applied."""
+        """Return the version that the fragment will have after all pending steps."""
         return self.pending[-1].number if self.pending else self.version
 
     def checksum(self, position: str, salt: str = "") -> int:
-        """Of anchor and momentum at this position; the ranks' add up."""
+        """Return this rank's part of the checksum of anchor and momentum; parts add up modulo 2^64.
+
+        Args:
+            position: Position of the rank in the model-parallel grid.
+            salt: Makes the checksum unpredictable for jobs without these weights.
+        """
         total = 0
         for start, stop in self.ranges:
-            there = self.places(start, stop)
-            total += checksum(self.anchor[there], start, f"anchor {position} {salt}")
+            place = self.places(start, stop)
+            total += checksum(self.anchor[place], start, f"anchor {position} {salt}")
             if self.momentum is not None:
-                total += checksum(self.momentum[there], start, f"momentum {position} {salt}")
-        return total & (2**64 - 1)
+                total += checksum(self.momentum[place], start, f"momentum {position} {salt}")
+        return total & CHECKSUM_MASK
 
     def places(self, start: int, stop: int) -> slice:
-        """Where elements [start, stop), all in one of the ranges, stand in the anchor."""
-        place = 0
-        for a, b in self.ranges:
-            if a <= start <= stop <= b:
-                return slice(place + start - a, place + stop - a)
-            place += b - a
+        """Return the slice of the anchor that holds elements [start, stop) of the flat weights.
+
+        Raises:
+            KeyError: They are not all in one range of this rank.
+        """
+        offset = 0
+        for range_start, range_stop in self.ranges:
+            if range_start <= start <= stop <= range_stop:
+                return slice(offset + start - range_start, offset + stop - range_start)
+            offset += range_stop - range_start
         raise KeyError((start, stop))
 
 
+class FragmentCopy(NamedTuple):
+    """Copy of some elements of a fragment, for another job."""
+
+    version: int
+    anchor: torch.Tensor
+    momentum: torch.Tensor | None
+
+
 class OuterState:
-    """lock: held by whoever changes a fragment, and by whoever copies one for another job."""
+    """All fragments of one rank.
+
+    Args:
+        settings: The --holmes-outer settings.
+        weights: Weights of this rank, from which the anchors start.
+        owned: Elements that each rank of the job exchanges at this position of the model-parallel grid.
+        rank: This rank.
+    """
 
     def __init__(
         self, settings: OuterSettings, weights: Weights, owned: Sequence[RankRange], rank: int
     ):
-        self.settings, self.weights, self.lock = settings, weights, threading.Lock()
+        self.settings = settings
+        self.weights = weights
+        self.lock = threading.Lock()  # held while a fragment is changed, or copied for another job
         self.algorithm = settings.outer_algorithm()
         self.matrices = weights.matrices if self.algorithm.of_matrices else []
-        whole = [(matrix.start, matrix.stop) for matrix in self.matrices]
-        cuts = fragment_cuts(weights.total, settings.fragments, whole)
+        uncut = [(matrix.start, matrix.stop) for matrix in self.matrices]
+        cuts = fragment_cuts(weights.total, settings.fragments, uncut)
         self.fragments = [
             self._fragment(start, stop, owned_ranges(owned, rank, start, stop))
             for start, stop in zip(cuts, cuts[1:])
         ]
 
     def _fragment(self, start: int, stop: int, ranges: list[Range]) -> Fragment:
-        count = sum(b - a for a, b in ranges)
+        """Return a fragment whose anchor equals the current weights."""
+        count = sum(range_stop - range_start for range_start, range_stop in ranges)
         residual_kind = residual_dtype(self.settings)
-        # Beside a residual of two bytes momentum has two as well: all of it is twice the weights at most.
-        kind = torch.bfloat16 if residual_kind == torch.bfloat16 else torch.float32
-        momentum = (
-            torch.zeros(count, dtype=kind, device="cpu") if self.algorithm.keeps_momentum else None
-        )
-        residual = (
-            None if residual_kind is None else torch.zeros(count, dtype=residual_kind, device="cpu")
-        )
+        residual = None
+        if residual_kind is not None:
+            residual = torch.zeros(count, dtype=residual_kind, device="cpu")
+        momentum = None
+        if self.algorithm.keeps_momentum:
+            # bfloat16 beside a residual, so that the outer state is never more than twice the weights.
+            is_short = residual_kind == torch.bfloat16
+            momentum_dtype = torch.bfloat16 if is_short else torch.float32
+            momentum = torch.zeros(count, dtype=momentum_dtype, device="cpu")
         anchor = self.weights.read(ranges, torch.empty(count, device="cpu"))
         fragment = Fragment(start, stop, ranges, anchor, momentum, residual)
-        mine = [
-            matrix
-            for matrix in self.matrices
-            if any(a <= matrix.start and matrix.stop <= b for a, b in ranges)
-        ]
-        places = [
-            replace(matrix, start=fragment.places(matrix.start, matrix.stop).start)
-            for matrix in mine
-        ]
+        places = []
+        for matrix in self.matrices:
+            is_whole_here = any(
+                range_start <= matrix.start and matrix.stop <= range_stop
+                for range_start, range_stop in ranges
+            )
+            if is_whole_here:
+                place = fragment.places(matrix.start, matrix.stop)
+                places.append(replace(matrix, start=place.start))
         fragment.matrices = Matrices(places, self.weights.device)
         return fragment
 
     def apply(self, fragment: Fragment) -> None:
-        """Take the outer step that has been pending longest."""
+        """Take the oldest pending outer step of a fragment."""
         with self.lock:
             pending = fragment.pending.pop(0)
-            self._take(
+            self._step(
                 pending, fragment.anchor, fragment.momentum, pending.gradient, fragment.matrices
             )
             if fragment.residual is not None and pending.residual is not None:
                 fragment.residual.copy_(pending.residual)
             elif fragment.residual is not None and pending.replaces:
-                fragment.residual.zero_()  # what was left out so far belonged to the old anchor
+                fragment.residual.zero_()  # the rounding errors belonged to the old anchor
             fragment.version = pending.number
 
-    def _take(
+    def _step(
         self,
         pending: Pending,
         anchor: torch.Tensor,
@@ -150,7 +179,15 @@ class OuterState:
         gradient: torch.Tensor,
         matrices: Matrices,
     ) -> None:
-        """The step on anchor and momentum, in place; `gradient` (of the same elements) is overwritten."""
+        """Apply a pending step to anchor and momentum, in place.
+
+        Args:
+            pending: The step.
+            anchor: Elements of the anchor.
+            momentum: The same elements of the momentum.
+            gradient: The same elements of `pending.gradient`; overwritten.
+            matrices: Matrices in these elements.
+        """
         if not pending.replaces:
             self.algorithm.step(anchor, momentum, gradient, pending.mu, pending.gap, matrices)
             return
@@ -158,32 +195,39 @@ class OuterState:
         if momentum is not None and pending.momentum is not None:
             momentum.copy_(pending.momentum)
 
-    def copy_of(
-        self, fragment: Fragment, start: int, stop: int
-    ) -> tuple[int, torch.Tensor, torch.Tensor | None]:
-        """Version (Fragment.given), anchor, momentum of [start, stop), what is pending applied where it can
-        be: for another job."""
+    def copy_of(self, fragment: Fragment, start: int, stop: int) -> FragmentCopy:
+        """Return a copy of elements [start, stop) for another job, after the pending steps.
+
+        Steps that need other ranks of the job are not applied (Fragment.given).
+
+        Raises:
+            KeyError: This rank does not exchange all these elements.
+        """
         with self.lock:
             wanted = fragment.places(start, stop)
             steps = [] if fragment.matrices.needs_others else fragment.pending
-            place = slice(None) if steps and fragment.matrices.places else wanted
+            # A step on matrices needs the whole of them, so the whole fragment is stepped.
+            needs_all = bool(steps) and bool(fragment.matrices.places)
+            place = slice(None) if needs_all else wanted
             anchor = fragment.anchor[place].clone()
-            momentum = None if fragment.momentum is None else fragment.momentum[place].clone()
+            momentum = None
+            if fragment.momentum is not None:
+                momentum = fragment.momentum[place].clone()
             for pending in steps:
-                part = pending
+                step = pending
                 if pending.momentum is not None:
-                    part = replace(pending, momentum=pending.momentum[place])
-                self._take(
-                    part, anchor, momentum, pending.gradient[place].clone(), fragment.matrices
-                )
-            if place is not wanted:
-                anchor, momentum = anchor[wanted], None if momentum is None else momentum[wanted]
-            return fragment.given, anchor, momentum
+                    step = replace(pending, momentum=pending.momentum[place])
+                gradient = pending.gradient[place].clone()
+                self._step(step, anchor, momentum, gradient, fragment.matrices)
+            if needs_all:
+                anchor = anchor[wanted]
+                momentum = None if momentum is None else momentum[wanted]
+            return FragmentCopy(fragment.given, anchor, momentum)
 
     def replace(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """What another job has takes the place of ours, and of what is pending."""
+        """Replace a fragment by another job's at once, and drop the pending steps."""
         with self.lock:
             fragment.pending.clear()
         self.promise(fragment, version, anchor, momentum)
@@ -192,28 +236,37 @@ class OuterState:
     def promise(
         self, fragment: Fragment, version: int, anchor: torch.Tensor, momentum: torch.Tensor | None
     ) -> None:
-        """What another job has will take the place of ours, after what is pending."""
+        """Append the replacement of a fragment by another job's to the pending steps."""
         with self.lock:
             fragment.pending.append(Pending(version, anchor, replaces=True, momentum=momentum))
 
     @property
     def host_bytes(self) -> int:
-        """What all of it takes."""
-        tensors = (tensor for f in self.fragments for tensor in (f.anchor, f.momentum, f.residual))
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        """Return the size of the outer state in bytes, without pending steps."""
+        total = 0
+        for fragment in self.fragments:
+            for tensor in (fragment.anchor, fragment.momentum, fragment.residual):
+                if tensor is not None:
+                    total += tensor.nbytes
+        return total
 
     def to_dict(self, pending: bool = True) -> dict[str, Any]:
-        """For a checkpoint (saved.py). pending: with what is committed and not applied yet."""
+        """Return a copy of the state for a checkpoint (saved.py).
+
+        Args:
+            pending: Include the pending steps.
+        """
         fragments = []
-        for f in self.fragments:
+        for fragment in self.fragments:
             content: dict[str, Any] = {
-                "ranges": [list(pair) for pair in f.ranges],
-                "version": f.version,
+                "ranges": [list(pair) for pair in fragment.ranges],
+                "version": fragment.version,
             }
-            content |= {
-                name: value.clone() for name in _SAVED if (value := getattr(f, name)) is not None
-            }
-            content["pending"] = [_copied(step) for step in f.pending] if pending else []
+            for name in _SAVED:
+                value = getattr(fragment, name)
+                if value is not None:
+                    content[name] = value.clone()
+            content["pending"] = [_copied(step) for step in fragment.pending] if pending else []
             fragments.append(content)
         return {
             "position": self.weights.position,
@@ -222,7 +275,15 @@ class OuterState:
         }
 
     def load(self, saved: dict[str, Any], source: str) -> None:
-        """HolmesError when it is another model's, or was saved with other shards or settings."""
+        """Load the state of a checkpoint.
+
+        Args:
+            saved: What `to_dict` returned.
+            source: Name of the checkpoint in error messages.
+
+        Raises:
+            HolmesError: It belongs to another model, or was saved with other shards or settings.
+        """
         if saved["digest"] != self.weights.digest or saved["position"] != self.weights.position:
             raise HolmesError(
                 f"{source}: the outer state is that of another model or place ({saved['position']}); load the"
@@ -233,21 +294,22 @@ class OuterState:
                 f"{source}: the outer state has {len(saved['fragments'])} fragments, --holmes-outer says"
                 f" {len(self.fragments)}"
             )
-        for mine, theirs in zip(self.fragments, saved["fragments"]):
-            if [list(pair) for pair in mine.ranges] != theirs["ranges"]:
+        for fragment, content in zip(self.fragments, saved["fragments"]):
+            if [list(pair) for pair in fragment.ranges] != content["ranges"]:
                 raise HolmesError(
                     f"{source}: the outer state was saved with other data-parallel sizes; resume with those, "
                     f"or omit the outer state to take it from another job"
                 )
             for name in _SAVED:
-                if getattr(mine, name) is not None and name in theirs:
-                    getattr(mine, name).copy_(theirs[name])
-            mine.version = theirs["version"]
-            mine.pending = [Pending(**step) for step in theirs["pending"]]
+                tensor = getattr(fragment, name)
+                if tensor is not None and name in content:
+                    tensor.copy_(content[name])
+            fragment.version = content["version"]
+            fragment.pending = [Pending(**step) for step in content["pending"]]
 
 
 def _copied(pending: Pending) -> dict[str, Any]:
-    """For a checkpoint: tensors that stay as they are."""
+    """Return the fields of a pending step for a checkpoint, with copies of its tensors."""
     return {
         name: value.clone() if isinstance(value, torch.Tensor) else value
         for name, value in vars(pending).items()

@@ -1,15 +1,18 @@
-"""The weights that one rank holds, as ranges of its position's row of elements (ownership.py): read, written,
-compared.
+"""Weights that one rank holds, as ranges of flat elements: reading, comparing, checksums.
 
-A framework's patch makes the parts: views of the tensors that its optimizer steps (main weights in float32
-where there are some). A part is contiguous; reading and writing goes through host memory, one fragment at a
-time.
+All weights at one position of the model-parallel grid (a pipeline stage, a tensor-parallel rank) are numbered
+in the model's order, tensor after tensor. Element i is the same weight in every job (ownership.py).
+
+The patch of a framework makes the parts of a rank: flat views of the tensors that the inner optimizer
+steps (main weights in float32 if there are some). Reading and writing goes through host memory, one
+fragment at a time.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,44 +23,49 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.join.orthogonal import Matrix, is_matrix
 from holmes_ext.join.shards.ownership import Range
 
-#: Elements whose checksum is taken at a time.
+#: Elements whose checksum is computed at a time.
 _CHUNK = 2**18
-_MASK = 2**64 - 1
-#: Tensors of a row that are named to the other jobs one by one.
+#: Checksums are sums modulo 2^64.
+CHECKSUM_MASK = 2**64 - 1
+#: Tensors that are described to the other jobs one by one; more are summarized.
 _NAMED = 2000
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """One tensor of the row, as the whole job knows it. dtype: of what the optimizer steps."""
+    """One tensor of the model, unsharded."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # of what the optimizer steps
 
     @property
     def numel(self) -> int:
-        size = 1
-        for length in self.shape:
-            size *= length
-        return size
+        """Return the number of elements."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [start, ...) of the row; values: a flat view of what training steps, on its device."""
+    """Consecutive elements that a rank holds, from element `start` on."""
 
     start: int
-    values: torch.Tensor
+    values: torch.Tensor  # flat view of what the inner optimizer steps, on its device
 
     @property
     def stop(self) -> int:
+        """Return the element after the last."""
         return self.start + self.values.numel()
 
 
 class Weights:
-    """position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: its row in order;
-    parts: what this rank holds; moved: whether the framework has put other memory in their place.
+    """Weights of one rank.
+
+    Args:
+        position: Position in the model-parallel grid, such as "pipeline 0, tensor 1".
+        tensors: All tensors at this position, in the model's order.
+        parts: Elements that this rank holds.
+        moved: Returns whether the framework has put the weights in other memory since.
     """
 
     def __init__(
@@ -67,7 +75,9 @@ class Weights:
         parts: Iterable[Part],
         moved: Callable[[], bool] = lambda: False,
     ):
-        self.position, self.tensors, self.moved = position, tuple(tensors), moved
+        self.position = position
+        self.tensors = tuple(tensors)
+        self.moved = moved
         self.parts = sorted(parts, key=lambda part: part.start)
         self.total = sum(tensor.numel for tensor in self.tensors)
         for before, after in zip(self.parts, self.parts[1:]):
@@ -76,7 +86,7 @@ class Weights:
 
     @property
     def holdings(self) -> list[Range]:
-        """Ranges that this rank holds, touching ones made one."""
+        """Return the ranges of elements that this rank holds; adjacent ranges are merged."""
         merged: list[Range] = []
         for part in self.parts:
             if merged and merged[-1][1] == part.start:
@@ -87,17 +97,18 @@ class Weights:
 
     @property
     def digest(self) -> str:
-        """Of names, shapes and types of the whole row."""
+        """Return a digest of the names, shapes and dtypes of all tensors at this position."""
         text = json.dumps([[tensor.name, tensor.shape, tensor.dtype] for tensor in self.tensors])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the weights; the CPU for a rank without any."""
         return self.parts[0].values.device if self.parts else torch.device("cpu")
 
     @property
     def matrices(self) -> list[Matrix]:
-        """The tensors that Muon's step takes as one, by their places in the row."""
+        """Return the tensors that Muon's outer step orthogonalizes as matrices."""
         starts = row_of(self.tensors)
         return [
             Matrix(starts[tensor.name], *tensor.shape)
@@ -106,80 +117,100 @@ class Weights:
         ]
 
     def named(self) -> Any:
-        """The row for people: {name: shape and type}, or a count and the digest where that would be long."""
+        """Return a readable description of all tensors at this position, to compare jobs.
+
+        Returns:
+            {name: shape and dtype}, or one line with a digest if there are many tensors.
+        """
         if len(self.tensors) > _NAMED:
             return f"{len(self.tensors)} tensors of {self.total} elements, digest {self.digest}"
         return {tensor.name: f"{list(tensor.shape)} {tensor.dtype}" for tensor in self.tensors}
 
     def held(self, start: int, stop: int) -> list[Part]:
-        """What this rank holds of [start, stop), as parts: views."""
+        """Return views of those of the elements [start, stop) that this rank holds."""
         parts = []
         for part in self.parts:
-            a, b = max(part.start, start), min(part.stop, stop)
-            if a < b:
-                parts.append(Part(a, part.values[a - part.start : b - part.start]))
+            first = max(part.start, start)
+            last = min(part.stop, stop)
+            if first < last:
+                view = part.values[first - part.start : last - part.start]
+                parts.append(Part(first, view))
         return parts
 
     def checksum(self) -> int:
-        """Of all that this rank holds."""
-        sums = (
-            checksum(chunk.to("cpu", torch.float32), part.start + k * _CHUNK, self.position)
-            for part in self.parts
-            for k, chunk in enumerate(part.values.split(_CHUNK))
-        )
-        return sum(sums) & _MASK
+        """Return the checksum of all elements that this rank holds."""
+        total = 0
+        for part in self.parts:
+            start = part.start
+            for chunk in part.values.split(_CHUNK):
+                total += checksum(chunk.to("cpu", torch.float32), start, self.position)
+                start += chunk.numel()
+        return total & CHECKSUM_MASK
 
     def read(self, ranges: Sequence[Range], out: torch.Tensor) -> torch.Tensor:
-        """The elements of `ranges`, one after the other, into `out` (float32, host)."""
-        place = 0
+        """Copy the elements of the ranges, one range after the other, into `out` (float32, host)."""
+        offset = 0
         for start, stop in ranges:
             for part in self.held(start, stop):
-                at = place + part.start - start
-                out[at : at + part.values.numel()].copy_(part.values)
-            place += stop - start
+                place = offset + part.start - start
+                out[place : place + part.values.numel()].copy_(part.values)
+            offset += stop - start
         return out
 
 
 def row_of(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Where each tensor begins in the row."""
-    starts, place = {}, 0
+    """Return the number of each tensor's first element.
+
+    Raises:
+        HolmesError: Two tensors have the same name.
+    """
+    starts: dict[str, int] = {}
+    start = 0
     for tensor in tensors:
         if tensor.name in starts:
             raise HolmesError(
                 f"two tensors of the model are named {tensor.name!r}; jobs can only join when names are "
                 f"different"
             )
-        starts[tensor.name] = place
-        place += tensor.numel
+        starts[tensor.name] = start
+        start += tensor.numel
     return starts
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Of a contiguous tensor on the host, without a copy."""
+    """Return the bytes of a contiguous tensor on the host, without a copy."""
     return tensor.view(torch.uint8).numpy().data
 
 
 def checksum(values: torch.Tensor, start: int, salt: str) -> int:
-    """Of the bits of elements (float32, or bfloat16 by its exact value) and where they stand: a sum modulo
-    2^64, so that those of parts add up to the whole's. Who does not know the salt cannot find other elements
-    with the same sum: each is multiplied by a number that looks random without it."""
+    """Return a checksum of elements and their positions; those of parts add up modulo 2^64.
+
+    Each element's bits are multiplied by an odd number that depends on its position and the salt. Without the
+    salt these numbers look random, so nobody can construct other elements with the same checksum.
+
+    Args:
+        values: Flat tensor, float32 or bfloat16 (which counts as float32).
+        start: Position of the first element in the flat weights.
+        salt: Any text.
+    """
     total = 0
     seed = int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "big", signed=True)
-    for place in range(0, values.numel(), _CHUNK):
-        bits = values[place : place + _CHUNK].float().view(torch.int32).to(torch.int64)
-        first = start + place
-        where = torch.arange(first, first + bits.numel(), dtype=torch.int64, device=bits.device)
-        total += int((bits * (_mixed(where.add_(seed)) | 1)).sum())
-    return total & _MASK
+    for offset in range(0, values.numel(), _CHUNK):
+        bits = values[offset : offset + _CHUNK].float().view(torch.int32).to(torch.int64)
+        first = start + offset
+        positions = torch.arange(first, first + bits.numel(), dtype=torch.int64, device=bits.device)
+        odd_multipliers = _mixed(positions.add_(seed)) | 1
+        total += int((bits * odd_multipliers).sum())
+    return total & CHECKSUM_MASK
 
 
-def _mixed(x: torch.Tensor) -> torch.Tensor:
-    """splitmix64's finalizer (Steele et al. 2014), of int64 in place; shifts fill with zeros."""
-    for shift, keep, factor in _MIX:
-        x ^= (x >> shift) & keep
-        x *= factor
-    return x
+def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+    """Apply splitmix64's finalizer (Steele et al. 2014) to int64 numbers, in place."""
+    for shift, mask, factor in _MIX:
+        numbers ^= (numbers >> shift) & mask  # the mask makes it a shift that fills with zeros
+        numbers *= factor
+    return numbers
 
 
-#: Shift, the bits that it leaves, and the factor as a signed number.
+#: Rounds of the finalizer: shift, mask of the bits that the shift leaves, factor as a signed number.
 _MIX = ((30, 2**34 - 1, 0xBF58476D1CE4E5B9 - 2**64), (27, 2**37 - 1, 0x94D049BB133111EB - 2**64))

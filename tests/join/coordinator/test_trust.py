@@ -4,7 +4,13 @@ import pytest
 from coordinator_rules import TIMEOUT, Run, claims_of
 
 from holmes_ext.errors import HolmesError
-from holmes_ext.join.coordinator.consensus import agreed_claim, differing, middle, same, voted_out
+from holmes_ext.join.coordinator.consensus import (
+    agreed_claim,
+    accusations_from_digests,
+    medians_by_key,
+    is_compatible,
+    voted_out,
+)
 from holmes_ext.join.coordinator.reports import MOST, Claim, ReadyReport, hello_from, ready_from
 
 OTHER = 16 * "1"
@@ -35,9 +41,9 @@ def test_the_checksum_that_most_tell():
     claims = [Claim(5, "z"), Claim(5, "a"), Claim(5, "a"), Claim(5)]
     assert agreed_claim(claims, 5, 5) == Claim(5, "a")
     assert (
-        same(Claim(5), Claim(5, "a"))
-        and not same(Claim(5, "z"), Claim(5, "a"))
-        and not same(Claim(4), Claim(5))
+        is_compatible(Claim(5), Claim(5, "a"))
+        and not is_compatible(Claim(5, "z"), Claim(5, "a"))
+        and not is_compatible(Claim(4), Claim(5))
     )
 
 
@@ -62,16 +68,18 @@ def test_one_accuser_takes_nobody_out_alone():
 def test_who_sends_different_things_is_accused():
     honest = dict.fromkeys((*THREE, "zero"), "same")
     digests = {name: dict(honest) for name in honest}
-    assert voted_out(differing(digests)) == {}
+    assert voted_out(accusations_from_digests(digests)) == {}
     digests["west"]["zero"] = "other"  # what zero sent to west
-    assert set(voted_out(differing(digests))) == {"west", "zero"}, "west may say so falsely"
+    assert set(voted_out(accusations_from_digests(digests))) == {"west", "zero"}, (
+        "west may say so falsely"
+    )
     digests["north"]["zero"] = "a third one"
-    assert set(voted_out(differing(digests))) == {"zero"}
+    assert set(voted_out(accusations_from_digests(digests))) == {"zero"}
 
 
 def test_one_document_cannot_move_the_middle():
-    assert middle([{"a": 1.0}, {"a": 1.1}, {"a": 1e9}]) == {"a": 1.1}
-    assert middle([{"a": 1.0}, {"a": 1e9}]) == {"a": 1.0}
+    assert medians_by_key([{"a": 1.0}, {"a": 1.1}, {"a": 1e9}]) == {"a": 1.1}
+    assert medians_by_key([{"a": 1.0}, {"a": 1e9}]) == {"a": 1.0}
 
 
 def whole(run, number, names):
