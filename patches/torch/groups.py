@@ -55,8 +55,8 @@ def _host_store_where_launched(current: Session, call: Call, instance: Any, rank
     runs on another node.
 
     Args:
-        rank: The rank after renumbering. It is not read. The registry of patches requires each parameter of
-            this wrapper in torch's function, and `call` replaces this one.
+        rank: The rank after renumbering. Its value is not read, but `call` replaces it. It is a parameter of
+            this wrapper so that holmes checks that torch's function has it.
     """
     launched_rank = current.process.rank  # the rank before holmes renumbered it
     store = call(rank=launched_rank)
