@@ -124,7 +124,7 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="reduce after the backward pass, to see what overlapping gains",
     )
-    add("--log-file", help="a JSON line for each step")
+    add("--log-file", help="write a JSON line for each step into this file")
     return parser.parse_args()
 
 
