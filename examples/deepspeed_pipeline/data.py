@@ -82,7 +82,9 @@ class Batches:
         return piece[:-1], piece[1:]
 
     def step(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield tokens and labels of this rank's micro-batches of a step: int64 [rows, sequence] each.
+        """Yield tokens and labels of this rank's micro-batches of a step.
+
+        Both are int64 [rows, sequence].
 
         Args:
             step: Number of the step, from 0.

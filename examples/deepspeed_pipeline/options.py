@@ -120,7 +120,10 @@ def build_parser() -> Parser:
 
 
 def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
-    """Return the checked options, and the parser, whose error() reports faults that are found later."""
+    """Return the checked options, and the parser.
+
+    The caller reports errors that it finds later by the parser's method error().
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
@@ -153,11 +156,11 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
 
 
 def deepspeed_config(args) -> dict:
-    """Return DeepSpeed's configuration: the script's choices, replaced by the keys of --deepspeed_config.
+    """Return DeepSpeed's configuration.
 
-    Gradient clipping is off. DeepSpeed's default is to clip to a norm of 1.0. Under pipeline parallelism
-    without ZeRO, deepspeed 0.19.8 uses the norm of the first stage as the model's norm, so training would
-    depend on the number of stages.
+    Keys of the file --deepspeed_config replace the script's choices. Gradient clipping is off. DeepSpeed's
+    default is to clip to a norm of 1.0. Under pipeline parallelism without ZeRO, deepspeed 0.19.8 uses the
+    norm of the first stage as the model's norm, so training would depend on the number of stages.
     """
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT with DeepSpeed's pipeline engine on English text that every Python installation has.
+"""Train a byte-level GPT with DeepSpeed's pipeline engine on Python's own documentation.
 
     torchrun --nproc-per-node 4 train.py --stages 2          two pipeline stages x two data-parallel ranks
     deepspeed --num_gpus 4 train.py --stages 2               the same with DeepSpeed's launcher

@@ -1,4 +1,4 @@
-"""A byte-level GPT of megatron-core's GPTModel. Its initial weights do not depend on how it is split.
+"""A byte-level GPT (megatron-core's GPTModel) with initial weights that do not depend on the split.
 
 megatron-core draws each rank's weights from that rank's random generator, so another pipeline or tensor size
 results in another model. Here a weight's values depend on its name in a checkpoint, its layer and the seed,

@@ -168,7 +168,10 @@ def build_parser() -> Parser:
 
 
 def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
-    """Return the checked options, and the parser, whose error() reports faults that are found later."""
+    """Return the checked options, and the parser.
+
+    The caller reports errors that it finds later by the parser's method error().
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))

@@ -1,4 +1,4 @@
-"""Train a byte-level GPT with megatron-core on English text that every Python installation has.
+"""Train a byte-level GPT with megatron-core on Python's own documentation.
 
     torchrun --nproc-per-node 4 train.py --pipeline 2          two pipeline stages x two data-parallel ranks
     torchrun --nproc-per-node 4 train.py --tensor 2 --pipeline 2
@@ -269,7 +269,7 @@ def save(args, models, optimizer, step: int):
 
 
 def resume(args, models, optimizer, parser: Parser) -> int:
-    """Load weights and optimizer state of the latest checkpoint under args.load; return its step."""
+    """Load the latest checkpoint under args.load, and return the number of its step."""
     file = Path(args.load) / "latest.json"
     if not file.is_file():
         parser.error(f"--load {args.load}: no checkpoint of this script there (no latest.json)")

@@ -98,7 +98,11 @@ def _devices(torch):
 
 
 def _off_cuda(device):
-    """Return "cpu" for a CUDA device (a name, a torch.device or a number), and any other value unchanged."""
+    """Return "cpu" for a CUDA device, and any other value unchanged.
+
+    Args:
+        device: A name, a torch.device, a number or None.
+    """
     if isinstance(device, str):
         device_type = device.split(":")[0]  # "cuda" of "cuda:0"
     else:

@@ -48,7 +48,10 @@ class _Empty(types.ModuleType):
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of empty modules, the last one on sys.meta_path: it serves only modules that do not exist."""
+    """Finder of empty modules for packages that are not installed.
+
+    It is the last one on sys.meta_path, so it is called only for modules that no other finder finds.
+    """
 
     def find_spec(self, name, path=None, target=None):
         is_unused = any(name == unused or name.startswith(unused + ".") for unused in UNUSED)
