@@ -3,9 +3,9 @@
     tokens -> Embedding -> Positions -> Block x layers -> LayerNorm -> Head -> logits
     [batch, sequence]           [batch, sequence, hidden]              [batch, sequence, 256]
 
-A layer is a LayerSpec: only the stage that owns it builds it. Tied, the head reads the embedding's weight
-through a TiedLayerSpec; positions are a layer of their own, because DeepSpeed copies a tied layer as a whole
-to both stages.
+A layer is a LayerSpec, so it is built only by the stage that runs it. If the weights are tied, the head uses
+the embedding's weight through a TiedLayerSpec. Positions are a separate layer, because DeepSpeed copies a
+tied layer as a whole to both stages.
 """
 
 import torch
@@ -18,7 +18,7 @@ INIT_STD = 0.02
 
 
 class Embedding(nn.Module):
-    """A vector for each byte: int64 [batch, sequence] -> [batch, sequence, hidden]."""
+    """Embedding of bytes: int64 [batch, sequence] -> [batch, sequence, hidden]."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
 
 
 class Positions(nn.Module):
-    """Adds a learned vector for each place in the sequence: [batch, sequence, hidden] -> the same."""
+    """Layer that adds a learned vector for each position: [batch, sequence, hidden] -> the same."""
 
     def __init__(self, sequence: int, hidden: int):
         super().__init__()
@@ -40,12 +40,20 @@ class Positions(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal self-attention: [batch, sequence, hidden] -> the same.
+    """Pre-norm transformer block with causal self-attention.
 
-    layers: how many blocks the model has; the residual outputs start smaller by its root (GPT-2).
+    Input and output have the shape [batch, sequence, hidden].
     """
 
     def __init__(self, hidden: int, heads: int, layers: int):
+        """Initialize the weights as GPT-2 does.
+
+        Args:
+            hidden: Width of a token's vector.
+            heads: Attention heads.
+            layers: Number of blocks in the model. Outputs that are added to the residual stream start smaller
+                by the square root of it.
+        """
         super().__init__()
         self.heads = heads
         self.attention_norm = nn.LayerNorm(hidden)
@@ -66,22 +74,16 @@ class Block(nn.Module):
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = (
-            self.qkv(self.attention_norm(x))
-            .view(batch, sequence, 3, self.heads, hidden // self.heads)
-            .permute(2, 0, 3, 1, 4)
-        )
-        attended = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .reshape(batch, sequence, hidden)
-        )
-        x = x + self.attention_out(attended)
+        qkv = self.qkv(self.attention_norm(x))
+        qkv = qkv.view(batch, sequence, 3, self.heads, hidden // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class Head(nn.Module):
-    """Logits of the next byte: [batch, sequence, hidden] -> [batch, sequence, 256]."""
+    """Linear layer: [batch, sequence, hidden] -> logits of the next byte [batch, sequence, 256]."""
 
     def __init__(self, hidden: int):
         super().__init__()
@@ -92,25 +94,38 @@ class Head(nn.Module):
 
 
 def tied_head(embedding: Embedding, x):
-    """The Head's computation with the Embedding's weight."""
+    """Return logits of the next byte, computed with the weight of the embedding."""
     return F.linear(x, embedding.weight)
 
 
 def next_byte_loss(logits, labels):
-    """Mean cross-entropy in nats, in float32: logits [batch, sequence, 256], labels int64 [batch,
-    sequence]."""
+    """Return the mean cross-entropy in nats, computed in float32.
+
+    Args:
+        logits: [batch, sequence, 256].
+        labels: int64 [batch, sequence].
+    """
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
 def layer_specs(layers: int, hidden: int, heads: int, sequence: int, tied: bool) -> list[LayerSpec]:
-    """The model, layer by layer."""
+    """Return the layers of the model, in order.
+
+    Args:
+        layers: Number of transformer blocks.
+        hidden: Width of a token's vector.
+        heads: Attention heads.
+        sequence: Bytes in a sample.
+        tied: Whether the head uses the embedding's weight.
+    """
     if tied:
         first = TiedLayerSpec("embedding", Embedding, hidden, tied_weight_attr="weight")
         last = TiedLayerSpec(
             "embedding", Embedding, hidden, tied_weight_attr="weight", forward_fn=tied_head
         )
     else:
-        first, last = LayerSpec(Embedding, hidden), LayerSpec(Head, hidden)
+        first = LayerSpec(Embedding, hidden)
+        last = LayerSpec(Head, hidden)
     blocks = [LayerSpec(Block, hidden, heads, layers) for _ in range(layers)]
     return [
         first,
@@ -122,7 +137,12 @@ def layer_specs(layers: int, hidden: int, heads: int, sequence: int, tied: bool)
 
 
 def count_parameters(specs: list[LayerSpec]) -> int:
-    """Parameters of the whole model, tied ones once."""
-    distinct = {getattr(spec, "key", index): spec for index, spec in enumerate(specs)}
+    """Return the number of parameters of the whole model; tied parameters count once."""
+    # Tied layers have the same key.
+    spec_of_key = {getattr(spec, "key", index): spec for index, spec in enumerate(specs)}
+    count = 0
     with torch.device("meta"):
-        return sum(p.numel() for spec in distinct.values() for p in spec.build().parameters())
+        for spec in spec_of_key.values():
+            for parameter in spec.build().parameters():
+                count += parameter.numel()
+    return count

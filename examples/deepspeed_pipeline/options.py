@@ -1,4 +1,4 @@
-"""The script's options, checked, and the DeepSpeed configuration that they make."""
+"""Parses and checks the script's options, and makes the DeepSpeed configuration from them."""
 
 import argparse
 import json
@@ -8,9 +8,10 @@ import sys
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells bad usage in one line, once for each node, with exit status 2."""
+    """Argument parser that prints an error in one line, once for each node."""
 
     def error(self, message):
+        """Print an error of the command line, and exit with status 2."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(
                 f"usage: {self.prog} [options]: {message} (--help lists the options)",
@@ -21,7 +22,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(minimum, kind=int):
-    """An argparse type: a number that is not below a minimum."""
+    """Return an argparse type: a number that is not below a minimum.
+
+    Args:
+        minimum: The lowest number that is accepted.
+        kind: int or float.
+    """
 
     def parse(text):
         value = kind(text)
@@ -34,6 +40,7 @@ def at_least(minimum, kind=int):
 
 
 def build_parser() -> Parser:
+    """Return the parser of the script's options."""
     parser = Parser(
         prog="train.py",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -44,7 +51,7 @@ def build_parser() -> Parser:
         "--steps",
         type=at_least(1),
         default=100,
-        help="optimizer steps, those of a loaded checkpoint included",
+        help="number of optimizer steps, including those of a loaded checkpoint",
     )
     add(
         "--stages",
@@ -64,45 +71,59 @@ def build_parser() -> Parser:
         help="micro-batches in a step (gradient accumulation)",
     )
     add("--lr", type=at_least(0, float), default=1e-3, help="learning rate of AdamW")
-    add("--seed", type=at_least(0), default=1, help="of the initial weights and of the data order")
+    add(
+        "--seed",
+        type=at_least(0),
+        default=1,
+        help="seed of the initial weights and of the data order",
+    )
     add("--tied", action="store_true", help="the head shares the embedding's weight")
     add("--dtype", choices=("fp32", "bf16"), default="fp32")
     add("--zero", type=int, choices=(0, 1), default=0, help="ZeRO stage")
     add(
         "--partition-method",
         default="type:Block",
-        help="PipelineModule's: uniform, parameters or type:REGEX of layer classes",
+        help="how DeepSpeed splits the layers: uniform, parameters or type:REGEX of layer classes",
     )
     add(
         "--activation-checkpoint",
         type=at_least(0),
         default=0,
         metavar="N",
-        help="recompute activations in groups of N layers; 0: keep them",
+        help="recompute activations in groups of N layers; 0: keep all activations",
     )
-    add("--save", metavar="DIR", help="write a checkpoint there at the end")
-    add("--save-every", type=at_least(0), default=0, metavar="N", help="and every N steps")
-    add("--load", metavar="DIR", help="resume from the latest checkpoint there")
+    add("--save", metavar="DIR", help="write a checkpoint into DIR at the end")
+    add(
+        "--save-every",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="also write a checkpoint every N steps",
+    )
+    add("--load", metavar="DIR", help="resume from the latest checkpoint in DIR")
     add(
         "--log-file",
         "--log",
         metavar="FILE",
         dest="log",
-        # torchrun takes --log for an abbreviation of its own --log-dir
-        help="a JSON line for each step: step, loss, seconds, tokens_per_second",
+        # torchrun reads --log as an abbreviation of its option --log-dir
+        help="write a JSON line for each step: step, loss, seconds, tokens_per_second",
     )
     add(
         "--deepspeed_config",
         metavar="FILE",
-        help="DeepSpeed JSON; its keys replace those that this script sets",
+        help="DeepSpeed configuration (JSON); its keys replace those that this script sets",
     )
-    # from the deepspeed launcher; LOCAL_RANK says the same
+    # The deepspeed launcher passes it. It is not read: the variable LOCAL_RANK has the same value.
     add("--local_rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
-    """The options and the parser, whose error() serves for what only turns out later."""
+    """Return the checked options, and the parser.
+
+    The caller reports errors that it finds later by the parser's method error().
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", os.environ.get("OMPI_COMM_WORLD_SIZE", 1)))
@@ -114,10 +135,8 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
         parser.error(f"--layers {args.layers} are too few for --stages {args.stages}")
     if args.hidden % args.heads:
         parser.error(f"--hidden {args.hidden} is not divisible by --heads {args.heads}")
-    if args.partition_method not in (
-        "uniform",
-        "parameters",
-    ) and not args.partition_method.startswith("type:"):
+    is_by_type = args.partition_method.startswith("type:")
+    if not is_by_type and args.partition_method not in ("uniform", "parameters"):
         parser.error(
             f"--partition-method {args.partition_method} is none of uniform, parameters, type:REGEX"
         )
@@ -127,19 +146,21 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
         parser.error(f"--partition-method {args.partition_method}: {error}")
     if args.save_every and not args.save:
         parser.error(f"--save-every {args.save_every} needs --save DIR")
+    args.overrides = {}  # keys of the DeepSpeed configuration
     try:
-        args.overrides = json.load(open(args.deepspeed_config)) if args.deepspeed_config else {}
+        if args.deepspeed_config:
+            args.overrides = json.load(open(args.deepspeed_config))
     except (OSError, ValueError) as error:
         parser.error(f"--deepspeed_config {args.deepspeed_config}: {error}")
     return args, parser
 
 
 def deepspeed_config(args) -> dict:
-    """DeepSpeed's configuration: the script's choices, then the keys of --deepspeed_config.
+    """Return DeepSpeed's configuration.
 
-    Gradient clipping is off. DeepSpeed clips to a norm of 1.0 unless told otherwise, and under pipeline
-    parallelism without ZeRO deepspeed 0.19.8 takes the first stage's norm for the model's: the training would
-    depend on the number of stages.
+    Keys of the file --deepspeed_config replace the script's choices. Gradient clipping is off. DeepSpeed's
+    default is to clip to a norm of 1.0. Under pipeline parallelism without ZeRO, deepspeed 0.19.8 uses the
+    norm of the first stage as the model's norm, so training would depend on the number of stages.
     """
     config = {
         "train_micro_batch_size_per_gpu": args.micro_batch,
@@ -154,10 +175,11 @@ def deepspeed_config(args) -> dict:
             },
         },
         "gradient_clipping": 0.0,
-        "steps_per_print": 10
-        ** 9,  # the progress bar shows the loss (None is for DeepSpeed 0.16 and newer)
+        # In effect never, because the progress bar shows the loss. None needs DeepSpeed 0.16 or newer.
+        "steps_per_print": 10**9,
     }
-    if args.zero:  # the default buckets are 5e8 elements, allocated whatever the model's size
+    if args.zero:
+        # The default buckets have 5e8 elements, which DeepSpeed allocates for small models, too.
         config["zero_optimization"] = {
             "stage": 1,
             "reduce_bucket_size": 5_000_000,
@@ -167,8 +189,13 @@ def deepspeed_config(args) -> dict:
         config["bf16"] = {"enabled": True}
         if args.zero:  # without ZeRO, DeepSpeed accepts no other accumulation type than the model's
             config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if {"train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"} & set(
-        args.overrides
-    ):
-        del config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]
+    batch_keys = {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+    }
+    if batch_keys & set(args.overrides):
+        # DeepSpeed derives the missing keys from those that the user gives.
+        del config["train_micro_batch_size_per_gpu"]
+        del config["gradient_accumulation_steps"]
     return config | args.overrides

@@ -1,10 +1,10 @@
-"""Train a byte-level GPT with DeepSpeed's pipeline engine on English text that every Python installation has.
+"""Train a byte-level GPT with DeepSpeed's pipeline engine on Python's own documentation.
 
     torchrun --nproc-per-node 4 train.py --stages 2          two pipeline stages x two data-parallel ranks
     deepspeed --num_gpus 4 train.py --stages 2               the same with DeepSpeed's launcher
     python train.py                                          one process
 
-An ordinary DeepSpeed script: NCCL on GPUs, gloo on CPUs. README.md shows what it prints.
+This is an ordinary DeepSpeed script. It uses NCCL on GPUs and gloo on CPUs. README.md shows its output.
 """
 
 import contextlib
@@ -21,13 +21,16 @@ from pathlib import Path
 
 from options import Parser, deepspeed_config, parse_args
 
-# torch and deepspeed are imported in the functions that use them: bad usage is told at once, and the
-# environment that DeepSpeed reads on import is prepared first.
+# torch and deepspeed are imported in the functions that use them: errors of the command line are printed at
+# once, and the environment variables that DeepSpeed reads on import are set first.
 STARTED = time.time()
 
 
 def prepare_environment():
-    """What DeepSpeed must find before it is imported. A plain `python train.py` is a job of one process."""
+    """Set the environment variables that DeepSpeed reads when it is imported.
+
+    Without a launcher (`python train.py`) the job has one process.
+    """
     import torch
 
     if "RANK" not in os.environ and "OMPI_COMM_WORLD_RANK" not in os.environ:
@@ -46,16 +49,16 @@ def prepare_environment():
 
 
 def start_distributed():
-    """Join the job, on this process's GPU if it has one."""
+    """Initialize DeepSpeed's communication, on this process's GPU if it has one."""
     import deepspeed
     from deepspeed.accelerator import get_accelerator
 
     if get_accelerator().device_name() == "cpu":
-        # DeepSpeed would compile (half a minute) and load a shared-memory all-reduce that training does not
-        # use and that leaves 66 MB for each process in /dev/shm. Its table of usable ops is where it asks
-        # first.
+        # DeepSpeed would compile (half a minute) and load a shared-memory all-reduce. Training does not use
+        # it, and it leaves 66 MB for each process in /dev/shm. DeepSpeed first looks into this table of
+        # compatible ops.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        # 0.16 and older: activation checkpointing makes one all the same
+        # DeepSpeed 0.16 and older makes a stream for activation checkpointing on CPUs, too.
         if get_accelerator().Stream is None:
             type(get_accelerator()).Stream = staticmethod(lambda device: None)
     else:
@@ -63,12 +66,12 @@ def start_distributed():
     deepspeed.init_distributed()
     if deepspeed.comm.get_rank() != 0:
         deepspeed.utils.logger.setLevel(logging.ERROR)  # one rank's warnings are enough
-    # about DeepSpeed's own calls
+    # DeepSpeed itself calls deprecated functions of torch.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 
 
 def build_engine(args, parser: Parser):
-    """The pipeline engine and the number of the model's parameters."""
+    """Return DeepSpeed's pipeline engine, and the number of the model's parameters."""
     import deepspeed
     import torch
     from deepspeed.pipe import PipelineModule
@@ -83,8 +86,8 @@ def build_engine(args, parser: Parser):
             f"{', '.join(names)}"
         )
 
-    # DeepSpeed prints every layer and its memory; and it broadcasts tied weights, which autograd must not
-    # record.
+    # DeepSpeed prints every layer and its memory: the output is discarded. It broadcasts tied weights, which
+    # autograd must not record.
     with contextlib.redirect_stdout(io.StringIO()):
         with torch.no_grad():
             model = PipelineModule(
@@ -92,13 +95,14 @@ def build_engine(args, parser: Parser):
                 num_stages=args.stages,
                 loss_fn=next_byte_loss,
                 partition_method=args.partition_method,
-                # a layer's initial weights come from the layer's number, whatever its stage; DeepSpeed seeds
-                # before each layer's forward pass, too (torch.manual_seed takes milliseconds on CPUs)
+                # A layer's initial weights depend on the number of the layer, not on its stage. DeepSpeed
+                # calls seed_fn before each layer's forward pass, too, where torch.manual_seed would take
+                # milliseconds on CPUs.
                 seed_layers=True,
                 seed_fn=lambda seed: torch.default_generator.manual_seed(int(seed)),
                 base_seed=1000 * args.seed,
                 activation_checkpoint_interval=args.activation_checkpoint,
-                # the reentrant default would cut the embedding off from its gradient
+                # With the default, which is reentrant, the embedding would get no gradient.
                 activation_checkpoint_func=deepspeed.checkpointing.non_reentrant_checkpoint,
             )
         if any(start == stop for start, stop in zip(model.parts, model.parts[1:])):
@@ -113,7 +117,7 @@ def build_engine(args, parser: Parser):
 
 
 def identity(args, engine) -> dict:
-    """What a checkpoint and the job that resumes it must have in common."""
+    """Return the settings that a checkpoint and the job that resumes it must share."""
     names = (
         "layers",
         "hidden",
@@ -132,24 +136,24 @@ def identity(args, engine) -> dict:
 
 
 def resume(args, engine, parser: Parser):
-    """Continue from the latest checkpoint under args.load: weights, optimizer, step."""
+    """Load weights, optimizer state and step of the latest checkpoint under args.load."""
     import torch
 
-    latest = Path(args.load) / "latest"
-    file = (
-        latest.parent / (latest.read_text().strip() if latest.is_file() else "") / "identity.json"
-    )
+    folder = Path(args.load)
+    latest = folder / "latest"  # DeepSpeed's file with the name of the newest checkpoint
+    if latest.is_file():
+        folder = folder / latest.read_text().strip()
+    file = folder / "identity.json"
     if not file.is_file():
         parser.error(
             f"--load {args.load}: no checkpoint of this script there (no latest, or no identity.json in the"
             " folder that it names)"
         )
-    saved, now = json.loads(file.read_text()), identity(args, engine)
-    for name in now:
-        if saved.get(name) != now[name]:
+    saved = json.loads(file.read_text())
+    for name, value in identity(args, engine).items():
+        if saved.get(name) != value:
             parser.error(
-                f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} "
-                f"{now[name]}"
+                f"--load {args.load}: saved with {name} {saved.get(name)}, but this job has {name} {value}"
             )
     with torch.no_grad():
         engine.load_checkpoint(args.load)
@@ -163,8 +167,10 @@ def resume(args, engine, parser: Parser):
 
 
 def save(args, engine, rank: int):
-    """Write a checkpoint under args.save, which all nodes must share; DeepSpeed names it in `latest` when all
-    of it is there."""
+    """Write a checkpoint under args.save, a folder that all nodes must share.
+
+    When the checkpoint is complete, DeepSpeed writes its name into the file `latest`.
+    """
     tag = f"step{engine.global_steps}"
     if rank == 0:
         folder = Path(args.save) / tag
@@ -174,7 +180,7 @@ def save(args, engine, rank: int):
 
 
 def train(args, parser: Parser):
-    """Train from the first or the resumed step to args.steps and tell how it went."""
+    """Train from the first or the resumed step to args.steps, and print a summary."""
     prepare_environment()
     from data import Batches, load_text
     from deepspeed import comm
@@ -182,7 +188,8 @@ def train(args, parser: Parser):
 
     start_distributed()
     engine, parameters = build_engine(args, parser)
-    rank, grid = comm.get_rank(), engine.grid
+    rank = comm.get_rank()
+    grid = engine.grid
     text = load_text()
     try:
         batches = Batches(
@@ -211,7 +218,8 @@ def train(args, parser: Parser):
             flush=True,
         )
     log = open(args.log, "a" if args.load else "w") if args.log and rank == 0 else None
-    losses, seconds = [], []
+    losses = []  # loss of each step
+    seconds = []  # duration of each step
     with tqdm(
         total=args.steps,
         initial=engine.global_steps,
@@ -222,30 +230,23 @@ def train(args, parser: Parser):
     ) as bar:
         while engine.global_steps < args.steps:
             begin = time.perf_counter()
-            # of the global batch, on every rank
+            # Every rank receives the loss of the global batch.
             loss = engine.train_batch(batches.step(engine.global_steps)).item()
             seconds.append(time.perf_counter() - begin)
             losses.append(loss)
             bar.set_postfix_str(f"loss {loss:.4f}", refresh=False)
             bar.update()
             if log:
-                print(
-                    json.dumps(
-                        {
-                            "step": engine.global_steps,
-                            "loss": loss,
-                            "seconds": seconds[-1],
-                            "tokens_per_second": tokens / seconds[-1],
-                        }
-                    ),
-                    file=log,
-                    flush=True,
-                )
-            if args.save and (
-                engine.global_steps == args.steps
-                or args.save_every
-                and engine.global_steps % args.save_every == 0
-            ):
+                line = {
+                    "step": engine.global_steps,
+                    "loss": loss,
+                    "seconds": seconds[-1],
+                    "tokens_per_second": tokens / seconds[-1],
+                }
+                print(json.dumps(line), file=log, flush=True)
+            is_last = engine.global_steps == args.steps
+            is_due = args.save_every and engine.global_steps % args.save_every == 0
+            if args.save and (is_last or is_due):
                 save(args, engine, rank)
     if rank == 0:
         median = statistics.median(seconds)
@@ -254,7 +255,8 @@ def train(args, parser: Parser):
             f" {tokens / median:,.0f} tokens/s",
             flush=True,
         )
-    # a gloo thread that still holds a tensor when the interpreter ends aborts the process, now and then
+    # Without this, a thread of gloo may still hold a tensor when the interpreter ends, which can abort the
+    # process.
     comm.barrier()
     comm.destroy_process_group()
 

@@ -1,12 +1,13 @@
-"""Train a small byte-level GPT with FSDP2: every block's weights, gradients and moments are sharded over the
-ranks.
+"""Train a small byte-level GPT with FSDP2.
+
+The weights, gradients and optimizer state of every block are sharded over the ranks:
 
     torchrun --nproc-per-node 2 train.py               one dimension: sharded over all ranks
     torchrun --nproc-per-node 4 train.py --replicas 2  HSDP: two replicas, each sharded over half of the ranks
 
-Nothing here knows of holmes: the same commands with --holmes behind the script run it over clusters with
-different NICs, and --holmes-fsdp hybrid keeps the shards of the first inside clusters. NCCL on GPUs, gloo on
-CPUs.
+The script does not use holmes itself. With --holmes after the script's name, the same commands run over
+clusters with different NICs; --holmes-fsdp hybrid then keeps the shards of the first command inside clusters.
+Groups use NCCL on GPUs and gloo on CPUs.
 """
 
 import argparse
@@ -26,37 +27,40 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal self-attention: [batch, sequence, hidden] -> the same."""
+    """Pre-norm transformer block with causal self-attention.
+
+    Input and output have the shape [batch, sequence, hidden].
+    """
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.attention_out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp_in, self.mlp_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)  # queries, keys and values
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.mlp_in = nn.Linear(hidden, 4 * hidden)
+        self.mlp_out = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = (
-            self.qkv(self.attention_norm(x))
-            .view(batch, sequence, 3, self.heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
-        attended = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        )
-        x = x + self.attention_out(attended)
+        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
-    """int64 [batch, sequence] -> logits of the next byte [batch, sequence, 256]."""
+    """Byte-level GPT: int64 tokens [batch, sequence] -> logits of the next byte [..., 256]."""
 
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(256, hidden), nn.Embedding(sequence, hidden)
+        self.embedding = nn.Embedding(256, hidden)
+        self.positions = nn.Embedding(sequence, hidden)
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(hidden), nn.Linear(hidden, 256, bias=False)
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, 256, bias=False)
 
     def forward(self, tokens):
         x = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
@@ -65,15 +69,27 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+def load_text() -> torch.Tensor:
+    """Return the documentation that Python's help() prints, as bytes: uint8, one dimension."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+
+
 def samples(text: torch.Tensor, args: argparse.Namespace, number: int, device: torch.device):
-    """Inputs and labels of micro-batch `number` of the whole job: different on every rank, the same in every
-    run."""
+    """Return inputs and labels of a micro-batch: int64 tensors [samples, sequence].
+
+    Args:
+        text: The training text, as bytes.
+        args: The script's options.
+        number: Number of the micro-batch in the whole job. It decides, with the seed, which samples are
+            returned, so they differ on every rank, and are the same in every run.
+        device: Device of the returned tensors.
+    """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     starts = torch.randint(len(text) - args.sequence - 1, (args.micro_batch,), generator=generator)
-    rows = (
-        torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
-    )
-    return rows[:, :-1], rows[:, 1:]
+    rows = torch.stack([text[start : start + args.sequence + 1] for start in starts])
+    rows = rows.long().to(device)
+    return rows[:, :-1], rows[:, 1:]  # a label is the byte that follows its input
 
 
 def arguments() -> argparse.Namespace:
@@ -110,27 +126,30 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def choose_device() -> torch.device:
+    """Return this process's GPU, or the CPU if there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device_type = torch.accelerator.current_accelerator().type
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
 def main() -> None:
     args = arguments()
-    kind = (
-        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    )
-    device = (
-        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device(kind)
-    )
-    if kind != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    device = choose_device()
     dist.init_process_group()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
 
-    text = torch.frombuffer(
-        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
-    )
+    text = load_text()
     torch.manual_seed(args.seed)  # the same initial weights everywhere
     model = GPT(args.layers, args.hidden, args.heads, args.sequence).to(device)
-    names = ("replicate", "shard")
-    mesh = init_device_mesh(kind, (args.replicas, ranks // args.replicas), mesh_dim_names=names)
-    mesh = mesh if args.replicas > 1 else mesh["shard"]
+    mesh_shape = (args.replicas, ranks // args.replicas)
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=("replicate", "shard"))
+    if args.replicas == 1:
+        mesh = mesh["shard"]
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -148,14 +167,13 @@ def main() -> None:
     for step in range(first, args.steps):
         begin = time.perf_counter()
         total = torch.zeros((), device=device)
-        for part in range(args.micro_batches):
-            model.set_requires_gradient_sync(part == args.micro_batches - 1)
-            inputs, labels = samples(
-                text, args, (step * args.micro_batches + part) * ranks + rank, device
-            )
-            loss = (
-                F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / args.micro_batches
-            )
+        for micro_batch in range(args.micro_batches):
+            # Gradients are reduced in the last backward pass of a step only.
+            model.set_requires_gradient_sync(micro_batch == args.micro_batches - 1)
+            number = (step * args.micro_batches + micro_batch) * ranks + rank
+            inputs, labels = samples(text, args, number, device)
+            logits = model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / args.micro_batches
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,8 +1,7 @@
-"""A script that knows nothing of holmes: examples/trainer's GPT-2 under Lightning's Trainer and its own DDP
-strategy.
+"""Train the GPT-2 of examples/trainer with Lightning's Trainer and its DDP strategy.
 
-Takes that example's arguments; with --save-steps N a checkpoint in --output, with --resume it goes on from
-there.
+The script takes the arguments of examples/trainer. With --save-steps N it saves checkpoints in --output, and
+with --resume it continues from the last of them. It does not use holmes itself.
 """
 
 import importlib.util
@@ -26,7 +25,8 @@ _spec.loader.exec_module(example)
 class GPT(lightning.LightningModule):
     def __init__(self, args):
         super().__init__()
-        self.args, self.model = args, example.make_model(args)
+        self.args = args
+        self.model = example.make_model(args)
 
     def training_step(self, batch, number):
         loss = self.model(**batch).loss
@@ -38,24 +38,28 @@ class GPT(lightning.LightningModule):
 
 
 class Log(lightning.Callback):
-    """A JSON line with loss and seconds for each step."""
+    """Callback that writes a JSON line with the loss of each step, and the seconds it took."""
 
     def __init__(self, path):
-        self.path, self.began, self.step = path, time.perf_counter(), 0
+        self.path = path
+        self.step_began = time.perf_counter()
+        self.step = 0
 
     def on_train_start(self, trainer, module):
-        self.step = trainer.global_step  # not 0 where a checkpoint was resumed
+        self.step = trainer.global_step  # not 0 if a checkpoint was loaded
 
     def on_train_batch_end(self, trainer, module, outputs, batch, number):
         if trainer.global_step == self.step:
-            return  # gradients accumulate
+            return  # not the last micro-batch of a step
         self.step = trainer.global_step
-        now, self.began = self.began, time.perf_counter()
+        now = time.perf_counter()
+        seconds = now - self.step_began
+        self.step_began = now
         if trainer.global_rank == 0:
             line = {
                 "step": self.step,
                 "loss": trainer.callback_metrics["loss"].item(),
-                "seconds": self.began - now,
+                "seconds": seconds,
             }
             with open(self.path, "a") as file:
                 print(json.dumps(line), file=file)
@@ -83,9 +87,8 @@ def main():
         log_every_n_steps=1,
     )
     loader = DataLoader(example.Text(args.sequence), batch_size=args.micro_batch, shuffle=True)
-    trainer.fit(
-        GPT(args), loader, ckpt_path=str(Path(args.output, "last.ckpt")) if args.resume else None
-    )
+    checkpoint = str(Path(args.output, "last.ckpt")) if args.resume else None
+    trainer.fit(GPT(args), loader, ckpt_path=checkpoint)
 
 
 if __name__ == "__main__":

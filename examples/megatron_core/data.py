@@ -23,33 +23,33 @@ import torch
 
 
 def load_text() -> torch.Tensor:
-    """The text as bytes: uint8, one dimension."""
+    """Return the training text as bytes: uint8, one dimension."""
     text = "\n\n".join(topics[name] for name in sorted(topics))
     return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
 
 @lru_cache(maxsize=2)
 def epoch_order(seed: int, epoch: int, windows: int) -> torch.Tensor:
-    """The order in which an epoch visits the windows: a permutation of range(windows)."""
+    """Return the order in which an epoch visits the windows: a permutation of range(windows)."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(windows, generator=generator)
 
 
 @dataclass(frozen=True)
 class Batches:
-    """What one data-parallel rank reads.
+    """Micro-batches of one data-parallel rank.
 
-    text: uint8 [bytes]; sequence: bytes in a sample; rows: samples in a micro-batch of one rank.
-    Raises ValueError when the text is too short for one sample.
+    Raises:
+        ValueError: the text is too short for one sample.
     """
 
-    text: torch.Tensor
-    sequence: int
-    rows: int
-    micro_batches: int
-    data_ranks: int
-    data_rank: int
-    seed: int
+    text: torch.Tensor  # uint8 [bytes]
+    sequence: int  # bytes in a sample
+    rows: int  # samples in a micro-batch of one rank
+    micro_batches: int  # micro-batches in a step
+    data_ranks: int  # number of data-parallel ranks
+    data_rank: int  # number of this data-parallel rank
+    seed: int  # seed of the order of samples
 
     def __post_init__(self):
         if self.windows < 1:
@@ -61,24 +61,38 @@ class Batches:
 
     @property
     def windows(self) -> int:
-        """Samples in one epoch. A sample needs the byte that follows it too: its last label."""
+        """Number of samples in one epoch.
+
+        A sample also needs the byte that follows it, which is its last label.
+        """
         return (len(self.text) - 1) // self.sequence
 
     def sample(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tokens and labels (the same, one byte later) of a sample: int64 [sequence] each."""
-        epoch, place = divmod(number, self.windows)
-        start = int(epoch_order(self.seed, epoch, self.windows)[place]) * self.sequence
+        """Return tokens and labels of a sample: int64 [sequence] each.
+
+        A label is the byte that follows its token.
+
+        Args:
+            number: Number of the sample in the whole job.
+        """
+        epoch, position = divmod(number, self.windows)
+        window = int(epoch_order(self.seed, epoch, self.windows)[position])
+        start = window * self.sequence
         piece = self.text[start : start + self.sequence + 1].long()
         return piece[:-1], piece[1:]
 
     def step(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's micro-batches of a step (counted from 0): tokens and labels, int64 [rows, sequence]
-        each."""
+        """Yield tokens and labels of this rank's micro-batches of a step.
+
+        Both are int64 [rows, sequence].
+
+        Args:
+            step: Number of the step, from 0.
+        """
         for micro_batch in range(self.micro_batches):
-            first = (
-                (step * self.micro_batches + micro_batch) * self.data_ranks + self.data_rank
-            ) * self.rows
-            tokens, labels = zip(
-                *(self.sample(number) for number in range(first, first + self.rows))
-            )
+            micro_batches_before = step * self.micro_batches + micro_batch
+            parts_before = micro_batches_before * self.data_ranks + self.data_rank
+            first = parts_before * self.rows
+            samples = [self.sample(number) for number in range(first, first + self.rows)]
+            tokens, labels = zip(*samples)
             yield torch.stack(tokens), torch.stack(labels)

@@ -1,8 +1,8 @@
-"""A byte-level GPT of megatron-core's GPTModel, whose initial weights do not depend on how it is split.
+"""A byte-level GPT (megatron-core's GPTModel) with initial weights that do not depend on the split.
 
-megatron-core draws each rank's weights from that rank's generator: another pipeline or tensor size is another
-model. Here a weight's values come from its name in a checkpoint, its layer and the seed; each rank keeps its
-part of them.
+megatron-core draws each rank's weights from that rank's random generator, so another pipeline or tensor size
+results in another model. Here a weight's values depend on its name in a checkpoint, its layer and the seed,
+and each rank keeps its part of them.
 """
 
 import hashlib
@@ -23,15 +23,18 @@ HAVE_TE = importlib.util.find_spec("transformer_engine") is not None
 
 
 def on_gpu() -> bool:
-    """False where on_cpu/megatron_cpu_shim.py answers for CUDA, whatever torch was built for."""
+    """Return whether the model runs on a GPU; False with on_cpu/megatron_cpu_shim.py."""
     return torch.cuda.is_available() and not getattr(torch.cuda, "_on_cpu", False)
 
 
 def transformer_config(args) -> TransformerConfig:
-    """megatron-core's description of the model and of the way in which it is split."""
+    """Return megatron-core's description of the model and of the way in which it is split."""
     dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
     interleaved = args.virtual_pipeline > 1
-    whole = args.recompute in ("uniform", "block")
+    recomputes_whole_layers = args.recompute in ("uniform", "block")
+    layout = {}
+    if args.layout:  # needs megatron-core 0.13 or newer
+        layout["pipeline_model_parallel_layout"] = args.layout
     return TransformerConfig(
         num_layers=args.layers,
         hidden_size=args.hidden,
@@ -46,22 +49,20 @@ def transformer_config(args) -> TransformerConfig:
         moe_router_load_balancing_type="none",
         moe_token_dispatcher_type="alltoall",
         add_bias_linear=not args.experts,
-        # megatron-core 0.13 and newer
-        **({"pipeline_model_parallel_layout": args.layout} if args.layout else {}),
-        recompute_granularity="full" if whole else args.recompute,
-        recompute_method=args.recompute if whole else None,
-        recompute_num_layers=args.recompute_layers if whole else None,
+        **layout,
+        recompute_granularity="full" if recomputes_whole_layers else args.recompute,
+        recompute_method=args.recompute if recomputes_whole_layers else None,
+        recompute_num_layers=args.recompute_layers if recomputes_whole_layers else None,
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=args.dtype == "bf16",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,  # what it draws, initialize() replaces
-        # What the interleaved schedule needs to be right at pipeline size 2 (Megatron-LM's arguments demand
-        # the same).
+        use_cpu_initialization=True,  # initialize() replaces the weights
+        # The interleaved schedule is wrong at pipeline size 2 without these; Megatron-LM requires them, too.
         overlap_p2p_comm=interleaved,
         batch_p2p_comm=not interleaved,
-        # Frees an output that is being sent: safe on a CUDA stream, not while gloo reads it.
+        # This frees an output that is being sent. That is safe on a CUDA stream, not while gloo reads it.
         deallocate_pipeline_outputs=on_gpu(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
@@ -71,30 +72,30 @@ def transformer_config(args) -> TransformerConfig:
 
 
 def build_chunk(config: TransformerConfig, args, vp_stage: int | None) -> GPTModel:
-    """The part of the model that this rank holds (of its chunk `vp_stage` under the interleaved schedule),
-    initialized.
+    """Return this rank's part of the model, with its initial weights.
+
+    Args:
+        config: megatron-core's description of the model.
+        args: The script's options.
+        vp_stage: Number of the rank's chunk under the interleaved schedule; None under other schedules.
     """
-    make = (
-        gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
-        if HAVE_TE
-        else gpt_layer_specs.get_gpt_layer_local_spec
-    )
-    spec = make(num_experts=args.experts or None, moe_grouped_gemm=False)
-    # From 0.13 on the chunk is named; before, megatron-core asks which one is being built.
+    if HAVE_TE:
+        make_spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec
+    else:
+        make_spec = gpt_layer_specs.get_gpt_layer_local_spec
+    spec = make_spec(num_experts=args.experts or None, moe_grouped_gemm=False)
+    # megatron-core before 0.13 reads the number of the chunk from its global state.
     parallel_state.set_virtual_pipeline_model_parallel_rank(vp_stage)
-    chunk = (
-        {"vp_stage": vp_stage}
-        if "vp_stage" in inspect.signature(GPTModel.__init__).parameters
-        else {}
-    )
-    where = {"ignore_virtual": False, **chunk}
+    chunk = {}
+    if "vp_stage" in inspect.signature(GPTModel.__init__).parameters:  # since 0.13
+        chunk["vp_stage"] = vp_stage
     model = GPTModel(
         config,
         spec,
         VOCABULARY,
         args.sequence,
-        pre_process=parallel_state.is_pipeline_first_stage(**where),
-        post_process=parallel_state.is_pipeline_last_stage(**where),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **chunk),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **chunk),
         share_embeddings_and_output_weights=args.tied,
         **chunk,
     )
@@ -104,30 +105,37 @@ def build_chunk(config: TransformerConfig, args, vp_stage: int | None) -> GPTMod
 
 @torch.no_grad()
 def initialize(model: GPTModel, seed: int, layers: int) -> None:
-    """Set every weight from its name: normal with INIT_STD, residual outputs smaller (GPT-2), norms 1, biases
-    0."""
+    """Set every weight to values that depend on its name and the seed only.
+
+    As in GPT-2, weights are drawn from a normal distribution with the deviation INIT_STD, smaller for outputs
+    that are added to the residual stream. Weights of norms are 1, biases are 0.
+
+    Args:
+        model: This rank's part of the model.
+        seed: Seed of the weights.
+        layers: Layers of the whole model.
+    """
     for tensor in nested_values(model.sharded_state_dict()):
         if not isinstance(tensor, ShardedTensor):
             continue
-        axes = (
-            tensor.prepend_axis_num
-        )  # layers of one kind are slices of one tensor in the checkpoint
-        shape, offset = tensor.global_shape[axes:], tensor.global_offset[axes:]
-        name = f"{seed} {tensor.key} {tensor.global_offset[:axes]}"
+        # In a checkpoint, the same weight of all layers is one tensor. Its first axes select the layer.
+        layer_axes = tensor.prepend_axis_num
+        shape = tensor.global_shape[layer_axes:]
+        offset = tensor.global_offset[layer_axes:]
+        name = f"{seed} {tensor.key} {tensor.global_offset[:layer_axes]}"
         if re.search(r"norm[^.]*[._]weight$", tensor.key):
             values = torch.ones(shape)
         elif tensor.key.endswith("bias"):
             values = torch.zeros(shape)
         else:
-            generator = torch.Generator().manual_seed(
-                int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
-            )
-            residual = re.search(r"(linear_proj|linear_fc2)\.weight$", tensor.key)
-            values = torch.randn(shape, generator=generator) * (
-                INIT_STD / (2 * layers) ** 0.5 if residual else INIT_STD
-            )
-        part = tuple(
-            slice(start, start + size)
-            for start, size in zip(offset, tensor.data.shape[-len(shape) :])
-        )
+            digest = hashlib.sha256(name.encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            std = INIT_STD
+            if re.search(
+                r"(linear_proj|linear_fc2)\.weight$", tensor.key
+            ):  # added to the residual stream
+                std = INIT_STD / (2 * layers) ** 0.5
+            values = torch.randn(shape, generator=generator) * std
+        local_shape = tensor.data.shape[-len(shape) :]
+        part = tuple(slice(start, start + size) for start, size in zip(offset, local_shape))
         tensor.data.copy_(values[part].view_as(tensor.data))

@@ -1,4 +1,4 @@
-"""The script's options, checked."""
+"""Parses and checks the script's options."""
 
 import argparse
 import os
@@ -6,9 +6,10 @@ import sys
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells bad usage in one line, once for each node, with exit status 2."""
+    """Argument parser that prints an error in one line, once for each node."""
 
     def error(self, message):
+        """Print an error of the command line, and exit with status 2."""
         if os.environ.get("LOCAL_RANK", "0") == "0":
             print(
                 f"usage: {self.prog} [options]: {message} (--help lists the options)",
@@ -19,7 +20,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(minimum, kind=int):
-    """An argparse type: a number that is not below a minimum."""
+    """Return an argparse type: a number that is not below a minimum.
+
+    Args:
+        minimum: The lowest number that is accepted.
+        kind: int or float.
+    """
 
     def parse(text):
         value = kind(text)
@@ -32,6 +38,7 @@ def at_least(minimum, kind=int):
 
 
 def build_parser() -> Parser:
+    """Return the parser of the script's options."""
     parser = Parser(
         prog="train.py",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -42,7 +49,7 @@ def build_parser() -> Parser:
         "--steps",
         type=at_least(1),
         default=100,
-        help="optimizer steps, those of a loaded checkpoint included",
+        help="number of optimizer steps, including those of a loaded checkpoint",
     )
     add("--tensor", type=at_least(1), default=1, help="tensor-parallel size")
     add("--pipeline", type=at_least(1), default=1, help="pipeline stages")
@@ -63,7 +70,7 @@ def build_parser() -> Parser:
         "--experts",
         type=at_least(0),
         default=0,
-        help="experts in each layer, of which a token goes to two (0: an ordinary MLP)",
+        help="experts in each layer, two of which process a token (0: an ordinary MLP)",
     )
     add(
         "--expert",
@@ -97,7 +104,7 @@ def build_parser() -> Parser:
         type=at_least(1),
         default=1,
         metavar="N",
-        help="of a unit (uniform), or of each stage (block)",
+        help="layers of a unit (uniform), or layers of each stage that are recomputed (block)",
     )
     add(
         "--distributed-optimizer",
@@ -130,35 +137,49 @@ def build_parser() -> Parser:
         default=1.0,
         help="gradient norm above which gradients are scaled down; 0: never",
     )
-    add("--seed", type=at_least(0), default=1, help="of the initial weights and of the data order")
-    add("--save", metavar="DIR", help="write a checkpoint there at the end")
-    add("--save-every", type=at_least(0), default=0, metavar="N", help="and every N steps")
+    add(
+        "--seed",
+        type=at_least(0),
+        default=1,
+        help="seed of the initial weights and of the data order",
+    )
+    add("--save", metavar="DIR", help="write a checkpoint into DIR at the end")
+    add(
+        "--save-every",
+        type=at_least(0),
+        default=0,
+        metavar="N",
+        help="also write a checkpoint every N steps",
+    )
     add(
         "--load",
         metavar="DIR",
-        help="resume from the latest checkpoint there, whatever split it was written under",
+        help="resume from the latest checkpoint in DIR, also if the model was split differently",
     )
     add(
         "--log-file",
         "--log",
         metavar="FILE",
         dest="log",
-        # torchrun takes --log for an abbreviation of its own --log-dir
-        help="a JSON line for each step: step, loss, grad_norm, seconds, tokens_per_second",
+        # torchrun reads --log as an abbreviation of its option --log-dir
+        help="write a JSON line for each step: step, loss, grad_norm, seconds, tokens_per_second",
     )
     return parser
 
 
 def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
-    """The options and the parser, whose error() serves for what only turns out later."""
+    """Return the checked options, and the parser.
+
+    The caller reports errors that it finds later by the parser's method error().
+    """
     parser = build_parser()
     args = parser.parse_args(argv)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    model = args.tensor * args.pipeline * args.context
-    if world % model:
+    ranks_of_model = args.tensor * args.pipeline * args.context
+    if world % ranks_of_model:
         parser.error(
             f"a world size of {world} processes is not divisible by --tensor x --pipeline x --context = "
-            f"{model}"
+            f"{ranks_of_model}"
         )
     if args.hidden % args.heads or args.heads % args.tensor:
         parser.error(
@@ -175,13 +196,13 @@ def parse_args(argv=None) -> tuple[argparse.Namespace, Parser]:
         )
     if args.layout is None and args.layers % stages:
         parser.error(f"--layers {args.layers} are not divisible by {stages} stages; give --layout")
-    of_a_stage = world // args.tensor // args.pipeline
-    if args.expert > 1 and (
-        args.experts < 2 or args.experts % args.expert or of_a_stage % args.expert
-    ):
+    ranks_of_stage = world // args.tensor // args.pipeline
+    divides_experts = args.experts > 1 and args.experts % args.expert == 0
+    divides_ranks = ranks_of_stage % args.expert == 0
+    if args.expert > 1 and not (divides_experts and divides_ranks):
         parser.error(
             f"--expert {args.expert} must divide --experts {args.experts} and"
-            f" the {of_a_stage} ranks of a stage"
+            f" the {ranks_of_stage} ranks of a stage"
         )
     if args.instances > 1 and not args.distributed_optimizer:
         parser.error("--instances needs --distributed-optimizer")

@@ -1,11 +1,11 @@
-"""Train a byte-level GPT with megatron-core on English text that every Python installation has.
+"""Train a byte-level GPT with megatron-core on Python's own documentation.
 
     torchrun --nproc-per-node 4 train.py --pipeline 2          two pipeline stages x two data-parallel ranks
     torchrun --nproc-per-node 4 train.py --tensor 2 --pipeline 2
     python train.py                                            one process
 
-An ordinary megatron-core script: its GPTModel, DistributedDataParallel, optimizer, schedules and checkpoints,
-NCCL on GPUs and gloo on CPUs.
+This is an ordinary megatron-core script: it uses megatron-core's GPTModel, DistributedDataParallel,
+optimizer, schedules and checkpoints, with NCCL on GPUs and gloo on CPUs.
 """
 
 import contextlib
@@ -27,7 +27,10 @@ SHIM = Path(__file__).resolve().parent / "on_cpu" / "megatron_cpu_shim.py"
 
 
 def prepare():
-    """What must be before megatron is imported; checkpoint writers that megatron spawns come here too."""
+    """Set up the process before megatron is imported.
+
+    The processes that megatron starts to write checkpoints call this function, too.
+    """
     warnings.filterwarnings(
         "ignore",
         message=".*(Apex|Transformer "
@@ -45,7 +48,7 @@ def prepare():
         )
     import torch
 
-    # megatron-core is written for CUDA; this lets it run on a CPU, to try things out
+    # megatron-core requires CUDA. The shim lets it run on a CPU, for experiments.
     if not torch.cuda.is_available():
         spec = importlib.util.spec_from_file_location("megatron_cpu_shim", SHIM)
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
@@ -67,7 +70,7 @@ from model import HAVE_TE, build_chunk, on_gpu, transformer_config  # noqa: E402
 
 
 def start_distributed(args, parser: Parser):
-    """Join the job and make megatron-core's process groups."""
+    """Initialize torch.distributed, and make megatron-core's process groups."""
     if args.context > 1 and not HAVE_TE:
         parser.error(f"--context {args.context} needs Transformer Engine, which is not installed")
     if not torch.distributed.is_initialized():
@@ -86,13 +89,14 @@ def start_distributed(args, parser: Parser):
 
 
 def build(args):
-    """Model chunks, each in megatron-core's data parallelism, their optimizer, and the configuration that
-    both obey."""
+    """Return the model's configuration, its chunks on this rank, and their optimizer.
+
+    Each chunk is in megatron-core's DistributedDataParallel.
+    """
     config = transformer_config(args)
     chunks = config.virtual_pipeline_model_parallel_size
-    modules = [
-        build_chunk(config, args, stage).cuda() for stage in (range(chunks) if chunks else [None])
-    ]
+    chunk_numbers = range(chunks) if chunks else [None]
+    modules = [build_chunk(config, args, number).cuda() for number in chunk_numbers]
     if args.dtype == "bf16":
         from megatron.core.transformer.module import Float16Module
 
@@ -110,58 +114,64 @@ def build(args):
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
         for index, module in enumerate(modules)
     ]
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=args.lr,
-            weight_decay=0.0,
-            adam_beta2=0.95,
-            clip_grad=args.clip,
-            bf16=args.dtype == "bf16",
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=args.distributed_optimizer,
-            **(
-                {"overlap_param_gather": True}
-                if gathers and hasattr(OptimizerConfig, "overlap_param_gather")
-                else {}
-            ),
-        ),
-        models,
+    overlap_option = {}
+    if gathers and hasattr(OptimizerConfig, "overlap_param_gather"):
+        overlap_option["overlap_param_gather"] = True
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.lr,
+        weight_decay=0.0,
+        adam_beta2=0.95,
+        clip_grad=args.clip,
+        bf16=args.dtype == "bf16",
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=args.distributed_optimizer,
+        **overlap_option,
     )
+    optimizer = get_megatron_optimizer(optimizer_config, models)
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
     if args.overlap:
-        config.no_sync_func = (
-            [model.no_sync for model in models] if len(models) > 1 else models[0].no_sync
-        )
+        no_sync_functions = [model.no_sync for model in models]
+        # megatron-core expects a list only if there are several chunks.
+        config.no_sync_func = no_sync_functions if len(models) > 1 else no_sync_functions[0]
     return config, models, optimizer
 
 
 def loss_of(labels, losses):
-    """Mean loss of a micro-batch. The schedule multiplies it by the context-parallel size, and divides it in
-    place, hence the clone."""
+    """Return the mean loss of a micro-batch, as megatron-core's schedules expect it.
+
+    The schedule multiplies the loss by the context-parallel size, so it is divided here. The reported loss is
+    a clone, because the schedule changes the other in place.
+    """
     loss = losses.float().mean()
-    return loss / parallel_state.get_context_parallel_world_size(), {"loss": loss.detach().clone()}
+    reported = {"loss": loss.detach().clone()}
+    return loss / parallel_state.get_context_parallel_world_size(), reported
 
 
 def context_parallel_part(tensor):
-    """This rank's chunks of [batch, sequence]: one of the front and its mirror image, so that all attend to
-    as much."""
-    rank, size = (
-        parallel_state.get_context_parallel_rank(),
-        parallel_state.get_context_parallel_world_size(),
-    )
+    """Return this context-parallel rank's two chunks of a tensor [batch, sequence].
+
+    One chunk is from the front half of the sequence, the other is its mirror image from the back. So
+    attention costs all ranks the same.
+    """
+    rank = parallel_state.get_context_parallel_rank()
+    size = parallel_state.get_context_parallel_world_size()
     chunks = tensor.chunk(2 * size, dim=1)
     return torch.cat([chunks[rank], chunks[2 * size - 1 - rank]], dim=1)
 
 
 def forward_step(batches, model):
-    """One micro-batch through this rank's part of the model, as megatron-core's schedules ask for it."""
+    """Run the forward pass of a micro-batch; megatron-core's schedules call this function.
+
+    Returns:
+        The output of this rank's part of the model, and a function that computes the loss from it.
+    """
     tokens, labels = (tensor.cuda() for tensor in next(batches))
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    mask = torch.ones(
-        1, 1, tokens.shape[1], tokens.shape[1], dtype=torch.bool, device=tokens.device
-    ).triu(1)
+    sequence = tokens.shape[1]
+    positions = torch.arange(sequence, device=tokens.device).expand_as(tokens)
+    all_pairs = torch.ones(1, 1, sequence, sequence, dtype=torch.bool, device=tokens.device)
+    mask = all_pairs.triu(1)  # True: a later token, which is not attended to
     batch = {"tokens": tokens, "labels": labels, "positions": positions}
     if parallel_state.get_context_parallel_world_size() > 1:
         batch = {name: context_parallel_part(tensor) for name, tensor in batch.items()}
@@ -170,7 +180,11 @@ def forward_step(batches, model):
 
 
 def train_step(args, batches, step, config, models, optimizer) -> tuple[float, float]:
-    """One optimizer step; the loss of the global batch and the gradient norm, on every rank."""
+    """Run one optimizer step.
+
+    Returns:
+        The loss of the global batch and the gradient norm, on every rank.
+    """
     for model in models:
         model.zero_grad_buffer()
     optimizer.zero_grad()
@@ -184,8 +198,8 @@ def train_step(args, batches, step, config, models, optimizer) -> tuple[float, f
         micro_batch_size=args.micro_batch,
         forward_only=False,
     )
-    ok, norm, _ = optimizer.step()
-    assert ok, "only a loss scaler skips steps, and there is none"
+    is_applied, norm, _ = optimizer.step()
+    assert is_applied, "only a loss scaler skips steps, and there is none"
     loss = torch.zeros(1, device=torch.cuda.current_device())
     if parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         loss += torch.stack([report["loss"] for report in reports]).mean()
@@ -193,33 +207,35 @@ def train_step(args, batches, step, config, models, optimizer) -> tuple[float, f
             loss, group=parallel_state.get_data_parallel_group(with_context_parallel=True)
         )
         loss /= parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast(
-        loss, last, group=parallel_state.get_pipeline_model_parallel_group()
-    )
+    last_stage = parallel_state.get_pipeline_model_parallel_last_rank()
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.broadcast(loss, last_stage, group=pipeline)
     return loss.item(), float(norm or 0.0)
 
 
 def state(models, optimizer, step: int, loading: bool) -> dict:
-    """What a checkpoint holds, as megatron-core's sharded state: independent of the split that wrote it."""
+    """Return the content of a checkpoint, as megatron-core's sharded state.
+
+    It can be loaded by a job that splits the model in another way.
+    """
     inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
-    # megatron-core 0.13 and newer
-    newer = "metadata" in inspect.signature(inner.sharded_state_dict).parameters
-    more = {"metadata": {"distrib_optim_sharding_type": "fully_reshardable"}} if newer else {}
-    parts = {
+    options = {}
+    if "metadata" in inspect.signature(inner.sharded_state_dict).parameters:  # since 0.13
+        options["metadata"] = {"distrib_optim_sharding_type": "fully_reshardable"}
+    chunks = {
         f"model{index}": model.module.sharded_state_dict() for index, model in enumerate(models)
     }
-    whole = parts["model0"] if len(models) == 1 else parts
+    model_state = chunks["model0"] if len(models) == 1 else chunks
     return {
-        **parts,
-        "optimizer": optimizer.sharded_state_dict(whole, is_loading=loading, **more),
+        **chunks,
+        "optimizer": optimizer.sharded_state_dict(model_state, is_loading=loading, **options),
         "step": step,
     }
 
 
 def identity(args) -> dict:
-    """What a checkpoint and the job that resumes it must have in common."""
-    data = int(os.environ["WORLD_SIZE"]) // (args.tensor * args.pipeline * args.context)
+    """Return the settings that a checkpoint and the job that resumes it must share."""
+    data_ranks = int(os.environ["WORLD_SIZE"]) // (args.tensor * args.pipeline * args.context)
     names = (
         "layers",
         "hidden",
@@ -232,27 +248,28 @@ def identity(args) -> dict:
         "seed",
     )
     return {name: getattr(args, name) for name in names} | {
-        "global_batch": args.micro_batch * args.micro_batches * data
+        "global_batch": args.micro_batch * args.micro_batches * data_ranks
     }
 
 
 def save(args, models, optimizer, step: int):
-    """Write a checkpoint under args.save, which all nodes must share."""
+    """Write a checkpoint under args.save, a folder that all nodes must share."""
     if args.overlap and args.distributed_optimizer:
-        for model in models:  # the new weights would be gathered during the next forward
+        # Without this, the new weights would be gathered during the next forward pass only.
+        for model in models:
             model.start_param_sync(force_sync=True)
-    place = Path(args.save) / f"step{step}"
+    folder = Path(args.save) / f"step{step}"
     if torch.distributed.get_rank() == 0:
-        place.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
-    dist_checkpointing.save(state(models, optimizer, step, loading=False), str(place))
+    dist_checkpointing.save(state(models, optimizer, step, loading=False), str(folder))
     if torch.distributed.get_rank() == 0:
         latest = json.dumps({"step": step, **identity(args)}, indent=1)
         (Path(args.save) / "latest.json").write_text(latest + "\n")
 
 
 def resume(args, models, optimizer, parser: Parser) -> int:
-    """Continue from the latest checkpoint under args.load: weights, optimizer, step."""
+    """Load the latest checkpoint under args.load, and return the number of its step."""
     file = Path(args.load) / "latest.json"
     if not file.is_file():
         parser.error(f"--load {args.load}: no checkpoint of this script there (no latest.json)")
@@ -277,7 +294,10 @@ def resume(args, models, optimizer, parser: Parser) -> int:
 
 
 def describe(args, models, batches) -> str:
-    """One line: how the model is split and how large it is. A collective call."""
+    """Return a line that describes how the model is split and how large it is.
+
+    All ranks must call this function together.
+    """
     layers = torch.zeros(args.pipeline, dtype=torch.long, device=torch.cuda.current_device())
     modules = [model.module.module if args.dtype == "bf16" else model.module for model in models]
     stage = parallel_state.get_pipeline_model_parallel_rank()
@@ -295,8 +315,11 @@ def describe(args, models, batches) -> str:
 
 
 def train(args, parser: Parser) -> list[dict]:
-    """Train from the first or the resumed step to args.steps and tell how it went; returns the log's
-    entries."""
+    """Train from the first or the resumed step to args.steps, and print a summary.
+
+    Returns:
+        An entry for each step, as in the log file.
+    """
     from tqdm import tqdm
 
     start_distributed(args, parser)
@@ -353,9 +376,9 @@ def train(args, parser: Parser) -> list[dict]:
             bar.update()
             if log:
                 print(json.dumps(entries[-1]), file=log, flush=True)
-            if args.save and (
-                step + 1 == args.steps or args.save_every and (step + 1) % args.save_every == 0
-            ):
+            is_last = step + 1 == args.steps
+            is_due = args.save_every and (step + 1) % args.save_every == 0
+            if args.save and (is_last or is_due):
                 save(args, models, optimizer, step + 1)
     if rank == 0:
         median = statistics.median(entry["seconds"] for entry in entries)

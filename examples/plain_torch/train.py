@@ -1,10 +1,12 @@
-"""Train a small byte-level GPT with a plain torch loop, data-parallel, gradients averaged by
-holmes_ext.GradientReducer.
+"""Train a small byte-level GPT with a plain torch loop, data-parallel.
+
+holmes_ext.GradientReducer averages the gradients over the ranks.
 
     torchrun --nproc-per-node 4 train.py                     on one machine
     torchrun ... train.py --holmes --holmes-cluster FILE     on clusters with different NICs
 
-No wrapper around the model, no engine: three lines are marked with "holmes". NCCL on GPUs, gloo on CPUs.
+There is no wrapper around the model, and no engine. Three lines use holmes; they have the comment "holmes".
+Groups use NCCL on GPUs and gloo on CPUs.
 """
 
 import argparse
@@ -23,39 +25,43 @@ from holmes_ext import GradientReducer  # holmes
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal self-attention: [batch, sequence, hidden] -> the same."""
+    """Pre-norm transformer block with causal self-attention.
+
+    Input and output have the shape [batch, sequence, hidden].
+    """
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.attention_out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp_in, self.mlp_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)  # queries, keys and values
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.mlp_in = nn.Linear(hidden, 4 * hidden)
+        self.mlp_out = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = (
-            self.qkv(self.attention_norm(x))
-            .view(batch, sequence, 3, self.heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
-        attended = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            .transpose(1, 2)
-            .reshape(batch, sequence, hidden)
-        )
-        x = x + self.attention_out(attended)
+        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(batch, sequence, hidden))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class GPT(nn.Module):
-    """int64 [batch, sequence] -> logits of the next byte [batch, sequence, 256]; the head shares the
-    embedding's weight."""
+    """Byte-level GPT: int64 tokens [batch, sequence] -> logits of the next byte [..., 256].
+
+    The head shares the embedding's weight.
+    """
 
     def __init__(self, layers: int, hidden: int, heads: int, sequence: int):
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(256, hidden), nn.Embedding(sequence, hidden)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # it is the head too
+        self.embedding = nn.Embedding(256, hidden)
+        self.positions = nn.Embedding(sequence, hidden)
+        nn.init.normal_(
+            self.embedding.weight, std=0.02
+        )  # small, since it is also the head's weight
         self.blocks = nn.ModuleList(Block(hidden, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(hidden)
 
@@ -66,15 +72,27 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
 
+def load_text() -> torch.Tensor:
+    """Return the documentation that Python's help() prints, as bytes: uint8, one dimension."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
+
+
 def micro_batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: torch.device):
-    """Inputs and labels of micro-batch `number` of the whole job: different on every rank, the same in every
-    run."""
+    """Return inputs and labels of a micro-batch: int64 tensors [samples, sequence].
+
+    Args:
+        text: The training text, as bytes.
+        args: The script's options.
+        number: Number of the micro-batch in the whole job. It decides, with the seed, which samples are
+            returned, so they differ on every rank, and are the same in every run.
+        device: Device of the returned tensors.
+    """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     starts = torch.randint(len(text) - args.sequence - 1, (args.micro_batch,), generator=generator)
-    rows = (
-        torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
-    )
-    return rows[:, :-1], rows[:, 1:]
+    rows = torch.stack([text[start : start + args.sequence + 1] for start in starts])
+    rows = rows.long().to(device)
+    return rows[:, :-1], rows[:, 1:]  # a label is the byte that follows its input
 
 
 def parse_args() -> argparse.Namespace:
@@ -106,31 +124,33 @@ def parse_args() -> argparse.Namespace:
         action="store_true",
         help="reduce after the backward pass, to see what overlapping gains",
     )
-    add("--log-file", help="a JSON line for each step")
+    add("--log-file", help="write a JSON line for each step into this file")
     return parser.parse_args()
+
+
+def choose_device() -> torch.device:
+    """Return this process's GPU, or the CPU if there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device_type = torch.accelerator.current_accelerator().type
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    return device
 
 
 def main() -> None:
     args = parse_args()
-    gpu = torch.accelerator.is_available()
-    device = (
-        torch.device(torch.accelerator.current_accelerator().type, int(os.environ["LOCAL_RANK"]))
-        if gpu
-        else torch.device("cpu")
-    )
-    if gpu:
-        torch.accelerator.set_device_index(device.index)
+    device = choose_device()
     dist.init_process_group()
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    ranks = dist.get_world_size()
 
-    text = torch.frombuffer(
-        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
-    )
+    text = load_text()
     torch.manual_seed(args.seed)  # the same initial weights everywhere
     model = GPT(args.layers, args.hidden, args.heads, args.sequence).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    size = args.bucket_mb and round(args.bucket_mb * 1e6)
-    reducer = GradientReducer(model.named_parameters(), bucket_bytes=size)  # holmes
+    bucket_bytes = args.bucket_mb and round(args.bucket_mb * 1e6)
+    reducer = GradientReducer(model.named_parameters(), bucket_bytes=bucket_bytes)  # holmes
 
     log = open(args.log_file, "w") if args.log_file and rank == 0 else None
     seconds = []
@@ -138,14 +158,12 @@ def main() -> None:
         begin = time.perf_counter()
         total = torch.zeros((), device=device)
         for part in range(args.micro_batches):
-            inputs, labels = micro_batch(
-                text, args, (step * args.micro_batches + part) * ranks + rank, device
-            )
-            loss = (
-                F.cross_entropy(model(inputs).flatten(0, 1), labels.flatten()) / args.micro_batches
-            )
+            number = (step * args.micro_batches + part) * ranks + rank
+            inputs, labels = micro_batch(text, args, number, device)
+            logits = model(inputs)
+            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) / args.micro_batches
             if part == args.micro_batches - 1 and not args.no_overlap:
-                reducer.arm()  # the last backward of the step: send gradients as they become final
+                reducer.arm()  # the last backward pass of the step reduces gradients as they become final
             loss.backward()
             total += loss.detach()
         times = reducer.finish()  # holmes: gradients are the averages now
@@ -166,8 +184,9 @@ def main() -> None:
                 "loss": (total / ranks).item(),
                 "seconds": seconds[-1],
                 "exposed_s": times.exposed_s,
+                "reduction_s": times.seconds,
             }
-            print(json.dumps({**line, "reduction_s": times.seconds}), file=log, flush=True)
+            print(json.dumps(line), file=log, flush=True)
     if rank == 0:
         print(f"median step {statistics.median(seconds):.4f} s", flush=True)
     dist.destroy_process_group()

@@ -1,13 +1,14 @@
-"""Train a small byte-level GPT as a pipeline of torch.distributed.pipelining, its stages in
-DistributedDataParallel.
+"""Train a small byte-level GPT as a pipeline of torch.distributed.pipelining.
 
     torchrun --nproc-per-node 2 train.py --pipeline 2                                   two stages, 1F1B
     torchrun --nproc-per-node 4 train.py --pipeline 2 --schedule LoopedBFS --chunks 2   two replicas of each
 
---data-parallel fsdp shards each stage over its replicas (fully_shard) in place of DistributedDataParallel,
-which knows nothing of the separate weight gradients of InterleavedZeroBubble. Nothing here knows of holmes:
-the same commands with --holmes behind the script run it over clusters with different NICs. NCCL on GPUs, gloo
-on CPUs.
+Each stage is in DistributedDataParallel. --data-parallel fsdp shards each stage over its replicas instead
+(fully_shard). InterleavedZeroBubble needs this, because DistributedDataParallel does not reduce weight
+gradients that are computed in separate passes.
+
+The script does not use holmes itself. With --holmes after the script's name, the same commands run over
+clusters with different NICs. Groups use NCCL on GPUs and gloo on CPUs.
 """
 
 import argparse
@@ -33,45 +34,56 @@ SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBu
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block with causal self-attention: [batch, sequence, hidden] -> the same."""
+    """Pre-norm transformer block with causal self-attention.
+
+    Input and output have the shape [batch, sequence, hidden].
+    """
 
     def __init__(self, hidden: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.attention_norm, self.mlp_norm = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.qkv, self.attention_out = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
-        self.mlp_in, self.mlp_out = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.attention_norm = nn.LayerNorm(hidden)
+        self.mlp_norm = nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)  # queries, keys and values
+        self.attention_out = nn.Linear(hidden, hidden)
+        self.mlp_in = nn.Linear(hidden, 4 * hidden)
+        self.mlp_out = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x):
         batch, sequence, hidden = x.shape
-        q, k, v = (
-            self.qkv(self.attention_norm(x))
-            .view(batch, sequence, 3, self.heads, -1)
-            .permute(2, 0, 3, 1, 4)
-        )
-        attended = (
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
-        )
-        x = x + self.attention_out(attended)
+        qkv = self.qkv(self.attention_norm(x)).view(batch, sequence, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, hidden of a head]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.attention_out(attended.transpose(1, 2).reshape(x.shape))
         return x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
 
 
 class Embedding(nn.Module):
-    """int64 [batch, sequence] -> [batch, sequence, hidden]."""
+    """Embedding of bytes and positions: int64 [batch, sequence] -> [batch, sequence, hidden]."""
 
     def __init__(self, hidden: int, sequence: int):
         super().__init__()
-        self.bytes, self.positions = nn.Embedding(256, hidden), nn.Embedding(sequence, hidden)
+        self.bytes = nn.Embedding(256, hidden)
+        self.positions = nn.Embedding(sequence, hidden)
 
     def forward(self, tokens):
         return self.bytes(tokens) + self.positions.weight[: tokens.shape[1]]
 
 
 def stage_module(index: int, stages: int, args: argparse.Namespace) -> nn.Module:
-    """Layers of one stage of the model: the same initial weights wherever the model is cut."""
-    first, after = (args.layers * stage_link // stages for stage_link in (index, index + 1))
+    """Return the layers of one stage of the model.
+
+    A layer has the same initial weights for every number of stages.
+
+    Args:
+        index: Number of the stage.
+        stages: Number of stages.
+        args: The script's options.
+    """
+    first_layer = args.layers * index // stages
+    first_layer_of_next = args.layers * (index + 1) // stages
     parts = []
-    for layer in range(first, after):
+    for layer in range(first_layer, first_layer_of_next):
         torch.manual_seed(args.seed * 1000 + layer)
         parts.append(Block(args.hidden, args.heads))
     torch.manual_seed(args.seed * 1000 + 999)
@@ -85,42 +97,66 @@ def stage_module(index: int, stages: int, args: argparse.Namespace) -> nn.Module
 def make_stage(
     index: int, stages: int, args: argparse.Namespace, device: torch.device, mesh
 ) -> PipelineStage:
+    """Return a stage of the pipeline, in DistributedDataParallel or FSDP if it has replicas.
+
+    Args:
+        index: Number of the stage.
+        stages: Number of stages.
+        args: The script's options.
+        device: Device of the stage.
+        mesh: The device mesh, with the dimensions "pp" and "dp".
+    """
     module = stage_module(index, stages, args).to(device)
     data = mesh["dp"]
     if data.size() > 1 and args.data_parallel == "fsdp":
         module = fully_shard(module, mesh=data)
     elif data.size() > 1:
-        alone = args.data_parallel == "alone"
-        group = (
-            dist.new_group([dist.get_rank()], use_local_synchronization=True)
-            if alone
-            else data.get_group()
-        )
+        if args.data_parallel == "alone":
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        else:
+            group = data.get_group()
         module = DistributedDataParallel(module, process_group=group)
-    # Messages' shapes are given: torch 2.13 otherwise runs the stage once to see them, in which
-    # DistributedDataParallel prepares for a backward that does not come, and ends with an internal error in
-    # the second step.
+    # The shapes of messages are given. Otherwise torch 2.13 runs the stage once to find them out:
+    # DistributedDataParallel then prepares for a backward pass that does not follow, and raises an internal
+    # error in the second step.
     tokens = torch.empty(args.micro_batch, args.sequence, dtype=torch.int64, device=device)
     hidden = torch.empty(*tokens.shape, args.hidden, device=device, requires_grad=True)
     logits = torch.empty(*tokens.shape, 256, device=device, requires_grad=True)
-    given = {
-        "input_args": hidden if index else tokens,
-        "output_args": hidden if index < stages - 1 else logits,
-    }
-    return PipelineStage(module, index, stages, device, group=mesh["pp"].get_group(), **given)
+    return PipelineStage(
+        module,
+        index,
+        stages,
+        device,
+        input_args=tokens if index == 0 else hidden,
+        output_args=logits if index == stages - 1 else hidden,
+        group=mesh["pp"].get_group(),
+    )
+
+
+def load_text() -> torch.Tensor:
+    """Return the documentation that Python's help() prints, as bytes: uint8, one dimension."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    return torch.frombuffer(bytearray(text, "utf-8"), dtype=torch.uint8)
 
 
 def batch(text: torch.Tensor, args: argparse.Namespace, number: int, device: torch.device):
-    """Inputs and labels, batch `number` of the whole job: different for every replica, the same in every
-    run."""
+    """Return inputs and labels of a pipeline's step: int64 tensors [samples, sequence].
+
+    Args:
+        text: The training text, as bytes.
+        args: The script's options.
+        number: Number of the batch in the whole job. It decides, with the seed, which samples are returned,
+            so they differ for every replica, and are the same in every run.
+        device: Device of the returned tensors.
+    """
     generator = torch.Generator().manual_seed(args.seed * 1_000_003 + number)
     samples = args.micro_batch * args.micro_batches
     starts = torch.randint(len(text) - args.sequence - 1, (samples,), generator=generator)
-    rows = (
-        torch.stack([text[start : start + args.sequence + 1] for start in starts]).long().to(device)
-    )
-    # of a stride that torch up to 2.12 expects of a stage's inputs
-    return rows[:, :-1].contiguous(), rows[:, 1:]
+    rows = torch.stack([text[start : start + args.sequence + 1] for start in starts])
+    rows = rows.long().to(device)
+    inputs = rows[:, :-1].contiguous()  # torch up to 2.12 expects contiguous inputs of a stage
+    labels = rows[:, 1:]  # a label is the byte that follows its input
+    return inputs, labels
 
 
 def cross_entropy(logits, labels):
@@ -175,37 +211,43 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def choose_device() -> torch.device:
+    """Return this process's GPU, or the CPU if there is none."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    device_type = torch.accelerator.current_accelerator().type
+    device = torch.device(device_type, int(os.environ["LOCAL_RANK"]))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
 def main() -> None:
     args = arguments()
-    kind = (
-        torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
-    )
-    device = (
-        torch.device(kind, int(os.environ["LOCAL_RANK"])) if kind != "cpu" else torch.device(kind)
-    )
-    if kind != "cpu":
-        torch.accelerator.set_device_index(device.index)
+    device = choose_device()
     dist.init_process_group()
     replicas = dist.get_world_size() // args.pipeline
     sizes = {"pp": args.pipeline, "dp": replicas}
     names = tuple(args.mesh.split(","))
-    mesh = init_device_mesh(kind, tuple(sizes[name] for name in names), mesh_dim_names=names)
-    replica, place = mesh.get_local_rank("dp"), mesh.get_local_rank("pp")
+    mesh_shape = tuple(sizes[name] for name in names)
+    mesh = init_device_mesh(device.type, mesh_shape, mesh_dim_names=names)
+    replica = mesh.get_local_rank("dp")
+    first_stage = mesh.get_local_rank("pp")
 
-    schedule_class = get_schedule_class(args.schedule)
-    single = issubclass(schedule_class, PipelineScheduleSingle)
-    count = args.pipeline * args.chunks
+    stage_count = args.pipeline * args.chunks
     stages = [
-        make_stage(index, count, args, device, mesh) for index in range(place, count, args.pipeline)
+        make_stage(index, stage_count, args, device, mesh)
+        for index in range(first_stage, stage_count, args.pipeline)
     ]
+    schedule_class = get_schedule_class(args.schedule)
+    has_one_stage_a_rank = issubclass(schedule_class, PipelineScheduleSingle)
     schedule = schedule_class(
-        stages[0] if single else stages, args.micro_batches, loss_fn=cross_entropy
+        stages[0] if has_one_stage_a_rank else stages, args.micro_batches, loss_fn=cross_entropy
     )
     parameters = [parameter for stage in stages for parameter in stage.submod.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=args.lr)
-    # a checkpoint has the stages' weights under the stages' numbers
+    # In a checkpoint, the names of a stage's weights begin with the stage's number.
     numbered = nn.ModuleDict({f"stage{stage.stage_index}": stage.submod for stage in stages})
-    # and the optimizer's entries under their names: each rank has only some of the parameters
+    # The optimizer's entries have names, not numbers, since each rank has only some of the parameters.
     by_name = StateDictOptions(flatten_optimizer_state_dict=True)
     first = 0
     if args.load:
@@ -221,35 +263,32 @@ def main() -> None:
         )
         first = state["step"]
 
-    text = torch.frombuffer(
-        bytearray("\n\n".join(topics[name] for name in sorted(topics)), "utf-8"), dtype=torch.uint8
-    )
+    text = load_text()
     log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
-    # torch 2.9 and older have no such argument, and always return the last stage's outputs
-    known = inspect.signature(schedule.step).parameters
-    no_outputs = {"return_outputs": False} if "return_outputs" in known else {}
+    options = {}
+    if "return_outputs" in inspect.signature(schedule.step).parameters:  # since torch 2.10
+        options["return_outputs"] = False
     for step in range(first, args.steps):
-        begin, losses = time.perf_counter(), []
+        begin = time.perf_counter()
         inputs, labels = batch(text, args, step * replicas + replica, device)
-        given = {"target": labels, "losses": losses} if stages[-1].is_last else {}
-        schedule.step(*([inputs] if stages[0].is_first else []), **given, **no_outputs)
+        losses = []  # the last stage adds the loss of each micro-batch
+        stage_inputs = [inputs] if stages[0].is_first else []
+        if stages[-1].is_last:
+            schedule.step(*stage_inputs, target=labels, losses=losses, **options)
+        else:
+            schedule.step(*stage_inputs, **options)
         optimizer.step()
         optimizer.zero_grad()
-        total = (
-            torch.stack(losses).mean().detach() / replicas
-            if losses
-            else torch.zeros((), device=device)
-        )
+        total = torch.zeros((), device=device)
+        if losses:
+            total = torch.stack(losses).mean().detach() / replicas
         dist.all_reduce(total)
         seconds = time.perf_counter() - begin
         if dist.get_rank() == 0 and (step % 10 == 0 or step == args.steps - 1):
             print(f"step {step + 1}: loss {total:.4f}, {seconds:.3f} s", flush=True)
         if log:
-            print(
-                json.dumps({"step": step + 1, "loss": total.item(), "seconds": seconds}),
-                file=log,
-                flush=True,
-            )
+            line = {"step": step + 1, "loss": total.item(), "seconds": seconds}
+            print(json.dumps(line), file=log, flush=True)
         if args.save and step + 1 == (args.save_after or args.steps):
             weights, moments = get_state_dict(numbered, optimizer, options=by_name)
             state = {"model": weights, "optimizer": moments, "step": step + 1}

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 train.py
     accelerate launch --num_processes 2 train.py
 
-Nothing here knows of holmes: the same commands with --holmes behind the script run it over clusters with
-different NICs.
+The script does not use holmes itself. With --holmes after the script's name, the same commands run over
+clusters with different NICs.
 """
 
 import argparse
@@ -25,14 +25,13 @@ from transformers import (
 
 
 class Text(Dataset):
-    """The English of Python's own documentation, as bytes, in windows of one sequence."""
+    """Documentation that Python's help() prints, as bytes, in windows of one sequence."""
 
     def __init__(self, sequence: int):
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
-        self.windows = torch.frombuffer(bytearray(text), dtype=torch.uint8)[
-            : len(text) // sequence * sequence
-        ]
-        self.windows = self.windows.view(-1, sequence).long()
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        used_bytes = len(text) // sequence * sequence
+        self.windows = data[:used_bytes].view(-1, sequence).long()
 
     def __len__(self):
         return len(self.windows)
@@ -42,21 +41,23 @@ class Text(Dataset):
 
 
 class Log(TrainerCallback):
-    """A JSON line with loss and seconds for each step, from one line to the next."""
+    """Callback that writes a JSON line with the loss of each step, and the seconds it took."""
 
     def __init__(self, path):
         self.file = open(path, "a")
 
     def on_train_begin(self, args, state, control, **kwargs):
-        self.began = time.perf_counter()
+        self.step_began = time.perf_counter()
 
     def on_log(self, args, state, control, logs, **kwargs):
-        before, self.began = self.began, time.perf_counter()
+        now = time.perf_counter()
+        seconds = now - self.step_began
+        self.step_began = now
         if state.is_world_process_zero and "loss" in logs:
             line = {
                 "step": state.global_step,
                 "loss": float(logs["loss"]),
-                "seconds": self.began - before,
+                "seconds": seconds,
             }
             print(json.dumps(line), file=self.file, flush=True)
 
@@ -96,10 +97,10 @@ def arguments():
     )
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=1)
-    add("--log-file", help="a JSON line for each step")
-    add("--output", default="out", help="where checkpoints go")
-    add("--save-steps", type=int, default=0, help="a checkpoint every N steps")
-    add("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    add("--log-file", help="write a JSON line for each step into this file")
+    add("--output", default="out", help="folder of checkpoints")
+    add("--save-steps", type=int, default=0, help="save a checkpoint every N steps")
+    add("--resume", action="store_true", help="resume from the newest checkpoint in --output")
     return parser.parse_args()
 
 

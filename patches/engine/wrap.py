@@ -282,7 +282,7 @@ def arguments_of(
 def _given(
     target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of one call of a function, by parameter name. Defaults are not included.
+    """Return the arguments of one call of a function, by parameter name, without defaults.
 
     Raises:
         TypeError: a required argument is missing.

@@ -79,7 +79,7 @@ def _construct_fsdp1(
     sharding_strategy: Any,
     device_mesh: Any,
 ) -> Any:
-    """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if the user wants it.
+    """Construct FullyShardedDataParallel (FSDP1), with hybrid sharding if an option says so.
 
     Runs instead of FullyShardedDataParallel.__init__; `call()` runs the original.
 

@@ -55,8 +55,8 @@ def _host_store_where_launched(current: Session, call: Call, instance: Any, rank
     runs on another node.
 
     Args:
-        rank: The rank after renumbering. It is not read. The registry of patches requires each parameter of
-            this wrapper in torch's function, and `call` replaces this one.
+        rank: The rank after renumbering. Its value is not read, but `call` replaces it. It is a parameter of
+            this wrapper so that holmes checks that torch's function has it.
     """
     launched_rank = current.process.rank  # the rank before holmes renumbered it
     store = call(rank=launched_rank)
@@ -113,34 +113,50 @@ def _give_group_its_nic(
         options = pg_options
     # "nccl2" of "cpu:gloo,cuda:nccl2"; "" if the group does not use NCCL
     nccl_backend = nccl_backend_in(str(backend))
+    # Whether NCCL makes the communicator at the group's first operation (torch's option lazy_init).
     is_postponed = False
     if nccl_backend and not is_default_group:
         is_postponed = communicators.are_postponed(nccl_backend, options)
-    if current.rank not in ranks:  # this rank is no member of the group
-        if is_postponed:
-            # Without lazy_init, torch would wait on this rank for a split, which the members do not start.
-            return call(**{options_name: with_lazy_init(None)})
+    is_member = current.rank in ranks
+    if not is_member and is_postponed:
+        # Without lazy_init, torch would wait on this rank for a split, which the members do not start.
+        return call(**{options_name: with_lazy_init(None)})
+    if not is_member:
         return call()
 
-    backend_names = set(backends(str(backend)).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
-    _check_backend(current, backend_named(str(backend)))
-    current.backends |= backend_names  # read by _destroy_after_gloo_threads()
-    new_arguments = {}
+    _note_backends(current, str(backend))
+    arguments = {options_name: options}  # those of torch's function that change
     if nccl_backend:
         name = communicator_name(current, ranks, str(group_desc or ""))
         options = planned_nccl_options(current, ranks, nccl_backend, options, timeout, name)
         if is_postponed:
             options = with_lazy_init(options)
+        arguments[options_name] = options
         if traits_of(nccl_backend).is_nccl2:
             # nccl2 names a communicator after its group, and overwrites comm_name in the options.
-            new_arguments["group_name"] = f"{name}:{group_name}"
-    if "gloo" in backend_names:
-        forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
+            arguments["group_name"] = f"{name}:{group_name}"
     with gloo_interface(current.transport(ranks, "gloo")):  # sets GLOO_SOCKET_IFNAME
-        new_group = call(**{options_name: options}, **new_arguments)
+        new_group = call(**arguments)
     name_in_report = str(group_desc or group_name)
     record_group(current, name_in_report, ranks, backend_named(str(backend)), options)
     return new_group
+
+
+def _note_backends(current: Session, backend: str) -> None:
+    """Check the backend of a new process group, and note it for the end of the job.
+
+    Args:
+        current: The session, whose set of backends is updated.
+        backend: The group's backend, e.g. "gloo" or "cpu:gloo,cuda:nccl".
+
+    Raises:
+        HolmesError: the plan's networks cannot be given to the backend.
+    """
+    _check_backend(current, backend_named(backend))
+    backend_names = set(backends(backend).values())  # {"gloo", "nccl"} of "cpu:gloo,cuda:nccl"
+    current.backends |= backend_names  # read by _destroy_after_gloo_threads()
+    if "gloo" in backend_names:
+        forget_before_exit()  # registers a wait for gloo's threads at the interpreter's exit
 
 
 @with_session

@@ -77,7 +77,7 @@ def _step(current: Session, call: Call, instance: Any) -> Any:
 
 
 def _planned_runtime(current: Session, schedule: Any) -> PlannedRuntime | None:
-    """Return an executor that runs a pipeline schedule in the order that holmes's plan lists.
+    """Return an executor that runs a pipeline schedule's passes in the order of holmes's plan.
 
     A pass is the forward or backward pass of a micro-batch.
 

@@ -230,7 +230,8 @@ def _raise_if_renumbered(current: Session) -> None:
     """Raise an error if torch's ranks differ from the planned ranks.
 
     Raises:
-        HolmesError: A change of the default group has renumbered the ranks in this start of the job.
+        HolmesError: the default process group has lost or changed ranks, so torch has renumbered its ranks,
+            and the plan has no network for a new group.
     """
     if current.round not in _renumbered_rounds:
         return

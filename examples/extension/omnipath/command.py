@@ -1,4 +1,4 @@
-"""The command `holmes omnipath`, and what the flag --holmes-omnipath-note does."""
+"""Implements the command `holmes omnipath` and the flag --holmes-omnipath-note."""
 
 from holmes_ext.cluster.nic import KINDS
 

@@ -1,4 +1,7 @@
-"""Declares the extension to holmes_ext. Every job under holmes imports this module, so it stays small."""
+"""Declares the extension to holmes_ext.
+
+Every job under holmes imports this module, so it imports little itself.
+"""
 
 from holmes_ext.extensions import Extension, Option
 

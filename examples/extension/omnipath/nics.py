@@ -1,4 +1,4 @@
-"""The NIC kind: what `kind = "opa"` in cluster.toml means."""
+"""Defines the NIC kind "opa" (Omni-Path) of cluster.toml."""
 
 from holmes_ext.cluster.nic import NicKind
 

@@ -1,14 +1,16 @@
-"""Lets megatron-core train on a machine without CUDA: what it asks of "cuda" is answered by the CPU, its
-groups use gloo.
+"""Lets megatron-core train on a machine without CUDA.
 
-    import megatron_cpu_shim          before anything imports megatron: it changes
-                                      torch (and one method of megatron's)
-    PYTHONPATH=<directory made by write_sitecustomize()>     for scripts that cannot be
-                                                             edited, and their children
+The functions of torch.cuda are replaced by functions for the CPU, and process groups use gloo. There are two
+ways to use the shim:
 
-The import is all: it does nothing where CUDA is. Tests and examples use it; no part of holmes_ext does.
-Needed for megatron-core 0.14 to 0.16 and Megatron-LM's main branch (what each part is for stands beside it).
-Not to be had this way: sequence parallelism (its norm needs Transformer Engine or Apex), NCCL, CUDA graphs.
+    import megatron_cpu_shim                               in a script, before megatron is imported
+    PYTHONPATH=<directory made by write_sitecustomize()>   for scripts that cannot be edited, and for the
+                                                           processes that they start
+
+The import changes torch and one method of megatron. It does nothing if CUDA is available. Tests and examples
+use the shim; no part of holmes_ext does. It was made for megatron-core 0.14 to 0.16 and Megatron-LM's main
+branch. It does not support sequence parallelism (whose norm needs Transformer Engine or Apex), NCCL and CUDA
+graphs.
 """
 
 import contextlib
@@ -23,8 +25,13 @@ SITECUSTOMIZE = "import runpy, os\nrunpy.run_path({path!r}, run_name='megatron_c
 
 
 def write_sitecustomize(directory) -> str:
-    """Write a sitecustomize.py that loads this file into `directory`; with it on PYTHONPATH every Python
-    process is shimmed."""
+    """Write a file sitecustomize.py, which imports this shim, into a directory.
+
+    Every Python process with the directory on its PYTHONPATH imports sitecustomize when it starts.
+
+    Returns:
+        The directory.
+    """
     with open(os.path.join(directory, "sitecustomize.py"), "w", encoding="utf-8") as file:
         file.write(SITECUSTOMIZE.format(path=os.path.abspath(__file__)))
     return os.fspath(directory)
@@ -53,7 +60,7 @@ def install() -> bool:
 
 
 def _devices(torch):
-    """One GPU, which is the CPU."""
+    """Make torch.cuda report one GPU, which is the CPU."""
     cpu = torch.device("cpu")
     properties = types.SimpleNamespace(
         name="CPU", major=8, minor=0, total_memory=2**36, multi_processor_count=1
@@ -91,16 +98,26 @@ def _devices(torch):
 
 
 def _off_cuda(device):
-    """The CPU instead of a CUDA device, in any way of writing one; anything else as it is."""
-    kind = device.split(":")[0] if isinstance(device, str) else getattr(device, "type", device)
-    return (
-        "cpu" if kind == "cuda" or isinstance(kind, int) and not isinstance(kind, bool) else device
-    )
+    """Return "cpu" for a CUDA device, and any other value unchanged.
+
+    Args:
+        device: A name, a torch.device, a number or None.
+    """
+    if isinstance(device, str):
+        device_type = device.split(":")[0]  # "cuda" of "cuda:0"
+    else:
+        device_type = getattr(device, "type", device)
+    is_number = isinstance(device_type, int) and not isinstance(device_type, bool)
+    if device_type == "cuda" or is_number:
+        return "cpu"
+    return device
 
 
 def _tensors(torch):
-    """Factories, .to and .cuda with a CUDA device; Tensor.type() says torch.cuda.* where megatron's
-    optimizers sort by it."""
+    """Make tensors for a CUDA device on the CPU.
+
+    Tensor.type() returns names like torch.cuda.FloatTensor, because megatron's optimizers compare them.
+    """
 
     def redirect(function):
         @functools.wraps(function)
@@ -147,9 +164,8 @@ def _tensors(torch):
 
         return call
 
-    torch.Tensor.pin_memory = lambda self, *args, **kwargs: (
-        self
-    )  # torch's CUDA build asks for a driver
+    # Builds of torch for CUDA need a driver to pin memory.
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     for kind in (torch.Tensor, torch.nn.Module):
         kind.to = moved(kind.to)
         kind.cuda = lambda self, *args, **kwargs: self
@@ -157,8 +173,10 @@ def _tensors(torch):
     plain_type = torch.Tensor.type
 
     def cuda_type(self, *args, **kwargs):
-        answer = plain_type(self, *args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if isinstance(answer, str) else answer
+        result = plain_type(self, *args, **kwargs)
+        if isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
 
     torch.Tensor.type = cuda_type
     for name in (
@@ -175,7 +193,10 @@ def _tensors(torch):
 
 
 def _streams(torch):
-    """Streams and events that do nothing: the CPU runs one thing after the other."""
+    """Replace CUDA's streams and events by objects that do nothing.
+
+    The CPU runs operations in their order anyway.
+    """
 
     class Stream:
         cuda_stream = 0
@@ -183,9 +204,7 @@ def _streams(torch):
         def __init__(self, *args, **kwargs):
             pass
 
-        def __getattr__(
-            self, name
-        ):  # wait_stream, wait_event, synchronize, record_event, query, ...
+        def __getattr__(self, name):  # wait_stream, synchronize, record_event, query, ...
             return lambda *args, **kwargs: Event() if name == "record_event" else True
 
         def __enter__(self):
@@ -213,27 +232,35 @@ def _streams(torch):
 
 
 def _random_state(torch):
-    """CUDA's generator is the CPU's. tensor_parallel/random.py copies _lazy_call when it is imported: hence
-    this comes first."""
-    get, put = torch.get_rng_state, torch.set_rng_state
+    """Make the CPU's random generator serve as CUDA's.
+
+    This must run before megatron is imported: its tensor_parallel/random.py copies torch.cuda._lazy_call.
+    """
+    get_state = torch.get_rng_state
+    set_state = torch.set_rng_state
     for module in (torch.cuda, torch.cuda.random):
-        module.get_rng_state = lambda *args, **kwargs: get()
-        module.set_rng_state = lambda state, *args, **kwargs: put(state)
+        module.get_rng_state = lambda *args, **kwargs: get_state()
+        module.set_rng_state = lambda state, *args, **kwargs: set_state(state)
         module.manual_seed = module.manual_seed_all = lambda seed: (
             torch.default_generator.manual_seed(int(seed))
         )
     torch.cuda.default_generators = (torch.default_generator,)
     torch.cuda._lazy_call = lambda call, **kwargs: call()
 
-    class Index:  # default_generators[torch.cuda.current_device()], where the device is no number
+    class Index:
+        """Sequence of generators whose index, torch.cuda.current_device(), is not a number here."""
+
         def __getitem__(self, _):
             return torch.default_generator
 
     torch.cuda.default_generators = Index()
 
     def warm_up(module):
-        """Megatron-LM's warm-up of its fused kernels draws on the GPU, before weights may be drawn from the
-        CPU's generator (--use-cpu-initialization): that one stays as it is, so that they are a GPU's."""
+        """Keep the state of the CPU's generator during Megatron-LM's warm-up of its fused kernels.
+
+        On a GPU, the warm-up draws from the GPU's generator. The weights that are drawn afterwards from the
+        CPU's generator (--use-cpu-initialization) must be the same as with a GPU.
+        """
         draw = module._warmup_jit_function
 
         def drawn(*args, **kwargs):
@@ -299,9 +326,11 @@ def _make_adam_resumable(torch):
 
 
 def _experts():
-    """Mixtures of experts: 0.16's router asks for Transformer Engine's te_general_gemm by a name that is not
-    there without it, and what the dispatcher takes off the GPU becomes a numpy array, which all_to_all_single
-    needs, only if it was there."""
+    """Make mixtures of experts work without Transformer Engine and CUDA.
+
+    megatron-core 0.16 reads the name te_general_gemm, which exists only with Transformer Engine.
+    The dispatcher needs a numpy array for all_to_all_single, but makes one only of a tensor on a GPU.
+    """
 
     def mend(module):
         if not hasattr(module, "te_general_gemm"):
@@ -320,13 +349,15 @@ def _experts():
 
 
 def _modules(torch):
-    """Modules that Megatron-LM imports and never calls on a CPU; and no compiler: torch.compile gives the
-    function back."""
+    """Provide empty modules that Megatron-LM imports but does not call on a CPU.
+
+    torch.compile returns the function unchanged, since there is no compiler for the CPU.
+    """
     import importlib.util
     import typing
 
     import torch.utils._triton
-    import torch.utils.flop_counter  # noqa: F401 - before there is a triton, whose classes it would ask for
+    import torch.utils.flop_counter  # noqa: F401 - it would use classes of the empty triton below
 
     def compile(model=None, **kwargs):
         return model if model is not None else lambda function: function
@@ -336,14 +367,16 @@ def _modules(torch):
     if not hasattr(typing, "override"):  # Python before 3.12
         typing.override = lambda method: method
     if importlib.util.find_spec("triton") is None:
-        # torch is not to take it for real
+        # torch must not use the empty module.
         torch.utils._triton.has_triton_package = torch.utils._triton.has_triton = lambda: False
         sys.meta_path.append(_DummyFinder("triton"))
 
 
 class _DummyFinder:
-    """Serves an empty module for one package and everything below it; any attribute of it is a decorator that
-    changes nothing."""
+    """Finder that provides empty modules for a package and everything below it.
+
+    Every attribute of such a module is a decorator that changes nothing.
+    """
 
     def __init__(self, package):
         self.package = package

@@ -1,14 +1,18 @@
-"""What Megatron-DeepSpeed (2025-07) itself needs to start with current packages on a machine without GPUs;
-holmes has no part in it.
+"""Lets Megatron-DeepSpeed (2025-07) run with current packages on a machine without GPUs.
+
+holmes does not need this file. It is used as follows:
 
     PYTHONPATH=<this folder>   Python imports sitecustomize at start-up
-    STAND_INS=1                for stock: what a GPT run imports and never uses is served empty when it is not
-                               installed; under --holmes holmes does that (patches/megatron/unused.py)
+    STAND_INS=1                without holmes: empty modules stand for packages that a GPT run imports and
+                               never uses. Under --holmes, holmes does this (patches/megatron/unused.py).
 
-Four places are mended when they are imported: CoreAttention views strided tensors (micro-batches above 1),
-DeepSpeed's shared-memory op leaves its buffers in /dev/shm, without flash attention
---ds-sequence-parallel-size passes the mask where DistributedAttention has come to expect a dimension, and its
-loss gathers in shapes that NCCL takes and gloo does not.
+Four functions are changed when their modules are imported:
+
+    CoreAttention.forward            It views tensors that are not contiguous (micro-batches above 1).
+    build_shm_op                     DeepSpeed's shared-memory op leaves its buffers in /dev/shm.
+    DistributedAttention.forward     --ds-sequence-parallel-size without flash attention passes the mask in
+                                     the position of another parameter.
+    all_gather_into_tensor           The sequence-parallel loss uses shapes that gloo rejects.
 """
 
 import importlib.abc
@@ -25,8 +29,7 @@ UNUSED = ("deepspeed.compression.compress", "torchvision")
 
 
 class _Name:
-    """Stands for anything that an unused module would hold: a class to derive from, a function, a
-    decorator."""
+    """Stand-in for an attribute of an unused module: a base class, a function or a decorator."""
 
     def __init__(self, *args, **kwargs):
         pass
@@ -39,20 +42,20 @@ class _Empty(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         spec = importlib.util.find_spec(f"{self.__name__}.{name}")
-        return (
-            importlib.import_module(spec.name)
-            if spec and name.islower()
-            else type(name, (_Name,), {})
-        )
+        if spec and name.islower():
+            return importlib.import_module(spec.name)
+        return type(name, (_Name,), {})
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Last on sys.meta_path: asked only when no real module was found."""
+    """Finder of empty modules for packages that are not installed.
+
+    It is the last one on sys.meta_path, so it is called only for modules that no other finder finds.
+    """
 
     def find_spec(self, name, path=None, target=None):
-        if os.environ.get("STAND_INS") and any(
-            name == unused or name.startswith(unused + ".") for unused in UNUSED
-        ):
+        is_unused = any(name == unused or name.startswith(unused + ".") for unused in UNUSED)
+        if is_unused and os.environ.get("STAND_INS"):
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
         return None
 
@@ -69,8 +72,11 @@ def _contiguous(wrapped, instance, args, kwargs):
 
 
 def _ulysses(wrapped, instance, args, kwargs):
-    """DistributedAttention.forward(q, k, v, mask) as it once was; heads stay apart, [s, b, heads, head]
-    (CoreAttention joins them)."""
+    """Call DistributedAttention.forward with the former signature (query, key, value, mask).
+
+    DeepSpeed expects an output [sequence, batch, heads, head size] of the local attention. CoreAttention
+    joins the last two dimensions, so a hook separates them.
+    """
     query, key, value, mask, *rest = args
     if isinstance(mask, int):
         return wrapped(*args, **kwargs)
