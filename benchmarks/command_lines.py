@@ -64,7 +64,7 @@ def checkout(case: str) -> Path:
 
 
 def site(world: int) -> Site:
-    """Return two clusters with as many nodes as `world` ranks need, of 8 GPUs each if there are enough ranks."""
+    """Return two clusters with nodes for `world` ranks, of 8 GPUs each if there are enough ranks."""
     fabrics = (
         Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5),
         Fabric("ib", "ib", 200 * 10**9, 2e-6),

@@ -2,14 +2,14 @@
 
     python benchmarks/crossing.py --json FILE [--cases slices,"tied deepspeed",...] [--repetitions 3]
 
-    slices    megatron-core with tensor 2 x pipeline 2 x data 2 on 2 + 2 nodes of 2 processes. Each tensor-parallel
-              rank sends only a slice of an activation between clusters. Whole activations take half of a
-              stage's 128 ms for a micro-batch on Ethernet. Two schedules are used: megatron-core's own,
-              whose sends block (--holmes-inflight off), and one with enough micro-batches in flight to
-              hide the transfers.
-    tied      Pipeline 2 x data 4 on 4 + 4 nodes. The gradient of the tied embedding is reduced hierarchically, or
-              between pairs of ranks as the engines do it. A model whose embedding is not tied shows the cost
-              of everything else.
+    slices    megatron-core with tensor 2 x pipeline 2 x data 2 on 2 + 2 nodes of 2 processes. Each
+              tensor-parallel rank sends only a slice of an activation between clusters. Whole activations
+              take half of a stage's 128 ms for a micro-batch on Ethernet. Two schedules are used:
+              megatron-core's own, whose sends block (--holmes-inflight off), and one with enough
+              micro-batches in flight to hide the transfers.
+    tied      Pipeline 2 x data 4 on 4 + 4 nodes. The gradient of the tied embedding is reduced
+              hierarchically, or between pairs of ranks as the engines do it. A model whose embedding is not
+              tied shows the cost of everything else.
 
 All variants run under holmes, in turn with and without the feature (HOLMES_DISABLE). The accelerator is
 emulated. Steps are predicted as in benchmarks/stage_links.py. Rows of other cases that FILE has are kept.

@@ -142,7 +142,7 @@ def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]
 
 
 def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) -> list[list[str]]:
-    """Run a shell script, and return the distinct command lines of training scripts that it passes to launchers.
+    """Run a shell script, and return the command lines of training scripts for its launchers.
 
     Args:
         place: Folder in which the script is started.

@@ -2,8 +2,8 @@
 
     python benchmarks/experts.py --json FILE [--cases cases,large] [--count 20] [--large 5]
 
-    cases   Random token counts for 6 to 64 ranks on clusters of examples/clusters, with 2 to 8 experts on each rank.
-            The counts are even or skewed, and some ranks prefer some experts.
+    cases   Random token counts for 6 to 64 ranks on clusters of examples/clusters, with 2 to 8 experts on
+            each rank. The counts are even or skewed, and some ranks prefer some experts.
     large   256 experts on 64 GPUs in four regions, with different links between the regions.
 
 Results are the tokens that cross clusters, the proven distance to the best placement, and the seconds of

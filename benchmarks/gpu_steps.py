@@ -248,7 +248,7 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
 
 
 def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
-    """Return the seconds of software for a block with which the predicted step of all-RDMA is the measured one.
+    """Return the seconds of software for a block that explain the measured step of all-RDMA.
 
     The number is found by bisection. It is 0 if the step without software is already longer.
 
