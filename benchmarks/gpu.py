@@ -1,17 +1,19 @@
 """Measures the emulated GPU: its build, memory and speed, the bytes of NICs, and losses compared with CPUs.
 
-.venv-gpu/bin/python benchmarks/gpu.py --json FILE          (`make .venv-gpu` makes that environment)
+    .venv-gpu/bin/python benchmarks/gpu.py --json FILE          (`make .venv-gpu` makes that environment)
 
-build      `holmes lab build` into an empty cache, and again with the full cache
-rank       largest resident memory of a rank with torch, NCCL and a communicator of 2 nodes
-operator   time and CPU time of 2,000 additions of 16 numbers, including the wait for them, on an emulated
-           GPU and on the CPU. The CPU time hardly depends on other programs on this machine.
-bytes      20 and 40 all-reduces of 4 MB over 3 nodes. The difference of the bytes that a NIC sends is compared
-           with the theory of a ring, 2 (n - 1) / n x size for each all-reduce, over Ethernet and InfiniBand.
-           The counters of the interfaces include headers.
-losses     unchanged training commands on 2 + 2 nodes with 2 GPUs each, compared with gloo on CPUs: DeepSpeed's
-           ZeRO 0 to 3 and pipeline, transformers' Trainer; and Megatron-LM, Megatron-DeepSpeed and
-           torchtitan if they are installed (integration_tests/gpu/commands.py)
+The cases:
+
+    build      `holmes lab build` into an empty cache, and again with the full cache
+    rank       largest resident memory of a rank with torch, NCCL and a communicator of 2 nodes
+    operator   time and CPU time of 2,000 additions of 16 numbers, including the wait for them, on an emulated
+               GPU and on the CPU. The CPU time hardly depends on other programs on this machine.
+    bytes      20 and 40 all-reduces of 4 MB over 3 nodes. The difference of the bytes that a NIC sends is
+               compared with the theory of a ring, 2 (n - 1) / n x size for each all-reduce, over Ethernet
+               and InfiniBand. The counters of the interfaces include headers.
+    losses     unchanged training commands on 2 + 2 nodes with 2 GPUs each, compared with gloo on CPUs:
+               DeepSpeed's ZeRO 0 to 3 and pipeline, transformers' Trainer; and Megatron-LM,
+               Megatron-DeepSpeed and torchtitan if they are installed (integration_tests/gpu/commands.py)
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 """Measures the emulated network between clusters, and how exactly `holmes probe` measures it.
 
-python benchmarks/links.py --json FILE [--cases NAME,...] [--repetitions 3]
+    python benchmarks/links.py --json FILE [--cases NAME,...] [--repetitions 3]
 
-lab          `holmes lab measure` on SITE: the largest errors of the rate for messages from 128 KiB on, for one
-             pair and for four pairs of nodes at once, and of a round trip
-delay line   CPU time of the process that delays messages between clusters, while 500 Mb/s pass, with whole
-             frames and with frames of 8 KB
-probe        `holmes probe` on 4 emulated clusters: the largest errors of the measured rates and latencies
-probe 8      seconds of `holmes probe` on 8 emulated clusters
-reduction, never slower, placement   see links_across.py
+The cases:
+
+    lab          `holmes lab measure` on SITE: the largest errors of the rate for messages from 128 KiB on,
+                 for one pair and for four pairs of nodes at once, and of a round trip
+    delay line   CPU time of the process that delays messages between clusters, while 500 Mb/s pass, with
+                 whole frames and with frames of 8 KB
+    probe        `holmes probe` on 4 emulated clusters: the largest errors of the measured rates and latencies
+    probe 8      seconds of `holmes probe` on 8 emulated clusters
+    reduction, never slower, placement   see links_across.py
 """
 
 from __future__ import annotations
