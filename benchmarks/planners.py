@@ -53,15 +53,23 @@ from holmes_ext.errors import HolmesError
 
 #: Random plans of a case.
 DICE = 10
-#: See the module.
+#: A planner that finds nothing in time on this number of cases is not run on the others.
 CUT = 3
 
 
 def plans_of(
     case: Case, planner: str, args
 ) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
-    """(the plan that is judged, or all random ones; seconds of search; plans before it that do not fit or
-    start; gap). HolmesError: why there is none."""
+    """Return the plans that a planner finds for a case.
+
+    Returns:
+        The plan that is judged (or all random plans) with its verdict; the seconds of the search; the
+        number of better plans that do not fit the memory or do not start; and the optimality gap, or -1
+        if it is not known.
+
+    Raises:
+        HolmesError: The planner finds no plan that fits and starts.
+    """
     if planner == OURS:
         grid, seconds, gap = judge.holmes_plan(case, args.limit)
         return [(grid, judge.judged(case, grid))], seconds, 0, gap
@@ -88,8 +96,14 @@ def plans_of(
 def _fitting(
     grids: list[Grid], case: Case, every: bool = False
 ) -> list[tuple[Grid, judge.Verdict]]:
-    """The plans that fit, with their verdicts; HolmesError where none fits or, without `every`,
-    where one does not."""
+    """Return the plans that fit the memory, with their verdicts.
+
+    Args:
+        every: Whether plans that do not fit are left out. Otherwise, the first of them is an error.
+
+    Raises:
+        HolmesError: No plan fits, or one does not and `every` is false.
+    """
     fitting = []
     for grid in grids:
         verdict = judge.judged(case, grid)
@@ -103,6 +117,7 @@ def _fitting(
 
 
 def ask(table: Table, case: Case, planner: str, args) -> None:
+    """Let a planner plan a case, and add its plan to the table."""
     begin, notes = time.monotonic(), table.notes.setdefault(case.name, {})
     alike = [name for name, other in load_cases().items() if other.run == case.run]
     if table.late(alike, planner, args.limit) >= CUT:
@@ -147,7 +162,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
 
 
 def judge_again(table: Table, case: Case) -> None:
-    """The plans that FILE has, and others by the dice."""
+    """Simulate all plans of the results file again, with new random plans."""
     for planner, note in table.notes.get(case.name, {}).items():
         if NONE not in note:
             steps = [judge.judged(case, judge.grid_of(note)).step_s]
@@ -159,8 +174,11 @@ def judge_again(table: Table, case: Case) -> None:
 
 
 def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
-    """The plans of a case that a turn runs: of all cases ours first, then the best of the field, then what
-    one types, then the others."""
+    """Yield pairs (case, planners whose plans run now in the lab).
+
+    The plans run in four turns over all cases, so that the important ones run first if the time is short:
+    holmes, the best of the other planners, the plan that a person would type, and then all others.
+    """
     for turn in range(4):
         for case in cases:
             steps = {
@@ -176,7 +194,14 @@ def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]
 
 
 def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> None:
-    """The plans of these planners, none begun after `end`; those that found the same one share its run."""
+    """Run the plans of some planners in the lab, and add the measured steps to the table.
+
+    Planners with the same plan share its run.
+
+    Args:
+        named: The planners.
+        end: No run begins after this time (time.monotonic).
+    """
     notes = {
         name: note for name, note in table.notes.get(case.name, {}).items() if NONE not in note
     }
