@@ -55,7 +55,7 @@ WITHIN = 0.15
 
 
 def steps(site: Site, model: Model) -> dict[str, float]:
-    """Seconds of a step of every framework and of holmes."""
+    """Return the predicted seconds of a step, for every framework and for holmes."""
     order = [node.name for node in site.nodes]
     sizes = Sizes(pipeline=2)
     seconds = {

@@ -1,8 +1,9 @@
-"""What benchmarks/stacks.py runs on every node: one model (examples/trainer) under one of several stacks.
+"""Trains one model (examples/trainer) with one of several stacks, on every node of benchmarks/stacks.py.
 
     stacks_job.py ARGUMENTS OF examples/trainer/train.py --stack trainer | lightning | reducer | ddp
 
-reducer: a plain loop with holmes_ext.GradientReducer; ddp: the same loop with DistributedDataParallel.
+"reducer" is a plain loop with holmes_ext.GradientReducer, and "ddp" the same loop with
+DistributedDataParallel.
 """
 
 import importlib.util

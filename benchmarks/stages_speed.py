@@ -1,9 +1,10 @@
-"""How long the balanced partition of 128 layers over 64 stages takes, over random costs of many kinds.
+"""Measures how long the balanced partition of 128 layers over 64 stages takes, for random costs.
 
     python benchmarks/stages_speed.py --json FILE [--count 200]
 
-Cases: up to 8 clusters in blocks or mixed, layers alike or up to 50 % apart, free to slow stage links
-of two rates, reductions of three, 8 to 512 micro-batches, tied embeddings, overlap, memory limits.
+The random cases have up to 8 clusters, in blocks or mixed; layers that are equal or differ by up to 50 %;
+free to slow stage links of two rates; reductions of three rates; 8 to 512 micro-batches; and tied
+embeddings, overlap or memory limits.
 """
 
 from __future__ import annotations
