@@ -10,6 +10,7 @@ in `configs`.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -159,7 +160,7 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
         "HOSTNAME": "node0",
     }
     nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             ["/bin/bash", str(script), *arguments],
             cwd=place,
@@ -171,8 +172,6 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
             stderr=subprocess.DEVNULL,
             **nobody,
         )
-    except subprocess.TimeoutExpired:
-        pass
     calls = record.read_text(errors="replace").split("\0\n\0")
     lines = [argv for call in calls for argv in _trainings(call.split("\0"))]
     return [list(argv) for argv in dict.fromkeys(map(tuple, lines))]

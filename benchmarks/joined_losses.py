@@ -28,7 +28,7 @@ import harness
 import outer_steps  # noqa: F401
 import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
-from torch.nn import functional as F
+from torch.nn import functional
 
 from holmes_ext.join.codecs import codec_of, residual_dtype
 from holmes_ext.join.orthogonal import Matrices
@@ -112,7 +112,9 @@ class Copy:
 
     def step(self, tokens: torch.Tensor) -> float:
         """Train one step, and return the loss before it."""
-        loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        loss = functional.cross_entropy(
+            self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.inner.step()
@@ -221,7 +223,7 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
     inputs, labels = rows[:-1].view(-1, SEQUENCE).long(), rows[1:].view(-1, SEQUENCE).long()
     pairs = zip(inputs.split(64), labels.split(64))
     return statistics.fmean(
-        float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs
+        float(functional.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs
     )
 
 

@@ -1,27 +1,29 @@
-"""Layers of each stage: uniform, by the paper's speed, balanced - measured against predicted, on clusters
-that differ.
+"""Compares partitions of the layers (uniform, by speed, balanced) with their predictions on unequal clusters.
 
     python benchmarks/partition.py --json FILE [--cells "NIC 3:1/;GPU 1.5:1/8 layers/m4"] [--merge FILE]
                                    [--predict]
 
-Two clusters of two nodes, DeepSpeed's pipeline engine (pipeline 2 x data 2) in the lab, the accelerator
-emulated:
+"By speed" is the method of the Holmes paper. The lab has two clusters of two nodes, DeepSpeed's pipeline
+engine (pipeline 2 x data 2) and an emulated accelerator. The cases:
 
-    NIC 3:1             480 and 160 Mb/s inside the clusters, the reduction after the last backward
+    NIC 3:1             480 and 160 Mb/s inside the clusters. The reduction follows the last backward pass.
     NIC 3:1, overlap    the same with --holmes-overlap on
-    GPU 1.5:1           2 Gb/s on both, the GPUs of one cluster 1.5 times as fast; from 4 micro-batches
-                        on, since with 2 half a step is filling the pipeline, which no split shortens
-                        (at most 1.10 x with free networks)
+    GPU 1.5:1           2 Gb/s in both clusters. The GPUs of one cluster are 1.5 times as fast. There are at
+                        least 4 micro-batches: with 2, half of a step fills the pipeline, and no partition
+                        can gain more than a factor of 1.10 with free networks.
 
-Each partition runs from a plan.json of its own. Three predictions stand beside what was measured:
+Each partition runs from a plan.json. Equal partitions are one run. Three predictions are compared with
+the measured step:
 
-    (no name)       simulated, with the CPU seconds that prediction.py's calibration found for DeepSpeed on
-                    the same kind of machine (results/prediction_measured.json, without these cases)
-    numbers alone   the plan's own, of the GPU's FLOP/s and the rates as the lab emulates them, which know
-                    nothing of the seconds that the software takes
-    by profile      of one profile of the uniform partition at the middle micro-batch count (as `holmes tune`)
+    (no name)       simulated, with the CPU seconds that the calibration of prediction.py found for
+                    DeepSpeed on the same kind of machine (results/prediction_measured.json, without these
+                    cases)
+    numbers alone   the prediction of the plan, from the GPU's FLOP/s and the emulated rates. It does not
+                    contain the CPU work of the software.
+    by profile      from a profile of the uniform partition at the middle number of micro-batches, as
+                    `holmes tune`
 
-Partitions that come out alike are one run. --predict measures nothing and predicts FILE's rows anew.
+--predict measures nothing, and predicts the rows of FILE anew.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""One job of benchmarks/peers.py: the GPT of examples/plain_torch and AdamW in one process, joined by a
-library.
+"""Trains one job of benchmarks/peers.py: the GPT of examples/plain_torch with AdamW, joined by a library.
 
     peers_job.py --library none|holmes|torchft|hivemind --name east --seed 1 --steps 200 --log FILE
                  --weights FILE [--where ADDRESS] [--settings TEXT]
     peers_job.py --library torchft --serve --where HOST:PORT            torchft's lighthouse
     peers_job.py --library hivemind --serve                             the first peer of hivemind's DHT
 
-settings: of --holmes-outer; of torchft sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9; of hivemind
-steps=32. A line of JSON for each step: seconds of it, and of them those in optimizer.step(), where all
+--settings is a value of --holmes-outer for holmes, such as
+sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9 for torchft, and such as steps=32 for hivemind. The
+log has a line of JSON for each step, with the seconds of the step and of optimizer.step(), in which all
 libraries do their work.
 """
 
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "plain_torch"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -61,7 +61,7 @@ def evaluate(weights: dict[str, torch.Tensor]) -> float:
     rows = held[: (len(held) - 1) // SIZE["sequence"] * SIZE["sequence"] + 1]
     inputs, labels = (rows[at : len(rows) - 1 + at].view(-1, SIZE["sequence"]) for at in (0, 1))
     with torch.no_grad():
-        return F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten()).item()
+        return functional.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten()).item()
 
 
 def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
@@ -231,7 +231,7 @@ def train(args: argparse.Namespace) -> None:
             begin = time.perf_counter()
             inputs, labels = example.micro_batch(data, shape, step, torch.device("cpu"))
             optimizer.zero_grad()
-            loss = F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten())
+            loss = functional.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
             time.sleep(args.pace)

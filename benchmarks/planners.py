@@ -1,18 +1,24 @@
-"""The referee: every public planner on the same cases, each one's plan judged by the same simulation and the
-same lab.
+"""Compares `holmes plan` with other public planners, by the same simulation and the same lab.
 
     python benchmarks/planners.py --json FILE [--cases NAME,...] [--planners NAME,...] [--limit S]
                                   [--sailor DIR --dtfm DIR --python PYTHON] [--lab [--minutes M]]
                                   [--again] [--judge]
 
-24 cases (referee/cases.toml). Each planner gets a case in its own format and at most --limit seconds of
-CPU; its first plan that fits the memory is written as sizes, order of nodes and layers, and simulated; --lab
-runs that of the 12 small cases, too. "typed" is what a careful person types; random plans are a floor.
-Planners of Sailor's repository need --sailor, a clone, DT-FM's own search --dtfm, and both --python, an
-interpreter that has what they import. What FILE has is kept and not run again (--again: these planners, on
-these cases, are; --judge: plans that it has are judged again, after a change of the simulation), so that a
-run can be made in parts; --minutes: no run in the lab begins later. A planner that finds nothing in time on
-CUT of the lab's cases, or of the larger ones, is not asked about the others.
+There are 24 cases (referee/cases.toml). Each planner gets a case in its own format and at most --limit
+CPU seconds. Its first plan that fits the memory is written as sizes, order of nodes and layers, and
+simulated. With --lab, the plans of the 12 small cases also run in the lab. "typed" is the plan that a
+careful person would type, and random plans show what no planning achieves.
+
+Planners of Sailor's repository need a clone of it (--sailor), DT-FM's own search needs a clone (--dtfm),
+and both need an interpreter with what they import (--python).
+
+FILE keeps results, so that a run can be made in parts:
+
+    --again      runs these planners on these cases again
+    --judge      simulates all plans of FILE again, after a change of the simulation
+    --minutes    begins no run in the lab after this time
+
+A planner that finds nothing in time on CUT of the small or of the larger cases is not run on the others.
 """
 
 from __future__ import annotations
@@ -126,14 +132,16 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
             NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} cases",
             "limit": args.limit,
         }
-        return table.save()
+        table.save()
+        return
     try:
         plans, seconds, misfits, gap = plans_of(case, planner, args)
     except HolmesError as error:
         table.forget(case.name, planner)
         notes[planner] = {NONE: str(error), "limit": args.limit}
         tell(f"{case.name}: {planner}: no plan: {error}")
-        return table.save()
+        table.save()
+        return
     before = notes.get(planner, {})
     grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
     note = {

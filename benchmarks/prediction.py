@@ -1,17 +1,21 @@
-"""Predicted against measured step times: planner/simulate/step.py against real engines on emulated clusters,
-and against the Holmes paper's bars.
+"""Compares predicted with measured step times, of real engines on emulated clusters and of the Holmes paper.
 
     python benchmarks/prediction.py --json FILE [--cases NAME,...|recorded|paper] [--store FILE] [--predict]
                                     [--within S]
 
-Nothing is tuned for a case. Once for all: `holmes probe` in the lab of each cluster file (what a user would
-run), the emulated accelerator's known seconds, and for each engine three numbers fitted to five runs of
-CALIBRATION, which are not among the cases: CPU seconds of a block's forward or backward, of a parameter and
-of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation shares
-them too (Execution.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each
-cluster file (hosts, by the machine's own counters while its nodes all-reduce and do nothing else). --store
-keeps what was measured: cases that are in it are not run again (--predict runs nothing, --within S begins
-nothing after S seconds), so that a long run can be made in parts.
+The simulator is planner/simulate/step.py. Nothing is fitted to a case. Its inputs are the same for all cases:
+
+- the networks, as `holmes probe` measures them in the lab of each cluster file
+- the seconds of the emulated accelerator
+- three CPU times for each engine: of a block's forward or backward pass, of a parameter and of a step.
+  They are fitted
+  to the five runs of CALIBRATION, which are not among the cases.
+- the CPU seconds of a byte that is sent, for each network of each cluster file (prediction_hosts.py)
+
+The nodes of the lab share the cores of this machine, and so do those of the simulation (Execution.cores).
+
+--store keeps measurements, so that a long run can be made in parts. With --predict nothing runs, and with
+--within S no measurement begins after S seconds.
 """
 
 from __future__ import annotations

@@ -40,7 +40,9 @@ def loop(by_reducer: bool) -> None:
     batches = iter(
         DataLoader(data, args.micro_batch, sampler=DistributedSampler(data, seed=args.seed))
     )
-    log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
+    log = None
+    if args.log_file and dist.get_rank() == 0:
+        log = open(args.log_file, "w")  # noqa: SIM115 - until the process ends
     for step in range(args.steps):
         began = time.perf_counter()
         if reducer:

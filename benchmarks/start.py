@@ -106,9 +106,12 @@ class Clients:
     @classmethod
     def forked(cls, first: int, last: int, world: int, port: int) -> Clients:
         """Fork a process with the ranks from `first` to `last` - 1."""
-        (out_read, out_write), (in_read, in_write) = os.pipe(), os.pipe()
+        out_read, out_write = os.pipe()
+        in_read, in_write = os.pipe()
         if os.fork() == 0:
-            clients_main(first, last, world, port, open(in_read), open(out_write, "w"))
+            commands = open(in_read)  # noqa: SIM115 - until the process ends
+            results = open(out_write, "w")  # noqa: SIM115
+            clients_main(first, last, world, port, commands, results)
         os.close(out_write)
         os.close(in_read)
         return cls(open(out_read), open(in_write, "w"))
