@@ -1,23 +1,27 @@
-"""A plan that learns while the job runs: `--holmes` alone, without sizes, model or profile, in emulated
-clusters.
+"""Measures jobs whose plan adapts to measured times while they run, on emulated clusters.
 
     python benchmarks/adapt.py --json FILE [--cases "deepspeed 1,vote"] [--repetitions 3] [--runs FILE]
 
-"ENGINE issue": 6 layers of 192, 8 micro-batches, 6 Mb/s. --runs: see harness.Runs.
+The jobs run with `--holmes` alone: without sizes, model or profile. The option --runs is explained at
+harness.Runs. The cases, where ENGINE is "deepspeed" or "megatron":
 
-"ENGINE n": twelve drawn cases (layers, widths, micro-batches, seconds of a stage) on 2 + 2 emulated nodes,
-for DeepSpeed's pipeline engine and megatron-core's 1F1B. An activation takes half a stage's time over
-Ethernet, or next to nothing (1 Gb/s); layers sleep as long as an accelerator would compute. Steps FIRST to
-the last are timed. "stays" (the issue's case): --holmes-adapt off.
-
-"ENGINE n over NCCL", of .venv-gpu/bin/python alone: the same on emulated GPUs, by whose clock matrix products
-and attention take as long. Stages, and so activations, take twice as long as drawn: the host has time left.
-
-"ENGINE trace", "ENGINE prediction", "simulated n", "simulated hour n", "vote": see adapt_trace.py,
-adapt_prediction.py, adapt_simulated.py, adapt_hours.py, adapt_vote.py.
-
-"nothing to gain": a stage link that takes no time, --holmes-adapt on and off, alternating; "...
-plain": the same of a data-parallel loop with a GradientReducer.
+    "ENGINE n"              Twelve random jobs (layers, widths, micro-batches, seconds of a stage) on 2 + 2
+                            emulated nodes, with DeepSpeed's pipeline engine or megatron-core's 1F1B schedule.
+                            An activation takes half of a stage's time over the slow Ethernet, and next to
+                            nothing over the fast one (1 Gb/s). Layers sleep as long as an accelerator would
+                            compute. The steps from number FIRST on are timed.
+    "ENGINE issue"          The same with 6 layers of width 192, 8 micro-batches and 6 Mb/s. "stays" is a job
+                            with --holmes-adapt off.
+    "ENGINE n over NCCL"    The same on emulated GPUs, on whose clock matrix products and attention take as
+                            long. It needs .venv-gpu/bin/python. Stages and activations take twice as long as
+                            in "ENGINE n", so that the CPU work of the software stays a small part.
+    "nothing to gain"       A link between stages that takes no time, with --holmes-adapt on and off in turn.
+    "nothing to gain plain" The same with a data-parallel loop that uses a GradientReducer.
+    "ENGINE trace"          See adapt_trace.py.
+    "ENGINE prediction"     See adapt_prediction.py.
+    "simulated n"           See adapt_simulated.py.
+    "simulated hour n"      See adapt_hours.py.
+    "vote"                  See adapt_vote.py.
 """
 
 from __future__ import annotations
@@ -50,47 +54,63 @@ from holmes_ext.samples import examples
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from carriers import LESS_MEMORY  # noqa: E402
 
-#: (case, repetitions, runs that a file has) -> its rows.
+#: Function that measures a case. It takes the name of the case, the repetitions and the runs of a file.
 Rows = Callable[[str, int, Runs], list[Row]]
-#: Steps by which a plan must have learned; that are timed.
-FIRST, STEPS = 8, 14
-SEQUENCE, DRAWN, HOURS = 128, 12, adapt_hours.PIPELINES + adapt_hours.SUMS
+FIRST = 8  # step from which on steps are timed: the plan must have adapted before
+STEPS = 14
+SEQUENCE = 128  # tokens
+DRAWN = 12  # random jobs
+HOURS = adapt_hours.PIPELINES + adapt_hours.SUMS
 VOCABULARY = 256
-#: Of an attention's forward pass, what the backward pass computes again.
-AGAIN = {"deepspeed": 0.5, "megatron": 0.0}
+FLOAT32_BYTES = 4
+GIGAFLOPS = 1e9
+#: Engine -> part of the attention's forward pass that the backward pass computes again.
+RECOMPUTED_ATTENTION = {"deepspeed": 0.5, "megatron": 0.0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """stage_s: seconds that a stage computes for a micro-batch, forward and backward."""
+    """Training job of two pipeline stages on an emulated accelerator."""
 
     layers: int
-    hidden: int
-    micro_batches: int
-    stage_s: float
+    hidden: int  # width of an activation
+    micro_batches: int  # of a step
+    stage_s: float  # seconds that a stage computes for a micro-batch, forward and backward
 
     @property
     def flops(self) -> float:
-        """Of an accelerator on which a stage takes so long."""
-        return self.layers / 2 * 3 * forward_s(self.hidden, SEQUENCE, 1e9) * 1e9 / self.stage_s
+        """Return the FLOP/s of an emulated accelerator on which a stage takes `stage_s`."""
+        layers_of_stage = self.layers / 2
+        layer_forward_s = forward_s(self.hidden, SEQUENCE, flops=GIGAFLOPS)
+        # A backward pass takes twice as long as a forward pass.
+        return layers_of_stage * 3 * layer_forward_s * GIGAFLOPS / self.stage_s
 
     def gpu_flops(self, engine: str) -> float:
-        """Of an emulated GPU on which a stage takes so long, the mean of both: its clock counts the output
-        layer, too, and what fused attention computes again in its backward pass."""
-        attention = 4 * SEQUENCE**2 * self.hidden
-        blocks = self.layers * (3 * forward_s(self.hidden, SEQUENCE, 1) + AGAIN[engine] * attention)
-        return (blocks + 3 * 2 * SEQUENCE * self.hidden * VOCABULARY) / 2 / self.stage_s
+        """Return the FLOP/s of an emulated GPU on which the two stages take `stage_s` on average.
+
+        The clock of an emulated GPU also counts the output layer, and the part of the attention's forward
+        pass that fused attention computes again in its backward pass.
+        """
+        attention_flop = 4 * SEQUENCE**2 * self.hidden
+        recomputed_flop = RECOMPUTED_ATTENTION[engine] * attention_flop
+        layer_forward_flop = forward_s(self.hidden, SEQUENCE, flops=1)
+        layers_flop = self.layers * (3 * layer_forward_flop + recomputed_flop)
+        output_flop = 3 * 2 * SEQUENCE * self.hidden * VOCABULARY
+        return (layers_flop + output_flop) / 2 / self.stage_s
 
     @property
     def half_bps(self) -> float:
-        """At which an activation takes half of that."""
-        return 8 * SEQUENCE * self.hidden * 4 / (self.stage_s / 2)
+        """Return the network rate in bits/s at which an activation takes half of `stage_s`."""
+        activation_bits = 8 * SEQUENCE * self.hidden * FLOAT32_BYTES
+        return activation_bits / (self.stage_s / 2)
 
     def slower(self, times: float) -> Case:
+        """Return the same job with stages that take `times` as long."""
         return replace(self, stage_s=times * self.stage_s)
 
 
 def drawn() -> list[Case]:
+    """Return the twelve random jobs, which are the same in every run."""
     draw = random.Random(32)
     return [
         Case(
@@ -104,10 +124,10 @@ def drawn() -> list[Case]:
 
 
 CASES = drawn()
-#: A data-parallel loop with a GradientReducer, without stages.
+#: Example, flag for stages, and emulated layers of a data-parallel loop with a GradientReducer.
 PLAIN = ("plain_torch", "", {"classes": ["Block"]})
-#: An activation takes half a stage's time over 6 Mb/s.
-ISSUE = Case(6, 192, 8, 0.262144)
+#: Job in which an activation takes half of a stage's time over 6 Mb/s.
+ISSUE = Case(layers=6, hidden=192, micro_batches=8, stage_s=0.262144)
 
 
 def _script(engine: str, case: Case) -> list[str]:
@@ -145,6 +165,13 @@ def _variant(name: str, file: Path, *flags: str) -> Variant:
 def half_a_stage(
     engine: str, case: Case, name: str, repetitions: int, over_nccl: bool = False
 ) -> list[Row]:
+    """Compare an adapted job with a slow stage link with the same job with a free one.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+        name: Name of the case in the results.
+        over_nccl: Whether the job uses emulated GPUs and NCCL.
+    """
     with tempfile.TemporaryDirectory() as directory:
         slow, free = (_file(Path(directory), rate) for rate in (case.half_bps, 1e9))
         off = ("--holmes-adapt", "off")
@@ -181,6 +208,7 @@ def half_a_stage(
 
 
 def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
+    """Return a row with the median step time of each variant."""
     return [
         Row.of(
             name,
@@ -196,10 +224,15 @@ def steps_of(name: str, by_variant: dict[str, Series]) -> list[Row]:
 
 
 def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
+    """Measure what the measuring itself costs, in a job whose plan cannot be improved.
+
+    Each repetition runs the job with --holmes-adapt off, on, and off again. The difference of the two
+    runs without it is the noise.
+    """
     case = Case(6, 32, 6 if engine in ENGINES else 2, 0.1)
 
     def three() -> list[tuple[float, float]]:
-        """(seconds of a step, share of the cores in use) of off, on, and off again."""
+        """Return (seconds of a step, busy share of the cores) of three runs: off, on, off again."""
         with tempfile.TemporaryDirectory() as directory:
             free = _file(Path(directory), 1e9)
             variants = [
@@ -220,7 +253,9 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     if None in triples:
         return []
     busy = max(share for triple in triples for _, share in triple)
-    offs, ons, agains = ([triple[index][0] for triple in triples] for index in range(3))
+    offs = [off_s for (off_s, _), _, _ in triples]
+    ons = [on_s for _, (on_s, _), _ in triples]
+    agains = [again_s for _, _, (again_s, _) in triples]
     costs = [2 * on / (off + again) - 1 for off, on, again in zip(offs, ons, agains)]
     noise = [again / off - 1 for off, again in zip(offs, agains)]
     return [
@@ -235,10 +270,8 @@ def nothing_to_gain(engine: str, name: str, repetitions: int, runs: Runs) -> lis
     ]
 
 
-# --------------------------------------------------------------------------- rates that change
-
-
 def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
+    """Count the steps of a job while the rates of the network change (adapt_trace.py)."""
     case = Case(6, 64, 8, 0.05)
     return adapt_trace.rows(
         name,
@@ -252,6 +285,7 @@ def trace(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
 
 
 def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]:
+    """Compare predicted and measured steps of jobs that have not run yet (adapt_prediction.py)."""
     case = Case(6, 64, 8, 0.1)
 
     def run(variant: Variant, micro_batches: int) -> float:
@@ -270,7 +304,13 @@ def predicted(engine: str, name: str, repetitions: int, runs: Runs) -> list[Row]
 
 
 def whole(measure: Callable[[str, int], list[Row]]) -> Rows:
-    """The rows of measure(name, repetitions), kept together."""
+    """Return a function that measures the rows of a case, or takes them from the file of earlier runs.
+
+    All rows of a case are kept as one run.
+
+    Args:
+        measure: Called with the name of the case and the number of repetitions.
+    """
 
     def rows(name: str, repetitions: int, runs: Runs) -> list[Row]:
         row_dicts = runs.of(name, lambda: [row.to_dict() for row in measure(name, repetitions)])
@@ -280,11 +320,17 @@ def whole(measure: Callable[[str, int], list[Row]]) -> Rows:
 
 
 def once(measure: Callable[[str, int], list[Row]], number: int) -> Rows:
-    """The rows of measure(name, number), which needs no repetition."""
+    """Return a function that measures the rows of a case without repetition.
+
+    Args:
+        measure: Called with the name of the case and `number`.
+        number: Number of the random job.
+    """
     return whole(lambda name, _: measure(name, number))
 
 
-MADE: dict[str, Rows] = {
+#: Name of a case -> function that measures it.
+CASES_BY_NAME: dict[str, Rows] = {
     **{
         f"{engine} {number}": whole(partial(half_a_stage, engine, case))
         for engine in ENGINES
@@ -319,9 +365,12 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names, runs, rows = chosen(args.cases, MADE), Runs(args.runs, args.minutes), []
+    names = chosen(args.cases, CASES_BY_NAME)
+    runs = Runs(args.runs, args.minutes)
+    rows: list[Row] = []
     for name in names:
-        rows += MADE[name](name, args.repetitions, runs)
+        measure = CASES_BY_NAME[name]
+        rows += measure(name, args.repetitions, runs)
         write([*kept(args.json, names), *rows], args.json)
     return finish(
         [*kept(args.json, names), *rows], args.json, "A plan that learns while the job runs"

@@ -1,12 +1,18 @@
-"""Hours in which networks change, drawn before they are run: adapt.py's "simulated hour n".
+"""Simulates jobs whose networks change for an hour, and compares adapted plans with the best fixed plans.
 
-Real threads and votes, simulated steps, as in adapt_simulated.py. PIPELINES jobs of two stages (micro-batches
-in flight are decided again), then SUMS data-parallel ones on two clusters, whose ranks share their node's
-NICs (one ring is faster on a good Ethernet, hierarchical on a bad one). Every hour begins at a drawn
-rate; each
-of its parts halves or doubles it, or a backup takes all but an eighth, the link is away for 30 s, a GPU is
-half as fast. Counted are steps: of the job that learns, of the best fixed plan of each part, and of the best
-one of the fixed plans.
+These are the cases "simulated hour n" of adapt.py. Threads and votes of the ranks are real, and steps are
+simulated, as in adapt_simulated.py.
+
+The first PIPELINES jobs have two pipeline stages and adapt the number of micro-batches in flight. The
+next SUMS jobs are data-parallel over two clusters, where the ranks of a node share its NICs. They choose
+between a single ring, which is faster over a fast Ethernet, and a hierarchical all-reduce, which is
+faster over a slow one.
+
+Each hour begins at a random rate of Ethernet, and consists of parts that begin with a random event: the rate
+halves or doubles, a backup takes 7/8 of it, the link fails for 30 s, or a GPU becomes half as fast.
+
+Results are numbers of steps in the hour: of the job that adapts, of the best fixed plan for each part,
+and of the best of the plans that stay fixed for the whole hour.
 """
 
 from __future__ import annotations
@@ -41,66 +47,102 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from clusters import site  # noqa: E402
 from learning_job import LearningJob, SimulatedJob, step_s  # noqa: E402
 
-PIPELINES, SUMS, HOUR_S, GONE_S = 4, 6, 3600.0, 30.0
-EVENTS = "halves", "halves", "doubles", "doubles", "backup", "gone", "slow"
-#: Of a rate; 1 is that at which an activation takes half a stage's time, or that of the fast networks.
-LEAST = {True: 0.25, False: 0.0625}
-MOST = {True: 4.0, False: 0.75}
+PIPELINES = 4  # hours with pipelines
+SUMS = 6  # hours with data-parallel jobs
+HOUR_S = 3600.0
+GONE_S = 30.0  # seconds for which a failed link is away
+#: Events that begin a part of an hour. Those that are named twice are twice as likely.
+EVENTS = ("halves", "halves", "doubles", "doubles", "backup", "gone", "slow")
+#: Limits of Ethernet's rate, by whether the job is a pipeline. The unit is the rate at which an
+#: activation takes half of a stage's time (pipeline), or the rate of the fast networks (data-parallel
+#: job).
+MIN_RATE = {True: 0.25, False: 0.0625}
+MAX_RATE = {True: 4.0, False: 0.75}
+#: The simulated ranks are faster than the durations say by this factor.
+RANK_SPEED = 1.3
 
 
 @dataclass(frozen=True)
 class Part:
-    """rate: see LEAST; gone: seconds that the link is away, in the first step; slower: of a rank's passes."""
+    """Part of an hour, in which the rate of Ethernet and the speed of a rank stay the same."""
 
     seconds: float
-    rate: float
-    gone: float = 0.0
-    slower: float = 1.0
+    rate: float  # of Ethernet; MIN_RATE has the unit
+    gone: float = 0.0  # seconds for which the link is away, in the first step of the part
+    slower: float = 1.0  # factor of the durations of a rank's passes
 
 
 def drawn(draw: random.Random, pipeline: bool) -> list[Part]:
-    least, most = LEAST[pipeline], MOST[pipeline]
-    left, parts, rate = HOUR_S, list[Part](), most / 2 ** draw.randrange(4)
-    while left > 0:
-        seconds = min(left, draw.uniform(200, 600))
+    """Return the random parts of one hour.
+
+    Args:
+        draw: Source of random numbers. pipeline: Whether the job is a pipeline, whose rates have other
+        limits than those of data-parallel jobs.
+    """
+    min_rate = MIN_RATE[pipeline]
+    max_rate = MAX_RATE[pipeline]
+    rate = max_rate / 2 ** draw.randrange(4)
+    parts: list[Part] = []
+    left_s = HOUR_S
+    while left_s > 0:
+        seconds = min(left_s, draw.uniform(200, 600))
         event = draw.choice(EVENTS)
-        rate = max(least, min(most, rate * {"halves": 0.5, "doubles": 2.0}.get(event, 1.0)))
-        now = max(least, rate / 8) if event == "backup" else rate
-        parts.append(Part(seconds, now, GONE_S * (event == "gone"), 1.0 + (event == "slow")))
-        left -= seconds
+        factor = {"halves": 0.5, "doubles": 2.0}.get(event, 1.0)
+        rate = max(min_rate, min(max_rate, rate * factor))
+        rate_of_part = rate
+        if event == "backup":
+            rate_of_part = max(min_rate, rate / 8)
+        parts.append(
+            Part(
+                seconds,
+                rate_of_part,
+                gone=GONE_S if event == "gone" else 0.0,
+                slower=2.0 if event == "slow" else 1.0,
+            )
+        )
+        left_s -= seconds
     return parts
 
 
-# --------------------------------------------------------------------------- jobs
-
-
 class PipelineHour:
-    """layer_s: of the first stage's layers, forward."""
+    """Job of two pipeline stages, for one simulated hour.
+
+    Its possible fixed plans are numbers of micro-batches in flight on the first stage.
+    """
 
     def __init__(self, draw: random.Random):
-        self.layer_s, self.micro_batches = draw.choice((0.02, 0.033, 0.05)), draw.choice((8, 12))
-        self.half, self.fixed = half_mbps(self.layer_s), list(FIXED)
+        self.layer_s = draw.choice(
+            (0.02, 0.033, 0.05)
+        )  # forward pass of a layer on the first stage
+        self.micro_batches = draw.choice((8, 12))
+        self.half_mbps = half_mbps(self.layer_s)  # an activation takes half of a stage's time
+        self.fixed = list(FIXED)
 
     def case(self, part: Part) -> tuple[Any, ...]:
-        return (3, 3), self.layer_s, round(part.rate * self.half, 4)
+        """Return (layers of each stage, seconds of a layer, rate in Mb/s) for a part of the hour."""
+        return (3, 3), self.layer_s, round(part.rate * self.half_mbps, 4)
 
     def start(self, part: Part) -> SimulatedJob:
+        """Return a job that simulates its steps and adapts."""
         return LearningJob(self.case(part), self.micro_batches, patient=True)
 
     def change(self, job: Any, part: Part) -> None:
-        job.case, job.slower = self.case(part), part.slower / 1.3
+        """Set the rate of Ethernet and the speed of the ranks to those of a part of the hour."""
+        job.case = self.case(part)
+        job.slower = part.slower / RANK_SPEED
 
     def step_s(self, part: Part, held: int) -> float:
-        """Of a fixed plan, as many micro-batches in flight."""
-        return step_s(step_of(self.case(part), (held, 1), self.micro_batches, part.slower / 1.3))
+        """Return the step time with a fixed number of micro-batches in flight, in seconds."""
+        slower = part.slower / RANK_SPEED
+        return step_s(step_of(self.case(part), (held, 1), self.micro_batches, slower))
 
 
 class SummingJob(SimulatedJob):
-    """Data-parallel; a GradientReducer of each rank sums as the plan says. hour: SumsHour; part: the
-    present one."""
+    """Data-parallel job with simulated steps, whose gradients are reduced as its current plan says."""
 
     def __init__(self, hour: SumsHour, part: Part):
-        self.hour, self.part = hour, part
+        self.hour = hour
+        self.part = part  # the current part of the hour
         super().__init__(
             hour.site(part.rate),
             Sizes(),
@@ -109,12 +151,12 @@ class SummingJob(SimulatedJob):
         )
 
     def step_told(self) -> tuple[float, Callable[[Any], Any]]:
+        """Return the seconds of the next step, and a function that returns what a rank measures of it."""
         reduction: ReductionSpec = self.each(lambda traffic: traffic.reductions[0])
-        step, gone = self.hour.simulated(self.part, reduction), self.gone
-        hierarchical, ranks = (
-            is_hierarchical(reduction, self.hour.bytes),
-            tuple(range(len(self.ranks))),
-        )
+        step = self.hour.simulated(self.part, reduction)
+        gone = self.gone  # seconds for which the link is away in this step
+        hierarchical = is_hierarchical(reduction, self.hour.bytes)
+        ranks = tuple(range(len(self.ranks)))
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def told(rank: Any) -> tuple[Any, ...]:
@@ -129,8 +171,12 @@ class SummingJob(SimulatedJob):
                 )
                 for name, seconds in step.busy.items()
             ]
-            seconds, exposed = max(op.end for op in ops), step.exposed_s + gone
-            return ops, (), {"bytes": self.hour.bytes, "seconds": seconds, "exposed": exposed}
+            figures = {
+                "bytes": self.hour.bytes,
+                "seconds": max(op.end for op in ops),
+                "exposed": step.exposed_s + gone,
+            }
+            return ops, (), figures
 
         return step.seconds, told
 
@@ -142,7 +188,7 @@ class Transport:
 
 @dataclass(frozen=True)
 class Group:
-    """As telemetry tells of it."""
+    """Process group, with the attributes that telemetry reads."""
 
     ranks: tuple[int, ...]
     description: str
@@ -152,7 +198,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Op:
-    """An operation of a sum, from the step's begin on."""
+    """Operation of a gradient reduction. Times are seconds from the start of the step."""
 
     group: Group
     end: float
@@ -165,26 +211,37 @@ class Op:
 
 @dataclass(frozen=True)
 class SumStep:
-    """busy: seconds in which each network carried sums."""
+    """Simulated step of a data-parallel job."""
 
     seconds: float
-    exposed_s: float
-    busy: dict[str, float]
+    exposed_s: float  # seconds for which a rank waits for its gradient reduction
+    busy: dict[str, float]  # network -> seconds for which it carries gradients
 
 
 class SumsHour:
-    """compute_s: of a step's passes; bytes: of a rank's gradients; processes: of a node; fast: bits/s inside
-    a cluster."""
+    """Data-parallel job on two clusters, for one simulated hour.
+
+    Its possible fixed plans are ways to reduce gradients: a single ring, or hierarchically.
+    """
 
     def __init__(self, draw: random.Random):
-        self.fast, self.processes = draw.choice((1, 2)) * 10**9, draw.choice((4, 8))
-        self.compute_s = draw.choice((0.2, 0.5, 1.0))
-        self.model = Model(6, draw.choice((512, 768)), 4, 128, 256, micro_batches=1)
-        self.bytes = float(self.model.gradient_width * self.model.parameters)
+        self.fast = draw.choice((1, 2)) * 10**9  # bits/s inside a cluster
+        self.processes = draw.choice((4, 8))  # of a node
+        self.compute_s = draw.choice((0.2, 0.5, 1.0))  # of a step's passes
+        self.model = Model(
+            layers=6,
+            hidden=draw.choice((512, 768)),
+            heads=4,
+            sequence=128,
+            vocabulary=256,
+            micro_batches=1,
+        )
+        self.bytes = float(self.model.gradient_width * self.model.parameters)  # gradients of a rank
         self.fixed: list[Any] = []
         self.simulated = cache(self._simulated)
 
     def site(self, rate: float) -> Site:
+        """Return the two clusters, with Ethernet at `rate` times the rate of their fast networks."""
         clusters = [
             f"{name} {kind} {self.fast / 1e6:g}Mb/s {name}[0-1]"
             for name, kind in (("a", "ib"), ("b", "roce"))
@@ -192,7 +249,7 @@ class SumsHour:
         return site(*clusters, ethernet=f"{rate * self.fast / 1e6:g}Mb/s", processes=self.processes)
 
     def prepare(self, parts: list[Part]) -> None:
-        """The plans that somebody could have fixed: what holmes decides at the rate of some part."""
+        """Collect the plans that could stay fixed: those that holmes makes at the rate of some part."""
         distinct: dict[Hashable, ReductionSpec] = {}
         for part in parts:
             plan = build_plan(self.site(part.rate), Sizes(), model=self.model, options=Options())
@@ -201,19 +258,28 @@ class SumsHour:
         self.fixed = list(distinct)
 
     def start(self, part: Part) -> SimulatedJob:
+        """Return a job that simulates its steps and adapts."""
         return SummingJob(self, part)
 
     def change(self, job: Any, part: Part) -> None:
+        """Set the rate of Ethernet and the speed of the ranks to those of a part of the hour."""
         job.part = part
 
     def step_s(self, part: Part, fixed: ReductionSpec) -> float:
+        """Return the step time with a fixed plan, in seconds."""
         return self.simulated(part, fixed).seconds
 
     def _simulated(self, part: Part, reduction: ReductionSpec) -> SumStep:
-        hour_site, hierarchical = self.site(part.rate), is_hierarchical(reduction, self.bytes)
-        layer_s = part.slower * self.compute_s / 3 / self.model.layers
-        row, none = (0.0, *(layer_s,) * self.model.layers, 0.0), ((0.0,) * (self.model.layers + 2),)
-        costs = StageCosts((row,), (tuple(2 * forward_s for forward_s in row),), none, none, 1)
+        """Simulate a step in a part of the hour with one way to reduce gradients."""
+        hour_site = self.site(part.rate)
+        hierarchical = is_hierarchical(reduction, self.bytes)
+        layers = self.model.layers
+        # A backward pass takes twice as long as a forward pass. Embedding and output layer take no time.
+        layer_s = part.slower * self.compute_s / 3 / layers
+        forward_s = (0.0, *(layer_s,) * layers, 0.0)
+        backward_s = tuple(2 * seconds for seconds in forward_s)
+        nothing = ((0.0,) * (layers + 2),)
+        costs = StageCosts((forward_s,), (backward_s,), nothing, nothing, 1)
         run = Execution(
             EngineTraits(),
             overlap="on" if reduction.overlap else "off",
@@ -235,16 +301,21 @@ class SumsHour:
         return SumStep(step.step_s, exposed, busy)
 
 
-# --------------------------------------------------------------------------- an hour
-
-
 def rows(name: str, number: int) -> list[Row]:
-    pipeline, draw = number <= PIPELINES, random.Random(2000 + number)
+    """Simulate one hour, and return how many steps the adapting job made compared with fixed plans.
+
+    Args:
+        number: Number of the hour, from 1. Up to PIPELINES, the job is a pipeline.
+    """
+    pipeline = number <= PIPELINES
+    draw = random.Random(2000 + number)
     hour: PipelineHour | SumsHour = PipelineHour(draw) if pipeline else SumsHour(draw)
     parts = drawn(draw, pipeline)
     if isinstance(hour, SumsHour):
         hour.prepare(parts)
-    learned, end, job = [0] * len(parts), 0.0, hour.start(parts[0])
+    learned = [0] * len(parts)  # steps of the adapting job in each part
+    end = 0.0  # of the current part, in simulated seconds
+    job = hour.start(parts[0])
     try:
         for index, part in enumerate(parts):
             end += part.seconds
@@ -256,11 +327,12 @@ def rows(name: str, number: int) -> list[Row]:
         changes = sum("plan" in document for document in job.documents)
     finally:
         job.end()
-    fixed = [
-        [(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts]
-        for plan in hour.fixed
-    ]
-    best_per_part, best_fixed = sum(map(max, zip(*fixed))), max(map(sum, fixed))
+    steps_of_plans = []  # of each fixed plan, the steps in each part
+    for plan in hour.fixed:
+        steps = [(part.seconds - part.gone) / hour.step_s(part, plan) for part in parts]
+        steps_of_plans.append(steps)
+    best_per_part = sum(map(max, zip(*steps_of_plans)))
+    best_fixed = max(map(sum, steps_of_plans))
     about = "in flight" if pipeline else "sums"
     return [
         Row.median(

@@ -1,8 +1,11 @@
-"""What a job measured of itself in one case, against other cases: adapt.py's "ENGINE prediction".
+"""Predicts steps of a job in new configurations from its own measurements, and measures the error.
 
-one run at SEEN, which learns and writes its model (holmes report --write-model)
-of each UNSEEN   predicted: the step of that run, and what other rates, micro-batches and layers change of
-                 its pipeline by the measured model; measured: a run of its own, which learns, too
+These are the cases "ENGINE prediction" of adapt.py:
+
+1. A job runs in the configuration SEEN, measures itself and writes its model (holmes report --write-model).
+2. For each configuration in UNSEEN, a step is predicted: the measured step of SEEN, changed by what the model
+   predicts for another network rate, number of micro-batches or split of the layers.
+3. A job runs in each of these configurations. Its measured step is compared with the prediction.
 """
 
 from __future__ import annotations
@@ -38,14 +41,15 @@ TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON}
 
 @dataclass(frozen=True)
 class Other:
-    """rate: times that at which an activation takes half a stage's time."""
+    """Configuration of a job: rate of the network, micro-batches and layers of each stage."""
 
-    rate: float = 2.0
-    micro_batches: int = 8
-    layers: tuple[int, ...] = (3, 3)
+    rate: float = 2.0  # in units of the rate at which an activation takes half of a stage's time
+    micro_batches: int = 8  # of a step
+    layers: tuple[int, ...] = (3, 3)  # of each stage
 
     @property
     def name(self) -> str:
+        """The configuration in words, for the table of results."""
         return f"{self.rate:g} x half a stage's rate, {self.micro_batches} micro-batches, {self.layers}"
 
 
@@ -63,24 +67,29 @@ UNSEEN = (
 
 
 def pipeline_of(profile: Profile, files: dict[float, Path], engine: str, other: Other) -> float:
-    """Seconds of the pipeline's passes in `other`, by the profile of a run at SEEN."""
-    options, rules = Options(), rules_of(TRAITS[engine], Options(), True)
+    """Return the seconds of the passes of a pipeline step, predicted from a measured profile.
+
+    Args:
+        profile: Measured in the configuration SEEN.
+        files: Rate of the network -> cluster file with this rate.
+        engine: "deepspeed" or "megatron".
+        other: The configuration that is predicted.
+    """
+    options = Options()
+    rules = rules_of(TRAITS[engine], Options(), True)
     job = RankModel.of_workload(profile.workload(), profile.sizes)
     networks = [Network(site_from_spec(load_spec(files[rate]))) for rate in (SEEN.rate, other.rate)]
     plan = build_plan(site_from_spec(load_spec(files[other.rate])), profile.sizes, options=options)
-    before, after = (
-        [
-            stage_link.seconds(profile.activation_bytes)
-            for stage_link in Prices(network, job, rules).stage_links(
-                network.placement(plan.nodes, profile.sizes)
-            )
-        ]
-        for network in networks
-    )
-    stages = [
-        replace(stage, stage_link_s=max(0.0, stage.stage_link_s + now - then))
-        for stage, then, now in zip(profile.stages, (*before, 0.0), (*after, 0.0))
-    ]
+    link_seconds = []  # for each network: seconds of an activation on each stage link
+    for network in networks:
+        placement = network.placement(plan.nodes, profile.sizes)
+        stage_links = Prices(network, job, rules).stage_links(placement)
+        link_seconds.append([link.seconds(profile.activation_bytes) for link in stage_links])
+    before, after = link_seconds
+    stages = []
+    for stage, then_s, now_s in zip(profile.stages, (*before, 0.0), (*after, 0.0)):
+        stage_link_s = max(0.0, stage.stage_link_s + now_s - then_s)
+        stages.append(replace(stage, stage_link_s=stage_link_s))
     other_profile = replace(profile, stages=tuple(stages), micro_batches=other.micro_batches)
     network = networks[1]
     costs = costs_of(
@@ -102,8 +111,19 @@ def rows(
     run: Callable[[Variant, int], float],
     runs: Runs,
 ) -> list[Row]:
-    """write(folder, rate): a cluster file; variant(name, file, *flags); run(variant, micro-batches): the
-    median step, once the plan has been learned. [] while a run is missing."""
+    """Measure and predict all configurations, and return the errors of the predictions.
+
+    Args:
+        engine: "deepspeed" or "megatron".
+        half_bps: Rate at which an activation takes half of a stage's time, in bits/s.
+        write: write(folder, rate) writes a cluster file and returns its path.
+        variant: variant(name, file, *flags) makes a job on the clusters of a file.
+        run: run(variant, micro_batches) returns the median step time of a job that has adapted, in seconds.
+        runs: Results of earlier runs.
+
+    Returns:
+        No rows if no time is left for a run.
+    """
     errors, step_rows = [], []
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
@@ -116,9 +136,8 @@ def rows(
             telemetry = folder / "telemetry"
             seen = variant("seen", files[SEEN.rate], "--holmes-telemetry", str(telemetry))
             seconds = run(seen, SEEN.micro_batches)
-            return seconds, next(
-                rank.model for rank in load(telemetry).ranks if rank.model is not None
-            )
+            models = [rank.model for rank in load(telemetry).ranks if rank.model is not None]
+            return seconds, models[0]
 
         def measure(other: Other) -> float:
             layers = (

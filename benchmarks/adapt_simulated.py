@@ -1,8 +1,9 @@
-"""A job that learns by real threads and votes, whose steps are simulated: adapt.py's "simulated n".
+"""Simulates a pipeline job that adapts, to measure how soon its plan follows the network.
 
-A step is planner/simulate/step.py's of two stages, by the micro-batches that the job has in flight; its ranks
-are told of passes and messages as their recorders would be, and the clock is the simulation's. So what is
-counted is how soon the plan follows, not what the machine does besides.
+These are the cases "simulated n" of adapt.py. Threads and votes of the ranks are real. A step is
+simulated by planner/simulate/step.py for two stages, with the micro-batches that the job has in flight.
+The ranks receive the times of passes and messages that their recorders would measure, and the clock is
+that of the simulation. Other work of this machine therefore does not affect the result.
 """
 
 from __future__ import annotations
@@ -19,33 +20,48 @@ import learning_job  # noqa: E402
 from learning_job import LearningJob, step_s  # noqa: E402
 from simulated_steps import step_of  # noqa: E402
 
-#: Of an activation.
-BITS = 8 * 32768
-FREE_MBPS = 1000.0
-DRAWN, FIRST, STEPS = 12, 8, 18
+ACTIVATION_BITS = 8 * 32768
+FREE_MBPS = 1000.0  # rate at which a message takes next to no time
+DRAWN = 12  # random jobs
+FIRST = 8  # step from which on steps are timed: the plan must have adapted before
+STEPS = 18
 
 learning_job.step_of = step_of = cache(step_of)
 
 
-#: Micro-batches in flight of the first stage.
+#: Numbers of micro-batches in flight on the first stage that a fixed plan can have.
 FIXED = range(2, 9)
 
 
 def half_mbps(layer_s: float) -> float:
-    """At which an activation takes half the time of three layers, forward and backward."""
-    return BITS / (3 * 3 * layer_s / 2) / 1e6
+    """Return the rate in Mb/s at which an activation takes half of a stage's time.
+
+    Args:
+        layer_s: Seconds of the forward pass of a layer. A stage has three layers, and a backward pass
+        takes twice as
+            long as a forward pass.
+    """
+    stage_s = 3 * 3 * layer_s  # three layers, forward and backward
+    return ACTIVATION_BITS / (stage_s / 2) / 1e6
 
 
 def drawn(name: str, number: int) -> list[Row]:
+    """Simulate a random job, and compare its step over a slow stage link with that over a free one.
+
+    Args:
+        number: Number of the random job.
+    """
     draw = random.Random(1000 + number)
-    layer_s, micro_batches = draw.choice((0.004, 0.008, 0.011, 0.02)), draw.choice((6, 8, 12, 16))
+    layer_s = draw.choice((0.004, 0.008, 0.011, 0.02))
+    micro_batches = draw.choice((6, 8, 12, 16))
     slower = draw.choice((0.8, 1.0, 1.2)) / 1.3
-    case = (3, 3), layer_s, round(half_mbps(layer_s), 3)
+    layers = (3, 3)  # of each stage
+    case = (layers, layer_s, round(half_mbps(layer_s), 3))
+    free_case = (layers, layer_s, FREE_MBPS)
     job = LearningJob(case, micro_batches, patient=True)
-    job.slower, stays = slower, step_s(step_of(case, job.held(), micro_batches, slower))
-    free = min(
-        step_s(step_of((*case[:2], FREE_MBPS), (held, 1), micro_batches, slower)) for held in FIXED
-    )
+    job.slower = slower
+    stays = step_s(step_of(case, job.held(), micro_batches, slower))
+    free = min(step_s(step_of(free_case, (held, 1), micro_batches, slower)) for held in FIXED)
     try:
         for _ in range(FIRST):
             job.step()

@@ -1,7 +1,8 @@
-"""Rates that change while a job runs: adapt.py's "ENGINE trace".
+"""Counts the steps of a job while network rates change, with a plan that adapts and with fixed plans.
 
-An hour in minutes: rates of Ethernet change, a link is gone, a rank becomes slow (TRACE). Counted are the
-steps that end in each of its parts, of a job that learns and of one for each fixed plan.
+These are the cases "ENGINE trace" of adapt.py. TRACE compresses an hour into minutes: the rate of
+Ethernet changes, a link fails, and a rank becomes slow. In each part of the trace the steps are counted,
+for the job that adapts and for one job with each fixed plan.
 """
 
 from __future__ import annotations
@@ -22,13 +23,12 @@ from holmes_lab.compare import Variant
 
 @dataclass(frozen=True)
 class Part:
-    """Of a trace. rate: times that at which an activation takes half a stage's time; link: b0's cable is
-    plugged in; speed: of b0's accelerator."""
+    """Part of the trace, in which the rate of Ethernet and the speed of node b0 stay the same."""
 
     seconds: float
-    rate: float
-    link: bool = True
-    speed: float = 1.0
+    rate: float  # in units of the rate at which an activation takes half of a stage's time
+    link: bool = True  # whether the Ethernet cable of node b0 is plugged in
+    speed: float = 1.0  # of the accelerator of node b0
 
 
 TRACE = (
@@ -42,7 +42,7 @@ TRACE = (
     Part(20, 1.0),
     Part(30, 2.0),
 )
-#: More micro-batches in flight than 1F1B has.
+#: Fixed plans, as values of --holmes-inflight: micro-batches in flight in excess of those of 1F1B.
 FIXED = ("off", "0", "4")
 
 
@@ -55,8 +55,19 @@ def rows(
     variant: Callable[..., Variant],
     runs: Runs,
 ) -> list[Row]:
-    """Steps in each part of the trace, by plan; [] while a run is missing. write(folder, rate): a cluster
-    file; variant(name, file, *flags)."""
+    """Run the trace with each plan, and return the numbers of steps.
+
+    Args:
+        script: The training script and its arguments.
+        accelerator: Settings of the emulated accelerator.
+        half_bps: Rate at which an activation takes half of a stage's time, in bits/s.
+        write: write(folder, rate) writes a cluster file and returns its path.
+        variant: variant(name, file, *flags) makes a job on the clusters of a file.
+        runs: Results of earlier runs.
+
+    Returns:
+        No rows if no time is left for a run.
+    """
     counts: dict[str, list[int]] = {}
     for plan in ("learns", *FIXED):
         flags = () if plan == "learns" else ("--holmes-inflight", plan, "--holmes-adapt", "off")
@@ -68,7 +79,8 @@ def rows(
                     variant("", file, *flags), script, accelerator, half_bps, Path(directory)
                 )
 
-        if (steps := runs.of(f"{name} {plan}", run)) is None:
+        steps = runs.of(f"{name} {plan}", run)
+        if steps is None:
             return []
         counts[plan] = steps
     best = [max(counts[plan][part] for plan in FIXED) for part in range(len(TRACE))]
@@ -105,7 +117,9 @@ def _steps_of(
     half_bps: float,
     folder: Path,
 ) -> list[int]:
-    log, throttle = folder / "log.jsonl", folder / "throttle.json"
+    """Run one job through the trace, and return the number of steps in each part."""
+    log = folder / "log.jsonl"  # the job writes a line for each step
+    throttle = folder / "throttle.json"  # the emulated accelerators read their speeds there
     with Lab(variant.spec, realtime=True) as lab:
         command = [sys.executable, *script, "--steps", "100000", "--log", str(log), *variant.flags]
         job = lab.start(
@@ -137,4 +151,5 @@ def _steps_of(
 
 
 def _lines(log: Path) -> int:
+    """Return the number of lines in a log, which is the number of finished steps."""
     return len(log.read_text().splitlines()) if log.exists() else 0

@@ -1,9 +1,11 @@
-"""1,024 simulated ranks agree on a change: adapt.py's "vote".
+"""Measures how long 1,024 simulated ranks need to agree on a change of the plan.
 
-A thread of each rank, in PROCESSES processes on one node of the lab, over one TCPStore. Two stages of 512;
-rank 0 decides as in a job. The time runs from when the last rank has measured until the last one knows the
-verdict. (In the lab, because every client of a TCPStore asks DNS for the name of its own address: up to 5 s
-each on this machine itself, minutes for a thousand.)
+This is the case "vote" of adapt.py. Each rank is a thread in one of PROCESSES processes on one emulated node.
+All use the same TCPStore. The ranks are two pipeline stages of 512, and rank 0 decides as in a real job. The
+time runs from when the last rank has sent its measurements until the last rank knows the verdict.
+
+The ranks run on an emulated node because every client of a TCPStore resolves its own address by DNS: on the
+machine itself, that takes up to 5 s for each client.
 """
 
 from __future__ import annotations
@@ -32,25 +34,39 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 from clusters import site, spec  # noqa: E402
 from learning_job import LearningJob  # noqa: E402
 
-WORLD, NODE, PROCESSES = 1024, 8, 4
-#: Of ranks and rank 0.
-PATIENCE_S = 60.0
-#: Steps that rank 0 has begun when it decides.
-STEP = 5
+WORLD = 1024  # simulated ranks
+NODE = 8  # ranks of a simulated node
+PROCESSES = 4  # real processes
+PATIENCE_S = 60.0  # longest time for which a rank waits for another one
+STEP = 5  # steps that rank 0 has begun when it decides
 
 
 def measured() -> list[dict[str, Any]]:
-    """What a rank of each stage tells after a window."""
-    job, seen = LearningJob(((3, 3), 0.02, 5), patient=True), []
-    job.ranks[0].deciding.propose = lambda step, reports: (
-        seen.extend(reports) or {"at": 0, "next": step + 1}
-    )
+    """Return what a rank of each pipeline stage reports after it has measured some steps."""
+    job = LearningJob(((3, 3), 0.02, 5), patient=True)
+    seen: list[dict[str, Any]] = []
+
+    def keep_reports(step: int, reports: list[dict[str, Any]]) -> dict[str, int]:
+        """Keep the reports, and propose no change."""
+        seen.extend(reports)
+        return {"at": 0, "next": step + 1}
+
+    job.ranks[0].deciding.propose = keep_reports
     job.until(lambda: seen)
     job.end()
-    return [next(figures for figures in seen if figures["stage"] == stage) for stage in range(2)]
+    reports_by_stage = {}
+    for figures in reversed(seen):  # the first report of each stage stays
+        reports_by_stage[figures["stage"]] = figures
+    return [reports_by_stage[0], reports_by_stage[1]]
 
 
 def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
+    """Return the report of one simulated rank.
+
+    Args:
+        stages: What a rank of each stage reports.
+        rank: Number of the rank. The first half of the ranks is the first stage.
+    """
     half = WORLD // 2
     first, second = rank % half, rank % half + half
     figures = stages[rank // half]
@@ -64,39 +80,40 @@ def report(stages: list[dict[str, Any]], rank: int) -> dict[str, Any]:
 
 
 def _deciding() -> Deciding:
-    """Rank 0's."""
+    """Return the object by which rank 0 decides about changes of the plan."""
     nodes = [
         f"{name} {kind} 100Gb/s {name}[0-{WORLD // NODE // 2 - 1}]"
         for name, kind in (("a", "ib"), ("b", "roce"))
     ]
-    where, options = site(*nodes, ethernet="5Mb/s", processes=NODE), Options()
-    plan = build_plan(where, Sizes(2), options=options)
+    clusters = site(*nodes, ethernet="5Mb/s", processes=NODE)
+    options = Options()
+    plan = build_plan(clusters, Sizes(2), options=options)
     assert plan.world_size == WORLD and plan.sizes is not None
     process = Process(0, WORLD, 0, NODE, "host", 1, "simulated")
-    current = Session(options, process, where, plan, 0, maker=maker)
+    current = Session(options, process, clusters, plan, 0, maker=maker)
     return Deciding(current, plan.sizes, "sockets", lambda line: None, lambda document: None)
 
 
 def main() -> None:
-    """The ranks of one process: when the last of them had measured, when it knew the verdict, the
-    verdicts."""
+    """Run the ranks of one process, each in a thread, and print their times as JSON.
+
+    The line has the time at which the last rank had measured, the time at which the last rank knew the
+    verdict, and the distinct verdicts.
+    """
     import torch.distributed as dist
 
-    process, where = (
-        int(os.environ["RANK"]),
-        (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])),
-    )
-    process_store = dist.TCPStore(*where, is_master=process == 0, wait_for_workers=False)
-    deciding, stages, outcomes = (
-        _deciding(),
-        json.loads(sys.argv[1]),
-        list[tuple[float, float, str]](),
-    )
+    process = int(os.environ["RANK"])
+    address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    process_store = dist.TCPStore(*address, is_master=process == 0, wait_for_workers=False)
+    deciding = _deciding()
+    stages = json.loads(sys.argv[1])  # what a rank of each stage reports
+    outcomes: list[tuple[float, float, str]] = []  # (start, end, verdict) of each rank
 
     def run_rank(rank: int) -> None:
-        store = dist.TCPStore(*where, is_master=False, wait_for_workers=False)
+        store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(store, "adapt", rank, WORLD, threading.Event(), PATIENCE_S)
-        boundary, figures = Boundary(lambda number: ""), report(stages, rank)
+        boundary = Boundary(lambda number: "")
+        figures = report(stages, rank)
         if store.add("ready", 1) == WORLD:
             store.set("go", "")
         store.wait(["go"])
@@ -126,7 +143,9 @@ def main() -> None:
 
 
 def rows(name: str, repetitions: int) -> list[Row]:
-    seconds, command = [], [sys.executable, __file__, json.dumps(measured())]
+    """Measure the vote on an emulated node, and return the seconds of each repetition."""
+    seconds = []
+    command = [sys.executable, __file__, json.dumps(measured())]
     with Lab(spec("a ib 10Gb/s a0", ethernet="10Gb/s")) as lab:
         for _ in range(repetitions):
             result = lab.run(command, processes=PROCESSES, preload=("torch",), timeout=120)

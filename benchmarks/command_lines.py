@@ -64,25 +64,27 @@ def checkout(case: str) -> Path:
 
 
 def site(world: int) -> Site:
-    """Two clusters of as many nodes of 8 GPUs (fewer: of one node each) as `world` ranks need."""
+    """Return two clusters with nodes for `world` ranks, of 8 GPUs each if there are enough ranks."""
     fabrics = (
         Fabric(ETHERNET, "ethernet", 25 * 10**9, 3e-5),
         Fabric("ib", "ib", 200 * 10**9, 2e-6),
         Fabric("roce", "roce", 200 * 10**9, 4e-6),
     )
-    count, gpus = max(1, world // 16), min(8, world // 2)
+    nodes_of_cluster = max(1, world // 16)
+    gpus_of_node = min(8, world // 2)
     ports_of = {name: (Port(name), Port(ETHERNET)) for name in ("ib", "roce")}
-    nodes = (
-        Node(f"{name}{i}", name, gpus, ports)
-        for name, ports in ports_of.items()
-        for i in range(count)
-    )
+    nodes = []
+    for cluster, ports in ports_of.items():
+        for number in range(nodes_of_cluster):
+            nodes.append(Node(f"{cluster}{number}", cluster, gpus_of_node, ports))
     return Site(tuple(nodes), fabrics)
 
 
 def priced(description: CommandLine) -> float:
-    """Seconds, in closed form, of a step of the layout with the least data size that fills two clusters of
-    nodes."""
+    """Return the predicted seconds of a training step, or 0.0 if the layout cannot be predicted.
+
+    The job runs on two clusters with the smallest data-parallel size that fills them.
+    """
     assert description.model is not None
     sizes = description.sizes or Sizes()
     inner = sizes.pipeline * sizes.tensor * sizes.context
@@ -104,7 +106,13 @@ def priced(description: CommandLine) -> float:
 
 
 def measure(case: str) -> list[Row]:
-    """Counts of one repository; what is unknown goes to stderr."""
+    """Count the command lines and flags of one repository, and return the rows of results.
+
+    Unknown flags, and scripts whose model holmes does not understand, are printed on stderr.
+
+    Args:
+        case: "megatron-lm" or "megatron-deepspeed".
+    """
     with tempfile.TemporaryDirectory() as configs:
         lines = command_lines(checkout(case), Path(configs))
         descriptions = {(name, number): describe(argv) for number, (name, argv) in enumerate(lines)}
@@ -120,11 +128,10 @@ def measure(case: str) -> list[Row]:
             tell(f"{name}: {description.trouble or 'no model'}")
     if unknown:
         tell(f"{case}: unknown: {', '.join(unknown)}")
-    steps = [step for description in with_model if (step := priced(description))]
-    effect, named = (
-        [flag for flag in flags if flag in READ],
-        [flag for flag in flags if flag in NOT_READ],
-    )
+    step_seconds = [priced(description) for description in with_model]
+    steps = [seconds for seconds in step_seconds if seconds]
+    effect = [flag for flag in flags if flag in READ]
+    named = [flag for flag in flags if flag in NOT_READ]
     wanted = len([name for name, _ in lines if Path(name).name != FROM_ITS_CALLER])
     counts = {
         "command lines found": (len(lines), ""),

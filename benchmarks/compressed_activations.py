@@ -1,13 +1,14 @@
-"""Training with narrower stage links between two clusters: loss curves, and the bytes that cross.
+"""Compares training losses with compressed and uncompressed activations between two clusters.
 
     python benchmarks/compressed_activations.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
 
-examples/deepspeed_pipeline, two stages on 1 + 1 emulated nodes, each way of
---holmes-compress-activations from the same
-weights on the same text, float32. Nothing is emulated but the clusters: the losses are those of real
-training. "nudged" is the control: "off" with a learning rate that is 0.2 % larger (2^-9, what rounding to
-bf16 changes a number by at most). It shows how far training that differs by that little drifts apart. Needs
-matplotlib for the picture.
+examples/deepspeed_pipeline trains with two pipeline stages on 1 + 1 emulated nodes, once for each value
+of --holmes-compress-activations. Weights, text and seeds are the same, in float32. Only the clusters are
+emulated: the losses are those of real training. The bytes between the clusters are counted, too.
+
+"nudged" is the control: no compression, and a learning rate that is 0.2 % larger (2^-9, the largest
+relative change of a number that is rounded to bf16). It shows how far two trainings drift apart that
+differ by so little. The picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -31,13 +32,18 @@ LEARNING_RATE = 3e-3
 
 
 def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[float], float]:
-    """Losses, and the bytes that both Ethernet NICs sent for each step."""
+    """Train once, and return the losses and the bytes that both Ethernet NICs sent for each step.
+
+    Args:
+        file: The cluster file of the emulated nodes.
+        kind: One of KINDS.
+    """
     with tempfile.TemporaryDirectory() as directory:
-        log, script = (
-            Path(directory, "log.jsonl"),
-            str(examples() / "deepspeed_pipeline" / "train.py"),
-        )
-        rate = LEARNING_RATE * (1 + 2**-9 * (kind == "nudged"))
+        log = Path(directory, "log.jsonl")
+        script = str(examples() / "deepspeed_pipeline" / "train.py")
+        rate = LEARNING_RATE
+        if kind == "nudged":
+            rate = LEARNING_RATE * (1 + 2**-9)
         length = ["--lr", str(rate), "--seed", str(seed), "--steps", str(steps)]
         command = [sys.executable, script, *MODEL, *length, "--log", str(log)]
         stage_links = "off" if kind == "nudged" else kind

@@ -1,12 +1,13 @@
-"""Training with compressed gradients between two clusters: loss curves, and the bytes that cross.
+"""Compares training losses with compressed and uncompressed gradients between two clusters.
 
     python benchmarks/compression.py --json FILE [--picture FILE.png] [--steps 1500] [--seeds 3]
 
-examples/plain_torch, data-parallel over 2 + 2 emulated nodes, each way of --holmes-compress-gradients
-from the same
-weights on the same text. Nothing is emulated but the clusters: the losses are those of real training. "flat"
-is the control: the same job without holmes, whose flat ring adds the same numbers in another order. It shows
-how far training that differs by rounding alone drifts apart. Needs matplotlib for the picture.
+examples/plain_torch trains data-parallel on 2 + 2 emulated nodes, once for each value of
+--holmes-compress-gradients. Weights, text and seeds are the same. Only the clusters are emulated: the
+losses are those of real training. The bytes between the clusters are counted, too.
+
+"flat" is the control: the same job without holmes, whose flat ring adds the same numbers in another order. It
+shows how far two trainings drift apart that differ by rounding only. The picture needs matplotlib.
 """
 
 from __future__ import annotations
@@ -25,17 +26,21 @@ from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
 
 KINDS = ("off", "flat", "bf16", "int8")
-#: Ways that send what "off" sends: only rounding sets them apart.
+#: Kinds that send the same bytes as "off", and differ from it by rounding only.
 CONTROLS = ("off", "flat", "nudged")
 CLUSTERS = examples() / "clusters" / "two_clusters_4.toml"
 #: 0.23 M parameters; 512 bytes of text in a micro-batch of each rank.
 MODEL = "--layers 4 --hidden 64 --heads 4 --sequence 64 --micro-batch 8 --micro-batches 1 --lr 3e-3".split()
-#: Losses are noisy from step to step: curves and figures are means over so many.
+#: Steps over which losses are averaged, because they are noisy from step to step.
 WINDOW = 50
 
 
 def train(lab: Lab, kind: str, steps: int, seed: int) -> tuple[list[float], float]:
-    """Losses, and the bytes that one cluster's Ethernet NICs sent for each step."""
+    """Train once, and return the losses and the bytes that the Ethernet NICs of a cluster sent for each step.
+
+    Args:
+        kind: One of KINDS.
+    """
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
         script = str(examples() / "plain_torch" / "train.py")
@@ -78,8 +83,20 @@ def curves(
     train: Callable[[str, int], tuple[list[float], float]],
     path: Path | None,
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
-    """What train(kind, seed) gives, by kind: losses, and bytes sent for each step; the kinds in turn for each
-    seed, and after each seed the file."""
+    """Train with each kind of compression and each seed, and return losses and sent bytes by kind.
+
+    The results file is written after each seed.
+
+    Args:
+        what: Name of the case.
+        kinds: Kinds of compression, and the control. They run in turn for each seed.
+        seeds: Number of seeds.
+        train: train(kind, seed) returns the losses of the steps, and the bytes sent for each step.
+        path: The results file.
+
+    Returns:
+        Kind -> losses of each seed, and kind -> bytes of a step for each seed.
+    """
     losses: dict[str, list[list[float]]] = {kind: [] for kind in kinds}
     sent: dict[str, list[float]] = {kind: [] for kind in kinds}
     for seed in range(1, seeds + 1):
@@ -93,14 +110,14 @@ def curves(
 
 
 def means(losses: list[float]) -> list[float]:
-    """Of each window of steps."""
+    """Return the mean loss of each window of WINDOW steps."""
     return [
         statistics.fmean(losses[k : k + WINDOW]) for k in range(0, len(losses) - WINDOW + 1, WINDOW)
     ]
 
 
 def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[float]]:
-    """Of each seed, window by window, to "off" with the same seed."""
+    """Return for each seed the differences to "off" with the same seed, window by window."""
     pairs = zip(losses[kind], losses["off"])
     return [[a - b for a, b in zip(means(curve), means(off))] for curve, off in pairs]
 
@@ -108,10 +125,16 @@ def differences(losses: dict[str, list[list[float]]], kind: str) -> list[list[fl
 def rows(
     case: str, losses: dict[str, list[list[float]]], sent: dict[str, list[float]]
 ) -> list[Row]:
-    """losses: by kind ("off", the control if there is one, others) and seed; sent: bytes a step."""
+    """Return the rows of results.
+
+    Args:
+        losses: Kind -> losses of each seed. "off" is the first kind, then the control if there is one.
+        sent: Kind -> bytes of a step for each seed.
+    """
     table = []
 
     def row(metric: str, values: list[float], unit: str) -> None:
+        """Append a row with the mean of the values over the seeds."""
         table.append(
             Row.of(case, metric, statistics.fmean(values), unit, (min(values), max(values)), False)
         )
@@ -140,14 +163,16 @@ def rows(
             [value / 1e3 for value in sent[kind]],
             "kB/step",
         )
-    for kind in (kind for kind in losses if kind not in CONTROLS):
-        row(
-            f"bytes that cross, {kind} : off", [a / b for a, b in zip(sent[kind], sent["off"])], "x"
-        )
+    for kind in losses:
+        if kind in CONTROLS:
+            continue
+        ratios = [compressed / full for compressed, full in zip(sent[kind], sent["off"])]
+        row(f"bytes that cross, {kind} : off", ratios, "x")
     return table
 
 
 def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
+    """Draw the loss curves, and their differences to "off", into a PNG file."""
     import matplotlib
 
     matplotlib.use("Agg")

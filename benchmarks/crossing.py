@@ -1,18 +1,18 @@
-"""What crosses between clusters, cut: tensor ranks' activations in slices, tied weights' gradients in two
-levels.
+"""Measures two ways in which holmes sends less between clusters: slices and hierarchical tied gradients.
 
     python benchmarks/crossing.py --json FILE [--cases slices,"tied deepspeed",...] [--repetitions 3]
 
-slices: megatron-core, tensor 2 x pipeline 2 x data 2 over 2 + 2 nodes of 2 processes; the activations of a
-node's two ranks take half of a stage's 128 ms for a micro-batch on its Ethernet, uncut. With megatron-core's
-own schedule, whose sends block (--holmes-inflight off), and with as many micro-batches in flight as hide the
-stage link.
+    slices    megatron-core with tensor 2 x pipeline 2 x data 2 on 2 + 2 nodes of 2 processes. Each
+              tensor-parallel rank sends only a slice of an activation between clusters. Whole activations
+              take half of a stage's 128 ms for a micro-batch on Ethernet. Two schedules are used:
+              megatron-core's own, whose sends block (--holmes-inflight off), and one with enough
+              micro-batches in flight to hide the transfers.
+    tied      Pipeline 2 x data 4 on 4 + 4 nodes. The gradient of the tied embedding is reduced
+              hierarchically, or between pairs of ranks as the engines do it. A model whose embedding is not
+              tied shows the cost of everything else.
 
-tied: 4 + 4 nodes, pipeline 2 x data 4; the embedding's gradient crosses in hierarchical, by pairs of ranks as
-the engines do it, or not at all (not tied): what is more than that is bytes and seconds of its own.
-
-Everything under holmes, alternating with the feature switched off (HOLMES_DISABLE); the accelerator is
-emulated. Predictions as in benchmarks/stage_links.py; rows of other cases that FILE has already are kept.
+All variants run under holmes, in turn with and without the feature (HOLMES_DISABLE). The accelerator is
+emulated. Steps are predicted as in benchmarks/stage_links.py. Rows of other cases that FILE has are kept.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from holmes_ext.plan.cost.model import Model
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.samples import examples
 
-#: Engine -> its example, the flag for stages, what the emulated accelerator paces, the feature of tied
-#: weights.
+#: Engine -> folder of its example, flag for the number of stages, layers that the emulated accelerator
+#: slows down, feature of holmes for tied weights.
 ENGINES = {
     "deepspeed": ("deepspeed_pipeline", "--stages", {"classes": ["Block"]}, "deepspeed-tied"),
     "megatron": (
@@ -53,11 +53,12 @@ FLOPS = {"slices": 1.4e9 / 2, "tied": 2.3e9}
 
 
 def ethernet(series: Series) -> float:
-    """Bytes a step on the Ethernet of all nodes: start-up included, the same for all variants."""
+    """Return the bytes that all nodes sent over Ethernet for each step, including the start of the job."""
     return sum(nics["eth0"] for nics in series.sent.values())
 
 
 def slices(repetitions: int, steps: int) -> list[Row]:
+    """Measure the case "slices", and return its rows."""
     script = [
         str(examples() / "megatron_core" / "train.py"),
         "--tensor",

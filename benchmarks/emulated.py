@@ -1,4 +1,4 @@
-"""Emulated GPUs, and what the emulated accelerator's layers take, for predictions of steps on it."""
+"""Emulated GPUs and accelerators for benchmarks, and the times of their layers for predictions."""
 
 from __future__ import annotations
 
@@ -13,22 +13,41 @@ from holmes_ext.plan.cost.stages import StageCosts
 
 
 def emulated_gpus(flops: float = 0.0) -> Gpus:
-    """For this Python's torch. flops: FLOP/s of their clock, 0: what the host takes."""
+    """Return emulated GPUs for the torch of this Python.
+
+    Args:
+        flops: FLOP/s of their clock; 0: operations take as long as on the host.
+    """
     return Gpus(
         libraries([sys.executable], os.environ), memory_mb=4096, clock=GpuClock(flops=flops)
     )
 
 
 def forward_s(hidden: int, tokens: int, flops: float, parameters: float = 0) -> float:
-    """Seconds of a block's forward pass of a sequence; parameters: of what a rank holds of it, 0: the whole
-    block."""
-    return Pacer(Config(flops, classes=("Block",))).seconds(  # type: ignore[arg-type]
-        parameters or 12 * hidden**2 + 13 * hidden, (1, tokens, hidden), "classes"
-    )
+    """Return the seconds of the forward pass of a transformer block on the emulated accelerator.
+
+    Args:
+        tokens: Tokens of the sequence.
+        flops: FLOP/s of the accelerator.
+        parameters: Parameters of the block that a rank holds; 0: all of them.
+    """
+    all_parameters = 12 * hidden**2 + 13 * hidden
+    pacer = Pacer(Config(flops, classes=("Block",)))  # type: ignore[arg-type]
+    return pacer.seconds(parameters or all_parameters, (1, tokens, hidden), "classes")
 
 
 def even_costs(seconds: float, layers: int, stages: int, micro_batches: int) -> StageCosts:
-    """Of blocks that all take `seconds` forward and twice that backward; embedding and output take
-    nothing."""
-    row = lambda layer_s: ((0.0, *[layer_s] * layers, 0.0),) * stages  # noqa: E731
+    """Return the costs of a pipeline whose blocks all take the same time.
+
+    A backward pass takes twice as long as a forward pass. Embedding and output layer take no time.
+
+    Args:
+        seconds: Seconds of the forward pass of a block.
+        layers: Number of blocks.
+    """
+
+    def row(block_s: float) -> tuple[tuple[float, ...], ...]:
+        """Return for each stage the seconds of the embedding, of each block, and of the output layer."""
+        return ((0.0, *[block_s] * layers, 0.0),) * stages
+
     return StageCosts(row(seconds), row(2 * seconds), row(0.0), row(0.0), micro_batches)

@@ -1,15 +1,16 @@
-"""The command lines of the Megatrons' example scripts, as their launchers would get them: nothing is trained.
+"""Finds the command lines that example scripts of Megatron-LM and Megatron-DeepSpeed pass to their launchers.
 
-    command_lines(checkout, configs) -> [(script, argv of the training script)]; ds_config files are kept in
-    `configs`
+    command_lines(checkout, configs) -> [(script, arguments of the training script)]
 
-Each script runs in bash, in a throw-away copy of the checkout's scripts, without rights (as `nobody` where
-this process is root), with a PATH that holds a few harmless programs and, for each launcher, one that writes
-down what it is given.
+Nothing is trained. Each shell script runs by bash in a temporary copy of the checkout's scripts, without
+rights (as user `nobody` if this process is root). Its PATH has a few harmless programs. In place of each
+launcher, it has a program that only records its arguments. ds_config files that a script writes are kept
+in `configs`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shlex
@@ -51,7 +52,8 @@ HARMLESS = (
     "cat mkdir dirname basename date hostname seq sed tr cut expr wc head tail grep tee printf uname "
     "nproc sleep"
 )
-#: A launcher: its own name and arguments to the file $SAID, and what it is sent (a heredoc) after them.
+#: Program in place of a launcher. It appends its name, its arguments and its input (a heredoc) to the
+#: file $SAID.
 STAND_IN = """#!/bin/bash
 name=${0##*/}
 { printf '%s\\0' "$name" "$@"; /usr/bin/timeout 1 /bin/cat; printf '\\0\\n\\0'; } >> "$SAID"
@@ -60,19 +62,29 @@ if [ $name = sbatch ] && [ -f "${!#}" ]; then exec /bin/bash "${!#}"; fi
 """
 #: Training scripts of a GPT, Llama or MoE model.
 TRAINS = re.compile(r"(^|/)(pretrain_gpt\w*|pretrain_llama\w*|train_gpt\w*|finetune_llama)\.py$")
-#: What a script that could start one has in its text.
+#: Text of shell scripts that may start such a training script.
 MENTIONS = re.compile(
     r"pretrain_gpt|pretrain_llama|train_gpt|finetune_llama|CONFIG\.sh|ds_train|base_script"
 )
-#: What a user is to fill in, and files that only exist where the script was written: not needed here.
-TO_FILL_IN, LOG = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>"), re.compile(r"&>>? *[^\s\"]+")
-#: Arguments that scripts are tried with: none, paths or sizes, and those of examples/gptoss.
+#: Placeholders that a user must fill in, such as <path>.
+TO_FILL_IN = re.compile(r"(?<!<)<([A-Za-z][^<>\n]*)>")
+#: Redirection of the output into a log file, whose folder does not exist here.
+LOG = re.compile(r"&>>? *[^\s\"]+")
+#: Arguments with which each script is tried: none, paths or sizes, and those of examples/gptoss.
 ARGUMENTS = ((), tuple("12345678"), ("--checkpoint-path", "tmp"))
 LIMIT_S = 5
 
 
 def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
-    """Of every script under examples*/ that trains a GPT, Llama or MoE model."""
+    """Return the command lines of all scripts under examples*/ that train a GPT, Llama or MoE model.
+
+    Args:
+        checkout: The source of Megatron-LM or Megatron-DeepSpeed.
+        configs: Folder for copies of the ds_config files.
+
+    Returns:
+        Pairs (path of the script, arguments of the training script).
+    """
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         keep = shutil.ignore_patterns(".git", "*.bin", "*.json.gz", "tests", "images", "docs")
@@ -107,7 +119,12 @@ def command_lines(checkout: Path, configs: Path) -> list[tuple[str, list[str]]]:
 
 
 def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]:
-    """`argv` with the ds_config that the script wrote, or that lies beside it, copied to `configs`."""
+    """Return a command line whose ds_config file has been copied to `configs`.
+
+    Args:
+        argv: The command line.
+        places: Folders in which the file can be: the script wrote it, or it is beside the script.
+    """
     flag = "--deepspeed_config"
     words = [
         part
@@ -126,7 +143,13 @@ def _kept(argv: list[str], places: tuple[Path, ...], configs: Path) -> list[str]
 
 
 def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) -> list[list[str]]:
-    """Distinct command lines of training scripts that `script`, started in `place`, gives its launchers."""
+    """Run a shell script, and return the command lines of training scripts for its launchers.
+
+    Args:
+        place: Folder in which the script is started.
+        tools: Folder with the only programs that the script can run.
+        arguments: Arguments of the script.
+    """
     record = tools.parent / "said"
     record.write_bytes(b"")
     record.chmod(0o666)
@@ -137,7 +160,7 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
         "HOSTNAME": "node0",
     }
     nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
-    try:
+    with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(
             ["/bin/bash", str(script), *arguments],
             cwd=place,
@@ -149,15 +172,19 @@ def _said(script: Path, place: Path, tools: Path, arguments: tuple[str, ...]) ->
             stderr=subprocess.DEVNULL,
             **nobody,
         )
-    except subprocess.TimeoutExpired:
-        pass
     calls = record.read_text(errors="replace").split("\0\n\0")
     lines = [argv for call in calls for argv in _trainings(call.split("\0"))]
     return [list(argv) for argv in dict.fromkeys(map(tuple, lines))]
 
 
 def _trainings(call: list[str]) -> Iterator[list[str]]:
-    """What follows a training script's name, among a launcher's words or in a text that it is to run."""
+    """Yield the arguments of a training script in one call of a launcher.
+
+    Args:
+        call: Words of the launcher's command line, and its input. The name of the training script is a
+        word, or is in
+            a text that the launcher would run.
+    """
     for number, word in enumerate(call):
         if TRAINS.search(word.strip()):
             if any(call[number + 1 :]):

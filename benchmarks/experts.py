@@ -1,13 +1,14 @@
-"""Experts placed by traffic: what crosses clusters, against EPLB and the identity; what is proven; seconds.
+"""Compares placements of experts on ranks: that of holmes, EPLB, and the order of megatron-core.
 
     python benchmarks/experts.py --json FILE [--cases cases,large] [--count 20] [--large 5]
 
-    cases   random counts, a row for each of 6 to 64 ranks on sites of examples/clusters, 2 to 8 experts each:
-            from even to skewed, with and without tokens that belong to ranks
-    large   256 experts over 64 GPUs in four regions, with links of their own
+    cases   Random token counts for 6 to 64 ranks on clusters of examples/clusters, with 2 to 8 experts on
+            each rank. The counts are even or skewed, and some ranks prefer some experts.
+    large   256 experts on 64 GPUs in four regions, with different links between the regions.
 
-Counts are drawn, no router's. EPLB here is its balanced packing without copies of experts, from its
-description.
+Results are the tokens that cross clusters, the proven distance to the best placement, and the seconds of
+the search. The counts are random, not those of a real router. EPLB is its balanced packing without copies
+of experts, written from its description.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ SITES = {
 
 
 def places(name: str, expert: int) -> Places:
+    """Return the places for experts on the ranks of a cluster file."""
     spec = load_spec(examples() / "clusters" / f"{name}.toml")
     site = site_from_spec(spec)
     sizes = Sizes(expert=expert).complete(site.world_size)
@@ -46,26 +48,42 @@ def places(name: str, expert: int) -> Places:
 
 
 def counts(rng: random.Random, ranks: int, experts: int) -> Counts:
-    skew, kinds = rng.choice((0.5, 1, 2, 3)), rng.choice((0.0, 0.0, 2.0, 10.0))
+    """Return random token counts: how many tokens each rank sends to each expert.
+
+    Args:
+        rng: Source of random numbers.
+        ranks: Number of ranks.
+        experts: Number of experts.
+    """
+    skew = rng.choice((0.5, 1, 2, 3))
+    preference = rng.choice(
+        (0.0, 0.0, 2.0, 10.0)
+    )  # further tokens of a rank for its preferred experts
     load = [rng.expovariate(1) ** skew for _ in range(experts)]
-    liked = [rng.sample(range(experts), max(1, experts // ranks)) for _ in range(ranks)]
-    return Counts(
-        RANK,
-        tuple(
-            tuple(
-                1000 * load[e] * rng.uniform(0.5, 1.5) * (1 + kinds * (e in liked[rank]))
-                for e in range(experts)
-            )
-            for rank in range(ranks)
-        ),
-    )
+    preferred = [rng.sample(range(experts), max(1, experts // ranks)) for _ in range(ranks)]
+    rows_of_counts = []
+    for rank in range(ranks):
+        row = []
+        for expert in range(experts):
+            factor = 1 + preference * (expert in preferred[rank])
+            row.append(1000 * load[expert] * rng.uniform(0.5, 1.5) * factor)
+        rows_of_counts.append(tuple(row))
+    return Counts(RANK, tuple(rows_of_counts))
 
 
 def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
+    """Return the rows of results.
+
+    Args:
+        answers: Pairs (placements that were found, seconds of the search).
+    """
+
     def placed(answer: Answer, name: str) -> Placed:
+        """Return the placement with this name."""
         return next(placement for placement in answer.placements if placement.name == name)
 
     def parts(name: str) -> list[float]:
+        """Return for each answer the tokens across clusters, as a part of those of another placement."""
         pairs = [(answer.best.crossing, placed(answer, name).crossing) for answer, _ in answers]
         return [best / other for best, other in pairs if other]
 
@@ -92,6 +110,7 @@ def rows(case: str, answers: list[tuple[Answer, float]]) -> list[Row]:
 
 
 def measure(case: str, names: list[str], per_rank: tuple[int, ...], count: int) -> list[Row]:
+    """Place experts for `count` random problems, and return the rows of results."""
     answers = []
     for seed in range(count):
         rng = random.Random(seed)

@@ -1,13 +1,14 @@
-"""What `holmes plan` finds for lab nodes whose clusters have links of their own, started as it prints: the
-step that it predicted against the measured one.
+"""Starts the jobs that `holmes plan` suggests for clusters with different links, and measures the prediction.
 
     python benchmarks/found_plans.py --json FILE [--cases NAME;...]
 
-Four to six nodes, links of 2 to 80 ms, of unequal rates, behind shared uplinks, as `holmes probe` measured
-them in the lab (results/prediction_links_measured.json, which prediction_links.py keeps). The search is told
-the model and the global batch, nothing else of the layout; the flags and the ds_config are the printed ones.
-Layers take the time of an emulated accelerator so slow that the machine's own CPU seconds, which the plan
-does not know, are few.
+The clusters have four to six nodes. Links between them have 2 to 80 ms and different rates, and some
+share an uplink. `holmes probe` has measured them in the lab (results/prediction_links_measured.json of
+prediction_links.py). The search receives the model and the global batch, and finds the layout. The job
+starts with the flags and the ds_config that `holmes plan` prints.
+
+Layers take the time of an emulated accelerator. It is so slow that the CPU work of this machine, which
+the plan does not contain, is a small part of a step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from prediction_links import STORE
 from holmes_ext.cluster.spec import load_spec
 from holmes_ext.samples import examples
 
-HEADS, SEQUENCE, VOCABULARY, STEPS, SKIP = 4, 16, 256, 6, 2
+HEADS = 4
+SEQUENCE = 16  # tokens
+VOCABULARY = 256
+STEPS = 6
+SKIP = 2  # first steps, which are not measured
 MODEL = """version = 1
 layers = {layers}
 hidden = {hidden}
@@ -48,14 +53,14 @@ flops = {flops}
 
 @dataclass(frozen=True)
 class Case:
-    """file: of the clusters. flops: of the emulated accelerator."""
+    """Model and clusters for which `holmes plan` finds a layout."""
 
-    engine: str
-    file: str
+    engine: str  # as `holmes plan --for` takes it
+    file: str  # cluster file, without .toml
     layers: int = 6
     hidden: int = 288
     batch: int = 16
-    flops: float = 6e8
+    flops: float = 6e8  # of the emulated accelerator
 
 
 CASES = {
@@ -69,8 +74,13 @@ CASES = {
 
 
 def searched(case: Case, folder: Path) -> dict:
-    """What `holmes plan --json` says; plan.json lies in the folder."""
-    cluster, model = folder / "cluster.toml", folder / "model.toml"
+    """Run `holmes plan --json`, and return what it prints.
+
+    Args:
+        folder: The plan is written there, as plan.json.
+    """
+    cluster = folder / "cluster.toml"
+    model = folder / "model.toml"
     cluster.write_text(Measured.load(STORE).probes[case.file])
     sizes = {
         "layers": case.layers,
@@ -111,8 +121,14 @@ def searched(case: Case, folder: Path) -> dict:
 
 
 def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple[str, ...]]:
-    """The script with what the model is, and the flags that were printed for it."""
-    launch, best = result["launch"][case.engine], result["candidates"][0]
+    """Return the training script with its arguments, and the flags that `holmes plan` printed for it.
+
+    Args:
+        result: The output of `holmes plan --json`.
+        folder: The ds_config file is written there.
+    """
+    launch = result["launch"][case.engine]
+    best = result["candidates"][0]
     assert not launch["lacks"], launch["lacks"]
     size = [
         "--layers",
@@ -134,7 +150,7 @@ def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple
             "--stages",
             str(best["pipeline"]),
         ], tuple(flags)
-    # the example has names of its own for Megatron-LM's
+    # The example has other names for the flags of Megatron-LM.
     flags = launch["flags"][launch["flags"].index("--holmes") :]
     size += [
         "--pipeline",
@@ -150,6 +166,7 @@ def command_of(case: Case, result: dict, folder: Path) -> tuple[list[str], tuple
 
 
 def rows_of(name: str, case: Case) -> list[Row]:
+    """Search a plan, start the job with it, and return predicted and measured steps."""
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         result = searched(case, folder)

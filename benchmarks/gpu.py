@@ -1,18 +1,19 @@
-"""The emulated GPU: what its build takes, a rank's memory, an operator's cost, each NIC's bytes, losses
-against CPUs'.
+"""Measures the emulated GPU: its build, memory and speed, the bytes of NICs, and losses compared with CPUs.
 
-    .venv-gpu/bin/python benchmarks/gpu.py --json FILE          make .venv-gpu makes that environment
+    .venv-gpu/bin/python benchmarks/gpu.py --json FILE          (`make .venv-gpu` makes that environment)
 
-build      `holmes lab build` into an empty cache, and again from it
-rank       peak of a rank's resident memory with torch, NCCL and a communicator of 2 nodes
-operator   a + b of 16 numbers, 2,000 in a row and the wait for them, on an emulated GPU and on the CPU: the
-           time, and the CPU time, which hardly depends on who else uses this machine
-bytes      20 and 40 all-reduces of 4 MB over 3 nodes: what a NIC sends more in the second run,
-           against a ring's theory 2 (n - 1) / n x size for each (interfaces' counters, headers
-           included), on Ethernet and on InfiniBand
-losses     commands that nobody has changed, on 2 + 2 nodes with 2 GPUs each, against the same on gloo and
-           CPUs: DeepSpeed's ZeRO 0 to 3 and pipeline, transformers' Trainer; Megatron-LM, Megatron-DeepSpeed,
-           torchtitan where they are there (integration_tests/gpu/commands.py)
+The cases:
+
+    build      `holmes lab build` into an empty cache, and again with the full cache
+    rank       largest resident memory of a rank with torch, NCCL and a communicator of 2 nodes
+    operator   time and CPU time of 2,000 additions of 16 numbers, including the wait for them, on an emulated
+               GPU and on the CPU. The CPU time hardly depends on other programs on this machine.
+    bytes      20 and 40 all-reduces of 4 MB over 3 nodes. The difference of the bytes that a NIC sends is
+               compared with the theory of a ring, 2 (n - 1) / n x size for each all-reduce, over Ethernet
+               and InfiniBand. The counters of the interfaces include headers.
+    losses     unchanged training commands on 2 + 2 nodes with 2 GPUs each, compared with gloo on CPUs:
+               DeepSpeed's ZeRO 0 to 3 and pipeline, transformers' Trainer; and Megatron-LM,
+               Megatron-DeepSpeed and torchtitan if they are installed (integration_tests/gpu/commands.py)
 """
 
 from __future__ import annotations
@@ -47,10 +48,12 @@ from integration_tests.gpu.conftest import TOML  # noqa: E402
 
 SCRIPTS = ROOT / "integration_tests" / "gpu"
 THREE = spec("a ib 4Gb/s a[0-2]", ethernet="1Gb/s")
-MEGABYTES, ROUNDS = 4.0, 20
+MEGABYTES = 4.0  # of an all-reduce
+ROUNDS = 20  # all-reduces of a run
 
 
 def build() -> list[Row]:
+    """Measure `holmes lab build` with an empty and with a full cache."""
     with tempfile.TemporaryDirectory() as directory:
         seconds, cpu, busy, begin_times = [], [], [], core_times()
         for what in ("cold", "from the cache"):
@@ -77,9 +80,8 @@ def build() -> list[Row]:
         libraries([sys.executable], os.environ)
         finding_s = time.perf_counter() - begin
         del os.environ[CACHE]
-    others = busy[0] - cpu[0] / seconds[0] / (
-        os.cpu_count() or 1
-    )  # the share of the cores that they used
+    # Share of the cores that other programs used.
+    others = busy[0] - cpu[0] / seconds[0] / (os.cpu_count() or 1)
     return [
         Row.median(
             "build",
@@ -99,6 +101,7 @@ def build() -> list[Row]:
 
 
 def rank() -> list[Row]:
+    """Measure the largest resident memory of a rank."""
     with Lab(THREE) as lab:
         peaks = [line["peak_mb"] for line in all_reduces(lab, 2, "IB", order=("a0", "a1"))[0]]
     return [
@@ -114,6 +117,7 @@ def rank() -> list[Row]:
 
 
 def operator() -> list[Row]:
+    """Measure what an addition costs on an emulated GPU, in excess of the CPU."""
     with Lab(THREE) as lab:
         result = lab.run(
             [sys.executable, str(SCRIPTS / "operator_cost.py")], order=("a0",), gpus=emulated_gpus()
@@ -131,7 +135,9 @@ def operator() -> list[Row]:
 
 
 def nic_bytes() -> list[Row]:
-    rows, theory = [], 2 * 2 / 3 * MEGABYTES * 1e6 * ROUNDS
+    """Compare the bytes that each NIC sends in all-reduces with the theory of a ring."""
+    rows = []
+    theory = 2 * 2 / 3 * MEGABYTES * 1e6 * ROUNDS  # bytes that each of 3 nodes sends in a ring
     with Lab(THREE) as lab:
         for network, used in (("Socket", "eth0"), ("IB", "ib0")):
             tell(f"bytes, {network}")
@@ -156,7 +162,16 @@ def nic_bytes() -> list[Row]:
 def all_reduces(
     lab: Lab, rounds: int, network: str, order: Sequence[str] | None = None
 ) -> tuple[list[dict], dict[str, dict[str, int]]]:
-    """(what each rank printed, node -> NIC -> bytes sent)"""
+    """Run all-reduces of MEGABYTES on emulated GPUs.
+
+    Args:
+        rounds: Number of all-reduces.
+        network: Value of NCCL_NET: "Socket" or "IB".
+        order: Nodes of the ranks; None: all nodes.
+
+    Returns:
+        What each rank printed, and node -> NIC -> bytes sent.
+    """
     before = lab.counters()
     env = {"NCCL_SOCKET_IFNAME": "eth0", "NCCL_NET": network}
     command = [sys.executable, str(SCRIPTS / "nic_bytes.py"), str(rounds), str(MEGABYTES)]
@@ -171,6 +186,7 @@ def all_reduces(
 
 
 def losses() -> list[Row]:
+    """Compare the losses of training commands on emulated GPUs and on CPUs."""
     from integration_tests.gpu import commands
 
     rows = []

@@ -92,10 +92,16 @@ CHECKOUTS = ("Megatron-DeepSpeed", "Megatron-LM")
 
 
 def flops_of(name: str) -> float:
+    """Return the FLOP/s of an emulated GPU in a case."""
     return 2.3e9 / SLOWER[name]
 
 
 def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
+    """Return the variants of a case: stock, holmes and all-RDMA.
+
+    Args:
+        file: Cluster file of `spec`.
+    """
     order, holmes = interleave(spec), ("--holmes", "--holmes-cluster", str(file))
     return [
         replace(variant, env={**variant.env, **LESS_MEMORY})
@@ -110,6 +116,7 @@ def variants_of(spec: SiteSpec, file: Path) -> list[Variant]:
 def example(
     name: str, variants: Sequence[Variant], repetitions: int, steps: int
 ) -> dict[str, Series]:
+    """Run an example script in each variant, and return the measurements by variant."""
     folder, stages, preload = SCRIPTS[name]
     script = [str(examples() / folder / "train.py"), *MODEL, stages, str(STAGES)]
     return compare(
@@ -126,7 +133,14 @@ def example(
 
 
 def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) -> commands.Command:
-    """pretrain_gpt.py of a checkout, with the model of the other cases."""
+    """Return the command that trains with pretrain_gpt.py of a checkout.
+
+    Args:
+        name: "Megatron-LM" or "Megatron-DeepSpeed".
+        folder: For the files of the run.
+        source: The checkout.
+        batch: Global batch size.
+    """
     model = (
         f"--num-layers {LAYERS} --hidden-size {HIDDEN} --num-attention-heads 4 --seq-length {SEQUENCE} "
         f"--max-position-embeddings {SEQUENCE} --micro-batch-size 1 --global-batch-size {batch} "
@@ -159,7 +173,7 @@ def command_of(name: str, folder: Path, source: Path, batch: int, steps: int) ->
 def pretrain_gpt(
     name: str, variants: Sequence[Variant], folder: Path, source: Path, repetitions: int, steps: int
 ) -> dict[str, Series]:
-    """Step times and losses of the script's own log."""
+    """Run pretrain_gpt.py in each variant, and return step times and losses from the script's log."""
     command = command_of(
         name, folder, source, MICRO_BATCHES * len(variants[0].order) // STAGES, steps
     )
@@ -195,7 +209,13 @@ def pretrain_gpt(
 
 
 def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
-    """Seconds of a step. block_s: of software, for a block's forward or backward pass."""
+    """Return the predicted seconds of a training step.
+
+    Args:
+        name: The case.
+        variant: "stock", "holmes" or "all-RDMA".
+        block_s: Seconds of software for the forward or the backward pass of a block.
+    """
     site = site_from_spec(all_rdma(spec).spec if variant == "all-RDMA" else spec)
     order, only = interleave(spec), stock_fabric(site)
     model = Model(LAYERS, HIDDEN, 4, SEQUENCE, 256, micro_batches=MICRO_BATCHES, activation_width=4)
@@ -228,17 +248,25 @@ def predicted(name: str, spec: SiteSpec, variant: str, block_s: float) -> float:
 
 
 def fitted(name: str, spec: SiteSpec, bound_s: float) -> float:
-    """The block_s whose all-RDMA step is `bound_s`, by bisection; 0 where software takes nothing."""
+    """Return the seconds of software for a block that explain the measured step of all-RDMA.
+
+    The number is found by bisection. It is 0 if the step without software is already longer.
+
+    Args:
+        bound_s: The measured step of all-RDMA, in seconds.
+    """
     low, high = 0.0, bound_s
     for _ in range(30):
         middle = (low + high) / 2
-        low, high = (
-            (low, middle) if predicted(name, spec, "all-RDMA", middle) > bound_s else (middle, high)
-        )
+        if predicted(name, spec, "all-RDMA", middle) > bound_s:
+            high = middle
+        else:
+            low = middle
     return low
 
 
 def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
+    """Return the rows of results of a case."""
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     difference, main = max_loss_difference(stock, ours), name == "Megatron-LM"
     rows = [
@@ -256,7 +284,10 @@ def rows_of(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Ro
 
 
 def predictions(name: str, spec: SiteSpec, by_variant: dict[str, Series]) -> list[Row]:
-    """Of stock and holmes, with what software takes fitted to all-RDMA."""
+    """Return rows with the predicted steps of stock and holmes, and their errors.
+
+    The seconds of software for a block are fitted to the measured step of all-RDMA.
+    """
     stock, ours, bound = by_variant["stock"], by_variant["holmes"], by_variant["all-RDMA"]
     block_s = fitted(name, spec, bound.median)
     rows = [Row.median(name, "software of a block (fitted to all-RDMA)", [block_s], "s", True)]

@@ -41,22 +41,17 @@ PACKAGES = ("holmes_ext", "torch", "deepspeed", "megatron-core")
 
 @dataclass(frozen=True)
 class Row:
-    """One figure.
-
-    target: what the project set itself, as text (">= 1.6"); met: whether the value reaches it, None where
-    that cannot be said; busy: share of this machine's cores that was used while it was timed, None where
-    nobody measured it.
-    """
+    """Measured metric of one case, with its target."""
 
     case: str
     metric: str
     value: float
     unit: str
-    spread: tuple[float, float]
-    emulated: bool
-    target: str = ""
-    met: bool | None = None
-    busy: float | None = None
+    spread: tuple[float, float]  # smallest and largest value
+    emulated: bool  # whether the compute was emulated
+    target: str = ""  # a bound such as ">= 1.6"
+    met: bool | None = None  # whether the value keeps the bound; None if that cannot be said
+    busy: float | None = None  # share of this machine's cores in use meanwhile; None: not measured
 
     @classmethod
     def of(
@@ -70,8 +65,15 @@ class Row:
         target: str = "",
         busy: float | None = None,
     ) -> Row:
-        """With `met` worked out from a target such as ">= 1.6" or "<= 0.01", unless the cores had no time
-        left."""
+        """Return a row, and compare the value with its target.
+
+        The row does not say whether the target is met if the cores of this machine had no time left.
+
+        Args:
+            spread: Smallest and largest value.
+            target: A bound such as ">= 1.6" or "<= 0.01"; "" if there is none.
+            busy: Share of this machine's cores that was used meanwhile; None if it was not measured.
+        """
         met = None
         if target and (busy is None or busy <= BOUND):
             sign, limit = target.split()
@@ -89,21 +91,29 @@ class Row:
         target: str = "",
         busy: float | None = None,
     ) -> Row:
-        """The median of several runs' values, with the least and the greatest."""
+        """Return a row with the median of several runs, and with the smallest and largest value."""
         spread = min(values), max(values)
         return cls.of(case, metric, statistics.median(values), unit, spread, emulated, target, busy)
 
     def to_dict(self) -> dict[str, Any]:
-        without = {
-            *(() if self.target else ("target", "met")),
-            *(("busy",) if self.busy is None else ()),
-        }
-        document = {key: value for key, value in asdict(self).items() if key not in without}
-        document = {"scene": document.pop("case"), **document}  # the file's key for the case
-        return {**document, "note": BOUND_TEXT} if self.bound else document
+        """Return the row in the form of the results file."""
+        fields_of_row = asdict(self)
+        document = {
+            "scene": fields_of_row.pop("case"),
+            **fields_of_row,
+        }  # the file's key for the case
+        if not self.target:
+            del document["target"]
+            del document["met"]
+        if self.busy is None:
+            del document["busy"]
+        if self.bound:
+            document["note"] = BOUND_TEXT
+        return document
 
     @classmethod
     def from_dict(cls, document: dict[str, Any]) -> Row:
+        """Return the row that the results file has in this form."""
         document = {**document, "case": document["scene"]}  # the file's key for the case
         known = {
             field.name: document[field.name] for field in fields(cls) if field.name in document
@@ -112,17 +122,16 @@ class Row:
 
     @property
     def bound(self) -> bool:
-        """Whether it says more of this machine than of what was timed."""
+        """Whether this machine was too busy for the value to say something about the measured program."""
         return self.busy is not None and self.busy > BOUND
 
 
 def machine() -> dict[str, Any]:
-    """Where the figures come from."""
-    cpus, memory = (
-        Path(f"/proc/{name}").read_text().splitlines() for name in ("cpuinfo", "meminfo")
-    )
-    model = next(line.split(":")[1].strip() for line in cpus if "model name" in line)
-    kib = next(line.split()[1] for line in memory if line.startswith("MemTotal"))
+    """Return a description of this machine for the results file."""
+    cpu_lines = Path("/proc/cpuinfo").read_text().splitlines()
+    memory_lines = Path("/proc/meminfo").read_text().splitlines()
+    model = next(line.split(":")[1].strip() for line in cpu_lines if "model name" in line)
+    kib = next(line.split()[1] for line in memory_lines if line.startswith("MemTotal"))
     return {
         "cpu": model,
         "cores": os.cpu_count(),
@@ -133,6 +142,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that are measured."""
     return {
         "python": platform.python_version(),
         **{name: importlib.metadata.version(name) for name in PACKAGES},
@@ -140,6 +150,7 @@ def versions() -> dict[str, str]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
+    """Return an argument parser with the options that all benchmarks have."""
     arguments = argparse.ArgumentParser(description=description, allow_abbrev=False)
     arguments.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     arguments.add_argument("--cases", default="", metavar="NAME,...", help="only these cases")
@@ -147,8 +158,17 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def chosen(wanted: str, cases: Iterable[str]) -> list[str]:
-    """The cases of --cases, all where none is given; status 2 after one line for one that is not there."""
-    known, names = list(cases), [name for name in wanted.split(",") if name]
+    """Return the names of the cases to measure: those of the option --cases, or all.
+
+    Args:
+        wanted: The value of --cases, with names separated by commas.
+        cases: Names of all cases.
+
+    Raises:
+        SystemExit: A name is unknown. The status is 2.
+    """
+    known = list(cases)
+    names = [name for name in wanted.split(",") if name]
     for name in names:
         if name not in known:
             tell(f"{Path(sys.argv[0]).name}: no case {name!r}; there are {', '.join(known)}")
@@ -157,12 +177,16 @@ def chosen(wanted: str, cases: Iterable[str]) -> list[str]:
 
 
 def tell(message: str) -> None:
-    """Progress, on stderr."""
+    """Print a line about the progress on stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
 def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
-    """Rows that the file has, but of these cases."""
+    """Return the rows of a results file, except those of the cases that are measured anew.
+
+    Args:
+        names: Cases that are measured anew.
+    """
     if path is None or not path.exists():
         return []
     return [
@@ -173,18 +197,24 @@ def kept(path: Path | None, names: Iterable[str] = ()) -> list[Row]:
 
 
 class Runs:
-    """What single runs gave, in a file as they end: a benchmark that was cut short goes on where it was.
+    """Results of single runs, written to a file after each run, so that an interrupted benchmark can go on.
 
-    path: None keeps nothing; minutes: from now on, after which no run is begun (0: no end)."""
+    Args:
+        path: The file; None keeps nothing.
+        minutes: No run begins after this time from now; 0: no limit.
+    """
 
     def __init__(self, path: Path | None, minutes: float = 0.0):
-        self._path, self._minutes, self._begin = path, minutes, time.monotonic()
-        self._of: dict[str, Any] = (
-            json.loads(path.read_text()) if path is not None and path.exists() else {}
-        )
+        self._path = path
+        self._minutes = minutes
+        self._begin = time.monotonic()
+        self._results: dict[str, Any] = {}  # key of a run -> its result
+        if path is not None and path.exists():
+            self._results = json.loads(path.read_text())
 
     @classmethod
     def add_arguments(cls, arguments: argparse.ArgumentParser) -> None:
+        """Add the options --runs and --minutes to a parser."""
         add = arguments.add_argument
         add(
             "--runs",
@@ -195,20 +225,34 @@ class Runs:
         add("--minutes", type=float, default=0.0, help="begin no run after so many (0: all)")
 
     def of(self, key: str, make: Callable[[], Any]) -> Any:
-        """What make() returned (JSON), now or when the file was written; None: no time is left."""
-        if key not in self._of:
-            if self._minutes and time.monotonic() - self._begin > 60 * self._minutes:
-                tell(f"left out, {self._minutes:g} minutes are over: {key}")
-                return None
-            self._of[key] = make()
-            tell(f"{key}: {self._of[key]}")
-            if self._path is not None:
-                self._path.write_text(json.dumps(self._of, indent=1) + "\n")
-        return self._of[key]
+        """Return the result of a run: from the file, or from calling make() now.
+
+        Args:
+            key: Name of the run in the file.
+            make: Runs it, and returns a result that JSON can store.
+
+        Returns:
+            None if no time is left for the run.
+        """
+        if key in self._results:
+            return self._results[key]
+        elapsed_s = time.monotonic() - self._begin
+        if self._minutes and elapsed_s > 60 * self._minutes:
+            tell(f"left out, {self._minutes:g} minutes are over: {key}")
+            return None
+        result = make()
+        self._results[key] = result
+        tell(f"{key}: {result}")
+        if self._path is not None:
+            self._path.write_text(json.dumps(self._results, indent=1) + "\n")
+        return result
 
 
 def write(rows: list[Row], path: Path | None) -> None:
-    """The file, as far as the rows are known: a run of hours that is cut short has left what it had."""
+    """Write the results file with the rows that are known so far.
+
+    A benchmark of several hours that is interrupted thus leaves its results.
+    """
     if path is not None:
         document = {
             "machine": machine(),
@@ -220,19 +264,38 @@ def write(rows: list[Row], path: Path | None) -> None:
         new.replace(path)
 
 
+def _target_text(row: Row) -> str:
+    """Return the cell of the table that says whether a row meets its target."""
+    if row.bound:
+        return BOUND_TEXT
+    if row.met is None:
+        return ""
+    return "yes" if row.met else "NO"
+
+
 def finish(rows: list[Row], path: Path | None, title: str) -> int:
-    """Print the table, write the file; 1 when a target is not met."""
+    """Print the table of results and write the file.
+
+    Returns:
+        The exit status: 1 if a target is not met, else 0.
+    """
     table = Table(title=title)
     for column in ("case", "metric", "value", "spread", "unit", "emulated", "target", "met"):
         table.add_column(column, justify="right" if column in ("value", "spread") else "left")
     for row in rows:
         if row.metric.startswith("bytes "):
             continue  # in the file: too many for a screen
-        met = BOUND_TEXT if row.bound else "" if row.met is None else "yes" if row.met else "NO"
         spread = f"{row.spread[0]:.4g} - {row.spread[1]:.4g}"
         emulated = "yes" if row.emulated else ""
         table.add_row(
-            row.case, row.metric, f"{row.value:.4g}", spread, row.unit, emulated, row.target, met
+            row.case,
+            row.metric,
+            f"{row.value:.4g}",
+            spread,
+            row.unit,
+            emulated,
+            row.target,
+            _target_text(row),
         )
     Console(width=max(150, Console().width)).print(table)
     write(rows, path)

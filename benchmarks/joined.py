@@ -1,30 +1,35 @@
-"""Joined jobs over a WAN in the lab: the same jobs apart, joined, and one synchronous job over that link.
+"""Measures joined jobs over a WAN in the lab: separate jobs, joined jobs, and a single synchronous job.
 
     python benchmarks/joined.py --json FILE [--repetitions 3] [--cases NAME,...]
         [--runs FILE] [--minutes M]
 
-examples/plain_torch on 2 + 2 emulated nodes, 40 ms round trip between the clusters (layers sleep as long as
-an accelerator of 2 GFLOP/s would compute). "apart": two jobs that know nothing of each other; "joined":
---holmes-join; "synchronous": one job of four, --holmes (hierarchical). Alternating; tokens per second of all
-nodes together, of the steps after the first `every`. Between hosts joined jobs encrypt (TLS 1.3), here too.
+examples/plain_torch trains on 2 + 2 emulated nodes with a round trip of 40 ms between the clusters.
+Layers sleep as long as an accelerator of 2 GFLOP/s would compute. Three variants run in turn:
 
-What joining is worth depends on one ratio: seconds that a step's gradients need on the link, over seconds
-that the step computes. Three cases:
+    apart          two jobs that do not communicate
+    joined         the same jobs with --holmes-join. They encrypt their messages (TLS 1.3), as between hosts
+    synchronous    a single job on the four nodes with --holmes (hierarchical all-reduce)
 
-    20 Mb/s                the ratio is 1.9: 0.84 M float32 gradients,
-                           1.3 s, beside steps of 0.7 s; every 16 steps
-    20 Mb/s half batch     3.9, as over a real WAN: half the tokens in a step; --holmes-outer's own `every`,
-                           fragments and delay
-    5.6 Mb/s               6.8, so too, with all tokens
+The result is the number of tokens per second of all nodes together.
 
-and two without "synchronous", of jobs of one node each, each in a cluster of its own behind 20 Mb/s, with an
-accelerator of half the speed, for the two cores of this machine:
+The gain of joining depends on a ratio: the seconds that a step's gradients need on the link, divided by the
+seconds that the step computes. Three cases with these variants:
 
-    2 jobs, 8 jobs         is what joining costs the same for eight?
+    20 Mb/s               The ratio is 1.9: 0.84 M float32 gradients take 1.3 s, and a step computes 0.7 s.
+                          The jobs exchange weights every 16 steps.
+    20 Mb/s half batch    3.9, as over a real WAN, with half of the tokens in a step. The default values of
+                          --holmes-outer are used.
+    5.6 Mb/s              6.8, with the default values and all tokens.
 
-Jobs over a WAN: 7 B parameters, bfloat16 gradients (14 GB each way), 4 M tokens a step over two clusters of 8
-nodes with 8 GPUs each. A step computes 6 x 7e9 x 2e6 FLOP in a cluster: 3.3 s on 64 H100 that reach 400
-TFLOP/s, 8.4 s on 64 A100 that reach 156.
+Two cases without "synchronous" show whether joining costs eight jobs the same as two. Each job has one
+node in a cluster of its own, behind a link of 20 Mb/s. The accelerator has half the speed, because this
+machine has two cores:
+
+    2 jobs, 8 jobs
+
+For comparison, real jobs over a WAN: 7 B parameters, bfloat16 gradients (14 GB in each direction), and 4
+M tokens in a step, on two clusters of 8 nodes with 8 GPUs each. A step computes 6 x 7e9 x 2e6 FLOP in a
+cluster: 3.3 s on 64 H100 that reach 400 TFLOP/s, 8.4 s on 64 A100 that reach 156.
 
     link      gradients, s    ratio, H100    ratio, A100
     5 Gb/s              22            6.8            2.7
@@ -49,28 +54,26 @@ from holmes_ext.cluster.spec import load_spec
 
 @dataclass(frozen=True)
 class Case:
-    """rate: of the link. outer: of --holmes-outer. skip: first steps that do not count, of jobs; steps: that
-    do; synchronous: both, of one synchronous job. batch: the script's flags; tokens: that a rank reads in a
-    step then. jobs: of one node in a cluster of its own; 0: two of two nodes. flops: of an accelerator."""
+    """Joined jobs in the lab, and the link between their clusters."""
 
-    rate: str
-    outer: str
-    skip: int
-    steps: int
-    synchronous: tuple[int, int] | None = None
-    batch: tuple[str, ...] = ()
-    tokens: int = TOKENS
-    jobs: int = 0
-    flops: float = FLOPS
+    rate: str  # of the link between clusters
+    outer: str  # value of --holmes-outer
+    skip: int  # first steps of a job that are not measured
+    steps: int  # steps of a job that are measured
+    synchronous: tuple[int, int] | None = None  # skip and steps of the single synchronous job
+    batch: tuple[str, ...] = ()  # flags of the script for the batch size
+    tokens: int = TOKENS  # that a rank reads in a step
+    jobs: int = 0  # jobs of one node, each in a cluster; 0: two jobs of two nodes
+    flops: float = FLOPS  # of an emulated accelerator
 
     @property
     def nodes(self) -> dict[str, list[str]]:
-        """Of each job."""
+        """The nodes of each job, by its name."""
         return {f"job{k}": [f"n{k}"] for k in range(self.jobs)} or NODES
 
     @property
     def clusters(self) -> str:
-        """cluster.toml."""
+        """The text of the cluster.toml."""
         if not self.jobs:
             return CLUSTERS.replace("20Mb/s", self.rate)
         clusters = "".join(
@@ -86,11 +89,11 @@ uplink = "{self.rate}"
 
     @property
     def name(self) -> str:
-        return (
-            f"{self.jobs} x 1, 40 ms, {self.rate} each"
-            if self.jobs
-            else f"2 + 2, 40 ms, {self.rate}" + (" half batch" if self.batch else "")
-        )
+        """The name of the case in the table of results."""
+        if self.jobs:
+            return f"{self.jobs} x 1, 40 ms, {self.rate} each"
+        name = f"2 + 2, 40 ms, {self.rate}"
+        return f"{name} half batch" if self.batch else name
 
 
 HALF = ("--micro-batches", "1")
@@ -112,33 +115,34 @@ def run(
     skip: int,
     steps: int,
 ) -> float:
-    """Tokens per second of all jobs together; jobs: {name: (nodes, flags)}."""
-    running = [
-        (
-            len(nodes),
-            start(
-                lab,
-                name,
-                nodes,
-                [*case.batch, *flags],
-                skip + steps,
-                seed,
-                directory / f"{name}.jsonl",
-                case.flops,
-            ),
-        )
-        for seed, (name, (nodes, flags)) in enumerate(jobs.items(), 1)
-    ]
+    """Run jobs at the same time, and return the tokens per second of all jobs together.
+
+    Args:
+        jobs: Name of a job -> (its nodes, its flags).
+        directory: For the logs of the jobs.
+        skip: First steps that are not measured.
+        steps: Steps that are measured.
+    """
+    running = []  # pairs (number of ranks, job)
+    for seed, (name, (nodes, flags)) in enumerate(jobs.items(), start=1):
+        log = directory / f"{name}.jsonl"
+        words = [*case.batch, *flags]
+        job = start(lab, name, nodes, words, skip + steps, seed, log, case.flops)
+        running.append((len(nodes), job))
     total = 0.0
     for ranks, job in running:
         job.wait()
-        total += (
-            ranks * case.tokens / statistics.fmean(line["seconds"] for line in job.steps()[skip:])
-        )
+        step_s = statistics.fmean(line["seconds"] for line in job.steps()[skip:])
+        total += ranks * case.tokens / step_s
     return total
 
 
 def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
+    """Measure a case in turn with separate jobs, joined jobs and a single synchronous job.
+
+    Returns:
+        No rows if no time is left for a run.
+    """
     case = CASES[name]
     modes = ("apart", "joined", "synchronous") if case.synchronous else ("apart", "joined")
     rates: dict[str, list[float]] = {mode: [] for mode in modes}
@@ -181,7 +185,11 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
 
 
 def eight_as_two(rows: list[Row]) -> list[Row]:
-    """By how much less eight jobs lose by joining than two; nothing where one of both was not measured."""
+    """Return a row that compares what joining costs eight jobs with what it costs two.
+
+    Args:
+        rows: All rows. The result is empty if the cases "2 jobs" and "8 jobs" are not among them.
+    """
     ratios = {row.case: row.value for row in rows if row.metric == RATIO}
     two, eight = (ratios.get(CASES[name].name) for name in ("2 jobs", "8 jobs"))
     if not (two and eight):
@@ -195,12 +203,15 @@ def main() -> int:
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    names, runs, rows = chosen(args.cases, CASES), Runs(args.runs, args.minutes), kept(args.json)
+    names = chosen(args.cases, CASES)
+    runs = Runs(args.runs, args.minutes)
+    rows = kept(args.json)
     for name in names:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "cluster.toml"
             file.write_text(CASES[name].clusters)
-            if new := measure(name, file, args.repetitions, runs):
+            new = measure(name, file, args.repetitions, runs)
+            if new:
                 rows = [row for row in rows if row.case != CASES[name].name] + new
                 write(rows, args.json)
     beside = eight_as_two(rows)

@@ -1,18 +1,19 @@
-"""Jobs that join, simulated in one process: losses of each way to join beside one synchronous job and one job
-alone.
+"""Simulates jobs that join in a single process, and compares the losses of different ways to join.
 
     python benchmarks/joined_losses.py --json FILE [--cases NAME,...] [--steps 1500] [--seeds 3]
         [--first-seed 0] [--ways NAME;...] [--jobs 2] [--runs FILE] [--minutes M]
 
-No network: K copies of a byte-level GPT train on real text, each with AdamW, warm-up, a cosine schedule (to a
-tenth) and clipping, and the outer steps, aggregates and codecs are holmes's own. So what an algorithm costs
-in loss is seen apart from what a network does. All ways are measured alike, after the same number of steps:
+The jobs are K copies of a byte-level GPT that train on real text: with AdamW, warm-up, a cosine schedule
+(down to a tenth) and clipping. Outer steps, aggregates and codecs are those of holmes. There is no
+network, so that only the algorithm affects the losses. They are compared with a single synchronous job
+and with a single job alone, after the same number of steps:
 
-    evaluation loss       on text that none has read, of the jobs' mean weights
-    of one job's weights  the same, of what the first job's checkpoint holds
-    training loss         of the jobs' own weights, mean of the last 50 steps: with the noise of small batches
+    evaluation loss       of the mean weights of the jobs, on text that no job has read
+    of one job's weights  the same, of the weights in the first job's checkpoint
+    training loss         of the weights of each job, as the mean of the last 50 steps; it has the noise of
+                          small batches
 
-Ways that are not chosen keep their rows in FILE.
+Rows of ways that are not chosen are kept in FILE.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import harness
 import outer_steps  # noqa: F401
 import torch
 from harness import Row, Runs, finish, kept, parser, tell, write
-from torch.nn import functional as F
+from torch.nn import functional
 
 from holmes_ext.join.codecs import codec_of, residual_dtype
 from holmes_ext.join.orthogonal import Matrices
@@ -39,8 +40,11 @@ from holmes_ext.samples import examples
 sys.path.insert(0, str(examples() / "plain_torch"))
 from train import GPT, topics  # noqa: E402
 
-SEQUENCE, ROWS, CLIP, STEPS = 64, 8, 1.0, 1500
-#: Parameters and the peak of the inner learning rate: layers, hidden, heads, that peak.
+SEQUENCE = 64  # tokens
+ROWS = 8  # sequences of a batch
+CLIP = 1.0  # largest norm of a gradient
+STEPS = 1500
+#: Number of parameters and largest inner learning rate -> layers, hidden size, heads, that rate.
 CASES = {
     "0.12 M at 8e-3": (2, 64, 2, 8e-3),
     "0.12 M at 4e-3": (2, 64, 2, 4e-3),
@@ -50,7 +54,7 @@ CASES = {
     "2.7 M at 2e-3": (6, 192, 6, 2e-3),
 }
 MEASURED = "evaluation loss", "evaluation loss of one job's weights", "training loss"
-#: Ways to join, as --holmes-outer says them.
+#: Way to join -> value of --holmes-outer.
 WAYS = {
     "default": "",
     "lr 0.7, momentum 0.9": "lr=0.7,momentum=0.9",
@@ -85,7 +89,7 @@ COMPARED = (
 
 
 class Copy:
-    """One job: its model's weights as one flat tensor, which its optimizer updates in place."""
+    """One job. The weights of its model are views of a flat tensor, which the optimizer updates in place."""
 
     def __init__(self, case: str, seed: int, steps: int):
         torch.manual_seed(seed)
@@ -107,8 +111,10 @@ class Copy:
         )
 
     def step(self, tokens: torch.Tensor) -> float:
-        """The loss before the step."""
-        loss = F.cross_entropy(self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        """Train one step, and return the loss before it."""
+        loss = functional.cross_entropy(
+            self.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.inner.step()
@@ -118,8 +124,7 @@ class Copy:
 
 
 class OuterLoop:
-    """What the jobs' ranks and the coordinator do together, for all jobs in one place: an
-    algorithms.Schedule."""
+    """Outer steps of all jobs in one place: the work of the ranks of all jobs and of the coordinator."""
 
     def __init__(self, settings: OuterSettings, copies: list[Copy]):
         self.copies, self.algorithm = copies, settings.outer_algorithm()
@@ -218,7 +223,7 @@ def evaluate(model: torch.nn.Module, text: torch.Tensor) -> float:
     inputs, labels = rows[:-1].view(-1, SEQUENCE).long(), rows[1:].view(-1, SEQUENCE).long()
     pairs = zip(inputs.split(64), labels.split(64))
     return statistics.fmean(
-        float(F.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs
+        float(functional.cross_entropy(model(x).flatten(0, 1), y.flatten())) for x, y in pairs
     )
 
 
@@ -231,7 +236,15 @@ def train(
     training: torch.Tensor,
     held_out: torch.Tensor,
 ) -> tuple[float, ...]:
-    """A value for each of MEASURED after `steps`."""
+    """Train the jobs in one way, and return the three losses of MEASURED.
+
+    Args:
+        case: A key of CASES.
+        way: A key of WAYS, "synchronous" or "alone".
+        jobs: Number of jobs.
+        training: The text for training, as bytes.
+        held_out: The text for evaluation, as bytes.
+    """
     copies = [
         Copy(case, seed, steps) for _ in range(1 if way in ("alone", "synchronous") else jobs)
     ]
@@ -250,8 +263,11 @@ def train(
 
 
 def differences(rows: list[Row]) -> list[Row]:
-    """How far apart the losses of two ways are in each case, against the spread over the seeds of one of
-    them; no row where there is one seed."""
+    """Return rows that compare the losses of two ways with the spread over the seeds.
+
+    Args:
+        rows: All rows. A case with a single seed has no spread, and is left out.
+    """
     compared, row_of = (
         [],
         {(row.case, row.metric.removeprefix(f"{MEASURED[0]}, ")): row for row in rows},

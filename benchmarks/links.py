@@ -1,15 +1,16 @@
-"""The network between clusters: the lab against what it was told, what it costs, `holmes probe` against the
-lab.
+"""Measures the emulated network between clusters, and how exactly `holmes probe` measures it.
 
     python benchmarks/links.py --json FILE [--cases NAME,...] [--repetitions 3]
 
-    lab          holmes lab measure on SITE: largest error of a message from 128 KiB on, of one pair and of
-                 four pairs at once, of a round trip
-    delay line   CPU of the process between the clusters while 500
-                 Mb/s pass: with whole frames, and with 8 KB frames
-    probe        holmes probe on a lab of 4 clusters: largest error of its matrix
-    probe 8      its time on a lab of 8 clusters
-    reduction, never slower, placement   links_across.py
+The cases:
+
+    lab          `holmes lab measure` on SITE: the largest errors of the rate for messages from 128 KiB on,
+                 for one pair and for four pairs of nodes at once, and of a round trip
+    delay line   CPU time of the process that delays messages between clusters, while 500 Mb/s pass, with
+                 whole frames and with frames of 8 KB
+    probe        `holmes probe` on 4 emulated clusters: the largest errors of the measured rates and latencies
+    probe 8      seconds of `holmes probe` on 8 emulated clusters
+    reduction, never slower, placement   see links_across.py
 """
 
 from __future__ import annotations
@@ -40,7 +41,14 @@ def site(
     ethernet: str = "250Mb/s",
     uplinks: dict[str, str] | None = None,
 ) -> str:
-    """A cluster.toml of these links, `nodes` nodes in each cluster."""
+    """Return the text of a cluster.toml.
+
+    Args:
+        links: Pair of clusters -> (rate in Mb/s, latency in ms).
+        nodes: Nodes of each cluster.
+        ethernet: Rate of the NICs.
+        uplinks: Cluster -> rate of the uplink that its links share.
+    """
     lines = ["version = 2", "[ethernet]", f'rate = "{ethernet}"']
     for name in dict.fromkeys(name for pair in links for name in pair):
         lines += [
@@ -61,9 +69,9 @@ def site(
 
 
 def lab(repetitions: int) -> list[Row]:
-    spec, runs = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"})), []
-    for _ in range(repetitions):
-        runs.append(measure(spec)[1])
+    """Measure how exactly the lab emulates rates and latencies."""
+    spec = parse_spec(site(SITE, 4, uplinks={"a": "400Mb/s"}))
+    runs = [measure(spec)[1] for _ in range(repetitions)]
     kinds = {
         "message from 128 KiB on": "KiB",
         "one pair": "1 pair",
@@ -85,21 +93,27 @@ def lab(repetitions: int) -> list[Row]:
 
 
 def _over(row: CrossingRow) -> float:
+    """Return the error of a latency in units of its tolerance, which is 1 ms or 5 %."""
     return abs(row.achieved - row.configured) / max(1e-3, 0.05 * row.configured)
 
 
 def delay_line(repetitions: int) -> list[Row]:
+    """Measure the CPU time of the process that delays messages between clusters."""
     rows = []
     for nodes, ethernet, target in ((1, "2Gb/s", "<= 0.1"), (2, "250Mb/s", "")):
         name = f"NICs of {ethernet}: {nodes}"
-        spec, shares, rates = parse_spec(site({("a", "b"): (500, 10)}, nodes, ethernet)), [], []
+        spec = parse_spec(site({("a", "b"): (500, 10)}, nodes, ethernet))
+        shares = []  # of a core, used by the delay line
+        rates = []  # in bits/s
         with Lab(spec, realtime=True, sysctl=TUNED) as emulated:
             sides = [[node for node in emulated.nodes if node.site == number] for number in (0, 1)]
             for _ in range(repetitions):
-                before, sent = _cpu(emulated.delay_line), _sent(emulated)
+                cpu_before = _cpu(emulated.delay_line)
+                sent_before = _sent(emulated)
                 rates.append(sum(sender["flood"] for sender in flood(emulated, sides, nodes, [])))
-                seconds = 8 * (_sent(emulated) - sent) / 500e6  # in which the link was busy
-                shares.append((_cpu(emulated.delay_line) - before) / seconds)
+                sent_bits = 8 * (_sent(emulated) - sent_before)
+                busy_s = sent_bits / 500e6  # of the link
+                shares.append((_cpu(emulated.delay_line) - cpu_before) / busy_s)
         rows.append(Row.median("delay line", f"CPU, {name}", shares, "cores", True, target))
         rows.append(
             Row.median("delay line", f"rate, {name}", [rate / 1e6 for rate in rates], "Mb/s", True)
@@ -108,18 +122,19 @@ def delay_line(repetitions: int) -> list[Row]:
 
 
 def _cpu(pid: int | None) -> float:
-    """Seconds that the process has run."""
+    """Return the CPU seconds that a process has used."""
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
 
 
 def _sent(emulated: Lab) -> int:
-    """Bytes that cluster a has sent."""
+    """Return the bytes that the nodes of cluster a have sent."""
     return sum(
         nics["eth0"][1] for node, nics in emulated.counters().items() if node.startswith("a")
     )
 
 
 def probe(repetitions: int) -> list[Row]:
+    """Measure how exactly `holmes probe` finds the rates and latencies of 4 clusters."""
     rates, trips = [], []
     for _ in range(repetitions):
         spec, _ = _probe(site(FOUR, 2))
@@ -144,6 +159,7 @@ def probe(repetitions: int) -> list[Row]:
 
 
 def probe_eight(repetitions: int) -> list[Row]:
+    """Measure how long `holmes probe` takes on 8 clusters."""
     links = {
         pair: (100, 2 + 10 * number / 4)
         for number, pair in enumerate(itertools.combinations("abcdefgh", 2))
@@ -155,7 +171,14 @@ def probe_eight(repetitions: int) -> list[Row]:
 
 
 def _probe(text: str) -> tuple[SiteSpec, float]:
-    """The file after `holmes probe` in its lab, and the seconds of the probe."""
+    """Run `holmes probe` in a lab.
+
+    Args:
+        text: The cluster.toml of the lab.
+
+    Returns:
+        The clusters as probed, and the seconds of the probe.
+    """
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "cluster.toml")
         file.write_text(text)

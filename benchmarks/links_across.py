@@ -1,6 +1,8 @@
-"""Cases of links.py about what crosses: ways to sum over three clusters with unequal links, and placement on
-DT-FM's eight cities. Run through links.py; `python links_across.py --rank WAY CLUSTERS TIMES` is one rank of
-a case."""
+"""Measures all-reduces over three clusters with unequal links, and the placement on DT-FM's eight cities.
+
+These are cases of links.py, which runs them. `python links_across.py --rank WAY CLUSTERS TIMES` is one
+rank of a case.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,26 @@ from holmes_ext.plan.traffic import SOCKETS, CrossClusterAlgorithm
 from holmes_ext.plan.workload import Workload
 from holmes_ext.samples import examples
 
-BYTES = 10 * 2**20
-TODAY, FLAT, PLANNED = "hierarchical, directly (no links known)", "flat ring", "as the plan has it"
+BYTES = 10 * 2**20  # of an all-reduce
+#: Ways to sum.
+TODAY = "hierarchical, directly (no links known)"
+FLAT = "flat ring"
+PLANNED = "as the plan has it"
 
 
-#: Whose ways to sum are compared besides: flat ones as in reduction.py, and those of prediction_links.py.
+#: Further cluster files: with equal links as in reduction.py, and with unequal ones as in
+#: prediction_links.py.
 FLAT_FILES = "two_clusters_8", "three_clusters_8"
 LINK_FILES = "links_uplinks_2ms", "links_two_20ms", "links_two_80ms"
 
 
 def reduction(repetitions: int) -> list[Row]:
-    """An all-reduce of 10 MiB over 2 + 2 + 2 nodes whose links are 4 : 4 : 1, 20 ms each."""
+    """Measure an all-reduce of 10 MiB over 2 + 2 + 2 nodes whose links are 4 : 4 : 1 and have 20 ms each."""
     return _reduction("reduction", "three_links_6", repetitions, ">= 1.3")
 
 
 def never_slower(repetitions: int) -> list[Row]:
-    """The same on other networks, flat ones and such with links: what the plan takes against hierarchical
-    directly."""
+    """Compare the planned all-reduce with a plain hierarchical one on further networks."""
     files = (*FLAT_FILES, *LINK_FILES)
     return [
         row
@@ -56,11 +61,17 @@ def never_slower(repetitions: int) -> list[Row]:
 
 
 def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]:
-    local = Path(__file__).parent / f"{file}.toml"
-    spec, rows = (
-        load_spec(local if local.exists() else examples() / "clusters" / f"{file}.toml"),
-        [],
-    )
+    """Measure an all-reduce of 10 MiB in three ways: flat, hierarchical, and as planned.
+
+    Args:
+        file: Cluster file, without .toml.
+        target: For the ratio of the hierarchical to the planned all-reduce.
+    """
+    path = Path(__file__).parent / f"{file}.toml"
+    if not path.exists():
+        path = examples() / "clusters" / f"{file}.toml"
+    spec = load_spec(path)
+    rows = []
     ways = {FLAT: {}, TODAY: {"clusters": True}, PLANNED: _planned(spec)}
     with tuned(spec) as lab:
         seconds = _sums(lab, spec, ways, repetitions)
@@ -73,7 +84,7 @@ def _reduction(case: str, file: str, repetitions: int, target: str) -> list[Row]
 
 
 def _planned(spec: SiteSpec) -> dict[str, Any]:
-    """What the plan of a job whose one group has all nodes says of 10 MiB; {}: a flat ring."""
+    """Return how the plan reduces 10 MiB over all nodes, as JSON for rank(); {} for a flat ring."""
     plan = build_plan(site_from_spec(spec), Sizes(pipeline=1), Workload(gradient_bytes=BYTES))
     planned = plan.traffic_of(SOCKETS).reductions[0]
     tell(f"the plan: {planned}")
@@ -86,13 +97,21 @@ def _planned(spec: SiteSpec) -> dict[str, Any]:
 def _sums(
     lab: Lab, spec: SiteSpec, ways: dict[str, dict[str, Any]], repetitions: int
 ) -> dict[str, list[float]]:
+    """Run each way to sum in every repetition, in changing order, and return the seconds by way.
+
+    Args:
+        ways: Name of a way -> its JSON for rank().
+    """
     order = [node for cluster in spec.clusters for node in cluster.nodes]
-    first, members = 0, {}
+    members: dict[str, list[int]] = {}  # cluster -> its ranks
+    first = 0
     for cluster in spec.clusters:
-        members[cluster.name] = list(range(first, first := first + len(cluster.nodes)))
+        end = first + len(cluster.nodes)
+        members[cluster.name] = list(range(first, end))
+        first = end
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     listed = list(ways.items())
-    for repetition in range(repetitions):  # each way first, and after each other one, as often
+    for repetition in range(repetitions):  # each way is first in as many repetitions
         turn = repetition % len(listed)
         for name, way in (*listed[turn:], *listed[:turn]):
             command = [
@@ -112,8 +131,9 @@ def _sums(
 
 
 def placement(repetitions: int) -> list[Row]:
-    """The order of 64 nodes in eight cities."""
-    site, rows = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml")), []
+    """Measure how long holmes needs to order 64 nodes in eight cities."""
+    site = site_from_spec(load_spec(examples() / "clusters" / "eight_cities_64.toml"))
+    rows = []
     for stages in (4, 8, 16):
         seconds = []
         for _ in range(max(3, repetitions)):
@@ -130,7 +150,11 @@ def placement(repetitions: int) -> list[Row]:
 
 
 def join_group(hierarchical: bool) -> None:
-    """Over Ethernet; hierarchical: groups of fewer ranks are on the NICs that holmes would choose."""
+    """Initialize torch.distributed with gloo over Ethernet.
+
+    Args:
+        hierarchical: Whether smaller groups use the fast NIC, as holmes would choose it.
+    """
     import torch
     import torch.distributed as dist
 
@@ -158,12 +182,19 @@ def time_sums(
     times: int,
     summed: Callable[[Any], Any] = lambda flat: flat,
 ) -> None:
-    """Rank 0 prints the median seconds of a sum of `size` bytes, and the process ends. summed: what this rank
-    then has of it."""
+    """Print the median seconds of an all-reduce on rank 0, and end the process.
+
+    Args:
+        all_reduce: Starts an all-reduce of a tensor in place, and returns a request to wait for.
+        size: Bytes of the tensor.
+        times: Number of measurements; a first one does not count.
+        summed: Returns the part of the tensor that this rank then has.
+    """
     import torch
     import torch.distributed as dist
 
-    flat, seconds = torch.ones(size // 4), []
+    flat = torch.ones(size // 4)
+    seconds = []
     for _ in range(times + 1):
         before = flat.clone()
         dist.barrier()
@@ -179,7 +210,13 @@ def time_sums(
 
 
 def rank(way: dict[str, Any], members: dict[str, list[int]], times: int) -> None:
-    """One rank."""
+    """Measure one way to sum, as one rank of a job.
+
+    Args:
+        way: Settings of a hierarchical all-reduce; {} for a flat ring.
+        members: Cluster -> its ranks.
+        times: Number of measurements.
+    """
     import torch.distributed as dist
 
     from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce

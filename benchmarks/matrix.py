@@ -281,8 +281,11 @@ def run(row: Row, python: Path, *arguments: str, **env: str) -> subprocess.Compl
 
 
 def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
-    """What a command of holmes's says, as JSON. megatron-core imports on CPUs through its shim alone; others
-    before it: torch's compiler, for one, asks for Triton where the shim says that CUDA is there."""
+    """Return the JSON output of a command of holmes.
+
+    megatron-core imports its shim on CPUs, because it needs one there. Other frameworks are imported
+    before it: torch's compiler, for example, looks for Triton if the shim reports CUDA.
+    """
     others = {"deepspeed": "deepspeed.runtime.pipe.engine", "transformers": "transformers.trainer"}
     first = "".join(f"import {module}; " for name, module in others.items() if name in row.features)
     shim = f"{first}import megatron_cpu_shim; " if "megatron-core" in row.features else ""
@@ -297,8 +300,14 @@ def holmes(row: Row, python: Path, *words: str) -> dict[str, Any]:
 
 
 def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
-    """How many features are on and off, and how many of those off doctor does not name with what would
-    switch them on; record["off"] gets the reasons."""
+    """Count the features that are on and off with the versions of a row, and return the results.
+
+    A further number is that of the features which are off and for which `holmes doctor` does not name a
+    remedy.
+
+    Args:
+        record: Gets the reasons of the features that are off, under the key "off".
+    """
     fits = [
         fit
         for fit in holmes(row, python, "patches")["patches"]
@@ -330,7 +339,12 @@ def check(row: Row, python: Path, record: dict[str, Any]) -> list[Figure]:
 def tests(
     row: Row, python: Path, files: tuple[str, ...], on: str = "", **more: str
 ) -> list[Figure]:
-    """on: " on NCCL"; more: variables of the environment."""
+    """Run the tests of a row, and return the results.
+
+    Args:
+        on: Text for the name of the metric, such as " on NCCL".
+        more: Further environment variables.
+    """
     done = run(
         row,
         python,
@@ -362,7 +376,11 @@ def tests(
 
 
 def lab(row: Row, python: Path, repetitions: int, cases: str) -> list[Figure]:
-    """cases: of the row's, those that are named; "": all."""
+    """Measure the training jobs of a row in the lab, and return the results.
+
+    Args:
+        cases: Names of jobs, separated by commas; "": all jobs of the row.
+    """
     figures = []
     for case in (name for name in row.lab if not cases or name in cases.split(",")):
         done = run(row, python, "benchmarks/matrix_lab.py", case, "--repetitions", str(repetitions))
@@ -402,7 +420,11 @@ def figure(row: Row, metric: str, value: float, unit: str, target: str = "") -> 
 
 
 def next_versions(pip: list[str], slim: bool) -> int:
-    """What no longer fits the newest of everything; 1 where something does not."""
+    """Install the newest version of everything, and print what fails.
+
+    Returns:
+        The exit status: 1 if something fails, else 0.
+    """
     shutil.rmtree(environment_folder(NEXT), ignore_errors=True)  # what was newest when it was made
     python = create_environment(NEXT, pip, slim)
     record: dict[str, Any] = {}

@@ -39,7 +39,7 @@ STEPS, SKIP = 12, 3
 
 
 def variants(clusters: str, *flags: str) -> list[Variant]:
-    """Stock, and holmes with `flags` more, on nodes in turn as a scheduler that knows nothing gives them."""
+    """Return two variants, stock and holmes, on nodes of the clusters in turn."""
     file = examples() / "clusters" / clusters
     spec = load_spec(file)
     ours = ("--holmes", "--holmes-cluster", str(file), *flags)

@@ -1,4 +1,4 @@
-"""The tables of README.md and docs/versions.md, from what benchmarks/matrix.py has made."""
+"""Writes the tables of README.md and docs/versions.md from the results of benchmarks/matrix.py."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ COLUMNS = (
 
 
 def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
-    """Markdown, a line for each row that has been made, without the columns in which no row has anything; by
-    their names alone in "few". The date is that of the oldest figure."""
+    """Return a table in Markdown, with a line for each row that has results.
+
+    Columns without any entry are left out. The date is that of the oldest result. A table "few" has only
+    the names.
+    """
     of_row: dict[str, dict[str, Figure]] = {}
     for figure in figures:
         of_row.setdefault(figure.case, {})[figure.metric] = figure
@@ -60,7 +63,7 @@ def table(kind: str, figures: list[Figure], about: dict[str, Any]) -> str:
 
 
 def _name(row: Row) -> str:
-    """A pair with what it consists of."""
+    """Return the name of a row; of a pair, with the frameworks that it consists of."""
     if row.kind != "pair":
         return row.name
     python = f"Python {row.python}, " if row.python and row.python not in row.name else ""
@@ -95,7 +98,7 @@ def _cells(figures: dict[str, Figure]) -> list[str]:
 
 
 def off(about: dict[str, Any]) -> str:
-    """Which features are off on which rows, and why: a line for each reason."""
+    """Return a line for each reason why features are off, with the rows and features."""
     of_reason: dict[str, tuple[list[str], list[str]]] = {}
     for name in ROWS:
         for feature, reason in about.get(name, {}).get("off", {}).items():
@@ -110,7 +113,7 @@ def off(about: dict[str, Any]) -> str:
 
 
 def write_pages(figures: list[Figure], about: dict[str, Any]) -> None:
-    """Between each page's markers: <!-- matrix KIND -->, and <!-- matrix off -->."""
+    """Write the tables between the markers <!-- matrix KIND --> and <!-- matrix off --> of the pages."""
     for path, tables in PAGES.items():
         page = path.read_text()
         texts = {kind: table(kind, figures, about) for kind in tables}

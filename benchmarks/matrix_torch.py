@@ -1,8 +1,9 @@
-"""The CUDA build of torch for CPUs, without gigabytes of CUDA libraries that no CPU calls (matrix.py --slim).
+"""Installs the CUDA build of torch for CPUs without the large CUDA libraries (matrix.py --slim).
 
-torch's libraries are linked with cuBLAS, cuDNN, NCCL and others, and do not load where one is missing. Here
-each is a library of its name whose functions abort: 2 GB an environment instead of 5, and a minute instead of
-several. The runtime (libcudart) and CUPTI, which are called without a GPU, too, are the real ones.
+torch's libraries are linked with cuBLAS, cuDNN, NCCL and others, and do not load if one of these is
+missing. This module writes a small library in place of each, whose functions abort. An environment then
+has 2 GB instead of 5, and is made in a minute. The runtime (libcudart) and CUPTI, which torch calls
+without a GPU, too, are real.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ CUDA = re.compile(r"_*(p?nccl|cu|nv)")
 
 
 def install(python: Path, torch: str, more: list[str]) -> None:
-    """`torch` ("torch==2.9.1") into the environment of `python`, with libraries that stand for CUDA's. What
-    it asks pip for besides comes with the packages that are installed next."""
+    """Install torch into an environment, with small libraries in place of those of CUDA.
+
+    Other requirements of torch are installed later, with the packages of the row.
+
+    Args:
+        python: The interpreter of the environment.
+        torch: A requirement such as "torch==2.9.1".
+        more: Further arguments of pip.
+    """
     pip = [str(python), "-m", "pip", "install", "-q"]
     subprocess.run([*pip, "--no-deps", torch, *more], check=True)
     (site,) = python.parents[1].glob("lib/python*/site-packages")
@@ -38,7 +46,7 @@ def install(python: Path, torch: str, more: list[str]) -> None:
 
 
 def stand_ins(site: Path) -> None:
-    """In torch/lib, a library for each that torch's are linked with and that is not there."""
+    """Write a library into torch/lib for each missing library that torch's are linked with."""
     folder = site / "torch" / "lib"
     libraries, brought = list(folder.glob("*.so")), list(site.glob("nvidia/**/*.so*"))
     present = {file.name for file in (*folder.iterdir(), *brought)}

@@ -1,10 +1,10 @@
-"""megatron-core on emulated clusters: stock, holmes and the all-RDMA bound, as two_clusters.py does it for
-DeepSpeed.
+"""Measures megatron-core on emulated clusters: without holmes, with holmes, and on one InfiniBand cluster.
 
     python benchmarks/megatron_two_clusters.py --json FILE [--cases 4+4,2+2] [--repetitions 5]
 
-examples/megatron_core on the emulated accelerator: layers sleep as long as a GPU of the case's FLOP/s would
-compute; megatron-core, its schedules and optimizer, gloo, the sockets and their limited rates are real.
+The script is examples/megatron_core. The compute is emulated: layers sleep as long as a GPU with the
+case's FLOP/s would compute. megatron-core, its schedules and optimizer, gloo, the sockets and their
+limited rates are real. two_clusters.py measures the same with DeepSpeed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Outer steps that joined_losses.py can try beside holmes's own: --holmes-outer knows them in that file
-alone. (docs/benchmarks/joined.md says what has been measured of them.)
+"""Adds outer steps that only joined_losses.py can try, as further algorithms of --holmes-outer.
 
-    adamw    AdamW of the pseudo-gradients (FedAdam, arXiv 2003.00295), bias-corrected, no decay;
-             momentum is its first beta:     a <- a - lr m^ / (sqrt(v^) + EPSILON)
-    warm     diloco, whose momentum grows from 0 over the first `clip` rounds of a fragment
+docs/benchmarks/joined.md has their results.
+
+    adamw    AdamW of the pseudo-gradients (FedAdam, arXiv 2003.00295), bias-corrected and without decay.
+             The momentum is its first beta:     a <- a - lr m^ / (sqrt(v^) + EPSILON)
+    warm     DiLoCo with a momentum that grows from 0 during the first `clip` rounds of a fragment
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ EPSILON, SECOND_BETA = 1e-3, 0.95
 
 @dataclass(frozen=True)
 class OuterAdamW(DiLoCo):
-    """squares, rounds: of each fragment, by where its anchor lies."""
+    """AdamW of the pseudo-gradients, as an outer step."""
 
-    squares: dict[int, torch.Tensor] = field(default_factory=dict)
+    # Keys are the addresses of the fragments' anchor weights.
+    squares: dict[int, torch.Tensor] = field(default_factory=dict)  # mean squares of the gradients
     rounds: Counter[int] = field(default_factory=Counter)
 
     def step(
@@ -35,6 +37,7 @@ class OuterAdamW(DiLoCo):
         gap: float = 1.0,
         matrices: Matrices = Matrices(),
     ) -> None:
+        """Update the anchor weights of a fragment in place."""
         assert momentum is not None, "adamw needs a momentum"
         which = anchor.data_ptr()
         self.rounds[which] += 1
@@ -47,6 +50,8 @@ class OuterAdamW(DiLoCo):
 
 @dataclass(frozen=True)
 class Warm(DiLoCo):
+    """DiLoCo with a momentum that grows during the first rounds."""
+
     rounds: Counter[int] = field(default_factory=Counter)
 
     def step(
@@ -58,6 +63,7 @@ class Warm(DiLoCo):
         gap: float = 1.0,
         matrices: Matrices = Matrices(),
     ) -> None:
+        """Update the anchor weights of a fragment in place."""
         self.rounds[anchor.data_ptr()] += 1
         share = min(1.0, self.rounds[anchor.data_ptr()] / max(1.0, self.clip))
         super().step(anchor, momentum, gradient, mu * share, gap, matrices)

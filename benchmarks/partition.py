@@ -1,27 +1,29 @@
-"""Layers of each stage: uniform, by the paper's speed, balanced - measured against predicted, on clusters
-that differ.
+"""Compares partitions of the layers (uniform, by speed, balanced) with their predictions on unequal clusters.
 
     python benchmarks/partition.py --json FILE [--cells "NIC 3:1/;GPU 1.5:1/8 layers/m4"] [--merge FILE]
                                    [--predict]
 
-Two clusters of two nodes, DeepSpeed's pipeline engine (pipeline 2 x data 2) in the lab, the accelerator
-emulated:
+"By speed" is the method of the Holmes paper. The lab has two clusters of two nodes, DeepSpeed's pipeline
+engine (pipeline 2 x data 2) and an emulated accelerator. The cases:
 
-    NIC 3:1             480 and 160 Mb/s inside the clusters, the reduction after the last backward
+    NIC 3:1             480 and 160 Mb/s inside the clusters. The reduction follows the last backward pass.
     NIC 3:1, overlap    the same with --holmes-overlap on
-    GPU 1.5:1           2 Gb/s on both, the GPUs of one cluster 1.5 times as fast; from 4 micro-batches
-                        on, since with 2 half a step is filling the pipeline, which no split shortens
-                        (at most 1.10 x with free networks)
+    GPU 1.5:1           2 Gb/s in both clusters. The GPUs of one cluster are 1.5 times as fast. There are at
+                        least 4 micro-batches: with 2, half of a step fills the pipeline, and no partition
+                        can gain more than a factor of 1.10 with free networks.
 
-Each partition runs from a plan.json of its own. Three predictions stand beside what was measured:
+Each partition runs from a plan.json. Equal partitions are one run. Three predictions are compared with
+the measured step:
 
-    (no name)       simulated, with the CPU seconds that prediction.py's calibration found for DeepSpeed on
-                    the same kind of machine (results/prediction_measured.json, without these cases)
-    numbers alone   the plan's own, of the GPU's FLOP/s and the rates as the lab emulates them, which know
-                    nothing of the seconds that the software takes
-    by profile      of one profile of the uniform partition at the middle micro-batch count (as `holmes tune`)
+    (no name)       simulated, with the CPU seconds that the calibration of prediction.py found for
+                    DeepSpeed on the same kind of machine (results/prediction_measured.json, without these
+                    cases)
+    numbers alone   the prediction of the plan, from the GPU's FLOP/s and the emulated rates. It does not
+                    contain the CPU work of the software.
+    by profile      from a profile of the uniform partition at the middle number of micro-batches, as
+                    `holmes tune`
 
-Partitions that come out alike are one run. --predict measures nothing and predicts FILE's rows anew.
+--predict measures nothing, and predicts the rows of FILE anew.
 """
 
 from __future__ import annotations
@@ -64,14 +66,17 @@ NOISE = 0.03  # two runs of the same job differ by less (the A/A rows say by how
 
 @dataclass(frozen=True)
 class Case:
-    """rates: Mb/s inside clusters a and b; speed: of the GPUs of b, a's being 1. The middle micro-batch count
-    is run twice (A/A)."""
+    """Two clusters of two nodes that differ in their networks or GPUs."""
 
     name: str
-    rates: tuple[int, int]
-    micro_batches: tuple[int, ...] = (2, 4, 8)
-    overlap: bool = False
-    speed: float = 1.0
+    rates: tuple[int, int]  # Mb/s inside the clusters a and b
+    micro_batches: tuple[int, ...] = (
+        2,
+        4,
+        8,
+    )  # the second number also runs twice, to measure the noise
+    overlap: bool = False  # value of --holmes-overlap
+    speed: float = 1.0  # of the GPUs of b, in units of those of a
 
 
 CASES = (
@@ -82,6 +87,7 @@ CASES = (
 
 
 def cluster_toml(case: Case) -> str:
+    """Return the text of the cluster.toml of a case."""
     head = 'version = 2\n[ethernet]\nrate = "100Mb/s"\n'
     kinds = zip("ab", ("ib", "roce"), case.rates)
     return head + "".join(
@@ -92,6 +98,7 @@ def cluster_toml(case: Case) -> str:
 
 
 def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
+    """Return the model with the GPUs of a case."""
     return Model(
         layers,
         hidden,
@@ -109,18 +116,17 @@ def model_of(case: Case, layers: int, hidden: int, micro_batches: int) -> Model:
 
 @dataclass
 class Cell:
-    """One model and micro-batch count of a case: the plan and the split of each method, and the variants to
-    run by split."""
+    """One model and number of micro-batches of a case."""
 
     title: str
-    plans: dict[str, tuple[Plan, tuple[int, ...]]]
-    variants: dict[tuple[int, ...], Variant]
-    again: Variant | None
+    plans: dict[str, tuple[Plan, tuple[int, ...]]]  # method -> its plan and layers of each stage
+    variants: dict[tuple[int, ...], Variant]  # layers of each stage -> the run
+    again: Variant | None  # a second run of the first variant, to measure the noise
     model: Model
 
 
 def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan, tuple[int, ...]]:
-    """A method's plan, and the layers of its stages."""
+    """Return the plan by one method of partitioning, and the layers of its stages."""
     plan = build_plan(
         site_from_spec(spec),
         Sizes(pipeline=2),
@@ -132,6 +138,7 @@ def plan_of(case: Case, model: Model, method: str, spec: SiteSpec) -> tuple[Plan
 
 
 def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory: Path) -> Cell:
+    """Make the plans of all methods for a model, and the variants to run."""
     title = title_of(case, name, micro_batches)
     model = model_of(case, *MODELS[name], micro_batches)
     flags = flags_of(case, name, micro_batches, directory)
@@ -154,6 +161,7 @@ def cell_of(case: Case, name: str, micro_batches: int, spec: SiteSpec, directory
 
 
 def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tuple[str, ...]:
+    """Return the flags of a run, without a plan."""
     layers, hidden = MODELS[name]
     return (
         "--layers",
@@ -171,7 +179,10 @@ def flags_of(case: Case, name: str, micro_batches: int, directory: Path) -> tupl
 
 
 def profiled(case: Case, name: str, spec: SiteSpec, directory: Path) -> Variant:
-    """The run that leaves profile_file(directory, name), without overlap, as `holmes tune` measures."""
+    """Return the run that measures a profile, without overlap as in `holmes tune`.
+
+    The profile is written to profile_file(directory, name).
+    """
     flags = flags_of(replace(case, overlap=False), name, case.micro_batches[1], directory)
     more = (
         "--holmes-sizes",
@@ -191,7 +202,12 @@ def title_of(case: Case, name: str, micro_batches: int) -> str:
 
 
 def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -> list[Row]:
-    """The rows of some cells of one case, in one lab: starting it is what takes the time."""
+    """Run some cells of one case in a single lab, because starting a lab takes long.
+
+    Args:
+        wanted: Pairs (name of a model, number of micro-batches).
+        skip: First steps that are not measured.
+    """
     with tempfile.TemporaryDirectory() as text:
         directory = Path(text)
         spec = case_spec(case, directory)
@@ -213,6 +229,7 @@ def run_case(case: Case, wanted: list[tuple[str, int]], steps: int, skip: int) -
 
 
 def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str, Series]:
+    """Run the variants in a lab, and return their measurements by name."""
     script = [
         str(examples() / "deepspeed_pipeline" / "train.py"),
         "--stages",
@@ -237,6 +254,7 @@ def measure(case: Case, runs: list[Variant], steps: int, skip: int) -> dict[str,
 
 
 def rows_of(case: Case, cell: Cell, series: dict[str, Series], profile: Profile) -> list[Row]:
+    """Return the rows of results of a cell."""
     by_method = {
         method: series[cell.variants[split].name] for method, (_, split) in cell.plans.items()
     }
@@ -268,7 +286,11 @@ def _overheads() -> tuple[float, float, float]:
 
 
 def with_software(case: Case, model: Model, plan: Plan, split: tuple[int, ...]) -> float:
-    """Seconds of a step of `split`, simulated, with what the software takes."""
+    """Return the simulated seconds of a step, including the CPU work of the software.
+
+    Args:
+        split: Layers of each stage.
+    """
     block_s, parameter_s, step_s = _overheads()
     forward = forward_s(model.hidden, SEQUENCE, FLOPS)
     slower = [
@@ -308,7 +330,10 @@ def case_site(case: Case) -> Site:
 
 
 def predicted_anew(file: Path) -> list[Row]:
-    """Its rows with other predictions but those by profile, which need the profile."""
+    """Return the rows of a file with new predictions.
+
+    Predictions by profile stay as they are, because they need the profile.
+    """
     rows = [
         row
         for row in kept(file)
@@ -341,7 +366,11 @@ def predicted_anew(file: Path) -> list[Row]:
 
 
 def by_profile(case: Case, plan: Plan, split: tuple[int, ...], profile: Profile) -> float:
-    """Seconds of a step of `split` on the plan's nodes, from what was measured of the uniform one."""
+    """Return the seconds of a step, predicted from the profile of the uniform partition.
+
+    Args:
+        split: Layers of each stage.
+    """
     network = Network(Site.from_dict(profile.site))
     placement = network.placement(plan.nodes, profile.sizes)
     clusters = [network.clusters(content) for content in placement.stages]
@@ -369,7 +398,13 @@ def _measured_rows(
 def error_rows(
     title: str, method: str, measured: float, predictions: dict[str, float]
 ) -> list[Row]:
-    """Numbers alone have no target: they do not say what the software takes."""
+    """Return rows with predicted steps and their errors.
+
+    Predictions from numbers alone have no target, because they do not contain the CPU work of the software.
+
+    Args:
+        predictions: Name of a kind of prediction -> seconds.
+    """
     rows = []
     for what, predicted in predictions.items():
         error = predicted / measured - 1

@@ -1,24 +1,30 @@
-"""Joined jobs beside torchft 0.2.0's DiLoCo and hivemind 1.1.12's averaging: two jobs of one process each
-over the lab's WAN (40 ms, 20 Mb/s), the same GPT (0.84 M parameters), text, tokens and seeds.
+"""Compares joined jobs of holmes with torchft's DiLoCo and hivemind's averaging, over an emulated WAN.
 
     python benchmarks/peers.py --torchft VENV/bin/python --hivemind VENV2/bin/python --json FILE
         [--cases train,killed] [--steps 200] [--seeds 1,2] [--ways NAME;...] [--runs FILE] [--minutes M]
 
-VENV: `pip install torch==2.13.0 torchft==0.2.0 numpy`; VENV2 so with hivemind==1.1.12. A library whose python
-is not given is left out. Each by the defaults of its documentation, and at its best: torchft's
-train_diloco.py (20 steps, outer lr 0.7 and momentum 0.9; USE_STREAMING: 2 fragments, delay 5), and the
-settings with which holmes does best; hivemind's quick start with rounds of holmes's length; holmes's
---holmes-outer without anything, and in two bits. `alone`: one job that joins nobody. Every step sleeps as
-long as an accelerator would compute (--pace).
+Two jobs of one process each train the same GPT (0.84 M parameters) on the same text, tokens and seeds.
+The WAN has 40 ms and 20 Mb/s. VENV is made by `pip install torch==2.13.0 torchft==0.2.0 numpy`, and VENV2
+in the same way with hivemind==1.1.12. A library without an interpreter is left out.
 
-    bytes         what both nodes sent in a step, by their NICs
-    exposed       seconds in optimizer.step() beyond its median, of each step: where all libraries wait
-    tokens/s      of both jobs; this and exposed: from the 40th step on
-    loss          of the jobs' mean weights on text that none has read
-    killed        what a job loses when the other one is killed (kill -9) after a third of the steps and
-                  started again at once: its next --after seconds, less its usual seconds for each step that
-                  it made in them (below 0: it was faster than usual). And seconds until the killed job trains
-                  again
+Each library runs with the defaults of its documentation and, where others are better, with better settings:
+
+    torchft     train_diloco.py: 20 steps, outer learning rate 0.7 and momentum 0.9; with USE_STREAMING: 2
+                fragments, delay 5; and the settings with which holmes is best
+    hivemind    the quick start, with rounds as long as those of holmes
+    holmes      the defaults of --holmes-outer; and with 2 bits for each element
+    alone       a job that does not join
+
+Every step sleeps as long as an accelerator would compute (--pace). The results:
+
+    bytes         bytes that both nodes sent in a step, by the counters of their NICs
+    exposed       seconds of a step in optimizer.step() beyond its median: there all libraries wait
+    tokens/s      of both jobs. This and exposed count from step 40 on.
+    loss          of the jobs' mean weights, on text that no job has read
+    killed        One job is killed (kill -9) after a third of the steps and started again at once. The
+                  result is what the other job loses: its next --after seconds, less its usual seconds for
+                  the steps that it made in them. It is below 0 if the other job was faster than usual. A
+                  second result is the seconds until the killed job trains again.
 """
 
 from __future__ import annotations
@@ -48,16 +54,16 @@ NODES = {"east": "a0", "west": "b0"}
 TOKENS = BATCH * SIZE["sequence"]
 TOKEN = {"HOLMES_JOIN_TOKEN": "the token of joined jobs in a lab", "OMP_NUM_THREADS": "1"}
 CASES = ("train", "killed")
-#: Steps until exposed seconds and tokens/s count: the jobs meet in the first ones.
+#: First steps whose exposed seconds and tokens/s do not count, because the jobs meet in them.
 SKIP = 40
 
 
 @dataclass(frozen=True)
 class Way:
-    """library, settings: of peers_job.py."""
+    """Way to join two jobs."""
 
-    library: str
-    settings: str = ""
+    library: str  # "holmes", "torchft", "hivemind", or "none" for a job that trains alone
+    settings: str = ""  # option --settings of peers_job.py
 
 
 WAYS = {
@@ -75,7 +81,12 @@ WAYS = {
 
 @contextlib.contextmanager
 def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
-    """Where the jobs meet."""
+    """Start the server at which the jobs meet, and yield its address.
+
+    Args:
+        library: "holmes", "torchft", "hivemind" or "none". With "none", the address is "".
+        python: Interpreter that has the library.
+    """
     if library == "holmes":
         with coordinator(lab) as (where, _):
             yield where
@@ -106,19 +117,25 @@ def server_of(lab: Lab, library: str, python: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Run:
-    """Two jobs of one way in one lab. python: that has the library; where: they meet; place: of their
-    files."""
+    """Two jobs in the lab that train in one way, with one seed."""
 
     lab: Lab
-    python: str
+    python: str  # interpreter that has the library
     way: Way
-    where: str
-    place: Path
-    args: Any
+    where: str  # address at which the jobs meet
+    place: Path  # folder of their files
+    args: Any  # options of this program
     seed: int
 
     def start(self, name: str, steps: int) -> Job:
-        """The job; again: alone, where the other one is gone."""
+        """Start one of the two jobs.
+
+        A job that was killed is started again by the same call. It may train alone until it has joined again.
+
+        Args:
+            name: "east" or "west".
+            steps: Number of training steps.
+        """
         settings = self.way.settings
         if self.log(name).exists():
             settings = settings.replace("min=2", "min=1")
@@ -149,19 +166,26 @@ class Run:
         return self.lab.start(command, order=[NODES[name]], env=env, timeout=900)
 
     def log(self, name: str) -> Path:
+        """Return the path of the log of a job."""
         return self.place / f"{name}.jsonl"
 
     def steps(self, name: str) -> list[dict[str, float]]:
+        """Return the lines that a job has logged, one for each finished step."""
         text = self.log(name).read_text() if self.log(name).exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def sent(self) -> int:
-        """Bytes that both nodes' Ethernet has sent."""
+        """Return the bytes that the Ethernet NICs of both nodes have sent."""
         counters = self.lab.counters()
         return sum(counters[node]["eth0"][1] for node in NODES.values())
 
 
 def wait(jobs: dict[str, Job]) -> None:
+    """Wait until the jobs have ended.
+
+    Raises:
+        SystemExit: A job failed.
+    """
     for name, job in jobs.items():
         result = job.wait()
         if result.returncode:
@@ -172,10 +196,14 @@ def wait(jobs: dict[str, Job]) -> None:
 
 
 def trained(run: Run) -> dict[str, float]:
-    before, steps = run.sent(), run.args.steps
+    """Run both jobs to their end, and return sent bytes, exposed seconds, tokens per second and the loss."""
+    steps = run.args.steps
+    sent_before = run.sent()
     jobs = {name: run.start(name, steps) for name in NODES}
     wait(jobs)
-    sent, exposed, rates = run.sent() - before, [], []
+    sent = run.sent() - sent_before
+    exposed = []  # mean seconds in optimizer.step() beyond its median, of each job
+    rates = []  # tokens per second of each job
     for name in NODES:
         lines = run.steps(name)[SKIP - 1 :]
         updates = [line["update_s"] for line in lines[1:]]
@@ -194,9 +222,15 @@ def trained(run: Run) -> dict[str, float]:
 
 
 def killed(run: Run) -> dict[str, float]:
-    """West is killed once it has trained a third of its steps."""
+    """Kill the job "west" after a third of its steps, start it again, and measure what that costs.
+
+    Returns:
+        "lost": seconds of training that the other job lost. "back": seconds until the killed job trained
+        again.
+    """
     jobs = {name: run.start(name, 10**6) for name in NODES}
-    third, after = max(run.args.steps // 3, SKIP + 1), run.args.after
+    third = max(run.args.steps // 3, SKIP + 1)  # steps
+    after = run.args.after  # seconds after the kill that are measured
     try:
         await_(lambda: len(run.steps("west")) > third, 600, "west's first third")
         jobs["west"].kill()
@@ -218,6 +252,7 @@ def killed(run: Run) -> dict[str, float]:
 
 
 def measure(case: str, args: Any, runs: Runs) -> list[Row]:
+    """Measure a case with each way to join, and return the rows of results."""
     pythons = {
         "none": sys.executable,
         "holmes": sys.executable,
@@ -274,10 +309,12 @@ def main() -> int:
     add("--ways", default=";".join(WAYS), metavar="NAME;...", help="only these")
     Runs.add_arguments(arguments)
     args = arguments.parse_args()
-    if unknown := [name for name in args.ways.split(";") if name not in WAYS]:
+    unknown = [name for name in args.ways.split(";") if name not in WAYS]
+    if unknown:
         tell(f"peers.py: no way {unknown[0]!r}; there are {'; '.join(WAYS)}")
         return 2
-    names, runs = chosen(args.cases, CASES), Runs(args.runs, args.minutes)
+    names = chosen(args.cases, CASES)
+    runs = Runs(args.runs, args.minutes)
     rows = {(row.case, row.metric): row for row in kept(args.json)}
     for name in names:
         rows |= {(row.case, row.metric): row for row in measure(name, args, runs)}

@@ -1,13 +1,13 @@
-"""One job of benchmarks/peers.py: the GPT of examples/plain_torch and AdamW in one process, joined by a
-library.
+"""Trains one job of benchmarks/peers.py: the GPT of examples/plain_torch with AdamW, joined by a library.
 
     peers_job.py --library none|holmes|torchft|hivemind --name east --seed 1 --steps 200 --log FILE
                  --weights FILE [--where ADDRESS] [--settings TEXT]
     peers_job.py --library torchft --serve --where HOST:PORT            torchft's lighthouse
     peers_job.py --library hivemind --serve                             the first peer of hivemind's DHT
 
-settings: of --holmes-outer; of torchft sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9; of hivemind
-steps=32. A line of JSON for each step: seconds of it, and of them those in optimizer.step(), where all
+--settings is a value of --holmes-outer for holmes, such as
+sync_every=20,fragments=1,delay=0,lr=0.7,momentum=0.9 for torchft, and such as steps=32 for hivemind. The
+log has a line of JSON for each step, with the seconds of the step and of optimizer.step(), in which all
 libraries do their work.
 """
 
@@ -26,20 +26,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "plain_torch"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train as example  # noqa: E402
 
 SIZE = {"layers": 4, "hidden": 128, "heads": 4, "sequence": 64}
-BATCH, LR = 8, 2e-3
-#: Seconds that a peer may be silent, for both libraries.
+BATCH = 8  # sequences
+LR = 2e-3  # learning rate
+#: Seconds after which a silent peer counts as failed, in both libraries.
 TIMEOUT_S = 20
 
 
 def text() -> tuple[torch.Tensor, torch.Tensor]:
-    """To train on, and to evaluate on: bytes."""
+    """Return the text to train on and the text to evaluate on, as bytes."""
     whole = "\n\n".join(example.topics[name] for name in sorted(example.topics))
     data = torch.frombuffer(bytearray(whole, "utf-8"), dtype=torch.uint8)
     cut = len(data) * 19 // 20
@@ -47,23 +48,28 @@ def text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def model() -> nn.Module:
+    """Return the GPT, with the same initial weights in every process."""
     torch.manual_seed(0)
     return example.GPT(*SIZE.values())
 
 
 def evaluate(weights: dict[str, torch.Tensor]) -> float:
-    """Nats for each byte of the text that nobody has trained on."""
+    """Return the loss of weights on the text that no job has trained on, in nats for each byte."""
     gpt = model()
     gpt.load_state_dict(weights)
     held = text()[1].long()
     rows = held[: (len(held) - 1) // SIZE["sequence"] * SIZE["sequence"] + 1]
     inputs, labels = (rows[at : len(rows) - 1 + at].view(-1, SIZE["sequence"]) for at in (0, 1))
     with torch.no_grad():
-        return F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten()).item()
+        return functional.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten()).item()
 
 
 def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
-    """Modules that together hold all parameters once."""
+    """Return modules that together hold all parameters of a model once.
+
+    Args:
+        count: Number of modules.
+    """
     if count == 1:
         return [gpt]
     parts = [nn.ModuleList([gpt.embedding, gpt.positions]), *gpt.blocks, nn.ModuleList([gpt.norm])]
@@ -73,7 +79,10 @@ def fragments_of(gpt: nn.Module, count: int) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Optimizer):
-    """As torchft's train_diloco.py has it, over gloo."""
+    """Join by torchft's DiLoCo over gloo while this context is open, and yield the optimizer.
+
+    The code follows torchft's train_diloco.py.
+    """
     from torch.distributed import TCPStore
     from torchft import Manager, ProcessGroupGloo
     from torchft.local_sgd import DiLoCo
@@ -91,6 +100,7 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
     ]
 
     def state() -> dict:
+        """Return the state that a joining job copies from another one."""
         return {
             "model": gpt.state_dict(),
             "inner": inner.state_dict(),
@@ -98,6 +108,7 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
         }
 
     def load(saved: dict) -> None:
+        """Load the state of another job."""
         gpt.load_state_dict(saved["model"])
         inner.load_state_dict(saved["inner"])
         for optimizer, values in zip(outer, saved["outer"]):
@@ -134,7 +145,11 @@ def torchft_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opti
 
 
 def hivemind_dht(*known: str):
-    """Of this node, from its address."""
+    """Return a hivemind DHT that listens on the address of this node.
+
+    Args:
+        known: Addresses of other peers.
+    """
     import hivemind
 
     host = f"/ip4/{os.environ['PEERS_ADDRESS']}/tcp/0"
@@ -143,7 +158,11 @@ def hivemind_dht(*known: str):
 
 @contextlib.contextmanager
 def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Optimizer):
-    """As its quick start has it (local updates; it averages weights), with rounds of `steps` of both jobs."""
+    """Join by hivemind's averaging while this context is open, and yield the optimizer.
+
+    The code follows the quick start of hivemind with local updates: it averages weights. A round is
+    `steps` of both jobs.
+    """
     import hivemind
 
     dht = hivemind_dht(args.where)
@@ -164,7 +183,11 @@ def hivemind_of(args: argparse.Namespace, gpt: nn.Module, inner: torch.optim.Opt
 
 
 def settings_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
-    """`defaults`, overridden by what --settings has."""
+    """Return the settings of a library: the defaults, overridden by those in --settings.
+
+    Args:
+        defaults: Name of a setting -> default, whose type converts the text.
+    """
     for part in filter(None, args.settings.split(",")):
         key, _, value = part.partition("=")
         defaults[key] = type(defaults[key])(value)
@@ -172,6 +195,7 @@ def settings_of(args: argparse.Namespace, **defaults: Any) -> dict[str, Any]:
 
 
 def serve(args: argparse.Namespace) -> None:
+    """Run the server at which the jobs meet, and print its address."""
     if args.library == "torchft":
         from torchft.coordination import LighthouseServer
 
@@ -186,23 +210,28 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
+    """Train one job, and write a line of JSON for each step into its log."""
     torch.set_num_threads(1)
     if args.library == "holmes":
         import holmes_ext
 
         holmes_ext.enable(join=f"{args.name}@{args.where}", outer=args.settings, preflight="off")
-    gpt, data = model(), text()[0]
+    gpt = model()
+    data, _ = text()
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=LR)
-    joined = {"torchft": torchft_of, "hivemind": hivemind_of}.get(
-        args.library, lambda *_: contextlib.nullcontext(optimizer)
-    )(args, gpt, optimizer)
+    if args.library == "torchft":
+        joined = torchft_of(args, gpt, optimizer)
+    elif args.library == "hivemind":
+        joined = hivemind_of(args, gpt, optimizer)
+    else:
+        joined = contextlib.nullcontext(optimizer)
     shape = argparse.Namespace(seed=args.seed, sequence=SIZE["sequence"], micro_batch=BATCH)
     with open(args.log, "a", buffering=1) as log, joined as optimizer:
         for step in range(args.steps):
             begin = time.perf_counter()
             inputs, labels = example.micro_batch(data, shape, step, torch.device("cpu"))
             optimizer.zero_grad()
-            loss = F.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten())
+            loss = functional.cross_entropy(gpt(inputs).flatten(0, 1), labels.flatten())
             loss.backward()
             nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
             time.sleep(args.pace)
@@ -243,7 +272,8 @@ def main() -> None:
     else:
         train(args)
         sys.stdout.flush()
-        os._exit(0) if args.library == "torchft" else None  # its threads wait for their time-outs
+        if args.library == "torchft":
+            os._exit(0)  # its threads would wait for their time-outs
 
 
 if __name__ == "__main__":

@@ -50,25 +50,33 @@ CASES = {
     "four_us_regions_64": 3,
     "eight_cities_64": 4,
 }
-STAGES, DATA, TRIES = 8, 8, 10_000
-#: DT-FM's sizes (scheduler.py): gigabytes of a stage's gradients, and of all activations of a pipeline's
+STAGES = 8
+DATA = 8  # GPUs of a stage
+TRIES = 10_000  # of the search
+#: Sizes in gigabytes, as in DT-FM's scheduler.py: gradients of a stage, and all activations of a pipeline
 #: step.
-GRADIENTS, ACTIVATIONS = 1.3 * 4 * 3 / 24, 2024 * 2048 * 2 * (1.25e5 / 2048) / 2**30
+GRADIENTS = 1.3 * 4 * 3 / 24
+ACTIVATIONS = 2024 * 2048 * 2 * (1.25e5 / 2048) / 2**30
 THEIRS = Path(__file__).with_name("placement_dtfm.py")
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A site as DT-FM sees it. places: GPUs with equal links (a node of several, a cluster of nodes of one);
-    units: GPUs of each; delay_s, rate (Gb/s): between GPUs of two places, or of one."""
+    """Clusters as a matrix of links between places, with the objective of DT-FM (arXiv 2206.01288)."""
 
-    units: tuple[int, ...]
-    delay_s: tuple[tuple[float, ...], ...]
-    rate: tuple[tuple[float, ...], ...]
+    units: tuple[int, ...]  # GPUs of each place
+    delay_s: tuple[tuple[float, ...], ...]  # latency between GPUs of two places, or of one place
+    rate: tuple[tuple[float, ...], ...]  # the same for the rate, in Gb/s
 
     @classmethod
     def of(cls, site: Site, nvlink_bps: float) -> Matrix:
-        """Of nodes that have several GPUs, or of clusters of nodes of one."""
+        """Return the matrix of a site.
+
+        A place is a node if nodes have several GPUs, or else a cluster.
+
+        Args:
+            nvlink_bps: Rate between GPUs of a node, in bits/s.
+        """
         inside = site.processes > 1
         places = (
             [[node] for node in site.nodes]
@@ -100,11 +108,12 @@ class Matrix:
 
     @cached_property
     def _memo(self) -> dict[object, float]:
+        """Results of data() and stage_link() that have been computed."""
         return {}
 
     @cached_property
     def pair(self) -> list[list[float]]:
-        """Seconds of a pipeline's activations from a GPU to another, by their places."""
+        """Seconds of the activations of a pipeline step from one GPU to another, by their places."""
         indices = range(len(self.units))
         return [
             [self.delay_s[i][j] + ACTIVATIONS * 8 / self.rate[i][j] for j in indices]
@@ -112,7 +121,11 @@ class Matrix:
         ]
 
     def data(self, stage: Sequence[int]) -> float:
-        """Seconds of a data-parallel group; stage: the places of its GPUs, ascending."""
+        """Return the seconds of the gradient reduction in a data-parallel group.
+
+        Args:
+            stage: Places of the group's GPUs, ascending.
+        """
         if stage not in self._memo:
             seconds = {
                 (u, v): 2 * (self.delay_s[u][v] + GRADIENTS * 8 / (self.rate[u][v] * len(stage)))
@@ -125,23 +138,30 @@ class Matrix:
         return self._memo[stage]
 
     def stage_link(self, left: Sequence[int], right: Sequence[int]) -> float:
-        """Seconds of the worst link of the matching of two stages whose worst link is the best."""
+        """Return the seconds of the slowest link between two stages in the best pairing of their GPUs.
+
+        Args:
+            left, right: Places of the GPUs of each stage.
+        """
         if (left, right) not in self._memo:
             values = sorted({self.pair[u][v] for u in left for v in right})
-            low, high = 0, len(values) - 1
+            low = 0
+            high = len(values) - 1
             while low < high:
                 middle = (low + high) // 2
-                low, high = (
-                    (low, middle)
-                    if self._match(left, right, values[middle])
-                    else (middle + 1, high)
-                )
+                if self._match(left, right, values[middle]):
+                    high = middle
+                else:
+                    low = middle + 1
             self._memo[left, right] = self._memo[right, left] = values[low]
         return self._memo[left, right]
 
     def _match(self, left: Sequence[int], right: Sequence[int], most: float) -> bool:
-        """Whether all can be paired with links of at most so many seconds (augmenting paths)."""
-        held = [-1] * len(right)
+        """Return whether the GPUs of two stages can be paired with links of at most `most` seconds.
+
+        The function searches a bipartite matching by augmenting paths.
+        """
+        held = [-1] * len(right)  # GPU of `right` -> its partner in `left`, or -1
 
         def augment(u: int, seen: set[int]) -> bool:
             for v in range(len(right)):
@@ -155,17 +175,22 @@ class Matrix:
         return all(augment(u, set()) for u in range(len(left)))
 
     def cost(self, stages: Stages) -> float:
+        """Return DT-FM's objective: the slowest data-parallel group, plus twice the path of the pipeline."""
         return max(map(self.data, stages)) + 2 * sum(map(self.stage_link, stages, stages[1:]))
 
     def least(self) -> float:
-        """That no placement beats. For every limit c of a stage link: where the GPUs of a stage are
-        counted by the
-        connected components of links within c, a stage link within c joins stages of equal counts. So
-        with k stage links
-        beyond c one of k + 1 runs has m >= stages / (k + 1) equal counts, of at most a part 1 / m of each
-        component: the least group of such a stage is a bound for D, the slowest group. Each D allows so many
-        k for every c, and the path is the sum over all limits of what lies above them. No group of places
-        without any link within c joins such a stage link."""
+        """Return a lower bound on the cost of every placement, in seconds.
+
+        For each limit c of a stage link, consider the connected components of the places whose links take
+        at most c. A stage link within c joins two stages that have equally many GPUs in each component.
+        If k stage links exceed c, at least m >= stages / (k + 1) consecutive stages have equal counts,
+        and therefore at most 1/m of each component. The fastest data-parallel group of such a stage is a
+        lower bound for the slowest group D.
+
+        In reverse, each value of D allows only some k for each limit. The path is at least the sum, over
+        all limits, of the stage links that exceed them. The result is the minimum over all D. A place
+        without any link within c cannot be in a stage at such a stage link.
+        """
         size = sum(self.units) // STAGES
         indices = range(len(self.units))
         kinds = [
@@ -191,8 +216,16 @@ class Matrix:
     def _stage_links_beyond(
         self, limit: float, kinds: list[Sequence[int]], seconds: dict
     ) -> list[tuple[float, int]]:
-        """(slowest group at least, stage links that take more than `limit`) of every possible number
-        of them."""
+        """Return what numbers of stage links beyond a limit are possible, and their slowest groups.
+
+        Args:
+            limit: In seconds.
+            kinds: All combinations of places that a stage can have.
+            seconds: Combination -> seconds of its data-parallel group.
+
+        Returns:
+            Pairs (lower bound for the slowest group in seconds, number of stage links that exceed the limit).
+        """
         indices = range(len(self.units))
         component = list(indices)
         for u in indices:
@@ -230,7 +263,7 @@ class Matrix:
 
 
 def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
-    """What the search by simulated time finds for 8 stages of 8, and its seconds."""
+    """Return what `holmes plan` finds for 8 stages of 8 GPUs, and the CPU seconds of the search."""
     begin = sum(os.times()[:4])  # and of the processes that it starts
     limits = Limits(
         {"pipeline": (STAGES,), "data": (DATA,), "virtual": (1,), "micro_batch": (1,), "zero": (0,)}
@@ -242,7 +275,7 @@ def planned(site: Site, links: Links) -> tuple[SearchResult, float]:
 
 
 def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
-    """Numbers of the GPUs of each stage, in the order of cluster.toml."""
+    """Return the numbers of the GPUs of each stage, in the order of cluster.toml."""
     site, sizes = result.network.site, candidate.placement.sizes
     place = {node.name: at for at, node in enumerate(site.nodes)}
     nodes, stages = result.network.nodes(candidate.placement), [[] for _ in range(STAGES)]
@@ -253,7 +286,11 @@ def gpus(result: SearchResult, candidate: Candidate) -> list[list[int]]:
 
 
 def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> float:
-    """The step with these GPUs in the stages, those of neighbouring stages matched; nodes of one GPU."""
+    """Return the simulated step time of a placement, in seconds. Nodes have one GPU.
+
+    Args:
+        groups: GPUs of each stage. The GPUs of neighbouring stages are paired by the fastest links.
+    """
     network, best = result.network, result.best
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     columns = [list(groups[0])]
@@ -269,7 +306,7 @@ def simulated(result: SearchResult, groups: list[list[int]], matrix: Matrix) -> 
 
 
 def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
-    """What DT-FM's search found, in a process of its own unless it was kept."""
+    """Return what DT-FM's search finds, from an earlier run if there is one."""
     kept = folder / f"theirs_{case}_{seed}.json"
     if not kept.exists() or not kept.read_text():
         command = [sys.executable, THEIRS, folder, case, seed, trials]
@@ -282,7 +319,7 @@ def theirs(folder: Path, case: int, seed: int, trials: int) -> dict:
 
 
 def check(folder: Path, case: int, groups: list[list[int]]) -> float:
-    """The cost of these groups, as DT-FM's own code reckons it."""
+    """Return the cost of a placement by DT-FM's own code, in seconds."""
     command = [sys.executable, THEIRS, folder, str(case), "check"]
     run = subprocess.run(
         list(map(str, command)),
@@ -295,16 +332,25 @@ def check(folder: Path, case: int, groups: list[list[int]]) -> float:
 
 
 def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> list[Row]:
+    """Compare the search of holmes with DT-FM's on one case, and return the rows of results.
+
+    Args:
+        folder: DT-FM's code; None: only holmes is measured.
+        seeds: Seeds of DT-FM's search.
+        trials: Trials of DT-FM's search.
+    """
     spec = load_spec(examples() / "clusters" / f"{name}.toml")
-    site, links, case = site_from_spec(spec), Links.of_spec(spec), CASES[name]
+    site = site_from_spec(spec)
+    links = Links.of_spec(spec)
+    case = CASES[name]
     matrix = Matrix.of(site, spec.clusters[0].accelerator.link_bps if site.processes > 1 else 0.0)
     begin = time.process_time()
     stages, cost = spread(matrix.units, STAGES, matrix.cost, TRIES)
     seconds = time.process_time() - begin
-    least, dtfm = (
-        matrix.least(),
-        [theirs(folder, case, seed, trials) for seed in seeds] if folder else [],
-    )
+    least = matrix.least()
+    dtfm = []
+    if folder:
+        dtfm = [theirs(folder, case, seed, trials) for seed in seeds]
     place = [index for index, count in enumerate(matrix.units) for _ in range(count)]
     free = {
         index: [gpu for gpu, gpu_place in enumerate(place) if gpu_place == index]
@@ -319,7 +365,8 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
     limit = ""
     if dtfm:
         assert abs(check(folder, case, ours) / cost - 1) < 1e-9, "the same objective"
-        costs, times = [run["cost"] for run in dtfm], [run["cpu_seconds"] for run in dtfm]
+        costs = [run["cost"] for run in dtfm]
+        times = [run["cpu_seconds"] for run in dtfm]
         row("DT-FM's objective: DT-FM", costs, "s")
         row("seconds: DT-FM", times, "s")
         row("trials: DT-FM (its own number is 4900)", [run["trials"] for run in dtfm], "")

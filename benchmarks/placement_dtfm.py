@@ -1,12 +1,13 @@
-"""DT-FM's own search (github.com/DS3Lab/DT-FM, MIT) for one of its cases, as it is: a process of its own that
-imports its scheduler.py from where it was fetched. Prints one line of JSON.
+"""Runs the search of DT-FM (github.com/DS3Lab/DT-FM, MIT) for one of its cases, and prints a line of JSON.
 
     python benchmarks/placement_dtfm.py FOLDER CASE SEED [TRIALS]
 
-FOLDER has scheduler.py and config.py of its scheduler/heuristic_evolutionary_solver. CASE: 0 to 4 of its
-config.py. Its own seeds have no effect (`np.random.seed = ...` names a function), so they are set here. With
-`check` in place of SEED, groups come on stdin (one list of 8 lists of GPUs) and their cost by its objective
-is printed.
+This is a process of its own, which imports DT-FM's scheduler.py unchanged. FOLDER has scheduler.py and
+config.py of its scheduler/heuristic_evolutionary_solver. CASE is 0 to 4, as in its config.py. DT-FM's own
+seeds have no effect (`np.random.seed = ...` replaces a function), so they are set here.
+
+With `check` in place of SEED, groups are read from stdin (a list of 8 lists of GPUs), and their cost by
+DT-FM's objective is printed.
 """
 
 from __future__ import annotations

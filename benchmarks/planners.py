@@ -1,18 +1,24 @@
-"""The referee: every public planner on the same cases, each one's plan judged by the same simulation and the
-same lab.
+"""Compares `holmes plan` with other public planners, by the same simulation and the same lab.
 
     python benchmarks/planners.py --json FILE [--cases NAME,...] [--planners NAME,...] [--limit S]
                                   [--sailor DIR --dtfm DIR --python PYTHON] [--lab [--minutes M]]
                                   [--again] [--judge]
 
-24 cases (referee/cases.toml). Each planner gets a case in its own format and at most --limit seconds of
-CPU; its first plan that fits the memory is written as sizes, order of nodes and layers, and simulated; --lab
-runs that of the 12 small cases, too. "typed" is what a careful person types; random plans are a floor.
-Planners of Sailor's repository need --sailor, a clone, DT-FM's own search --dtfm, and both --python, an
-interpreter that has what they import. What FILE has is kept and not run again (--again: these planners, on
-these cases, are; --judge: plans that it has are judged again, after a change of the simulation), so that a
-run can be made in parts; --minutes: no run in the lab begins later. A planner that finds nothing in time on
-CUT of the lab's cases, or of the larger ones, is not asked about the others.
+There are 24 cases (referee/cases.toml). Each planner gets a case in its own format and at most --limit
+CPU seconds. Its first plan that fits the memory is written as sizes, order of nodes and layers, and
+simulated. With --lab, the plans of the 12 small cases also run in the lab. "typed" is the plan that a
+careful person would type, and random plans show what no planning achieves.
+
+Planners of Sailor's repository need a clone of it (--sailor), DT-FM's own search needs a clone (--dtfm),
+and both need an interpreter with what they import (--python).
+
+FILE keeps results, so that a run can be made in parts:
+
+    --again      runs these planners on these cases again
+    --judge      simulates all plans of FILE again, after a change of the simulation
+    --minutes    begins no run in the lab after this time
+
+A planner that finds nothing in time on CUT of the small or of the larger cases is not run on the others.
 """
 
 from __future__ import annotations
@@ -53,15 +59,23 @@ from holmes_ext.errors import HolmesError
 
 #: Random plans of a case.
 DICE = 10
-#: See the module.
+#: A planner that finds nothing in time on this number of cases is not run on the others.
 CUT = 3
 
 
 def plans_of(
     case: Case, planner: str, args
 ) -> tuple[list[tuple[Grid, judge.Verdict]], float, int, float]:
-    """(the plan that is judged, or all random ones; seconds of search; plans before it that do not fit or
-    start; gap). HolmesError: why there is none."""
+    """Return the plans that a planner finds for a case.
+
+    Returns:
+        The plan that is judged (or all random plans) with its verdict; the seconds of the search; the
+        number of better plans that do not fit the memory or do not start; and the optimality gap, or -1
+        if it is not known.
+
+    Raises:
+        HolmesError: The planner finds no plan that fits and starts.
+    """
     if planner == OURS:
         grid, seconds, gap = judge.holmes_plan(case, args.limit)
         return [(grid, judge.judged(case, grid))], seconds, 0, gap
@@ -88,8 +102,14 @@ def plans_of(
 def _fitting(
     grids: list[Grid], case: Case, every: bool = False
 ) -> list[tuple[Grid, judge.Verdict]]:
-    """The plans that fit, with their verdicts; HolmesError where none fits or, without `every`,
-    where one does not."""
+    """Return the plans that fit the memory, with their verdicts.
+
+    Args:
+        every: Whether plans that do not fit are left out. Otherwise, the first of them is an error.
+
+    Raises:
+        HolmesError: No plan fits, or one does not and `every` is false.
+    """
     fitting = []
     for grid in grids:
         verdict = judge.judged(case, grid)
@@ -103,6 +123,7 @@ def _fitting(
 
 
 def ask(table: Table, case: Case, planner: str, args) -> None:
+    """Let a planner plan a case, and add its plan to the table."""
     begin, notes = time.monotonic(), table.notes.setdefault(case.name, {})
     alike = [name for name, other in load_cases().items() if other.run == case.run]
     if table.late(alike, planner, args.limit) >= CUT:
@@ -111,14 +132,16 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
             NONE: f"not asked: {LATE} {args.limit:g} CPU s on {CUT} of the {where} cases",
             "limit": args.limit,
         }
-        return table.save()
+        table.save()
+        return
     try:
         plans, seconds, misfits, gap = plans_of(case, planner, args)
     except HolmesError as error:
         table.forget(case.name, planner)
         notes[planner] = {NONE: str(error), "limit": args.limit}
         tell(f"{case.name}: {planner}: no plan: {error}")
-        return table.save()
+        table.save()
+        return
     before = notes.get(planner, {})
     grid, verdict = sorted(plans, key=lambda plan: plan[1].step_s)[len(plans) // 2]
     note = {
@@ -147,7 +170,7 @@ def ask(table: Table, case: Case, planner: str, args) -> None:
 
 
 def judge_again(table: Table, case: Case) -> None:
-    """The plans that FILE has, and others by the dice."""
+    """Simulate all plans of the results file again, with new random plans."""
     for planner, note in table.notes.get(case.name, {}).items():
         if NONE not in note:
             steps = [judge.judged(case, judge.grid_of(note)).step_s]
@@ -159,8 +182,11 @@ def judge_again(table: Table, case: Case) -> None:
 
 
 def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]]:
-    """The plans of a case that a turn runs: of all cases ours first, then the best of the field, then what
-    one types, then the others."""
+    """Yield pairs (case, planners whose plans run now in the lab).
+
+    The plans run in four turns over all cases, so that the important ones run first if the time is short:
+    holmes, the best of the other planners, the plan that a person would type, and then all others.
+    """
     for turn in range(4):
         for case in cases:
             steps = {
@@ -176,7 +202,14 @@ def in_turns(table: Table, cases: list[Case]) -> Iterator[tuple[Case, list[str]]
 
 
 def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> None:
-    """The plans of these planners, none begun after `end`; those that found the same one share its run."""
+    """Run the plans of some planners in the lab, and add the measured steps to the table.
+
+    Planners with the same plan share its run.
+
+    Args:
+        named: The planners.
+        end: No run begins after this time (time.monotonic).
+    """
     notes = {
         name: note for name, note in table.notes.get(case.name, {}).items() if NONE not in note
     }

@@ -1,17 +1,21 @@
-"""Predicted against measured step times: planner/simulate/step.py against real engines on emulated clusters,
-and against the Holmes paper's bars.
+"""Compares predicted with measured step times, of real engines on emulated clusters and of the Holmes paper.
 
     python benchmarks/prediction.py --json FILE [--cases NAME,...|recorded|paper] [--store FILE] [--predict]
                                     [--within S]
 
-Nothing is tuned for a case. Once for all: `holmes probe` in the lab of each cluster file (what a user would
-run), the emulated accelerator's known seconds, and for each engine three numbers fitted to five runs of
-CALIBRATION, which are not among the cases: CPU seconds of a block's forward or backward, of a parameter and
-of a step, without a network to speak of. The lab's nodes share this machine's cores, so the simulation shares
-them too (Execution.cores), with the CPU seconds of a byte sent, which are measured for each fabric of each
-cluster file (hosts, by the machine's own counters while its nodes all-reduce and do nothing else). --store
-keeps what was measured: cases that are in it are not run again (--predict runs nothing, --within S begins
-nothing after S seconds), so that a long run can be made in parts.
+The simulator is planner/simulate/step.py. Nothing is fitted to a case. Its inputs are the same for all cases:
+
+- the networks, as `holmes probe` measures them in the lab of each cluster file
+- the seconds of the emulated accelerator
+- three CPU times for each engine: of a block's forward or backward pass, of a parameter and of a step.
+  They are fitted
+  to the five runs of CALIBRATION, which are not among the cases.
+- the CPU seconds of a byte that is sent, for each network of each cluster file (prediction_hosts.py)
+
+The nodes of the lab share the cores of this machine, and so do those of the simulation (Execution.cores).
+
+--store keeps measurements, so that a long run can be made in parts. With --predict nothing runs, and with
+--within S no measurement begins after S seconds.
 """
 
 from __future__ import annotations
@@ -51,21 +55,22 @@ from holmes_ext.planner.simulate.step import simulate
 from holmes_ext.samples import examples
 
 STORE = Path(__file__).parent / "results" / "prediction_measured.json"
-STEPS, SKIP = 11, 3
-CORES = 2
-ROUNDS = 5
+STEPS = 11
+SKIP = 3  # first steps, which are not measured
+CORES = 2  # of this machine
+ROUNDS = 5  # of the Gauss-Newton method
 TRAITS = {"deepspeed": DEEPSPEED, "megatron": MEGATRON, "plain": LOOP}
 
 
 @dataclass(frozen=True)
 class Case:
-    """way: stock (nodes in turn, all on Ethernet), holmes, or rdma (stock on one fast cluster: the
-    calibration, and what others recorded). overlap, hierarchical, zero, layers_of: as in Execution;
-    flags: what makes the engine do so."""
+    """Training job whose step time is predicted and measured."""
 
     name: str
-    engine: str
-    file: str
+    engine: str  # "deepspeed", "megatron", or "plain" for examples/plain_torch
+    file: str  # cluster file, without .toml
+    #: "stock": without holmes, nodes of both clusters in turn, all messages over Ethernet. "holmes": with
+    #: holmes. "rdma": without holmes on a single fast cluster, for the calibration.
     way: str
     stages: int = 2
     layers: int = 6
@@ -73,6 +78,7 @@ class Case:
     micro_batches: int = 4
     flops: float = 2.3e9
     virtual: int = 1
+    # The next four are as in Execution. `flags` makes the engine behave so.
     overlap: str = "off"
     hierarchical: bool = False
     zero: int = 0
@@ -81,6 +87,7 @@ class Case:
 
 
 def _cases() -> tuple[Case, ...]:
+    """Return the cases."""
     two, four, six, eight, slow, three = (
         "two_nodes",
         "two_clusters_4",
@@ -173,6 +180,7 @@ CASES = _cases()
 
 
 def _calibration() -> tuple[Case, ...]:
+    """Return the runs to which the CPU seconds of each engine are fitted."""
     cases = []
     for engine, stages in (("deepspeed", 2), ("megatron", 2), ("plain", 1)):
         base = Case(
@@ -207,22 +215,26 @@ CALIBRATION = _calibration()
 
 @dataclass
 class Measured:
-    """What is known so far: seconds of the steps by case; by cluster file links (TOML text) and fabric ->
-    CPU seconds of a byte sent."""
+    """Measurements that the store has so far."""
 
+    #: Case -> seconds of its steps.
     steps: dict[str, list[float]] = field(default_factory=dict)
+    #: Cluster file -> the same file with the networks as `holmes probe` measured them.
     probes: dict[str, str] = field(default_factory=dict)
+    #: Cluster file -> network -> CPU seconds of a byte that is sent.
     hosts: dict[str, dict[str, float]] = field(default_factory=dict)
 
     @classmethod
     def load(cls, path: Path) -> Measured:
+        """Return the measurements in a store, or none if the file does not exist."""
         return cls(**json.loads(path.read_text())) if path.exists() else cls()
 
     def knows(self, case: Case) -> bool:
-        """Whether its steps were measured, and its networks."""
+        """Return whether the steps and the networks of a case have been measured."""
         return case.name in self.steps and case.file in self.hosts
 
     def links(self, file: str) -> Links:
+        """Return the measured links of a cluster file, with the CPU seconds of a byte on each network."""
         if file not in self.hosts:  # which are measured after the probe
             return Links()
         links = Links.of_spec(parse_spec(self.probes[file]))
@@ -237,17 +249,19 @@ class Measured:
 
 
 def cluster_file(name: str) -> Path:
+    """Return the path of a cluster file, which is in benchmarks/ or in examples/clusters."""
     local = Path(__file__).parent / f"{name}.toml"
     return local if local.exists() else examples() / "clusters" / f"{name}.toml"
 
 
 def cluster_spec(case: Case) -> SiteSpec:
+    """Return the clusters of a case."""
     spec = load_spec(cluster_file(case.file))
     return all_rdma(spec).spec if case.way == "rdma" else spec
 
 
 def placed(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
-    """The site of the case's nodes, and the order in which their ranks are."""
+    """Return the site of a case, and the order of its nodes by rank."""
     launched = interleave(spec)
     site = site_from_spec(spec)
     if case.way != "holmes":
@@ -257,7 +271,7 @@ def placed(case: Case, spec: SiteSpec) -> tuple[Site, tuple[str, ...]]:
 
 
 def measure(case: Case) -> list[float]:
-    """Seconds of the measured steps."""
+    """Run a case in the lab, and return the seconds of its measured steps."""
     file = cluster_file(case.file)
     spec = load_spec(file)
     script = {
@@ -307,7 +321,7 @@ def measure(case: Case) -> list[float]:
 
 
 def probe(spec: SiteSpec, file: Path) -> str:
-    """cluster.toml with the curves that `holmes probe` measured in its lab."""
+    """Run `holmes probe` in a lab, and return the cluster.toml with the measured networks."""
     with tempfile.TemporaryDirectory() as directory, tuned(spec) as lab:
         copy = Path(directory, "cluster.toml")
         copy.write_text(file.read_text())
@@ -333,8 +347,12 @@ def probe(spec: SiteSpec, file: Path) -> str:
 
 
 def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> float:
-    """Seconds of a step. overhead: CPU seconds of a block's forward or backward, of a parameter, of a
-    step."""
+    """Return the predicted seconds of a step.
+
+    Args:
+        links: The measured links.
+        overhead: CPU seconds of a block's forward or backward pass, of a parameter, and of a step.
+    """
     spec = cluster_spec(case)
     site, order = placed(case, spec)
     sizes = Sizes(pipeline=case.stages).complete(site.world_size)
@@ -378,7 +396,7 @@ def predict(case: Case, links: Links, overhead: tuple[float, float, float]) -> f
 
 
 def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
-    """An engine's CPU seconds, from its calibration runs."""
+    """Return the three CPU seconds of an engine, fitted to its calibration runs (see overheads)."""
     cases = [case for case in CALIBRATION if case.engine == engine]
     return overheads(
         cases,
@@ -390,9 +408,14 @@ def calibrate(engine: str, measured: Measured) -> tuple[float, float, float]:
 def overheads(
     cases: Sequence[Case], seconds: Sequence[float], links: Links = Links()
 ) -> tuple[float, float, float]:
-    """The three CPU seconds (of a block's forward or backward, a parameter, a step) that explain these steps
-    best (least squares of relative errors), none below 0. Gauss and Newton's method: who waits for a core
-    depends on them.
+    """Return the CPU seconds of the software with which predicted steps are closest to measured ones.
+
+    They are three numbers, none below 0: for a block's forward or backward pass, for a parameter, and for
+    a step. The sum of the squared relative errors is minimized by the Gauss-Newton method, because a
+    prediction is not linear in them: which process waits for a core depends on them.
+
+    Args:
+        seconds: Measured step of each case.
     """
     from scipy.optimize import nnls
 
@@ -429,8 +452,11 @@ def overheads(
 def measure_missing(
     cases: Sequence[Case], measured: Measured, store: Path, until: float = inf, runs: int = 1
 ) -> None:
-    """Measure what is not in the store, `runs` runs of each case, in turns; begin nothing after `until`
-    (time.monotonic)."""
+    """Measure what the store does not have, each case `runs` times, in turns.
+
+    Args:
+        until: No measurement begins after this time (time.monotonic).
+    """
     for run, case in itertools.product(range(1, runs + 1), cases):
         if time.monotonic() > until:
             tell(f"no time left for {case.name} and those after it: run again")
@@ -451,6 +477,7 @@ def measure_missing(
 
 
 def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
+    """Return rows with measured and predicted steps, and the errors of the predictions."""
     rows, errors = [], []
     known = {engine: calibrate(engine, measured) for engine in {case.engine for case in cases}}
     for engine, (of_block, of_parameter, of_step) in sorted(known.items()):

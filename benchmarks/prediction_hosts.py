@@ -1,10 +1,13 @@
-"""What a byte on a network, and a message of a hierarchical sum, cost this machine's cores, which are
-all hosts of a lab: numbers for prediction.py's and stacks.py's simulations.
+"""Measures the CPU time of network bytes and messages on this machine, for simulations of steps in the lab.
 
-The nodes all-reduce and do nothing else, all clusters at the same time and then all nodes over Ethernet,
-while /proc/stat counts the seconds in which a core was not idle: those of sockets, checksums, shaping, the
-switch and gloo's additions. (A byte costs less when many are on their way.) The least of several measurements
-counts: whatever else the machine does only adds.
+All hosts of a lab share the cores of this machine. The simulations of prediction.py and stacks.py
+therefore need the CPU seconds of a byte on each network, and of a message of a hierarchical all-reduce.
+
+The nodes of a lab run all-reduces and nothing else: first all clusters at the same time, then all nodes
+over Ethernet. Meanwhile /proc/stat counts the seconds in which a core is not idle: for sockets,
+checksums, the limited rates, the switch and gloo's additions. A byte costs less if many are sent at the
+same time. Of several measurements the smallest counts, because other programs on this machine only add to
+it.
 """
 
 from __future__ import annotations
@@ -22,14 +25,18 @@ from holmes_lab.compare import tuned
 
 from holmes_ext.cluster.spec import SiteSpec
 
-SIZE, SECONDS, REPETITIONS = 4 * 2**20, 0.8, 7
-#: Operations that are counted together (a fifth of so many where they are large).
+SIZE = 4 * 2**20  # bytes of an all-reduce
+SECONDS = 0.8  # of a measurement
+REPETITIONS = 7
+#: Operations of a measurement; of large operations, a fifth of this number.
 SUMS = 100
 
 
 def measure_hosts(spec: SiteSpec) -> dict[str, float]:
-    """Fabric -> CPU seconds of this machine for a byte that a node of its lab sends on it: one number for the
-    clusters' fabrics, one for Ethernet."""
+    """Return the CPU seconds of this machine for a byte that a node of a lab sends, by network.
+
+    All networks inside clusters have the same number, and Ethernet has another.
+    """
     order = list(interleave(spec))  # over Ethernet every byte goes from cluster to cluster
     fast = {
         cluster.name: [f"{cluster.kind}0", list(map(order.index, cluster.nodes)), cluster.rate_bps]
@@ -45,8 +52,10 @@ def measure_hosts(spec: SiteSpec) -> dict[str, float]:
 
 
 def measure_software(spec: SiteSpec) -> dict[str, float]:
-    """What plan/cost/links.py's Links call host_message_s (of two clusters or more), host_gather and
-    host_scatter."""
+    """Return the CPU seconds of messages and collectives, as fields of Links (plan/cost/links.py).
+
+    The fields are host_message_s (with two clusters or more), host_gather and host_scatter.
+    """
     order = list(interleave(spec))
     clusters = [
         [f"{cluster.kind}0", list(map(order.index, cluster.nodes))] for cluster in spec.clusters
@@ -55,12 +64,12 @@ def measure_software(spec: SiteSpec) -> dict[str, float]:
 
 
 def measure_optimizer(spec: SiteSpec) -> float:
-    """CPU seconds of a parameter in a step of torch's AdamW, and in its gradient's norm, while all ranks make
-    one."""
+    """Return the CPU seconds for a parameter of a step of torch's AdamW, and of its gradient's norm."""
     return _in_lab(spec, list(interleave(spec)), ["optimizer", "[]"])
 
 
 def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
+    """Run this program on all nodes of a lab, and return the result of rank 0."""
     with tuned(spec) as lab:
         result = lab.run(
             [sys.executable, __file__, *arguments], order=order, preload=("torch",), timeout=120
@@ -73,7 +82,7 @@ def _in_lab(spec: SiteSpec, order: list[str], arguments: list[str]):
 
 
 def rank_main(what: str, argument: list) -> None:
-    """One rank of measure_hosts, measure_software or measure_optimizer; rank 0 prints the result."""
+    """Measure as one rank, and print the result on rank 0."""
     import torch
     import torch.distributed as dist
 
@@ -88,7 +97,11 @@ def rank_main(what: str, argument: list) -> None:
 
 
 def of_software(clusters: list) -> dict[str, float]:
-    """See measure_software; clusters: [NIC, ranks]."""
+    """Return the result of measure_software() on one rank.
+
+    Args:
+        clusters: Pairs [NIC, ranks].
+    """
     import torch
     import torch.distributed as dist
 
@@ -120,7 +133,7 @@ def of_software(clusters: list) -> dict[str, float]:
 
 
 def of_optimizer(_: list) -> float:
-    """See measure_optimizer."""
+    """Return the result of measure_optimizer() on one rank."""
     import torch
     import torch.distributed as dist
 
@@ -135,8 +148,13 @@ def of_optimizer(_: list) -> float:
 
 
 def cpu_s(run: Callable[[], object], times: int) -> float:
-    """CPU seconds of this machine for so many runs of this rank's and all others'; the first time does not
-    count."""
+    """Return the CPU seconds of this machine for runs of a function on all ranks at the same time.
+
+    The first measurement does not count. Of the others the smallest is returned.
+
+    Args:
+        times: Runs of the function in a measurement.
+    """
     import torch.distributed as dist
 
     costs = []
@@ -151,8 +169,11 @@ def cpu_s(run: Callable[[], object], times: int) -> float:
 
 
 def of_bytes(phases: list[dict]) -> dict[str, float]:
-    """Fabric -> CPU seconds of a byte: in each phase a rank all-reduces again and again in its group, if it
-    has one."""
+    """Return the CPU seconds of a byte by network, measured by all-reduces.
+
+    Args:
+        phases: Groups that run at the same time: network -> [NIC, ranks, rate in bits/s].
+    """
     import torch
     import torch.distributed as dist
 
@@ -173,10 +194,12 @@ def of_bytes(phases: list[dict]) -> dict[str, float]:
 
 
 def busy_seconds() -> float:
-    """CPU seconds that this machine's cores have not been idle since it started, interrupts included,
-    programs of a lower priority (nice) not: a lab has none."""
+    """Return the seconds in which this machine's cores were not idle since it started.
+
+    Interrupts count. Programs of a lower priority (nice) do not, and a lab has none.
+    """
     cpu = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
-    user, _, system, _, _, irq, softirq, *_ = map(int, cpu)
+    user, _nice, system, _idle, _iowait, irq, softirq, *_ = map(int, cpu)
     return (user + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 

@@ -1,14 +1,15 @@
-"""Predicted against measured step times where the network between clusters is not flat: latencies of 2 to 80
-ms, unequal links, shared uplinks.
+"""Compares predicted with measured steps on clusters with latencies, unequal links and shared uplinks.
 
     python benchmarks/prediction_links.py --json FILE [--cases NAME,...] [--store FILE] [--predict]
                                           [--within S] [--runs N]
 
-Everything as in prediction.py, with the same calibration runs: nothing is tuned for these cases. They have a
-store of their own, because CPU seconds are one machine's. Each cluster file is probed once in its lab; the
-links between clusters are taken as measured there. Nodes' TCP is tuned for long links
-(lab/holmes_lab/network/crossing.py): else a connection that was idle begins anew with a small window, and a
-message of 18 KiB takes 37 ms over a link of 20.
+Links between the clusters have 2 to 80 ms. Everything else is as in prediction.py, with the same
+calibration runs: nothing is fitted to these cases. They have a store of their own, because CPU seconds
+belong to a machine. Each cluster file is probed once in its lab, and the predictions use the measured
+links.
+
+TCP of the nodes is tuned for long links (lab/holmes_lab/network/crossing.py). Otherwise a connection that
+was idle begins with a small window again, and a message of 18 KiB takes 37 ms over a link of 20 ms.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The Holmes paper's hybrid setting, predicted: GPT 7.5B on 4 RoCE + 4 InfiniBand nodes of 8 A100s, 25 Gb/s
-Ethernet between (arXiv 2312.03549).
+"""Predicts the hybrid setting of the Holmes paper (arXiv 2312.03549), and compares it with the paper's bars.
 
-What the paper does not say, and what is assumed of each framework instead (nothing here was fitted to the
-bars):
+GPT 7.5B trains on 4 RoCE and 4 InfiniBand nodes of 8 A100s, with Ethernet of 25 Gb/s between the clusters.
+
+These assumptions replace what the paper does not say. Nothing is fitted to the bars:
 
     all                 tensor 1, pipeline 2, data 32, micro-batch 4, global batch 1536;
                         examples/models/gpt_7.5b.toml and examples/clusters/paper_4_roce_4_ib.toml as they
@@ -55,7 +55,7 @@ WITHIN = 0.15
 
 
 def steps(site: Site, model: Model) -> dict[str, float]:
-    """Seconds of a step of every framework and of holmes."""
+    """Return the predicted seconds of a step, for every framework and for holmes."""
     order = [node.name for node in site.nodes]
     sizes = Sizes(pipeline=2)
     seconds = {

@@ -1,8 +1,7 @@
-"""Predictions for what benchmarks/two_clusters.py and megatron_two_clusters.py measured before: no machine
-time, other launches, another day.
+"""Predicts steps that benchmarks/two_clusters.py and megatron_two_clusters.py have measured earlier.
 
-Calibrated with the homogeneous ("all-RDMA") runs of those files alone, which are not predicted; nominal
-rates, no probe.
+Nothing is measured here. The calibration uses only the homogeneous ("all-RDMA") runs of those results,
+which are not predicted. Rates are nominal, without a probe.
 """
 
 from __future__ import annotations
@@ -20,20 +19,22 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True)
 class Recorded:
-    """case: name of a prediction.Scene, whose way and overlap are replaced by these; file, recorded_case,
-    metric: where the result is."""
+    """Measured step in an earlier results file, and the case that predicts it."""
 
-    case: str
+    case: str  # name of a Case of prediction.py; `way` and `overlap` replace its values
     way: str
     overlap: str
-    file: str
-    recorded_case: str
-    metric: str
+    file: str  # results file
+    recorded_case: str  # name of the case in the file
+    metric: str  # name of the metric in the file
 
 
 def _recorded() -> tuple[Recorded, ...]:
-    """Holmes overlaps only the reductions that would be waited for, the simulation all of them: both take as
-    long."""
+    """Return the measured steps.
+
+    holmes overlaps only those reductions that a rank would wait for, and the simulation overlaps all.
+    Both take equally long.
+    """
     results = []
     for case, recorded in (
         ("4+4", "4+4"),
@@ -79,7 +80,11 @@ RECORDED = _recorded()
 
 
 def recorded_rows(prediction: Any) -> list[Row]:
-    """prediction: that module (it imports this one)."""
+    """Return rows with the predicted and the recorded steps.
+
+    Args:
+        prediction: The module prediction, which imports this one.
+    """
     from dataclasses import replace
 
     from holmes_ext.plan.cost.links import Links

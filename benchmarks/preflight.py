@@ -1,15 +1,19 @@
-"""What starting safely costs: the preflight of 64 ranks in emulated clusters, and a healthy step with all of
-it on.
+"""Measures what a safe start costs: the preflight of 64 ranks, and the checks that run beside training.
 
     python benchmarks/preflight.py --json FILE
 
-"64 ranks": 8 nodes x 8 processes, and 64 nodes x 1, two clusters, pipeline 2 x tensor 4 x data 8; every rank
-is a process in its node's namespaces. Seconds from the plan's verdict until all ranks have the preflight's,
-the slowest rank of each run; and the whole start with and without, in turn. "step": the 2+2 case of
-two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one launch; blocks of steps with
-everything that runs beside the training (NIC watch, telemetry, watchdog) on, off, and off again (the noise),
-the order rotating; medians of the blocks' medians, spread of the comparisons: their quartiles. "watch": CPU
-seconds of one look at the NICs, of which there is one each second.
+The cases:
+
+    64 ranks    8 nodes x 8 processes, and 64 nodes x 1, in two emulated clusters, with pipeline 2 x tensor
+                4 x data 8. Every rank is a process in its node's namespaces. The time runs from the plan
+                until all ranks know the result of the preflight, for the slowest rank of each run. The
+                whole start is measured with and without the preflight in turn.
+    step        The case 2+2 of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator) in one
+                launch. In blocks of steps, everything that runs beside the training (watch over the NICs,
+                telemetry, watchdog) is on, off, and off again, in changing order. The difference of the two
+                without it is the noise. The result is the median of the blocks' medians, and the spread is
+                their quartiles.
+    watch       CPU seconds of one look at the NICs, which happens every second
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ ORDERS = [("on", "off", "off again"), ("off again", "on", "off"), ("off", "off a
 
 
 def rank_main(cluster: str, flag: str) -> None:
-    """One rank in the lab: start holmes, print seconds of the preflight and of the whole start."""
+    """Start holmes as one rank, and print the seconds of the preflight and of the whole start."""
     from holmes_ext.options import Options
     from holmes_ext.plan import maker
     from holmes_ext.plan.maker import PlanRequest
@@ -105,8 +109,7 @@ def _row(case: str, metric: str, values: list[float], unit: str, target: str = "
 
 
 class Everything:
-    """What runs beside the training: the watch over the NICs, telemetry, the watchdog. (Agreement and
-    preflight are over by then.)"""
+    """The checks of holmes that run beside training: watch over the NICs, telemetry and watchdog."""
 
     def __init__(self):
         from holmes_ext.runtime.measure import telemetry
@@ -117,7 +120,7 @@ class Everything:
         self.on = True
 
     def switch(self, on: bool) -> None:
-        """Between two steps."""
+        """Switch the checks on or off, between two steps."""
         from holmes_ext.runtime.measure import telemetry
         from holmes_ext.runtime.watch import start_stop
 
@@ -137,8 +140,7 @@ class Everything:
 
 
 def healthy_main(out: str, *command: str) -> None:
-    """One rank of the case "step": examples/deepspeed_pipeline, blocks of steps with everything on, off and
-    off again, in turn."""
+    """Run one rank of the case "step": blocks of steps with the checks on, off, and off again."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("LOCAL_SIZE", os.environ["LOCAL_WORLD_SIZE"])
     import runpy

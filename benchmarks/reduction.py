@@ -70,16 +70,19 @@ GATHER_MICRO_BATCHES = {"gather": 2, "gather 6": 6}
 
 @contextmanager
 def slower(case: str) -> Iterator[tuple[Path, SiteSpec]]:
-    """The sample cluster's file with the rates of a case."""
+    """Write the sample cluster's file with the rates of a case, and yield its path and its content."""
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "clusters.toml")
-        less = lambda rate: f'rate = "{float(rate[1]) / SLOWER[case]:g}'  # noqa: E731
-        file.write_text(re.sub(r'rate = "([0-9.]+)', less, CLUSTERS.read_text()))
+
+        def slower_rate(match: re.Match[str]) -> str:
+            return f'rate = "{float(match[1]) / SLOWER[case]:g}'
+
+        file.write_text(re.sub(r'rate = "([0-9.]+)', slower_rate, CLUSTERS.read_text()))
         yield file, load_spec(file)
 
 
 def overlap(repetitions: int) -> list[Row]:
-    """Exposed seconds of the reduction inside cluster a, whose last backward is longer than the reduction."""
+    """Measure the exposed seconds of a reduction that fits under the last backward pass."""
     rows, exposed, reductions = [], {}, {}
     with slower("overlap") as (_, spec), Lab(spec, realtime=True) as lab:
         nodes = spec.clusters[0].nodes
@@ -103,7 +106,7 @@ def overlap(repetitions: int) -> list[Row]:
 
 
 def step(repetitions: int) -> list[Row]:
-    """A step of a data-parallel job over both clusters, overlapped, flat and in hierarchical."""
+    """Compare a flat ring with a hierarchical all-reduce in a data-parallel job over both clusters."""
     seconds: dict[str, list[float]] = {}
     losses: dict[str, list[float]] = {}
     exposed: dict[str, list[float]] = {}
@@ -144,7 +147,7 @@ def step(repetitions: int) -> list[Row]:
 
 
 def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[str, Any]]:
-    """The log of a run of examples/plain_torch, its first steps left out."""
+    """Run examples/plain_torch, and return the lines of its log without the first steps."""
     steps, skip = 10, 3
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "log.jsonl")
@@ -171,7 +174,7 @@ def _plain(lab: Lab, nodes: Any, flags: list[str], flops: float) -> list[dict[st
 
 
 def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
-    """DeepSpeed's pipeline engine on both clusters."""
+    """Measure DeepSpeed's pipeline engine on both clusters, without and with holmes."""
     with slower("pipeline") as (file, spec):
         return _pipeline(case, file, spec, repetitions)
 
@@ -229,8 +232,10 @@ def _ratio(case: str, series: dict[str, Series], over: str, under: str, target: 
 
 
 def gather(repetitions: int, case: str = "gather") -> list[Row]:
-    """megatron-core's distributed optimizer with --holmes-overlap on: updated weights that are waited for, or
-    travel under the next forward pass."""
+    """Compare gathering updated weights after the step and during the next forward pass.
+
+    The job uses the distributed optimizer of megatron-core, with --holmes-overlap on.
+    """
     with slower("gather") as (file, spec):
         flags = (
             "--holmes",
@@ -280,7 +285,10 @@ def gather(repetitions: int, case: str = "gather") -> list[Row]:
 
 
 def ring(repetitions: int) -> list[Row]:
-    """An all-reduce of 10 MiB over 4 + 4 nodes whose link has 1/8 of the fabric's rate."""
+    """Compare a flat ring with a hierarchical all-reduce of 10 MiB over 4 + 4 nodes.
+
+    The link between the clusters has an eighth of the rate inside them.
+    """
     spec: SiteSpec = load_spec(CLUSTERS)
     order = [node for cluster in spec.clusters for node in cluster.nodes]
     with Lab(spec, realtime=True) as lab:
@@ -310,7 +318,7 @@ def ring(repetitions: int) -> list[Row]:
 
 
 def owners(repetitions: int) -> list[Row]:
-    """10 MiB whose parts one rank each keeps."""
+    """Compare an all-reduce of 10 MiB with chains that send each part to the rank that needs it."""
     spec: SiteSpec = load_spec(CLUSTERS)
     rows = []
     with Lab(spec, realtime=True) as lab:
@@ -339,8 +347,15 @@ def _sums(
     counted: Sequence[str],
     repetitions: int,
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Of each way to sum 10 MiB, in turn: seconds, and what the nodes `counted` sent over Ethernet, in
-    gradients."""
+    """Run each way to sum 10 MiB in turn.
+
+    Args:
+        names: The ways.
+        counted: Nodes whose Ethernet bytes are counted.
+
+    Returns:
+        By way, the seconds and the sent bytes in units of the gradients.
+    """
     times = 4
     seconds: dict[str, list[float]] = {name: [] for name in names}
     sent: dict[str, list[float]] = {name: [] for name in names}
@@ -359,7 +374,7 @@ def _sums(
 
 
 def ring_rank(name: str, clusters: list[list[int]], times: int) -> None:
-    """One rank of case `ring` or `owners`; rank 0 prints the median seconds."""
+    """Run one rank of the case "ring" or "owners", and print the median seconds on rank 0."""
     import torch.distributed as dist
 
     from holmes_ext.runtime.reduce.hierarchical import HierarchicalAllReduce

@@ -1,15 +1,19 @@
-"""Schedules for latency: 1F1B with as many micro-batches in flight as hide the stage links, against
-the passes that
-`--holmes-schedule auto` lists, at the same memory: reckoned; and one cell run in the lab (schedules_lab.py).
+"""Compares pipeline schedules over slow links: 1F1B with more micro-batches in flight, and listed passes.
 
     python benchmarks/schedules.py --json FILE [--cases "40 ms; 16 micro-batches",...]
 
-4 stages over 2 clusters, 20 to 80 ms between these, 8 to 32 micro-batches; a forward takes 20 ms, a backward
-twice as much, half of it the weights' gradient, which may wait. "each stage's": no stage holds more
-micro-batches than 1F1B does on it; "the fullest": each as many as 1F1B's fullest stage. NCCL: each
-stage link's
-messages have one order (runtime/groups/receive_order.py), with gloo no message waits for its receiver. The
-bound is of every schedule (planner/schedule/least.py).
+1F1B has as many micro-batches in flight as hide the stage links. `--holmes-schedule auto` lists all
+passes, and needs the same memory. Steps are simulated. One case also runs in the lab (schedules_lab.py).
+
+The job has 4 stages over 2 clusters with 20 to 80 ms between them, and 8 to 32 micro-batches. A forward
+pass takes 20 ms. A backward pass takes twice as long, and half of it is the gradient of the weights,
+which may be delayed. The limits of the memory are:
+
+    each stage's    A stage has no more micro-batches in flight than in 1F1B.
+    the fullest     Each stage may have as many micro-batches in flight as the fullest stage of 1F1B.
+
+With NCCL the messages of a stage link have a fixed order (runtime/groups/receive_order.py). With gloo no
+message waits for its receiver. The lower bound holds for every schedule (planner/schedule/least.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""The cell that the issue asks for, run: 4 stages over 2 clusters 40 ms apart, 16 micro-batches, in the lab:
-an emulated accelerator whose forward passes take 40 ms and backward passes 80, and the head what the plan
-says.
+"""Runs pipeline schedules in the lab: 4 stages over 2 clusters 40 ms apart, with 16 micro-batches.
 
-Each engine runs the same samples stock, with holmes' 1F1B (of DeepSpeed's engine as many micro-batches in
-flight as hide the stage links; torch.distributed.pipelining has no more than 1F1B), and with the passes that
-`--holmes-schedule auto` lists, no stage holding more micro-batches than the fullest of 1F1B in flight.
+On the emulated accelerator a forward pass takes 40 ms and a backward pass 80 ms. The output layer takes
+the time that the plan assumes. Each engine trains on the same samples with three schedules:
+
+    stock             the engine's own schedule
+    1F1B in flight    the 1F1B schedule of holmes. DeepSpeed's engine has as many micro-batches in flight as
+                      hide the stage links, torch.distributed.pipelining has as many as in 1F1B.
+    listed passes     the passes of `--holmes-schedule auto`. No stage has more micro-batches in flight than
+                      the fullest stage of 1F1B.
 """
 
 from __future__ import annotations
@@ -41,24 +44,31 @@ cluster = [
 ]
 between = [{clusters = ["a", "b"], rate = "1Gb/s", latency = "40ms"}]
 """
-STAGES, LAYERS, MICRO_BATCHES, FORWARD_S = 4, 8, 16, 0.04
-STEPS, SKIP, REPETITIONS = 10, 3, 2
-STOCK, IN_FLIGHT, LISTED = "stock", "1F1B in flight", "listed passes"
+STAGES = 4
+LAYERS = 8
+MICRO_BATCHES = 16
+FORWARD_S = 0.04  # seconds of a forward pass of a stage
+STEPS = 10
+SKIP = 3  # first steps, which are not measured
+REPETITIONS = 2
+#: Names of the schedules.
+STOCK = "stock"
+IN_FLIGHT = "1F1B in flight"
+LISTED = "listed passes"
 
 
 @dataclass(frozen=True)
 class Engine:
-    """plain: the head's class; flags: of the script of examples/folder, besides the model's and the
-    schedule's."""
+    """Engine that runs the schedules, and its example script."""
 
     framework: str
-    folder: str
-    plain: str
-    stages: str
-    flags: tuple[str, ...] = ()
+    folder: str  # of the script in examples/
+    plain: str  # class of the output layer
+    stages: str  # flag for the number of stages
+    flags: tuple[str, ...] = ()  # further flags, besides those of the model and the schedule
 
 
-#: By case.
+#: Case -> engine.
 ENGINES_OF = {
     "40 ms; 16 micro-batches; run in the lab": Engine(
         "deepspeed", "deepspeed_pipeline", "Head", "--stages"
@@ -74,7 +84,7 @@ ENGINES_OF = {
 
 
 def question(framework: str) -> SearchResult:
-    """Of a model whose stages take FORWARD_S for a forward pass of one sequence."""
+    """Return the planning problem: a model whose stages take FORWARD_S for the forward pass of a sequence."""
     plain = Model(
         layers=LAYERS,
         hidden=128,
@@ -102,7 +112,7 @@ def question(framework: str) -> SearchResult:
 
 
 def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
-    """With 1F1B, and with listed passes."""
+    """Return the planning problem, and the plans with 1F1B and with listed passes."""
     asked = question(framework)
     shape = Shape(STAGES, 1, 1, 1, 1, 1, 1, MICRO_BATCHES, "none", 0)
     nodes = [node.name for node in asked.network.site.nodes]
@@ -164,7 +174,7 @@ def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, S
 
 
 def rows(case: str) -> list[Row]:
-    """Measured, emulated."""
+    """Run all schedules in the lab, and return the rows of results."""
     with tempfile.TemporaryDirectory() as directory:
         plans_of, by_variant = run(ENGINES_OF[case], Path(directory))
     table = []

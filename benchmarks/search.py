@@ -1,14 +1,15 @@
-"""How far `holmes plan` proves its best simulated step within 60 s on two cores, how long it takes and how
-much memory.
+"""Measures how far `holmes plan` proves its best step within 60 s on two cores, and its time and memory.
 
     python benchmarks/search.py --json FILE
 
-The Holmes paper's cluster, 1,024 GPUs in 4 clusters and 16,384 in 8, each with half and twice the batch too.
-Each search runs in processes of its own, which are waited for. `was` is what the search by closed form with
-30 simulations (commit ed25aad) found, simulated: the step must not be above it.
+The clusters are that of the Holmes paper, 1,024 GPUs in 4 clusters, and 16,384 GPUs in 8 clusters. Each
+is planned with the usual batch, half of it and twice of it. A search runs in processes of its own. `was`
+is the simulated step that the search by closed form with 30 simulations found (commit ed25aad). The step
+must not be above it.
 
-`nodes of 30 random sites`: `holmes plan --nodes N --from-cluster FILE --seconds 10` of GPT-3 XL on sites of
-200 nodes in two to four clusters (tests/random_clusters.py); how many choices are proven to be the best.
+"nodes of 30 random sites" is `holmes plan --nodes N --from-cluster FILE --seconds 10` of GPT-3 XL on
+sites of 200 nodes in two to four clusters (tests/random_clusters.py). The result is the number of choices
+that are proven to be the best.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ SITES, SITE_SECONDS = "nodes of 30 random sites", 10
 
 
 def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
-    """Of one `holmes plan --json`: metric -> value."""
+    """Run `holmes plan --json` once, and return metric -> value."""
     files = (
         "--cluster",
         EXAMPLES / "clusters" / f"{clusters}.toml",
@@ -82,7 +83,7 @@ def measure(clusters: str, model: str, batch: int) -> dict[str, float]:
 
 
 def measure_sites() -> list[harness.Row]:
-    """Of 30 searches of nodes."""
+    """Run 30 searches for nodes, and return the rows of results."""
     took, gaps = [], []
     with tempfile.TemporaryDirectory() as folder:
         cluster, model = Path(folder, "cluster.toml"), EXAMPLES / "models" / "gpt3_xl.toml"

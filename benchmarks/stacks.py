@@ -51,7 +51,7 @@ PRELOAD = ("torch", "transformers.trainer", "lightning")
 
 
 def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
-    """(spec, nodes in turn as a scheduler that knows nothing gives them, holmes's flags)"""
+    """Return the clusters, their nodes in turn, and the flags of holmes."""
     spec = load_spec(CLUSTERS)
     return spec, interleave(spec), ("--holmes", "--holmes-cluster", str(CLUSTERS))
 
@@ -84,14 +84,14 @@ def loss_row(case: str, series: dict[str, Series], name: str, stock: str = "stoc
 
 
 def networks() -> list[Row]:
-    """What predictions know of the networks, measured where it is missing."""
+    """Measure the networks if they are not in the store, and return rows with the CPU seconds."""
     known = prediction.Networks.load()
     known.measure(CLUSTERS)
     return known.rows()
 
 
 def data_parallel(stack: str, args) -> list[Row]:
-    """`stack` stock and under holmes, and GradientReducer in a plain loop on the same model."""
+    """Compare a stack without and with holmes, and with a plain loop that uses GradientReducer."""
     spec, order, flags = of_clusters()
     with_stack, with_reducer = (["--stack", name] for name in (stack, "reducer"))
     variants = [
@@ -119,7 +119,12 @@ def data_parallel(stack: str, args) -> list[Row]:
 def predicted(
     case: str, series: dict[str, Series], step: Callable[..., float], flops: float, options_of
 ) -> list[Row]:
-    """step: a function of benchmarks/stacks_prediction.py; options_of: variant -> its keywords for `step`."""
+    """Return rows with predicted steps, and their errors.
+
+    Args:
+        step: A function of benchmarks/stacks_prediction.py.
+        options_of: Variant -> keyword arguments of `step`.
+    """
     stack_site = prediction.StackSite.of(CLUSTERS)
     software_s = prediction.fitted(
         lambda seconds: step(stack_site, ONE, flops, seconds), series[ONE].median
@@ -134,7 +139,7 @@ def predicted(
 
 
 def one_cluster(args) -> list[Row]:
-    """DistributedDataParallel inside one cluster: nothing is touched, so nothing may be lost."""
+    """Measure DistributedDataParallel inside one cluster, where holmes must not cost anything."""
     case, bound = "one cluster", all_rdma(load_spec(CLUSTERS))
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory, "one.toml")
@@ -159,7 +164,7 @@ def one_cluster(args) -> list[Row]:
 
 
 def sharded(args) -> list[Row]:
-    """FSDP2 on one dimension: stock, and the same under --holmes-fsdp hybrid."""
+    """Measure FSDP2 on one dimension, without holmes and with --holmes-fsdp hybrid."""
     case = "fsdp2"
     spec, order, flags = of_clusters()
     variants = [
@@ -183,7 +188,7 @@ def sharded(args) -> list[Row]:
 
 
 def predictions(case: str, series: dict[str, Series]) -> list[Row]:
-    """What FSDP's lines say of the collectives, for reference beside the step times."""
+    """Return rows with the seconds of collectives that holmes's messages about FSDP predict."""
     sources = {"stock": ("holmes", "of weights across"), "hybrid": ("hybrid", "FSDP hybrid")}
     return [
         Row.median(
@@ -199,8 +204,10 @@ def _seconds(series: Series, words: str) -> float:
 
 
 def placed(args) -> list[Row]:
-    """HSDP, as the script shapes it (2 replicas): nodes as the launcher numbers them, and as the plan
-    does."""
+    """Measure HSDP with 2 replicas, as the script shapes it.
+
+    The nodes are ordered by the launcher or by the plan.
+    """
     case = "hsdp"
     spec, order, flags = of_clusters()
     variants = [Variant("stock", spec, order), Variant("holmes", spec, order, flags)]
@@ -215,10 +222,13 @@ def placed(args) -> list[Row]:
 
 
 def breadth_first(args) -> list[Row]:
-    """torch.distributed.pipelining: pipelines inside clusters, each stage's gradients across. What the sums
-    add to a step, in 1F1B and in breadth-first order (LoopedBFS), and in 1F1B as torch waits for them.
-    Without sums stages are still in DistributedDataParallel, of one rank each: what it costs besides sums is
-    in both."""
+    """Measure what gradient reductions add to a step of torch.distributed.pipelining.
+
+    Pipelines are inside clusters, and the gradients of each stage travel between them. The schedules are
+    1F1B, breadth-first (LoopedBFS), and 1F1B with reductions as torch waits for them. In the variants
+    without reductions, stages are still in DistributedDataParallel, of one rank each, so that its other
+    costs are the same.
+    """
     case = "breadth first"
     spec, order, flags = of_clusters()
     flags = (
@@ -276,7 +286,7 @@ def breadth_first(args) -> list[Row]:
 
 
 def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
-    """Of the two orders, from the cluster file's own rates."""
+    """Return the simulated exposed seconds of both schedules, with the rates of the cluster file."""
     site, sizes = site_from_spec(spec), Sizes(pipeline=4, order=PIPELINES_FIRST).complete(8)
     order, endless = [node.name for node in site.nodes], 1e15
     free = replace(

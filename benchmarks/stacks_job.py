@@ -1,8 +1,9 @@
-"""What benchmarks/stacks.py runs on every node: one model (examples/trainer) under one of several stacks.
+"""Trains one model (examples/trainer) with one of several stacks, on every node of benchmarks/stacks.py.
 
     stacks_job.py ARGUMENTS OF examples/trainer/train.py --stack trainer | lightning | reducer | ddp
 
-reducer: a plain loop with holmes_ext.GradientReducer; ddp: the same loop with DistributedDataParallel.
+"reducer" is a plain loop with holmes_ext.GradientReducer, and "ddp" the same loop with
+DistributedDataParallel.
 """
 
 import importlib.util
@@ -39,7 +40,9 @@ def loop(by_reducer: bool) -> None:
     batches = iter(
         DataLoader(data, args.micro_batch, sampler=DistributedSampler(data, seed=args.seed))
     )
-    log = open(args.log_file, "w") if args.log_file and dist.get_rank() == 0 else None
+    log = None
+    if args.log_file and dist.get_rank() == 0:
+        log = open(args.log_file, "w")  # noqa: SIM115 - until the process ends
     for step in range(args.steps):
         began = time.perf_counter()
         if reducer:

@@ -1,9 +1,9 @@
-"""Predicted steps of benchmarks/stacks.py's cases, by planner/simulate/step.py.
+"""Predicts the steps of benchmarks/stacks.py by the simulator in planner/simulate/step.py.
 
-One number is fitted for each stack, to stock's step on one fast cluster, which is no case of the prediction.
-Networks are as `holmes probe` measures them, and what a byte, a gathered one and a message cost the cores is
-measured beside it (prediction_hosts.py), on the machine that runs the cases: `stacks.py --cases networks`,
-results/stacks_measured.json.
+One number is fitted for each stack, to the step of stock on a single fast cluster, which is not
+predicted. Networks are as `holmes probe` measures them. The CPU seconds of a byte, a gathered byte and a
+message are measured by prediction_hosts.py on the machine that runs the cases. `stacks.py --cases
+networks` makes these measurements, in results/stacks_measured.json.
 """
 
 from __future__ import annotations
@@ -48,20 +48,21 @@ COSTS = {
 
 @dataclass
 class Networks:
-    """What is known of a cluster file's networks (by its name) and of all its nodes on one fast network
-    (ONE): links as `holmes probe` writes them (TOML text), and by turn what the cores take: of a byte of each
-    fabric (measure_hosts), and the rest of Links (measure_software). parameter_s: CPU seconds of a parameter
-    (measure_optimizer)."""
+    """Measurements of the networks of a cluster file, and of its nodes on a single fast network (ONE)."""
 
+    #: Name of a network -> cluster file with the networks as `holmes probe` measured them.
     probes: dict[str, str] = field(default_factory=dict)
-    parameter_s: float = 0.0
+    parameter_s: float = 0.0  # CPU seconds of a parameter (measure_optimizer)
+    #: For each turn: name of a network -> results of measure_hosts() and measure_software().
     turns: list[dict[str, dict[str, float]]] = field(default_factory=list)
 
     @classmethod
     def load(cls) -> Networks:
+        """Return the measurements in the store, or none if it does not exist."""
         return cls(**json.loads(STORE.read_text())) if STORE.exists() else cls()
 
     def links(self, name: str) -> Links:
+        """Return the links of a network, with the CPU seconds of bytes and messages."""
         costs = {
             key: statistics.median(turn[name][key] for turn in self.turns)
             for key in self.turns[0][name]
@@ -74,7 +75,10 @@ class Networks:
         return replace(links, measured=measured, **host_costs)
 
     def measure(self, file: Path, turns: int = 3) -> None:
-        """What is missing. Networks in turns: the machine is not equally fast for long."""
+        """Measure what the store does not have.
+
+        The networks are measured in turn, because the speed of this machine changes with time.
+        """
         spec = load_spec(file)
         with tempfile.TemporaryDirectory() as directory:
             single = Path(directory, "cluster.toml")
@@ -96,7 +100,7 @@ class Networks:
                 self._save()
 
     def rows(self) -> list[Row]:
-        """What the cores take, with what it was in each turn."""
+        """Return rows with the CPU seconds, and their spread over the turns."""
         table = [
             Row.of(
                 "networks",
@@ -121,7 +125,7 @@ class Networks:
 
 @dataclass(frozen=True)
 class StackSite:
-    """A cluster file's nodes as stock numbers them, as holmes does, and all of them on one fast network."""
+    """Nodes of a cluster file in the order of stock, in that of holmes, and on a single fast network."""
 
     spec: SiteSpec
     links: Links
@@ -143,9 +147,13 @@ class StackSite:
 
 
 def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: float) -> float:
-    """DistributedDataParallel's step; way: "stock" (one ring on Ethernet), "holmes" (hierarchical), "one
-    cluster". parameter_s: CPU seconds of a parameter, most of them the norm's and the optimizer's: a block's
-    own computing is inside its emulated time."""
+    """Return the predicted seconds of a step of DistributedDataParallel.
+
+    Args:
+        way: "stock" (one ring over Ethernet), "holmes" (hierarchical) or "one cluster". parameter_s: CPU
+        seconds of a parameter, mainly for the norm and the optimizer. Computing a block is inside its
+            emulated time.
+    """
     buckets = {"hierarchical": True, "direct": True} if way == "holmes" else DDP_BUCKETS
     run = Execution(DDP, overlap="on", parameter_s=parameter_s, sums=1, cores=CORES, **buckets)
     return _step(stack_site, way, flops, run, tied=True)
@@ -154,9 +162,14 @@ def data_parallel(stack_site: StackSite, way: str, flops: float, parameter_s: fl
 def sharded(
     stack_site: StackSite, way: str, flops: float, block_s: float, hybrid: bool = False
 ) -> float:
-    """examples/fsdp2's step, sharded over all ranks or (hybrid) inside clusters: torch awaits each collective
-    on CPUs, and gloo's reduce-scatter is an all-reduce. block_s: CPU seconds of FSDP in a block's forward or
-    backward."""
+    """Return the predicted seconds of a step of examples/fsdp2.
+
+    On CPUs torch waits for each collective, and gloo's reduce-scatter is an all-reduce.
+
+    Args:
+        block_s: CPU seconds of FSDP in the forward or the backward pass of a block.
+        hybrid: Whether weights are sharded inside clusters only.
+    """
     run = Execution(
         LOOP,
         zero=3,
@@ -179,7 +192,11 @@ def _step(stack_site: StackSite, way: str, flops: float, run: Execution, tied: b
 
 
 def fitted(predict: Callable[[float], float], measured: float) -> float:
-    """The number, 0 or more, with which predict() is `measured`; predict grows with it."""
+    """Return the number, 0 or more, with which predict(number) is the measured value.
+
+    Args:
+        predict: A function that grows with its argument.
+    """
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2

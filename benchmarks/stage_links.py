@@ -1,25 +1,32 @@
-"""Pipeline stage links that cross: a step with a slow stage link against the same with a free one,
-with and without holmes's stage links.
+"""Measures pipeline steps over a slow and a free stage link, with and without holmes's stage links.
 
     python benchmarks/stage_links.py --json FILE [--cases "deepspeed 8,..."] [--repetitions 3] [--predict]
 
-DeepSpeed's pipeline engine and megatron-core's 1F1B on 2 + 2 emulated nodes, two stages of 64 ms a
-micro-batch (layers sleep as long as an accelerator of 2.4 GFLOP/s would compute). Ethernet between the stages
-takes half of that for one activation of 32 KiB (7.4 Mb/s), or next to nothing (1 Gb/s); "latency": 60 ms a
-micro-batch and 20 ms each way, or none; "one cluster": a stage link that nothing has to hide, as it
-is; "unequal":
-four stages of 2, 2, 1 and 1 layers, a third as fast, six micro-batches and 20 ms: a step so short that as
-many in flight as the mean stage's pace needs are quicker than the slowest's, here 1F1B's own numbers ("own":
---holmes-inflight 0). "engine": --holmes-inflight off, the engine's own schedule with sends that block;
-"holmes": as many micro-batches in flight as hide the stage link. Alternating; medians of the
-repetitions' medians.
-Exposed: seconds of a step that a rank waits for its neighbours, by holmes's telemetry, in excess of the same
-with a free stage link (where the pipeline fills, everybody waits).
+DeepSpeed's pipeline engine and megatron-core's 1F1B run on 2 + 2 emulated nodes. Each of two stages takes
+64 ms for a micro-batch: layers sleep as long as an accelerator of 2.4 GFLOP/s would compute. The cases,
+where ENGINE is "deepspeed" or "megatron":
 
-Predicted: planner/simulate/step.py for what cluster.toml says of the networks, with the CPU seconds that the
-calibration of benchmarks/prediction_links.py found, which was made on the same machine. Rows of other cases
-that FILE has already are kept, so that it can be made in parts; --predict measures nothing and predicts anew
-what FILE has.
+    ENGINE 8, ENGINE 16    8 or 16 micro-batches. Ethernet takes 32 ms for an activation of 32 KiB (7.4
+                           Mb/s), or next to nothing (1 Gb/s).
+    deepspeed latency      60 ms for a micro-batch. The link has 20 ms in each direction, or none.
+    ENGINE one cluster     a stage link inside a cluster, which need not be hidden
+    ENGINE unequal         Four stages of 2, 2, 1 and 1 layers, with a third of the speed, six micro-batches
+                           and 20 ms. The step is so short that the micro-batches in flight that the mean
+                           stage needs are faster than those of the slowest stage. Here these are the
+                           numbers of 1F1B.
+
+The variants run in turn, and the results are medians of the repetitions' medians:
+
+    holmes    as many micro-batches in flight as hide the stage link
+    engine    --holmes-inflight off: the engine's own schedule, whose sends block
+    own       --holmes-inflight 0: the numbers of 1F1B
+
+Exposed are the seconds of a step for which a rank waits for its neighbours, by the telemetry of holmes,
+in excess of those with a free stage link (all ranks wait while the pipeline fills).
+
+Steps are predicted by planner/simulate/step.py for the networks in cluster.toml, with the CPU seconds
+that the calibration of benchmarks/prediction_links.py found on the same machine. Rows of other cases that
+FILE has are kept. --predict measures nothing, and predicts the rows of FILE anew.
 """
 
 from __future__ import annotations
@@ -92,13 +99,12 @@ ENGINES = {
 
 @dataclass(frozen=True)
 class Case:
-    """stage links: name -> cluster.toml, the free one first. target: of a step with the slow stage
-    link over one with the free."""
+    """Pipeline job that runs over a slow and over a free stage link."""
 
     engine: str
     micro_batches: int
-    stage_links: dict[str, str]
-    target: str = ""
+    stage_links: dict[str, str]  # name of a stage link -> cluster.toml; the free one is the first
+    target: str = ""  # of a step with the slow stage link : one with the free stage link
     flops: float = FLOPS
     steps: int = 10
     stages: int = 2
@@ -106,10 +112,12 @@ class Case:
 
 
 def two(ethernet: str) -> str:
+    """Return the cluster.toml of two clusters of two nodes."""
     return toml("a ib 1Gb/s a[0-1]", "b roce 1Gb/s b[0-1]", ethernet=ethernet)
 
 
 def _cases() -> dict[str, Case]:
+    """Return the cases by name."""
     half = {"free": two("1Gb/s"), "slow": two("7.4Mb/s")}
     far = {
         name: two("250Mb/s") + LINK.format(latency=latency)
@@ -132,16 +140,16 @@ CASES = _cases()
 
 @dataclass(frozen=True)
 class Run:
-    """One way to run a case. how: a key of INFLIGHT; file: its cluster.toml; telemetry: a folder."""
+    """One run of a case."""
 
     variant: Variant
-    how: str
-    file: Path
-    telemetry: Path
+    how: str  # a key of INFLIGHT
+    file: Path  # cluster.toml
+    telemetry: Path  # folder
 
 
 def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
-    """The model's file, written into the folder, and the runs with theirs."""
+    """Write the model's file into a folder, and return it and the runs with their cluster files."""
     model, runs = folder / "model.toml", []
     model.write_text(MODEL_TOML.format(micro_batches=case.micro_batches, flops=case.flops))
     for stage_link, text in case.stage_links.items():
@@ -208,7 +216,7 @@ def medians(by_variant: dict[str, Series]) -> dict[str, float]:
 
 
 def _pipeline_s(telemetry: Path) -> float:
-    """Seconds of a step that a rank waited in the pipeline's operations, mean of all ranks."""
+    """Return the seconds of a step for which a rank waited for its neighbours, as the mean of all ranks."""
     return sum(row.exposed_s for row in summarize(load(telemetry)).rows if row.kind == "pipeline")
 
 
@@ -301,7 +309,7 @@ def predictions(case: Case, runs: Sequence[Run], model: Path) -> dict[str, float
 
 
 def predicted_anew(name: str, file: Path) -> list[Row]:
-    """The case's rows in the file, with other predictions."""
+    """Return the rows of a case in a results file, with new predictions."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         model, runs = _prepared(case, Path(directory))
@@ -320,7 +328,7 @@ def predicted_anew(name: str, file: Path) -> list[Row]:
 
 
 def predict(case: Case, run: Run, model_file: Path) -> float:
-    """Seconds of a step."""
+    """Return the predicted seconds of a step."""
     options, model = Options(inflight=INFLIGHT[run.how]), load_model(str(model_file))
     return predicted_step(
         case.engine,
@@ -342,8 +350,12 @@ def predicted_step(
     cut: bool = True,
     tied: bool = True,
 ) -> float:
-    """Seconds of a step under holmes. block_forward_s: of a block's forward pass; cut, tied: see
-    Execution."""
+    """Return the predicted seconds of a step under holmes.
+
+    Args:
+        block_forward_s: Seconds of the forward pass of a block.
+        cut, tied: As in Execution.
+    """
     site = site_from_spec(spec)
     launched = replace(site, nodes=tuple(site.node_by_name[name] for name in interleave(spec)))
     plan = build_plan(launched, sizes, model=model, options=options)
@@ -370,7 +382,11 @@ def predicted_step(
 def prediction_rows(
     name: str, measured: dict[str, float], predicted: dict[str, float]
 ) -> list[Row]:
-    """measured, predicted: seconds of a step by variant."""
+    """Return rows with predicted steps, and their errors.
+
+    Args:
+        measured, predicted: Variant -> seconds of a step.
+    """
     rows, errors = [], []
     for variant, seconds in predicted.items():
         error = seconds / measured[variant] - 1

@@ -1,16 +1,20 @@
-"""How the start of a job scales: reports of thousands of ranks through one store, until each has the verdict.
+"""Measures how the start of a job scales with the number of ranks, up to 16,384.
 
     python benchmarks/start.py --json FILE
 
-Every rank calls runtime/start/exchange.py with a report as a real one: 8 ranks to a node, 9 NICs to a node,
-half of the nodes InfiniBand and half RoCE; rank 0 makes the real plan (pipeline 4, tensor 8). The store is
-torch's TCPStore in rank 0's process; the other ranks are threads of 64 processes on the same machine, in a
-network namespace of their own, all connected to the store before the time begins, though one rank of a node
-speaks for it (neighbours.py) and the other seven have the verdict from that one. "verdict": seconds from the
-last rank's report until the last rank has it, with all ranks sharing the cores: what every node would do for
-itself, these do one after the other. Reading it (Site and Plan from JSON) is each rank's own work on its own
-cores in a real job, so it is timed apart, for one rank. "bytes" cross the loopback of the namespace: what
-rank 0 would send and receive.
+Every rank calls runtime/start/exchange.py with a report like that of a real rank: 8 ranks on a node, 9
+NICs in a node, half of the nodes with InfiniBand and half with RoCE. Rank 0 makes the real plan (pipeline
+4, tensor 8). The store is torch's TCPStore in rank 0's process. The other ranks are threads of 64
+processes on the same machine, in a network namespace. All are connected to the store before the time
+begins. One rank of a node communicates for the node (neighbours.py), and the other seven receive the
+verdict from it.
+
+    verdict    seconds from the report of the last rank until the last rank has the verdict. All ranks share
+               the cores of this machine, so that work which nodes do at the same time is done one after the
+               other here.
+    reading    seconds in which a rank reads site and plan from JSON. In a real job each rank has its own
+               cores.
+    bytes      bytes on the loopback of the namespace: what rank 0 would send and receive
 """
 
 from __future__ import annotations
@@ -29,19 +33,22 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 CASES = {"1024 ranks": 1024, "4096 ranks": 4096, "16384 ranks": 16384}
-#: Seconds to the verdict that the project set itself.
+#: Number of ranks -> target for the seconds to the verdict.
 TARGETS = {4096: "<= 3", 16384: "<= 20"}
-PER_NODE, CLIENTS, TIMEOUT_S = 8, 64, 300.0
+PER_NODE = 8  # ranks of a node
+CLIENTS = 64  # processes with ranks
+TIMEOUT_S = 300.0
 
 
 def report(rank: int, world: int) -> dict:
-    """What a rank with its node's NICs says (runtime/start/rank.py)."""
+    """Return the report of a rank, as in runtime/start/rank.py. The first rank of a node adds its NICs."""
     from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.node_report import NodeReport
 
     node, local = divmod(rank, PER_NODE)
     high, low = divmod(node, 256)
-    ib, agreed = 2 * node * PER_NODE < world, {f"setting {number}": "value" for number in range(24)}
+    ib = 2 * node * PER_NODE < world  # the first half of the nodes has InfiniBand
+    agreed = {f"setting {number}": "value" for number in range(24)}
     document = {
         "node": f"node{node:05d}",
         "identity": f"boot-{node}",
@@ -83,6 +90,7 @@ def report(rank: int, world: int) -> dict:
 
 
 def process(rank: int, world: int, port: int):
+    """Return the identity of a rank, as a launcher gives it."""
     from holmes_ext.runtime.start.launcher import Process
 
     return Process(rank, world, rank % PER_NODE, PER_NODE, "127.0.0.1", port, "benchmark")
@@ -90,17 +98,20 @@ def process(rank: int, world: int, port: int):
 
 @dataclass(frozen=True)
 class Clients:
-    """A process whose threads are ranks: what it says, and what it is told."""
+    """Process whose threads are ranks, with the pipes to and from it."""
 
-    said: TextIO
-    told: TextIO
+    said: TextIO  # output of the process
+    told: TextIO  # input of the process
 
     @classmethod
     def forked(cls, first: int, last: int, world: int, port: int) -> Clients:
-        """Of ranks first to last - 1."""
-        (out_read, out_write), (in_read, in_write) = os.pipe(), os.pipe()
+        """Fork a process with the ranks from `first` to `last` - 1."""
+        out_read, out_write = os.pipe()
+        in_read, in_write = os.pipe()
         if os.fork() == 0:
-            clients_main(first, last, world, port, open(in_read), open(out_write, "w"))
+            commands = open(in_read)  # noqa: SIM115 - until the process ends
+            results = open(out_write, "w")  # noqa: SIM115
+            clients_main(first, last, world, port, commands, results)
         os.close(out_write)
         os.close(in_read)
         return cls(open(out_read), open(in_write, "w"))
@@ -109,18 +120,24 @@ class Clients:
 def clients_main(
     first: int, last: int, world: int, port: int, commands: TextIO, results: TextIO
 ) -> None:
-    """Connect, wait for a line, exchange, say when the last had the verdict."""
+    """Run the ranks of a process as threads.
+
+    All connect to the store and wait for a line from rank 0. Then they exchange their reports, and the
+    process prints when the last rank had the verdict.
+    """
     from holmes_ext.runtime.start.exchange import exchange
     from holmes_ext.runtime.start.store import connect
 
     threading.stack_size(256 * 1024)
-    sys.setswitchinterval(
-        1.0
-    )  # thousands of threads that wait for the interpreter look for it so often
-    ends, ready, go = [], threading.Semaphore(0), threading.Event()
+    # Thousands of threads that wait for the interpreter check for it once in this interval.
+    sys.setswitchinterval(1.0)
+    ends = []  # times at which ranks had the verdict
+    ready = threading.Semaphore(0)
+    go = threading.Event()
 
     def rank_main(rank: int) -> None:
-        rank_process, rank_report = process(rank, world, port), report(rank, world)
+        rank_process = process(rank, world, port)
+        rank_report = report(rank, world)
         store = connect(rank_process, TIMEOUT_S)
         ready.release()
         go.wait()
@@ -143,8 +160,10 @@ def clients_main(
 
 
 def rank0_main(world: int) -> None:
-    """Host the store, start the clients, decide; prints one line: seconds, bytes, memory, seconds of
-    reading."""
+    """Host the store, start the other ranks, and decide.
+
+    The function prints one line: seconds to the verdict, bytes, memory, and seconds of reading.
+    """
     import torch.distributed  # noqa: F401 - once, for the clients too
 
     from holmes_ext.cluster.site import Site

@@ -1,13 +1,15 @@
-"""What telemetry and the watchdog cost a healthy step: holmes without them against holmes with both.
+"""Measures what telemetry and watchdog of holmes cost a step.
 
-python benchmarks/telemetry.py --json FILE [--cases operation,2+2,turns] [--repetitions 5] [--steps 14]
+    python benchmarks/telemetry.py --json FILE [--cases operation,2+2,turns] [--repetitions 5] [--steps 14]
 
-operation  one small operation over gloo in one process: what the patched methods of torch's process
-           groups add
-2+2        that case of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), the variants
-           in turn
-turns      the same case, with every second step of a run written down (telemetry_turns.py): what a run's
-           start, place and neighbours do to its steps does not count; as noise a run that writes nothing
+The cases:
+
+    operation  one small operation over gloo in one process: what the patched methods of torch's process
+               groups add
+    2+2        the case 2+2 of two_clusters.py (DeepSpeed's pipeline engine, emulated accelerator), with and
+               without both in turn
+    turns      The same case, where telemetry records every second step of a run (telemetry_turns.py).
+               Differences between runs thus do not count. A run that records nothing shows the noise.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ print(sorted(times)[len(times) // 2])
 
 
 def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
-    """The case, its clusters, and what switches holmes on in it."""
+    """Return the case, its clusters, and the flags that switch holmes on."""
     case = next(case for case in CASES if case.name == "2+2")
     file = examples() / "clusters" / case.file
     sizes = ("--holmes-sizes", f"pipeline={case.stages}")
@@ -59,7 +61,7 @@ def two_and_two() -> tuple[Case, SiteSpec, tuple[str, ...]]:
 
 
 def steps(repetitions: int, count: int) -> list[Row]:
-    """A step with neither, with both, and with neither once more (the noise)."""
+    """Compare steps with neither telemetry nor watchdog, with both, and with neither again (the noise)."""
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
@@ -117,7 +119,7 @@ def steps(repetitions: int, count: int) -> list[Row]:
 
 
 def turns(repetitions: int, count: int) -> list[Row]:
-    """Of each run the median of the steps that are written down against that of the steps between them."""
+    """Compare the recorded steps of each run with the steps between them."""
     case, spec, flags = two_and_two()
     with tempfile.TemporaryDirectory() as directory:
         variants = [
@@ -155,8 +157,11 @@ def turns(repetitions: int, count: int) -> list[Row]:
 
 
 def operation(repetitions: int) -> list[Row]:
-    """Seconds of an all-reduce of 16 bytes in one process: with the patches off, on without a recorder,
-    watched, and written down."""
+    """Measure an all-reduce of 16 bytes in one process.
+
+    The variants are: without patches, with patches but without a recorder, with the watchdog, and with
+    telemetry.
+    """
     with tempfile.TemporaryDirectory() as directory:
         settings = {
             "patches off": ("dict(watchdog='off')", "no", "telemetry"),

@@ -1,10 +1,10 @@
-"""Any script of DeepSpeed's pipeline engine, with holmes's recorder looked at in every second step only.
+"""Runs a script of DeepSpeed's pipeline engine, and lets telemetry record every second step only.
 
-    telemetry_turns.py SCRIPT ARGUMENTS        what benchmarks/telemetry.py runs;
-                                               step 0 is written down, step 1 is not
+    telemetry_turns.py SCRIPT ARGUMENTS        run by benchmarks/telemetry.py;
+                                               step 0 is recorded, step 1 is not
 
-The recorder is set aside outside of everything that holmes put around the engine's step, so a step that is
-not written down costs one look at None for each operation.
+The recorder is removed outside of everything that holmes adds to the engine's step. A step that is not
+recorded thus costs one comparison with None for each operation.
 """
 
 import os

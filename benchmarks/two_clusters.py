@@ -1,11 +1,10 @@
-"""Stock, holmes and the all-RDMA bound on emulated clusters: how fast a step is, and which NIC carried its
-bytes.
+"""Measures DeepSpeed on emulated clusters without holmes, with holmes, and on a single InfiniBand cluster.
 
     python benchmarks/two_clusters.py --json FILE [--cases 2+2,4+4,...] [--repetitions 5]
 
-Every case runs its variants in turn (holmes_lab.compare) on the emulated accelerator: layers sleep as
-long as a GPU of the case's FLOP/s would compute; DeepSpeed, gloo, the sockets and their limited rates are
-real.
+The variants of a case run in turn (holmes_lab.compare). Results are step times and the bytes that each
+NIC sent. The compute is emulated: layers sleep as long as a GPU with the case's FLOP/s would compute.
+DeepSpeed, gloo, the sockets and their limited rates are real.
 """
 
 from __future__ import annotations
@@ -29,22 +28,21 @@ HELLO = "import torch.distributed as d; d.init_process_group('gloo'); d.barrier(
 
 @dataclass(frozen=True)
 class Case:
-    """file: of examples/clusters; flops: FLOP/s of the emulated GPU; ratio, bound: targets ("" for none: then
-    without the two further variants, holmes with DeepSpeed's reduction as it is and stock once more); slower:
-    how much the GPU and all networks are, so that a step lasts longer and its CPU time does not.
+    """Emulated clusters and the job that runs on them.
 
-    At 8 ranks the two cores would be busy with 8 micro-batches' real compute, small as it is: those cases
-    have 4.
+    With 8 ranks and 8 micro-batches, the small amount of real compute would keep the two cores of this
+    machine busy. Cases with 8 ranks therefore have 4 micro-batches.
     """
 
     name: str
-    file: str
+    file: str  # in examples/clusters
     stages: int
     layers: int
     micro_batches: int
-    flops: float
-    ratio: str = ""
-    bound: str = ""
+    flops: float  # FLOP/s of an emulated GPU
+    ratio: str = ""  # target of holmes : stock; "" if there is none
+    bound: str = ""  # target of holmes : all-RDMA; "" if there is none
+    #: Factor by which GPUs and networks are slower. Steps then last longer with the same CPU work.
     slower: float = 1.0
 
 
@@ -66,11 +64,13 @@ CASES = (
         slower=3.0,
     ),
 )
-#: The other cases.
-CONTROL, START = "control: one cluster", "start-up, 8 ranks"
+#: Names of the other cases.
+CONTROL = "control: one cluster"
+START = "start-up, 8 ranks"
 
 
 def script(case: Case) -> list[str]:
+    """Return the training script of a case with its arguments."""
     numbers = {
         "--stages": case.stages,
         "--layers": case.layers,
@@ -81,7 +81,11 @@ def script(case: Case) -> list[str]:
 
 
 def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) -> Row:
-    """top's step time over bottom's; the spread is over the repetitions' pairs."""
+    """Return a row with the ratio of two step times, and its spread over the repetitions.
+
+    Args:
+        top: Its step time is divided by that of `bottom`.
+    """
     pairs = [a / b for a, b in zip(top.medians, bottom.medians)]
     return Row.of(
         case,
@@ -96,7 +100,7 @@ def ratio_row(case: str, name: str, top: Series, bottom: Series, target: str) ->
 
 
 def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
-    """Step times, and the bytes that every NIC of every node sent for each step."""
+    """Return rows with the step times, and the bytes that every NIC of every node sent for each step."""
     rows = [
         Row.of(
             case,
@@ -122,7 +126,11 @@ def step_rows(case: str, by_variant: dict[str, Series]) -> list[Row]:
 
 
 def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
-    """Stock, holmes, all-RDMA; where there are targets also holmes without overlap, and stock again (A/A)."""
+    """Measure a case in its variants, and return the rows of results.
+
+    The variants are stock, holmes and all-RDMA. A case with targets also has holmes without overlap, and
+    stock again, which shows the noise.
+    """
     file = examples() / "clusters" / case.file
     spec = load_spec(file)
     order = interleave(spec)
@@ -184,7 +192,7 @@ def two_clusters(case: Case, repetitions: int, steps: int) -> list[Row]:
 
 
 def control(repetitions: int, steps: int) -> list[Row]:
-    """One homogeneous cluster: holmes must not cost anything."""
+    """Measure a homogeneous cluster, where holmes must not cost anything."""
     case = Case(CONTROL, "two_clusters_8.toml", 2, 6, 4, 2.3e9)
     bound = all_rdma(load_spec(examples() / "clusters" / case.file))
     with tempfile.TemporaryDirectory() as directory:
@@ -245,8 +253,9 @@ def run(
 
 
 def startup(repetitions: int) -> list[Row]:
-    """Seconds from launch to a torn-down process group at 8 ranks, with and without holmes; the difference is
-    holmes's.
+    """Measure the seconds from the launch of 8 ranks until their process group is destroyed again.
+
+    The difference with and without holmes is what holmes adds to the start.
     """
     file = examples() / "clusters" / "two_clusters_8.toml"
     spec = load_spec(file)

@@ -1,2 +1,1 @@
-"""What benchmarks/planners.py is made of: cases, plans that all planners share, the judge, and a module a
-planner."""
+"""Parts of benchmarks/planners.py: the cases, the common form of plans, the judge, and the planners."""

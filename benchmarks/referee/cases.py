@@ -1,5 +1,4 @@
-"""The cases of cases.toml: clusters, a model and a batch, and what the layers of the model take on each
-GPU."""
+"""Reads the cases of cases.toml: clusters, a model, a batch size, and the speed of each cluster's GPUs."""
 
 from __future__ import annotations
 
@@ -19,14 +18,14 @@ RUNS = LAB, SIMULATION = "lab", "simulation"
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """text: its cluster.toml; run: of RUNS, what judges it beside the simulation."""
+    """Planning problem that all planners solve."""
 
     name: str
-    text: str
+    text: str  # of its cluster.toml
     spec: SiteSpec
     model: Model
-    batch: int
-    run: str
+    batch: int  # global batch size
+    run: str  # LAB if the plans also run in the lab, else SIMULATION
 
     def __post_init__(self) -> None:
         if self.run not in RUNS:
@@ -36,34 +35,40 @@ class Case:
 
     @cached_property
     def site(self) -> Site:
+        """The clusters with their nodes and networks."""
         return site_from_spec(self.spec)
 
     @property
     def framework(self) -> str:
-        """Whose pipeline engine runs all plans of the case; its features are on for all of them."""
+        """The framework whose pipeline engine runs all plans of the case."""
         return "deepspeed" if self.run == LAB else "megatron-lm"
 
     def gpu(self, cluster: str) -> Gpu:
+        """Return the GPU of a cluster."""
         return self.model.gpu_of(cluster)
 
     @cached_property
     def gpu_kinds(self) -> tuple[Gpu, ...]:
-        """Without their links: those that differ in what they compute and hold, the fastest first."""
+        """The different GPUs of the case without their links, the fastest first."""
         kinds = {replace(self.gpu(name), link_bps=0.0) for name in self.site.clusters}
         return tuple(sorted(kinds, key=lambda gpu: -gpu.flops))
 
 
 def load_cases() -> dict[str, Case]:
-    """By name, in the file's order; HolmesError names the file and the key."""
-    top, loaded = (
-        load_toml(FILE, "name a file of cases such as benchmarks/referee/cases.toml"),
-        {},
-    )
-    sites, cases = top.table("site"), top.table("case")
+    """Return the cases by name, in the order of the file.
+
+    Raises:
+        HolmesError: The file is not valid. The message names the file and the key.
+    """
+    top = load_toml(FILE, "name a file of cases such as benchmarks/referee/cases.toml")
+    sites = top.table("site")
+    cases = top.table("case")
     models = top.table("model")
+    loaded = {}
     for name in list(cases.values):
         table = cases.table(name)
-        model_name, batch = table.take("model", str), table.take("batch", int)
+        model_name = table.take("model", str)
+        batch = table.take("batch", int)
         site = table.take("site", str)
         text = sites.take(site, str)
         spec = parse_spec(text, f"{FILE.name}, site {site}")
@@ -76,6 +81,7 @@ def load_cases() -> dict[str, Case]:
 
 
 def _model(values: dict, name: str, batch: int) -> Model:
+    """Return the model of a table in cases.toml."""
     plain = {key: value for key, value in values.items() if key not in ("training", "gpu")}
     return Model(
         **plain, **values["training"], gpu=Gpu(**values["gpu"]), name=name, global_batch=batch

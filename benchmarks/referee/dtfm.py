@@ -1,9 +1,9 @@
-"""DT-FM's own search on a case: every two GPUs a link of their own, stages of equal sizes that its user
-chooses.
+"""Runs DT-FM's own search on a case.
 
-It chooses no sizes: its published cases have 8 stages of as many GPUs as are left, so here the number of
-stages that is nearest to 8, of at least two GPUs (of one its code fails). Layers even, micro-batch 1. Its
-objective is communication alone, no step that could be compared.
+DT-FM gives every two GPUs a link of their own, and all stages the same size, which its user chooses. Its
+published cases have 8 stages of as many GPUs as remain. Here the number of stages is the one nearest to 8
+with which each stage has at least two GPUs (its code fails with one). Layers are even, and the
+micro-batch is 1. Its objective contains only communication, and no step time that could be compared.
 """
 
 from __future__ import annotations
@@ -28,7 +28,16 @@ HOW = "git clone https://github.com/DS3Lab/DT-FM; then --dtfm DIR, and --python 
 
 
 def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
-    """HolmesError: why there is no plan."""
+    """Run DT-FM's search, and return its plan.
+
+    Args:
+        repository: A clone of DT-FM.
+        python: Interpreter that has what DT-FM imports.
+        limit: CPU seconds.
+
+    Raises:
+        HolmesError: There is no plan. The message has the reason.
+    """
     folder = repository / FOLDER
     if not (folder / "scheduler.py").exists():
         raise HolmesError(f"--dtfm {repository}: no {FOLDER}/scheduler.py there; {HOW}")
@@ -45,8 +54,11 @@ def ask(case: Case, repository: Path, python: str, limit: float) -> Answer:
 
 
 def asked(case: Case) -> dict:
-    """Its module's globals: gigabytes of a stage's gradients on a GPU, and of all activations that a GPU
-    sends in a step; milliseconds and Gb/s between every two GPUs."""
+    """Return a case in the form of the global variables of DT-FM's module.
+
+    Sizes are in gigabytes: the gradients of a stage on a GPU, and all activations that a GPU sends in a
+    step. Links between every two GPUs are in milliseconds and Gb/s.
+    """
     model, world = case.model, case.site.world_size
     fitting = [
         size
@@ -78,12 +90,17 @@ def asked(case: Case) -> dict:
 
 
 def clusters_of(case: Case) -> list[str]:
-    """Of every GPU, node by node."""
+    """Return the cluster of every GPU, node by node."""
     return [node.cluster for node in case.site.nodes for _ in range(case.site.processes)]
 
 
 def read(case: Case, stages: list[list[int]]) -> PlannedJob:
-    """stages: numbers of GPUs, those of neighbouring stages matched."""
+    """Return DT-FM's plan in the common form.
+
+    Args:
+        stages: Numbers of the GPUs of each stage. GPUs of neighbouring stages at the same position are
+        paired.
+    """
     gpus, blocks = clusters_of(case), uniform(case.model.layers, len(stages))
     placed = [
         Stage(count, tuple((gpus[gpu],) for gpu in stage)) for count, stage in zip(blocks, stages)

@@ -1,9 +1,9 @@
-"""DT-FM's own search (github.com/DS3Lab/DT-FM, MIT), as it is, on a request's sizes and links: a process of
-its own.
+"""Runs the search of DT-FM (github.com/DS3Lab/DT-FM, MIT) for the sizes and links of a request.
 
     python dtfm_process.py FOLDER REQUEST.json ANSWER.json
 
-FOLDER has its scheduler.py and config.py. Its trials are 4,900, or as many as --limit has time for.
+This is a process of its own, which imports DT-FM's code unchanged. FOLDER has its scheduler.py and
+config.py. The search makes 4,900 trials, or as many as --limit has time for.
 """
 
 import json
@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
-TRIALS, PROBE, PART = 4900, 2, 0.7
+TRIALS = 4900  # the default of DT-FM
+PROBE = 2  # first trials, which show how long a trial takes
+PART = 0.7  # part of the limit that the trials may take
 
 
 def main():
+    """Search, and write the plan as JSON."""
     folder, request = sys.argv[1], json.loads(Path(sys.argv[2]).read_text())
     sys.path[:1] = [folder]
     import numpy

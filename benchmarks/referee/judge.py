@@ -1,8 +1,9 @@
-"""What a plan takes on a case: the one simulation for all, and what `holmes plan` and the floor find.
+"""Judges plans by a simulation, and makes the plans of holmes, of a careful person, and random ones.
 
-All plans run under the same engine with the same features of holmes on (reductions in hierarchical where that
-is faster, overlap, micro-batches in flight), the same recomputation, no ZeRO, no interleaving, no context
-parallelism: what is compared is sizes, places, layers and micro-batches.
+All plans run under the same engine with the same features of holmes: hierarchical reductions where they
+are faster, overlap, and micro-batches in flight. Recomputation is the same, and there is no ZeRO,
+interleaved schedule or context parallelism. Plans therefore differ only in sizes, places, layers and
+micro-batches.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ from referee.plans import Grid
 
 @dataclass(frozen=True)
 class Verdict:
-    """step_s: by the simulation; fits: the memory of every stage's GPUs."""
+    """Result of the simulation of a plan."""
 
     step_s: float
-    fits: bool
+    fits: bool  # whether the stages fit the memory of their GPUs
 
 
 def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
-    """The case's question to the search, of some of its nodes or of all."""
+    """Return a case as a planning problem for holmes.
+
+    Args:
+        nodes: Only these nodes are used; (): all.
+    """
     spec = case.spec.only(set(nodes)) if nodes else case.spec
     engine = ENGINES[case.framework]
     tensor = {"tensor": (1,)} if case.run == LAB else {}  # the lab's engine has stages and replicas
@@ -64,7 +69,11 @@ def asked(case: Case, nodes: tuple[str, ...] = ()) -> SearchResult:
 
 
 def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
-    """The plan as a candidate that was simulated."""
+    """Return a plan as a simulated candidate, and its planning problem.
+
+    Raises:
+        HolmesError: The engine cannot start the plan.
+    """
     result, sizes = asked(case, grid.nodes), grid.sizes
     if sum(grid.split) != case.model.layers or min(grid.split) < 1:
         raise HolmesError(
@@ -100,21 +109,24 @@ def candidate(case: Case, grid: Grid) -> tuple[SearchResult, Candidate]:
 
 
 def judged(case: Case, grid: Grid) -> Verdict:
-    """HolmesError: the engine cannot start the plan."""
+    """Return the verdict on a plan.
+
+    Raises:
+        HolmesError: The engine cannot start the plan.
+    """
     _, simulated = candidate(case, grid)
     return Verdict(simulated.step_s, simulated.fits)
 
 
 def grid_of(note: Mapping[str, Any]) -> Grid:
-    """Of what the referee's file of plans says."""
+    """Return the plan of an entry in the file of plans."""
     pipeline, tensor, data = note["sizes"]
     sizes = Sizes(pipeline, tensor, data=data)
     return Grid(sizes, tuple(note["nodes"]), tuple(note["split"]), note["micro_batch"])
 
 
 def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
-    """(what `holmes plan --rows 1` finds: one plan, no table; CPU seconds of its search, gap of its
-    optimality gap)."""
+    """Return the plan of `holmes plan --rows 1`, the CPU seconds of its search, and its optimality gap."""
     begin, until = sum(os.times()[:4]), time.monotonic() + seconds
     result = best_use(search(asked(case), seconds, rows=1, prove=False), case.spec, until, rows=1)
     spent, best = sum(os.times()[:4]) - begin, result.best
@@ -125,10 +137,13 @@ def holmes_plan(case: Case, seconds: float) -> tuple[Grid, float, float]:
 
 
 def typed(case: Case) -> Grid:
-    """What a careful person types: Megatron's and DeepSpeed's guidance (Narayanan et al. 2021, arXiv
-    2104.04473, section 5: tensor parallel up to the GPUs of a node as far as the memory asks, then as few
-    stages as fit, the rest data) and defaults: layers even, micro-batch 1, nodes in the launcher's order.
-    Where nothing fits, the most stages."""
+    """Return the plan that a careful person would type.
+
+    It follows the guidance of Megatron and DeepSpeed (Narayanan et al. 2021, arXiv 2104.04473, section
+    5): tensor parallel inside a node as far as the memory needs it, then as few stages as fit, and data
+    parallel for the rest. All else are defaults: even layers, micro-batch 1, and nodes in the order of
+    the launcher. If nothing fits, the plan with the most stages is returned.
+    """
     result, last = asked(case), None
     for sizes in _sizes(case):
         if sizes.tensor > case.site.processes:
@@ -143,7 +158,7 @@ def typed(case: Case) -> Grid:
 
 
 def _sizes(case: Case) -> Iterator[Sizes]:
-    """The fewest ranks of a model first, tensor before pipeline."""
+    """Yield parallel sizes, the fewest ranks of a model first, and tensor before pipeline."""
     world, tensors = (
         case.site.world_size,
         [1] if case.run == LAB else divisors(case.site.processes),
@@ -160,7 +175,7 @@ def _sizes(case: Case) -> Iterator[Sizes]:
 
 
 def random_plans(case: Case, count: int) -> list[Grid]:
-    """Sizes, order of nodes, layers and micro-batch by the dice."""
+    """Return plans with random sizes, order of nodes, layers and micro-batch."""
     dice, sizes = random.Random(f"{case.name} 0"), list(_sizes(case))
     nodes, grids = [node.name for node in case.site.nodes], []
     while len(grids) < count:

@@ -1,9 +1,9 @@
-"""A plan of a small case run in the lab: DeepSpeed's pipeline engine under holmes, which follows it, on the
-case's emulated network, with an emulated accelerator of the case's FLOP/s for each cluster.
+"""Runs a plan of a small case in the lab, with DeepSpeed's pipeline engine under holmes.
 
-All of a case is SLOWER times slower there (FLOP/s and rates divided, latencies multiplied), and the seconds
-of a step are divided by that again: which plan is better stays, and what this machine's two cores need for
-eight nodes at once, which no plan is about, becomes a smaller part of them.
+Networks and accelerators are emulated as in the case, but SLOWER times slower: FLOP/s and rates are
+divided, latencies are multiplied, and the measured seconds are divided by the same factor. Which plan is
+better does not change. The work of this machine's two cores for eight nodes, which no plan considers,
+becomes a smaller part of a step.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ STEPS, SKIP, TIMEOUT_S = 6, 2, 600.0
 
 @dataclass(frozen=True)
 class Run:
-    """steps: seconds of the measured ones, on the case as it is written; loss_difference: the greatest, from
-    stock's with the same samples; busy: share of this machine's cores that was used meanwhile, None: not
-    known."""
+    """Measurements of a plan in the lab."""
 
-    steps: list[float]
-    loss_difference: float
-    busy: float | None
+    steps: list[float]  # seconds of the measured steps, at the speed of the case
+    loss_difference: float  # largest difference to the losses of stock with the same samples
+    busy: float | None  # share of this machine's cores in use meanwhile; None: not known
 
 
 def run(case: Case, grid: Grid) -> Run:
-    """HolmesError: the job did not start or ended with an error."""
+    """Run a plan in the lab.
+
+    Raises:
+        HolmesError: The job did not start, or ended with an error.
+    """
     with tempfile.TemporaryDirectory() as directory:
         folder = Path(directory)
         result, simulated = candidate(case, grid)
@@ -77,8 +79,10 @@ def case_accelerator(case: Case) -> dict:
 
 @cache
 def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
-    """Of stock DeepSpeed with the same samples on each data-parallel rank, as fast as this machine is: one
-    stage, one cluster."""
+    """Return the losses of DeepSpeed without holmes, with the same samples on each data-parallel rank.
+
+    The job has one stage and one cluster, and runs as fast as this machine can.
+    """
     nodes = [node.name for node in case.site.nodes][:data]
     config = {
         "train_batch_size": case.batch,

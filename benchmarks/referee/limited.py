@@ -1,9 +1,8 @@
-"""A planner's process under the referee's limit: seconds of CPU, which other work on the machine does not
-shorten.
+"""Runs a planner in a process with a limit of CPU seconds, which other work on the machine does not shorten.
 
-One thread: numpy, torch and OpenMP get one, so that a CPU second is a second of a quiet core. A process that
-waits and computes nothing ends after IDLE times the limit. Its memory is limited, too: a search that keeps
-every plan it sees would take the machine's.
+numpy, torch and OpenMP get one thread each, so that a CPU second is a second of an idle core. A process
+that waits without computing ends after IDLE times the limit. Its memory is limited, too, because some
+searches keep every plan.
 """
 
 from __future__ import annotations
@@ -22,7 +21,16 @@ THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THR
 
 
 def run(command: Sequence[object], limit: float, root: Path, log: Path) -> None:
-    """In the folder `root`, what it prints in `log`; HolmesError: why it ended without an answer."""
+    """Run a command until it ends or has used its limit.
+
+    Args:
+        limit: CPU seconds.
+        root: Folder in which it runs.
+        log: File for its output.
+
+    Raises:
+        HolmesError: It ended without an answer. The message has the reason.
+    """
 
     def limits() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (int(limit), int(limit) + 5))

@@ -1,5 +1,4 @@
-"""Planners by regret over cases: a row each, a dot a case, the planner with the least median regret on
-top."""
+"""Draws planners by regret: a row for each planner and a dot for each case, with the best planner on top."""
 
 from __future__ import annotations
 
@@ -19,8 +18,14 @@ def draw(
     planners: Sequence[str],
     path: Path,
 ) -> Path:
-    """notes: case -> planner -> its plan or why it has none. Regret in percent, on a scale that is even up
-    to 1."""
+    """Draw the picture into a PNG file.
+
+    Regret is in percent, on a scale that is linear up to 1.
+
+    Args:
+        notes: Case -> planner -> its plan, or why it has none.
+        metric: Name of the metric with the regret.
+    """
     plot = pyplot("--picture needs")
     of: dict[str, list[float]] = {name: [] for name in planners}
     for row in rows:

@@ -1,12 +1,13 @@
-"""A plan in the words that all planners share, and how our one grid of ranks runs it.
+"""Common form of all planners' plans, and the nearest plan that a grid of ranks can run.
 
-    Stage(blocks=9, replicas=((("ib", "ib"), ("ib", "ib")), ...))   a stage: transformer blocks, data-parallel
-                                                                    replicas, of each the clusters of its GPUs
+    Stage(blocks=9, replicas=((("ib", "ib"), ("ib", "ib")), ...))   a stage: its transformer blocks, and for
+                                                                    each data-parallel replica the clusters
+                                                                    of its GPUs
 
-The grid (plan/sizes.py) has one tensor size and one data size for all stages, and nodes that are whole.
-`gridded` finds the plan of the grid that is nearest: the same stages where their number divides the ranks,
-the tensor size that most GPUs have, each GPU of the cluster where the planner has it as far as nodes stay
-whole. What it changed is said.
+A grid of ranks (plan/sizes.py) has one tensor-parallel and one data-parallel size for all stages, and
+uses whole nodes. `gridded` finds the nearest plan of this kind: with the same stages if their number
+divides the ranks, with the tensor-parallel size of most GPUs, and with each GPU in the cluster that the
+planner chose, as far as nodes stay whole. It records what it changed.
 """
 
 from __future__ import annotations
@@ -24,23 +25,26 @@ from holmes_ext.plan.sizes import Sizes, divisors
 
 @dataclass(frozen=True)
 class Stage:
-    """blocks: transformer blocks; 0 where it has the embedding or the output alone."""
+    """Pipeline stage of a plan."""
 
-    blocks: int
-    replicas: tuple[tuple[str, ...], ...]
+    blocks: int  # transformer blocks; 0 if the stage has only the embedding or the output layer
+    replicas: tuple[
+        tuple[str, ...], ...
+    ]  # for each data-parallel replica, the clusters of its GPUs
 
     @property
     def gpus(self) -> tuple[str, ...]:
+        """The clusters of all GPUs of the stage."""
         return tuple(cluster for replica in self.replicas for cluster in replica)
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """predicted_s: of a step, by the planner's own cost model; 0 where it tells none."""
+    """Plan of a planner, in the common form."""
 
     stages: tuple[Stage, ...]
     micro_batch: int
-    predicted_s: float = 0.0
+    predicted_s: float = 0.0  # step time by the planner's own cost model; 0 if it gives none
 
     def __post_init__(self) -> None:
         if not self.stages or not all(stage.gpus for stage in self.stages):
@@ -60,8 +64,7 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Grid:
-    """Complete sizes, nodes in the order of ranks, blocks of each stage; changed: what the planner's plan had
-    otherwise."""
+    """Plan that a grid of ranks can run."""
 
     sizes: Sizes
     nodes: tuple[str, ...]
@@ -78,7 +81,15 @@ class Grid:
 
 
 def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
-    """The plan of the grid that is nearest; HolmesError where none has its GPUs and the batch."""
+    """Return the nearest plan that a grid of ranks can run.
+
+    Args:
+        blocks: Transformer blocks of the model.
+        batch: Global batch size.
+
+    Raises:
+        HolmesError: No grid has the plan's GPUs and the batch.
+    """
     changed: list[str] = []
     nodes = _whole_nodes(plan, site, changed)
     ranks, count = len(nodes) * site.processes, len(plan.stages)
@@ -118,8 +129,14 @@ def gridded(plan: PlannedJob, site: Site, blocks: int, batch: int) -> Grid:
 
 
 def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str, ...]:
-    """As many nodes as the plan's GPUs fill, in their order: for each node's worth of GPUs, a node of the
-    cluster that most of them are in, among the clusters that have a node left."""
+    """Return as many nodes as the GPUs of a plan fill, in their order.
+
+    For the GPUs of each node, the node is in the cluster that has most of them, among clusters with a
+    free node.
+
+    Args:
+        changed: A line is appended if a GPU gets another cluster.
+    """
     free = {
         name: [node.name for node in site.nodes if node.cluster == name] for name in site.clusters
     }
@@ -148,7 +165,7 @@ def _whole_nodes(plan: PlannedJob, site: Site, changed: list[str]) -> tuple[str,
 
 
 def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
-    """Blocks by weight, at least one each, their sum as given."""
+    """Divide blocks among stages by weight, with at least one block for each stage."""
     total = sum(weights) or 1.0
     exact = [weight * blocks / total for weight in weights]
     split = [max(1, int(share)) for share in exact]
@@ -165,7 +182,7 @@ def shared_out(weights: Sequence[float], blocks: int) -> tuple[int, ...]:
 
 
 def _resampled(values: Sequence[int], count: int) -> list[float]:
-    """The same curve of so many stages: their sums over equal parts of the pipeline."""
+    """Return the same distribution over another number of stages: sums over equal parts of the pipeline."""
     borders = [0.0, *accumulate(float(value) for value in values)]
 
     def at(place: float) -> float:

@@ -1,4 +1,4 @@
-"""Sailor's planners: their files written, one run in its own process, its plan read back."""
+"""Runs a planner of Sailor's repository in its own process: writes its input files and reads its plan."""
 
 from __future__ import annotations
 
@@ -40,14 +40,23 @@ CODE = "Planner", "providers", "profiling", "__init__.py"
 
 @dataclass(frozen=True)
 class Answer:
-    """plans: the planner's best first; seconds: of its search."""
+    """Plans that a planner has found."""
 
-    plans: tuple[PlannedJob, ...]
-    seconds: float
+    plans: tuple[PlannedJob, ...]  # the best first
+    seconds: float  # CPU seconds of the search
 
 
 def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> Answer:
-    """HolmesError: why there is no plan."""
+    """Run a planner, and return its plans.
+
+    Args:
+        sailor: A clone of Sailor's repository.
+        python: Interpreter that has what Sailor's planners import.
+        limit: CPU seconds.
+
+    Raises:
+        HolmesError: There is no plan. The message has the reason.
+    """
     if planner in LACKS:
         raise HolmesError(LACKS[planner])
     view = files.View.of(case, planner)
@@ -82,7 +91,11 @@ def ask(case: Case, planner: str, sailor: Path, python: str, limit: float) -> An
 
 
 def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[str, Any]:
-    """The files, beside a copy of the code; what the process is asked."""
+    """Write the input files beside a copy of Sailor's code, and return the request for the process.
+
+    Args:
+        root: Folder for the files.
+    """
     source, copy = sailor / "sailor", root / "sailor" / "sailor"
     if not (source / "Planner").is_dir():
         raise HolmesError(f"--sailor {sailor}: no sailor/Planner there; {HOW}")
@@ -120,7 +133,7 @@ def written(view: files.View, planner: str, sailor: Path, root: Path) -> dict[st
 
 
 def profile(view: files.View, planner: str, folder: Path) -> Path:
-    """The planner's own profile; its path."""
+    """Write the profile of the model in the form of one planner, and return its path."""
     file = folder / "profile.json"
     if planner in ("Varuna", "Piper", "FlashFlex"):
         make = {"Varuna": files.varuna, "Piper": files.piper, "FlashFlex": files.flashflex}[planner]
@@ -152,13 +165,14 @@ def profile(view: files.View, planner: str, folder: Path) -> Path:
 
 
 def put(path: Path, content: object) -> Path:
+    """Write JSON into a file, make its folder, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
     return path
 
 
 def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iterator[PlannedJob]:
-    """Those of its plans that name stages, in our words."""
+    """Yield the plans of a planner in the common form, without those that name no stages."""
     for plan in plans:
         predicted = float(plan.get("iter_time") or plan.get("iteration_time") or 0.0)
         if not predicted and plan.get("estimated_throughput"):
@@ -171,7 +185,10 @@ def read(view: files.View, planner: str, plans: list[Mapping[str, Any]]) -> Iter
 
 
 def _even(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
-    """Of Varuna and Galvatron: three sizes, layers even with the embedding and the output among them."""
+    """Return the stages of a plan of Varuna or Galvatron.
+
+    Such a plan has three sizes. Layers are even, with the embedding and the output layer among them.
+    """
     clusters = _Clusters(view)
     layers = view.case.model.layers + 2
     borders = [round(at * layers / plan["P"]) for at in range(plan["P"] + 1)]
@@ -186,8 +203,13 @@ def _even(view: files.View, plan: Mapping[str, Any]) -> tuple[Stage, ...]:
 
 
 def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage, ...]:
-    """Of one pipeline whose stages have replicas, or of several (FlashFlex): those of equal number are
-    replicas of one; of others the first has its stages' layers."""
+    """Return the stages of a plan.
+
+    Args:
+        pipelines: One pipeline whose stages have replicas. Or several pipelines (FlashFlex): their stages
+        are replicas of
+            each other, and the first pipeline has the layers of the stages.
+    """
     first, clusters = pipelines[0], _Clusters(view)
     stages: list[list[tuple[str, ...]]] = [[] for _ in first["layers_per_stage"]]
     for pipeline in pipelines:
@@ -206,12 +228,12 @@ def _stages(view: files.View, pipelines: list[Mapping[str, Any]]) -> tuple[Stage
 
 
 def _blocks(view: files.View, layers: Any) -> int:
-    """Without the embedding and the output."""
+    """Return the number of transformer blocks among layers, without the embedding and the output layer."""
     return sum(0 < layer <= view.case.model.layers for layer in layers)
 
 
 class _Clusters:
-    """GPUs that a planner names by kind and zone: of which cluster each is, in the file's order."""
+    """Clusters of the GPUs that a planner names by type and zone, in the order of the cluster file."""
 
     def __init__(self, view: files.View):
         self.view = view
@@ -228,6 +250,11 @@ class _Clusters:
         }
 
     def take(self, key: tuple[str, str]) -> str:
+        """Return the cluster of the next GPU with a type and zone.
+
+        Raises:
+            HolmesError: The plan has more such GPUs than the case.
+        """
         if not self.left.get(key):
             raise HolmesError(f"its plan has more GPUs of {' in '.join(key)} than the case")
         return self.left[key].pop(0)

@@ -41,7 +41,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class View:
-    """What one planner sees. gpus: its name of a GPU -> the GPU; groups: (its GPU, its zone) -> clusters."""
+    """Case as one planner of Sailor sees it."""
 
     case: Case
     gpus: Mapping[str, Gpu]
@@ -49,6 +49,7 @@ class View:
 
     @classmethod
     def of(cls, case: Case, planner: str) -> View:
+        """Return the view of a planner."""
         clusters, kinds = list(case.site.clusters), case.gpu_kinds
         if planner in FLAT:
             return cls(case, {GPUS[0]: kinds[-1]}, {(GPUS[0], ZONES[0]): tuple(clusters)})
@@ -62,15 +63,16 @@ class View:
         return cls(case, {GPUS[kind[name]]: case.gpu(name) for name in clusters}, groups)
 
     def count(self, key: tuple[str, str]) -> int:
-        """Nodes."""
+        """Return the number of nodes of a group."""
         return sum(node.cluster in self.groups[key] for node in self.case.site.nodes)
 
     def link(self, first: tuple[str, str], second: tuple[str, str]) -> tuple[float, float]:
-        """(bytes/s, seconds of latency) of the slowest pair of nodes of two groups."""
+        """Return rate (bytes/s) and latency (seconds) of the slowest pair of nodes of two groups."""
         pairs = [self._pair(a, b) for a in self.groups[first] for b in self.groups[second]]
         return min(rate for rate, _ in pairs) / 8, max(latency for _, latency in pairs)
 
     def _pair(self, first: str, second: str) -> tuple[float, float]:
+        """Return the rate in bits/s and the latency in seconds between nodes of two clusters."""
         site = self.case.site
         node_in = {node.cluster: node.name for node in reversed(site.nodes)}
         fabric = site.shared_fabric([node_in[first], node_in[second]])
@@ -83,17 +85,23 @@ class View:
 
     @property
     def tensors(self) -> list[int]:
-        """Tensor sizes inside a node."""
+        """The tensor-parallel sizes that are possible inside a node."""
         return [
             size for size in divisors(self.case.site.processes) if self.case.model.heads % size == 0
         ]
 
     def memory(self, gpu: str) -> float:
+        """Return the bytes of a GPU."""
         return self.gpus[gpu].memory_bytes or NO_LIMIT
 
     def layers(self, gpu: str, tensor: int, micro_batch: int) -> list[Json]:
-        """Of embedding, blocks and output on one of `tensor` ranks: seconds forward and backward, sums of its
-        tensor group included; bytes of parameters, of what is kept, of what is sent on."""
+        """Return what each layer takes on a rank: the embedding, the blocks and the output layer.
+
+        Returns:
+            For each layer, the seconds of its forward and backward pass, with the all-reduces of the
+            tensor-parallel group; and the bytes of its parameters, of what is kept for the backward pass,
+            and of the activation that is sent.
+        """
         spec, rows = self.gpus[gpu], []
         for layer in replace(self.case.model, micro_batch=micro_batch).costs(tensor):
             sums = (
@@ -114,8 +122,19 @@ class View:
 
 
 def polynomial(rate: float, latency: float, least: float, most: float) -> list[float]:
-    """Of log2(megabytes), highest power first, for GB/s of messages of `least` to `most` bytes: through three
-    sizes, or a line through two where that would fall below zero between them."""
+    """Return a polynomial for the rate of messages, in GB/s, over log2 of their size in megabytes.
+
+    The polynomial goes through three sizes. If it would fall below zero between them, a line through two
+    sizes is returned.
+
+    Args:
+        rate: In bytes/s.
+        latency: In seconds.
+        least, most: Smallest and largest message, in bytes.
+
+    Returns:
+        The coefficients, the highest power first.
+    """
     places = np.linspace(np.log2(least / 1e6), np.log2(most / 1e6), 3)
     sizes = 2.0**places * 1e6
     reached = sizes / (sizes / rate + latency) / 1e9
@@ -126,7 +145,7 @@ def polynomial(rate: float, latency: float, least: float, most: float) -> list[f
 
 
 def network(view: View) -> Json:
-    """providers/multizone_bandwidths_het.json"""
+    """Return the content of providers/multizone_bandwidths_het.json."""
     block = view.layers(GPUS[0], 1, 1)[1]
     sizes = block["sent"] / 64, max(4 * view.case.model.parameters, 2 * block["sent"])
     counts = [str(count) for count in sorted({*view.tensors, view.case.site.processes})]
@@ -149,7 +168,7 @@ def network(view: View) -> Json:
 
 
 def inside(view: View) -> Json:
-    """providers/intra_node_bandwidths.json"""
+    """Return the content of providers/intra_node_bandwidths.json."""
     table = {}
     for name, gpu in view.gpus.items():
         rate = (gpu.link_bps or 2400e9) / 8
@@ -159,7 +178,10 @@ def inside(view: View) -> Json:
 
 
 def memory_info(view: View) -> Json:
-    """llm_info.json: floats are of 4 bytes there; what we send and keep in 2 bytes is so many less."""
+    """Return the content of llm_info.json.
+
+    Sailor's floats have 4 bytes. Elements that the case sends and keeps in 2 bytes count as half a float.
+    """
     tables: Json = {}
     for tensor in view.tensors:
         layers = view.layers(next(iter(view.gpus)), tensor, 1)
@@ -181,8 +203,11 @@ def memory_info(view: View) -> Json:
 
 
 def seconds(view: View, gpu: str) -> Json:
-    """Sailor's profile.json of a GPU: micro-batch -> tensor size -> layer -> seconds forward, backward,
-    update."""
+    """Return Sailor's profile.json of a GPU.
+
+    It is micro-batch -> tensor-parallel size -> layer -> seconds of the forward pass, the backward pass
+    and the update.
+    """
     table: Json = {}
     for tensor in view.tensors:
         for size in MICRO_BATCHES:
@@ -195,7 +220,7 @@ def seconds(view: View, gpu: str) -> Json:
 
 
 def varuna(view: View) -> Json:
-    """Layer -> micro-batch -> what it takes; tensor size 1."""
+    """Return Varuna's profile: layer -> micro-batch -> what the layer takes with tensor-parallel size 1."""
     state = view.case.model.state_bytes
     tables = {size: view.layers(GPUS[0], 1, size) for size in MICRO_BATCHES}
     return {
@@ -215,8 +240,11 @@ def varuna(view: View) -> Json:
 
 
 def piper(view: View) -> Json:
-    """Its graph of layers; a parameter's states are memory that each of its stages keeps, a kept activation
-    one for every stage behind it."""
+    """Return Piper's graph of layers.
+
+    The state of a parameter is memory that the layer's stage keeps. A kept activation is memory for every
+    later stage.
+    """
     last = view.case.model.layers + 1
     names = ["Embedding", *["Transformer"] * (last - 1), "Output"]
     tables = {size: view.layers(GPUS[0], size, 1) for size in view.tensors}
@@ -255,7 +283,7 @@ def piper(view: View) -> Json:
 
 
 def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
-    """mbsM_tmpT.json: milliseconds and MiB."""
+    """Return Metis's mbsM_tmpT.json, in milliseconds and MiB."""
     rows, whole = view.layers(gpu, tensor, micro_batch), view.layers(gpu, 1, 1)
     times = [1000 * (layer["forward"] + layer["backward"]) for layer in rows]
     memory = [
@@ -284,7 +312,10 @@ def metis(view: View, gpu: str, tensor: int, micro_batch: int) -> Json:
 
 
 def galvatron(view: View) -> dict[str, Json]:
-    """Its three profiles: milliseconds forward of one sequence, MiB, and MiB/ms of rings and sends."""
+    """Return Galvatron's three profiles by file name.
+
+    They have milliseconds of the forward pass of a sequence, MiB, and MiB/ms of rings and sends.
+    """
     first, block, *_, last = view.layers(GPUS[0], 1, 1)
     state, world = view.case.model.state_bytes, view.case.site.world_size
     rate, _ = view.link(next(iter(view.groups)), next(iter(view.groups)))
@@ -323,7 +354,7 @@ def galvatron(view: View) -> dict[str, Json]:
 
 
 def flashflex(view: View) -> Json:
-    """machine_amounts.json: TFLOP/s (of 2^40), GiB, GiB/s inside a node."""
+    """Return FlashFlex's machine_amounts.json, in TFLOP/s (of 2^40), GiB, and GiB/s inside a node."""
     specs = {
         name: [gpu.flops / 2**40, view.memory(name) / 2**30, (gpu.link_bps or 2400e9) / 8 / 2**30]
         for name, gpu in view.gpus.items()
@@ -332,7 +363,7 @@ def flashflex(view: View) -> Json:
 
 
 def training(view: View) -> Json:
-    """training_config.json"""
+    """Return the content of training_config.json."""
     model = view.case.model
     return {
         "global_batch_size": view.case.batch,
@@ -351,7 +382,7 @@ def training(view: View) -> Json:
 
 
 def cluster(view: View, planner: str) -> Json:
-    """The cluster_config that Sailor's simulator hands to this planner."""
+    """Return the cluster_config that Sailor's simulator passes to a planner."""
     processes, keys = view.case.site.processes, list(view.groups)
     gpu, zone = keys[0]
     per_node = {"gpus_per_node": processes, "mem_per_gpu": view.memory(gpu)}

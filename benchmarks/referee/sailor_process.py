@@ -1,10 +1,12 @@
-"""One of Sailor's planners (github.com/eth-easl/sailor, MIT) on files that sailor.py wrote: a process of its
-own, of the Python that has what Sailor imports; it imports its code as it is.
+"""Runs one planner of Sailor (github.com/eth-easl/sailor, MIT) on files that sailor.py wrote.
 
-    python sailor_process.py REQUEST.json ANSWER.json [build]       build: compile what the
-                                                                    planner needs, ask nothing
+    python sailor_process.py REQUEST.json ANSWER.json [build]
 
-Answer: {"plans": [...], "seconds": of CPU, of the search} or {"error": line}. What it prints stays on stdout.
+This is a process of its own, with an interpreter that has what Sailor imports. It imports Sailor's code
+unchanged. With `build` it only compiles what the planner needs.
+
+The answer is {"plans": [...], "seconds": CPU seconds of the search} or {"error": a line}. Output of the
+planner stays on stdout.
 """
 
 import importlib
@@ -17,13 +19,14 @@ import sysconfig
 from pathlib import Path
 from types import SimpleNamespace
 
-#: Metis stops by itself after so much of the limit: what it costs then to read its plans is not in it.
+#: Part of the limit after which Metis stops. Reading its plans takes further time.
 METIS = 0.5
-#: Plans at most in an answer, the best first.
+#: Largest number of plans in an answer; the best are the first.
 PLANS = 40
 
 
 def main():
+    """Run the planner of a request, and write its answer."""
     request, answer = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     root = Path(request["root"])
     os.environ["SAILOR_PATH"] = str(root)
@@ -56,18 +59,19 @@ def main():
 
 
 def cpu_s():
-    """Of this process and the programs that it ran."""
+    """Return the CPU seconds of this process and of the programs that it ran."""
     return sum(os.times()[:4])
 
 
 def plain(value):
-    """numpy's and torch's numbers, vectors of C++; of anything else its text."""
+    """Return a number of numpy or torch, or a vector of C++, in a form that JSON can store; else its text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return list(value) if hasattr(value, "__iter__") else str(value)
 
 
 def made(request, root):
+    """Return the planner of a request."""
     from sailor.Planner.simulations import constants
 
     for gpu, memory in request["memory_gib"].items():
@@ -123,7 +127,7 @@ def made(request, root):
 
 
 def compiled(root, cache):
-    """Galvatron's dynamic program, as install_baselines.sh compiles it."""
+    """Compile Galvatron's dynamic program as install_baselines.sh does, unless it is in the cache."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     source, library = (
         root / "sailor/sailor/Planner/baselines/Galvatron/csrc",
@@ -142,7 +146,7 @@ def compiled(root, cache):
 
 
 def built(root, cache, memory):
-    """Its C++ library for this Python, whose table of GPUs' memories has the case's."""
+    """Compile Sailor's C++ library with the memory of the case's GPUs, unless it is in the cache."""
     source, suffix = (
         root / "sailor/sailor/Planner/sailor_planner/cpp_src",
         sysconfig.get_config_var("EXT_SUFFIX"),

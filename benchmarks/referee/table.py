@@ -1,4 +1,4 @@
-"""The table: a row for each figure of a planner on a case, their regrets, and what is said of all cases."""
+"""Keeps the results of all planners: a row for each number of a planner on a case, regrets, and medians."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from referee.cases import load_cases
 
 OURS, TYPED, RANDOM = "holmes plan", "typed", "random"
 PLANNERS = (OURS, TYPED, RANDOM, *sailor.PLANNERS, dtfm.NAME)
-#: Of the clock that counts CPU seconds: a search may take less.
+#: Resolution of the clock that counts CPU seconds.
 TICK_S = 0.01
-#: Regret up to which a plan is as good.
+#: Largest regret of a plan that counts as equally good.
 NEAR = 0.03
 #: Metrics of one planner on one case are "PLANNER: one of these".
 STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
@@ -31,14 +31,14 @@ STEP, PREDICTED, SEARCH, MISFITS, MEASURED, LOSSES, GAP = (
 )
 REGRET, NONE = "regret to the best plan of all", "no plan"
 LATE = "no plan within"
-#: Planners that search as long as they are given time: what they found in less is asked again.
+#: Planners that use all of their time. They run again if the limit has become longer.
 ANYTIME = "Metis", dtfm.NAME
 ERROR = "its own prediction against the simulated step"
 LAB_ERROR = "the simulated step of its plans against the lab's"
 
 
 class Table:
-    """Rows of the file and those that are new; notes: what a plan was changed to, or why there is none."""
+    """Rows of the results file and new rows, and notes about the plans."""
 
     def __init__(self, path: Path | None):
         self.path, self.rows = path, kept(path)
@@ -47,13 +47,21 @@ class Table:
         self.notes: dict[str, dict] = json.loads(self.notes_path.read_text()) if known else {}
 
     def has(self, case: str, planner: str, limit: float) -> bool:
-        """Whether it was asked; one without a plan, or one that uses all of its time, with no less time."""
+        """Return whether a planner need not run on a case again.
+
+        A planner without a plan, or that always uses all of its time, must have had at least `limit` CPU
+        seconds.
+        """
         note = self.notes.get(case, {}).get(planner)
-        if note is None or NONE not in note and planner not in ANYTIME:
-            return note is not None
+        if note is None:
+            return False
+        has_plan = NONE not in note
+        if has_plan and planner not in ANYTIME:
+            return True
         return note["limit"] >= limit
 
     def forget(self, case: str, planner: str) -> None:
+        """Remove the results of a planner on a case."""
         self.notes.get(case, {}).pop(planner, None)
         self.rows = [
             row
@@ -62,15 +70,17 @@ class Table:
         ]
 
     def late(self, cases: Iterable[str], planner: str, limit: float) -> int:
-        """How many of the cases it found nothing for in so much time."""
+        """Return on how many cases a planner found nothing in `limit` CPU seconds."""
         notes = [self.notes.get(case, {}).get(planner, {}) for case in cases]
         return sum(note.get(NONE, "").startswith(LATE) and note["limit"] >= limit for note in notes)
 
     def row(self, case: str, planner: str, metric: str) -> Row | None:
+        """Return the row with a metric, or None."""
         asked = case, f"{planner}: {metric}"
         return next((row for row in self.rows if (row.case, row.metric) == asked), None)
 
     def value(self, case: str, planner: str, metric: str) -> float | None:
+        """Return the value of a metric, or None."""
         row = self.row(case, planner, metric)
         return row.value if row else None
 
@@ -84,18 +94,23 @@ class Table:
         emulated: bool = False,
         busy: float | None = None,
     ):
+        """Add the median of some values as a row, in place of an earlier row with the same metric."""
         name = f"{planner}: {metric}"
         self.rows = [row for row in self.rows if (row.case, row.metric) != (case, name)]
         self.rows.append(Row.median(case, name, values, unit, emulated, busy=busy))
 
     def save(self) -> None:
+        """Write the results file and the file of plans."""
         write(self.rows, self.path)
         if self.notes_path:
             self.notes_path.write_text(json.dumps(self.notes, indent=1) + "\n")
 
 
 def regrets(table: Table, cases: list[str]) -> None:
-    """Of the simulated steps, and of measured ones where there are some; the best is that of all planners."""
+    """Add the regret of each planner on each case: how much longer its step is than that of the best plan.
+
+    There are regrets of simulated steps, and of measured steps if there are any.
+    """
     for case in cases:
         for metric, regret in ((STEP, REGRET), (MEASURED, f"{REGRET}, measured")):
             steps = {name: table.value(case, name, metric) for name in table.notes.get(case, {})}
@@ -106,8 +121,10 @@ def regrets(table: Table, cases: list[str]) -> None:
 
 
 def over_cases(table: Table, cases: list[str]) -> list[Row]:
-    """Of each planner the medians over the cases in which it has a plan; then what `holmes plan` must
-    reach."""
+    """Return rows with medians over all cases in which a planner has a plan.
+
+    Rows with the targets of `holmes plan` follow.
+    """
     rows = []
     for planner in PLANNERS:
         asked = [case for case in cases if planner in table.notes[case]]
@@ -135,7 +152,10 @@ def over_cases(table: Table, cases: list[str]) -> list[Row]:
 
 
 def targets(table: Table, cases: list[str]) -> list[Row]:
-    """What `holmes plan` must reach, once the planners of the field were asked on all cases."""
+    """Return rows with the targets of `holmes plan`.
+
+    There are no rows before all other planners have run on all cases.
+    """
     field, rows = {*sailor.PLANNERS, dtfm.NAME}, []
     if not all(field & {*table.notes.get(case, {})} for case in load_cases()):
         return rows
@@ -184,13 +204,15 @@ def targets(table: Table, cases: list[str]) -> list[Row]:
 
 
 def _searched_s(table: Table, case: str, planner: str) -> float:
-    """CPU seconds, as far as the clock can tell."""
+    """Return the CPU seconds of a search, at least the resolution of the clock."""
     return max(TICK_S, table.value(case, planner, SEARCH))
 
 
 def _beside_the_next(table: Table, cases: list[str], field: set[str]) -> Row:
-    """Seconds of search beside those of one planner: of those with a plan in most cases the one with the
-    least median regret."""
+    """Return a row that compares the search of holmes with that of the next best planner.
+
+    It is the planner with the smallest median regret among those that have a plan for most cases.
+    """
     planned = {
         name: [case for case in cases if table.value(case, name, REGRET) is not None]
         for name in sorted(field)
