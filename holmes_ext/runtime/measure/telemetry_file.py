@@ -5,7 +5,7 @@
     {"done": {"reductions", "in_flight", "differences"}}   differences between job and plan (as_planned.py)
     {"outer": {"round", "exposed", "bytes", ...}}          a round with joined jobs (join)
     {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}   a change of the plan (rank 0)
-    {"model": {...}, "stage links": [...]}                 a measured profile (plan/profile.py), and the
+    {"model": {...}, "stage_links": [...]}                 a measured profile (plan/profile.py), and the
     stages
                                                            whose link to the next stage is in it
     {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}   a
