@@ -1,1 +1,1 @@
-"""What `holmes doctor` finds: NICs, nodes side by side, variables, frameworks, a training command."""
+"""Checks of `holmes doctor`: NICs, differences between nodes, variables, frameworks, training commands."""

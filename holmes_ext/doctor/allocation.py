@@ -1,4 +1,4 @@
-"""A Slurm allocation before the job starts: its nodes, and the srun that reaches each once."""
+"""Finds the nodes of a Slurm allocation, and makes the srun command that runs a program once on each."""
 
 from __future__ import annotations
 
@@ -10,27 +10,42 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import some_of
 
+_MOST_NAMED = 4  # nodes that a message lists
+
 
 def srun(environ: Mapping[str, str], options: str, program: Sequence[str]) -> list[str]:
-    """The command that runs `program` once on every node of the allocation in `environ`, or of one that
-    `options` (srun's) ask for. HolmesError: neither is there."""
+    """Return the command that runs a program once on every node of a Slurm allocation.
+
+    Args:
+        environ: Environment variables; inside an allocation, Slurm's are among them.
+        options: Options of srun, which outside of an allocation request one.
+        program: The program and its arguments.
+
+    Raises:
+        HolmesError: There is no allocation, and the options request none.
+    """
     try:
         words = shlex.split(options)
     except ValueError as error:
         raise HolmesError(f"--slurm {options!r:.80}: {error}") from None
-    inside = "SLURM_JOB_ID" in environ
-    if not inside and not words:
+    is_in_allocation = "SLURM_JOB_ID" in environ
+    if not is_in_allocation and not words:
         raise HolmesError(
             "--slurm: this is no allocation; run it inside one (salloc, a batch script), or "
             "say what to ask for: --slurm='--nodes 4 --partition gpu'"
         )
-    components = int(environ.get("SLURM_HET_SIZE", "1")) if inside else 1
+    components = 1  # of a heterogeneous job
+    if is_in_allocation:
+        components = int(environ.get("SLURM_HET_SIZE", "1"))
     het_groups = [f"--het-group=0-{components - 1}"] if components > 1 else []
     return ["srun", *het_groups, *words, "--ntasks-per-node=1", "--kill-on-bad-exit=0", *program]
 
 
 def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without the job's number of processes, for which srun ignores --ntasks-per-node."""
+    """Return the environment for srun, without variables that make it ignore --ntasks-per-node.
+
+    These variables have the number of processes of the surrounding job.
+    """
     return {
         name: value
         for name, value in environ.items()
@@ -39,27 +54,22 @@ def for_srun(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def allocated(environ: Mapping[str, str]) -> list[str]:
-    """The nodes of the allocation, of all its components; empty outside of one."""
-    names = [
-        "SLURM_JOB_NODELIST",
-        *(
-            f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
-            for group in range(int(environ.get("SLURM_HET_SIZE", "0")))
-        ),
-    ]
-    return list(
-        dict.fromkeys(
-            node
-            for name in names
-            for node in expand(environ.get(name, ""), f"environment variable {name}")
-        )
-    )
+    """Return the nodes of the Slurm allocation with those of all its components; empty outside of one."""
+    components = int(environ.get("SLURM_HET_SIZE", "0"))
+    variables = ["SLURM_JOB_NODELIST"]
+    variables += [f"SLURM_JOB_NODELIST_HET_GROUP_{component}" for component in range(components)]
+    nodes: list[str] = []
+    for variable in variables:
+        nodes += expand(environ.get(variable, ""), f"environment variable {variable}")
+    return list(dict.fromkeys(nodes))
 
 
 def check_nodes(nodes: Sequence[str], spec: SiteSpec) -> None:
-    """HolmesError where the allocation has nodes that the file does not know."""
-    if strangers := [node for node in nodes if not spec.known_as(node)]:
-        way_out = f"add it to one, or: holmes discover --from slurm --output {spec.source}"
+    """Raise HolmesError if cluster.toml does not have all nodes of the allocation."""
+    unknown = [node for node in nodes if not spec.known_as(node)]
+    if unknown:
+        names = some_of(unknown, _MOST_NAMED)
         raise HolmesError(
-            f"{spec.source}: no cluster has node {some_of(strangers, 4)} of the allocation; {way_out}"
+            f"{spec.source}: no cluster has node {names} of the allocation; "
+            f"add it to one, or: holmes discover --from slurm --output {spec.source}"
         )

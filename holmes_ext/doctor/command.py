@@ -1,4 +1,4 @@
-"""What is wrong with a training command: script, flags, sizes against the clusters, ds_config."""
+"""Checks a training command before it runs: script, flags, sizes against the clusters, and ds_config."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ from holmes_ext.patches.megatron.command_line.refusals import refusals
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.plan import Plan, check_plan, load_plan
 from holmes_ext.plan.shape import shape_of
-from holmes_ext.plan.sizes import parse_sizes
+from holmes_ext.plan.sizes import Sizes, parse_sizes
 
 
 @dataclass(frozen=True)
 class Command:
-    """launcher: words before the script; script: "" where a module is started; arguments: the script's."""
+    """A training command, split at its script."""
 
-    launcher: tuple[str, ...]
-    script: str
-    arguments: tuple[str, ...]
+    launcher: tuple[str, ...]  # words before the script, e.g. torchrun and its options
+    script: str  # "" if the command starts a module
+    arguments: tuple[str, ...]  # of the script or module
 
 
 def split_command(words: Sequence[str]) -> Command:
-    """The training script is the first word that ends in .py, else the module after the last -m."""
+    """Split a training command at its script or module.
+
+    The script is the first word that ends in .py. Without a script, the module after the last -m counts.
+
+    Raises:
+        HolmesError: The command has neither.
+    """
     for number, word in enumerate(words):
         if word.endswith(".py") and not word.startswith("-"):
             return Command(tuple(words[:number]), word, tuple(words[number + 1 :]))
@@ -49,21 +55,27 @@ def split_command(words: Sequence[str]) -> Command:
 def check_command(
     words: Sequence[str], spec: SiteSpec | None, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Of a command line; `spec`: of --cluster, else the command's own --holmes-cluster counts."""
+    """Yield findings about a training command.
+
+    Args:
+        words: The command line.
+        spec: Content of cluster.toml; None to take that of the command's --holmes-cluster.
+        environ: Environment variables of the command.
+    """
     command = split_command(words)
     if command.launcher and not shutil.which(command.launcher[0]):
         yield problem(
             command.launcher[0],
-            "there is no such program",
-            "the command cannot start",
-            "install it, or give its path",
+            what="there is no such program",
+            why="the command cannot start",
+            mend="install it, or give its path",
         )
     if command.script and not Path(command.script).is_file():
         yield problem(
             command.script,
-            "there is no such file",
-            "the command cannot start",
-            f"give the script's path from here ({os.getcwd()})",
+            what="there is no such file",
+            why="the command cannot start",
+            mend=f"give the script's path from here ({os.getcwd()})",
         )
     elif command.script:
         yield from check_script(Path(command.script))
@@ -71,112 +83,147 @@ def check_command(
     about = "the command's flags"
     try:
         options, rest = parse_flags(list(command.arguments), environ)
-        flagged = any(word == PREFIX or word.startswith(f"{PREFIX}-") for word in command.arguments)
-        wrapped = "holmes_ext" in command.launcher
-        if not (flagged or wrapped or environ.get("HOLMES", "") not in ("", "0")):
+        has_flag = any(
+            word == PREFIX or word.startswith(f"{PREFIX}-") for word in command.arguments
+        )
+        is_wrapped = "holmes_ext" in command.launcher
+        has_variable = environ.get("HOLMES", "") not in ("", "0")
+        if not has_flag and not is_wrapped and not has_variable:
             yield problem(
                 "the command",
-                f"{PREFIX} is not among the script's arguments and HOLMES is not set",
-                "holmes does nothing in this job",
-                f"add {PREFIX} after the script's name",
+                what=f"{PREFIX} is not among the script's arguments and HOLMES is not set",
+                why="holmes does nothing in this job",
+                mend=f"add {PREFIX} after the script's name",
             )
         about = "--holmes-cluster"
-        spec = spec or (load_spec(options.cluster) if options.cluster else None)
+        if spec is None and options.cluster:
+            spec = load_spec(options.cluster)
         about = "the command"
         yield from _check_plan(command, options, rest, spec)
     except HolmesError as error:
         yield problem(
-            about, str(error), "the job ends at start-up with this line", "fix it as the line says"
+            about,
+            what=str(error),
+            why="the job ends at start-up with this line",
+            mend="fix it as the line says",
         )
 
 
 def _check_plan(
     command: Command, options: Options, rest: list[str], spec: SiteSpec | None
 ) -> Iterator[Finding]:
-    sizes = (
-        parse_sizes(options.sizes, "--holmes-sizes")
-        if options.sizes
-        else sizes_from_arguments(rest)
-    )
+    """Yield findings about parallel sizes and DeepSpeed's configuration, compared with the clusters.
+
+    Args:
+        command: The training command.
+        options: The flags of holmes in the command.
+        rest: The other arguments of the script.
+        spec: Content of cluster.toml; None if there is none.
+    """
+    sizes: Sizes | None
+    if options.sizes:
+        sizes = parse_sizes(options.sizes, "--holmes-sizes")
+    else:
+        sizes = sizes_from_arguments(rest)
     config = ds_config.from_arguments(rest)
     if config is not None and not config.digest:
         yield problem(
             config.path,
-            "cannot be read as JSON",
-            "DeepSpeed ends with an error",
-            "give --deepspeed_config an existing JSON file",
+            what="cannot be read as JSON",
+            why="DeepSpeed ends with an error",
+            mend="give --deepspeed_config an existing JSON file",
         )
     if spec is None:
         yield note(
             "clusters",
-            "no cluster.toml is known, so sizes are not checked against the clusters",
-            "holmes works the clusters out at start-up",
-            "give --cluster FILE",
+            what="no cluster.toml is known, so sizes are not checked against the clusters",
+            why="holmes works the clusters out at start-up",
+            mend="give --cluster FILE",
         )
         return
     site = site_from_spec(spec)
-    plan = check_plan(load_plan(options.plan), site) if options.plan else build_plan(site, sizes)
-    yield from _check_layout(rest, plan, bool(options.plan) or options.partition != "uniform")
+    if options.plan:
+        plan = check_plan(load_plan(options.plan), site)
+    else:
+        plan = build_plan(site, sizes)
+    has_own_partition = bool(options.plan) or options.partition != "uniform"
+    yield from _check_layout(rest, plan, has_own_partition)
     if config is not None and config.digest:
         for line in ds_config.check(config, plan, options.overlap):
-            yield note(config.path, line, "the setting does nothing", "remove it")
+            yield note(config.path, what=line, why="the setting does nothing", mend="remove it")
     for spanning in plan.spanning:
         yield note(
             f"{spanning.kind} groups",
-            f"{spanning.groups} of them span clusters and go over {spanning.fabric}",
-            "their traffic is as slow as that network",
-            "look at `holmes plan` for sizes under which none does",
+            what=f"{spanning.groups} of them span clusters and go over {spanning.fabric}",
+            why="their traffic is as slow as that network",
+            mend="look at `holmes plan` for sizes under which none does",
         )
     yield from _check_launcher(command, site)
 
 
 def _check_layout(rest: list[str], plan: Plan, partitioned: bool) -> Iterator[Finding]:
-    """Whether what the flags name divides under the plan's sizes; and misspelt flags of holmes."""
-    said = describe(rest)
-    for word in said.unknown:
-        if near := meant(word):
-            yield problem(word, f"did you mean {near}?", "holmes does not read it", "write it so")
-    if said.model is not None and plan.sizes is not None:
-        for line in refusals(said, plan.sizes, plan.world_size, partitioned):
+    """Yield findings about misspelt flags of holmes, and about a model that the parallel sizes cannot divide.
+
+    Args:
+        rest: Arguments of the script without those of holmes.
+        plan: The plan of the job.
+        partitioned: Whether holmes assigns the layers to pipeline stages, instead of the framework.
+    """
+    described = describe(rest)
+    for word in described.unknown:
+        similar = meant(word)
+        if similar:
+            yield problem(
+                word,
+                what=f"did you mean {similar}?",
+                why="holmes does not read it",
+                mend="write it so",
+            )
+    if described.model is not None and plan.sizes is not None:
+        for line in refusals(described, plan.sizes, plan.world_size, partitioned):
             yield problem(
                 "the command",
-                line,
-                "the framework ends with an error",
-                "change it as the line says",
+                what=line,
+                why="the framework ends with an error",
+                mend="change it as the line says",
             )
         try:
-            shape_of(said.model, plan.sizes, said.zero, said.virtual)
+            shape_of(described.model, plan.sizes, described.zero, described.virtual)
         except HolmesError as error:
             yield problem(
                 "the command",
-                str(error),
-                "the framework ends with an error",
-                "change it as the line says",
+                what=str(error),
+                why="the framework ends with an error",
+                mend="change it as the line says",
             )
 
 
 def _check_launcher(command: Command, site: Site) -> Iterator[Finding]:
-    """Number of nodes and of processes for each that the launcher's own options name."""
-    options = {}
-    for word, following in zip(command.launcher, [*command.launcher[1:], ""]):
+    """Yield findings if the launcher starts other numbers of nodes or processes than cluster.toml has."""
+    options = {}  # name of an option of the launcher -> value
+    next_words = [*command.launcher[1:], ""]
+    for word, next_word in zip(command.launcher, next_words):
         name, equals, value = word.partition("=")
-        options[name.replace("_", "-")] = value if equals else following
+        options[name.replace("_", "-")] = value if equals else next_word
     nodes = options.get("--nnodes", "")
     if nodes.isdecimal() and int(nodes) != len(site.nodes):
         yield problem(
             "--nnodes",
-            f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
-            "the job waits for ranks that never come, or ends at start-up",
-            "start it on all nodes of cluster.toml, or take nodes out of the file",
+            what=f"is {nodes}, but the clusters have {len(site.nodes)} nodes",
+            why="the job waits for ranks that never come, or ends at start-up",
+            mend="start it on all nodes of cluster.toml, or take nodes out of the file",
         )
-    named = (options.get(name, "") for name in ("--nproc-per-node", "--num-gpus"))
-    processes = next((value for value in named if value.isdecimal()), "")
-    wrong = [node for node in site.nodes if processes and node.processes != int(processes)]
+    processes = options.get("--nproc-per-node", "")
+    if not processes.isdecimal():
+        processes = options.get("--num-gpus", "")
+    if not processes.isdecimal():
+        return
+    wrong = [node for node in site.nodes if node.processes != int(processes)]
     if wrong:
         yield problem(
             "--nproc-per-node",
-            f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "
+            what=f"is {processes}, but node {wrong[0].name} has {wrong[0].processes} processes in "
             f"cluster.toml",
-            "the job ends at start-up",
-            "make them agree (key 'processes')",
+            why="the job ends at start-up",
+            mend="make them agree (key 'processes')",
         )

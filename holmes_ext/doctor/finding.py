@@ -1,4 +1,4 @@
-"""What `holmes doctor` says of one thing: what was found, why it matters, how to mend it."""
+"""A finding of `holmes doctor`: the problem, why it matters, and how to solve it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ from functools import partial
 
 from holmes_ext.errors import HolmesError
 
-#: A problem stops a job or makes it slow; a note is worth knowing and may be meant so.
+#: A "problem" stops a job or makes it slow. A "note" may be intended.
 LEVELS = ("problem", "note")
+_MOST_CHARACTERS = 2000  # of each text
 
 
 @dataclass(frozen=True)
 class Finding:
-    """level: "problem" or "note"; about: the NIC, variable, package or file; the rest: a line each."""
+    """Something that `holmes doctor` has found. Each text is one line."""
 
-    level: str
-    about: str
-    what: str
-    why: str
-    mend: str
+    level: str  # one of LEVELS
+    about: str  # the NIC, variable, package or file
+    what: str  # the problem
+    why: str  # its effect
+    mend: str  # what the user can do about it
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if the level is unknown, or a text is not one line."""
         for field in fields(self):
             value = getattr(self, field.name)
-            if not value or "\n" in value or len(value) > 2000:
+            if not value or "\n" in value or len(value) > _MOST_CHARACTERS:
                 raise HolmesError(
                     f"finding: key {field.name!r} must be one line of text, not {value!r:.80}"
                 )
@@ -34,4 +36,6 @@ class Finding:
             )
 
 
-problem, note = partial(Finding, "problem"), partial(Finding, "note")
+#: Make a Finding of this level.
+problem = partial(Finding, "problem")
+note = partial(Finding, "note")

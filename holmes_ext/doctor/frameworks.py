@@ -1,4 +1,4 @@
-"""What may keep the patches from working: versions, targets that changed, others that patch."""
+"""Checks whether holmes's patches fit the installed frameworks, and whether other code patches them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.patches.conflicts import WITH_GIL, conflicts, without_gil
@@ -27,7 +28,8 @@ PATCHING = {
     "ddtrace": "wraps libraries at start-up through sitecustomize",
     "intel_extension_for_deepspeed": "adds an accelerator to DeepSpeed",
 }
-_IMPORTING = " while importing "
+_IMPORTING = " while importing "  # in the reason of a Fit whose framework cannot be imported
+_MOST_SHOWN = 120  # characters of a line of code
 #: Import lines of .pth files that touch no framework.
 _HARMLESS = (
     "holmes_ext",
@@ -39,7 +41,7 @@ _HARMLESS = (
     "pywin32_bootstrap",
     "zzz_",
 )
-#: What Megatron-DeepSpeed imports and uses.
+#: Packages that Megatron-DeepSpeed imports and uses.
 _MEGATRON_DEEPSPEED_NEEDS = ("regex", "pybind11", "six", "transformers")
 
 
@@ -57,6 +59,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     """Return whether a patch (a change of holmes to a function of a framework) fits the installed framework.
 
     Args:
+        patch: The patch.
         check: Import the framework and look at the function. Otherwise the framework's source is read, and
             the result may be "unknown".
     """
@@ -83,9 +86,8 @@ def fit_of(patch: Patch, check: bool) -> Fit:
     if check:
         return _fit_of_imported(patch, version)
 
-    reason = source_misfit(
-        patch
-    )  # reads the framework's source; None if the patch fits, or may fit
+    # It reads the framework's source, and returns None if the patch fits or may fit.
+    reason = source_misfit(patch)
     if reason:
         return Fit(patch, version, "off", reason)
     if is_version_known_by_import:
@@ -96,6 +98,7 @@ def fit_of(patch: Patch, check: bool) -> Fit:
 
 
 def _fit_of_other_version(patch: Patch, version: str | None) -> Fit:
+    """Return the result for a patch that is made for another version of the framework than `version`."""
     return Fit(
         patch, version, "other version", f"for {patch.feature.requirement.name} {patch.only}"
     )
@@ -105,6 +108,7 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     """Import the framework that a patch changes, and return whether the patch fits it.
 
     Args:
+        patch: The patch.
         version: The framework's version according to the metadata of its package.
     """
     feature = patch.feature
@@ -126,54 +130,87 @@ def _fit_of_imported(patch: Patch, version: str | None) -> Fit:
     return Fit(patch, version, "off" if reason else "fits", reason)
 
 
+class _Cause(NamedTuple):
+    """Reason why features of holmes are off."""
+
+    framework: str  # name and version
+    reason: str
+    is_import_error: bool  # whether the framework could not be imported
+
+
 def check_patches(fits: Iterable[Fit]) -> Iterator[Finding]:
-    """On features whose framework is installed and that would stay off: why, and which versions have them."""
-    off: dict[tuple[str, str], dict[str, Feature]] = {}
+    """Yield findings about features of holmes that are off although their framework is installed.
+
+    Patches with the same framework and reason are combined. A framework that cannot be imported gets a
+    finding of its own.
+    """
+    off: dict[_Cause, dict[str, Feature]] = {}  # cause -> name of a feature -> feature
     for fit in fits:
-        feature, reason = fit.patch.feature, fit.reason or ""
+        feature = fit.patch.feature
+        reason = fit.reason or ""
         if fit.state != "off" or not fit.installed or _is_vendored(fit.patch):
             continue
-        which = f"{feature.requirement.name} {fit.installed}"
+        framework = f"{feature.requirement.name} {fit.installed}"
         if _IMPORTING in reason:
-            off.setdefault((which, ""), {}).setdefault(reason, feature)
-        elif not any(feature.name in others for others in off.values()):
-            off.setdefault((which, reason), {})[feature.name] = feature
-    for (which, reason), features in off.items():
-        if not reason:
+            if not any(cause.is_import_error and cause.framework == framework for cause in off):
+                off[_Cause(framework, reason, is_import_error=True)] = {}
+        elif not any(feature.name in features for features in off.values()):
+            cause = _Cause(framework, reason, is_import_error=False)
+            off.setdefault(cause, {})[feature.name] = feature
+    for cause, features in off.items():
+        if cause.is_import_error:
             yield problem(
-                which,
-                next(iter(features)),
-                "the script ends with it too, with or without holmes",
-                "install versions that work together, and try `python -c 'import ...'`",
+                cause.framework,
+                what=cause.reason,
+                why="the script ends with it too, with or without holmes",
+                mend="install versions that work together, and try `python -c 'import ...'`",
             )
-            continue
-        feature, names = next(iter(features.values())), ", ".join(features)
-        name, tried = feature.requirement.name, feature.tried
-        have = f"{name} {tried[0]} to {tried[-1]}" if tried else "versions in the range"
-        yield problem(
-            which,
-            f"features that are off: {names}: {reason}",
-            "holmes leaves them off; `--holmes-require` would stop the job",
-            f"{have} have them: pip install '{feature.versions}'; or train without"
-            f" (HOLMES_TRY={names.replace(' ', '')} tries another version, at your own risk)",
-        )
+        else:
+            yield _finding_on_features(cause, features)
 
 
-def _is_vendored(patch: Patch) -> bool:
-    """Whether the module would come from a checkout: the patches of another copy stay off, quietly."""
-    if not patch.feature.version_of:
-        return False
-    # megatron.core, whether or not it has the module
-    spec = find_module(".".join(patch.module.split(".")[:2]))
-    return bool(
-        spec
-        and spec.origin
-        and not {"site-packages", "dist-packages"} & set(Path(spec.origin).parts)
+def _finding_on_features(cause: _Cause, features: Mapping[str, Feature]) -> Finding:
+    """Return the finding for features that are off for the same reason, with versions that have them."""
+    feature = next(iter(features.values()))
+    names = ", ".join(features)
+    name = feature.requirement.name
+    versions = (
+        f"{name} {feature.tried[0]} to {feature.tried[-1]}"
+        if feature.tried
+        else "versions in the range"
+    )
+    return problem(
+        cause.framework,
+        what=f"features that are off: {names}: {cause.reason}",
+        why="holmes leaves them off; `--holmes-require` would stop the job",
+        mend=f"{versions} have them: pip install '{feature.versions}'; or train without"
+        f" (HOLMES_TRY={names.replace(' ', '')} tries another version, at your own risk)",
     )
 
 
+def _is_vendored(patch: Patch) -> bool:
+    """Return whether the framework that a patch changes comes from a checkout, not from an installed package.
+
+    Patches for such a copy stay off without a finding.
+    """
+    if not patch.feature.version_of:
+        return False
+    # The package, e.g. megatron.core: this copy of it may not have the patch's module.
+    spec = find_module(".".join(patch.module.split(".")[:2]))
+    if spec is None or not spec.origin:
+        return False
+    folders = Path(spec.origin).parts
+    return "site-packages" not in folders and "dist-packages" not in folders
+
+
 def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
-    """Findings on libraries that patch the same frameworks, and on code that every start of Python runs."""
+    """Yield findings about libraries that patch the same frameworks, and about Python's start-up code.
+
+    Args:
+        folders: Folders with packages; None for those of this interpreter.
+    """
+    if folders is None:
+        folders = site.getsitepackages()
     for name, what in PATCHING.items():
         try:
             version = importlib.metadata.version(name)
@@ -181,35 +218,42 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
             continue
         yield note(
             f"{name} {version}",
-            f"is installed; it {what}",
-            "holmes's patches do not fit functions that it replaced first, and stay off",
-            "import it before the frameworks are used, and look at `holmes patches --check` in that "
+            what=f"is installed; it {what}",
+            why="holmes's patches do not fit functions that it replaced first, and stay off",
+            mend="import it before the frameworks are used, and look at `holmes patches --check` in that "
             "environment",
         )
-    for path, line in _start_up_code(site.getsitepackages() if folders is None else folders):
+    for path, line in _start_up_code(folders):
         yield note(
             path,
-            f"runs code at every start of Python: {line[:120]}",
-            "it may import or patch a framework before holmes does",
-            "look what it does; remove it if the job does not need it",
+            what=f"runs code at every start of Python: {line[:_MOST_SHOWN]}",
+            why="it may import or patch a framework before holmes does",
+            mend="look what it does; remove it if the job does not need it",
         )
 
 
 def check_compilers(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on locks of torch's compiler of extensions (torch/utils/cpp_extension.py, file_baton.py)."""
-    cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+    """Yield findings about lock files that torch's compiler of extensions has left.
+
+    See torch/utils/cpp_extension.py and file_baton.py.
+    """
     folder = environ.get("TORCH_EXTENSIONS_DIR")
-    locks = Path(folder).glob("*/lock") if folder else Path(cache).glob("torch_extensions/*/*/lock")
+    if folder:
+        locks = Path(folder).glob("*/lock")
+    else:
+        cache = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME', '')}/.cache"
+        locks = Path(cache).glob("torch_extensions/*/*/lock")
     for lock in sorted(locks):
         yield problem(
             str(lock),
-            "torch is compiling an extension there, or was killed while doing so",
-            f"every job that needs {lock.parent.name} waits silently until the file is gone",
-            "remove it unless a job is compiling now",
+            what="torch is compiling an extension there, or was killed while doing so",
+            why=f"every job that needs {lock.parent.name} waits silently until the file is gone",
+            mend="remove it unless a job is compiling now",
         )
 
 
 def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (file, code) for code that Python runs at every start: .pth files and sitecustomize.py."""
     for folder in map(Path, dict.fromkeys(folders)):
         for file in sorted(folder.glob("*.pth")):
             for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
@@ -222,89 +266,92 @@ def _start_up_code(folders: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def check_replaced(patches: Iterable[Patch]) -> Iterator[Finding]:
-    """On targets that are imported here and hold something that is not the framework's own."""
-    for patch in {patch.target: patch for patch in patches}.values():
+    """Yield findings about functions of imported frameworks that another library has replaced."""
+    patch_of_target = {patch.target: patch for patch in patches}
+    for patch in patch_of_target.values():
         try:
             value = operator.attrgetter(patch.qualname)(sys.modules.get(patch.module))
         except AttributeError:
             continue
         owner = (getattr(value, "__module__", None) or "").partition(".")[0]
-        ours = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
-        if owner not in ours and not hasattr(value, "__wrapped__"):
+        expected_owners = {"", patch.module.partition(".")[0], "holmes_ext", "builtins", "torch"}
+        if owner not in expected_owners and not hasattr(value, "__wrapped__"):
             yield problem(
                 patch.target,
-                f"was replaced by {value.__module__}",
-                "holmes's patch, written for the framework's own function, would wrap this one or "
+                what=f"was replaced by {value.__module__}",
+                why="holmes's patch, written for the framework's own function, would wrap this one or "
                 "not fit",
-                f"start without {owner}, or switch the feature off with HOLMES_DISABLE",
+                mend=f"start without {owner}, or switch the feature off with HOLMES_DISABLE",
             )
 
 
 def check_script(path: Path) -> Iterator[Finding]:
-    """Findings on what a training script imports, from its text: libraries in PATCHING."""
+    """Yield findings about libraries that a training script imports and that patch frameworks (PATCHING)."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError) as error:
         yield problem(
             str(path),
-            f"cannot be read as Python: {error}",
-            "the job would end at once",
-            "give the training script's path",
+            what=f"cannot be read as Python: {error}",
+            why="the job would end at once",
+            mend="give the training script's path",
         )
         return
-    names = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    }
-    names |= {
-        n.module
-        for n in ast.walk(tree)
-        if isinstance(n, ast.ImportFrom) and n.module and not n.level
-    }
-    for name in sorted({name.partition(".")[0] for name in names} & set(PATCHING)):
+    modules: set[str] = set()
+    for statement in ast.walk(tree):
+        if isinstance(statement, ast.Import):
+            modules.update(alias.name for alias in statement.names)
+        elif isinstance(statement, ast.ImportFrom) and statement.module and not statement.level:
+            modules.add(statement.module)
+    packages = {module.partition(".")[0] for module in modules}
+    for name in sorted(packages & set(PATCHING)):
         yield note(
             str(path),
-            f"imports {name}",
-            f"it {PATCHING[name]}",
-            "look at holmes's start line for features that are off",
+            what=f"imports {name}",
+            why=f"it {PATCHING[name]}",
+            mend="look at holmes's start line for features that are off",
         )
 
 
 def check_megatron_deepspeed(folder: Path) -> Iterator[Finding]:
-    """What a Megatron-DeepSpeed checkout itself needs to start with the installed packages."""
-    if not all(
-        (folder / "megatron" / name).exists() for name in ("arguments.py", "model/gpt_model.py")
-    ):
+    """Yield findings about packages that a checkout of Megatron-DeepSpeed needs and that are not installed.
+
+    Args:
+        folder: Folder of the training script. Nothing is checked if it is no such checkout.
+    """
+    files = [folder / "megatron/arguments.py", folder / "megatron/model/gpt_model.py"]
+    if not all(file.exists() for file in files):
         return
     for module in _MEGATRON_DEEPSPEED_NEEDS:
         if find_module(module) is None:
             yield problem(
                 str(folder),
-                f"Megatron-DeepSpeed imports {module}, which is not installed",
-                "it ends with ModuleNotFoundError, with or without holmes",
-                f"pip install {module}",
+                what=f"Megatron-DeepSpeed imports {module}, which is not installed",
+                why="it ends with ModuleNotFoundError, with or without holmes",
+                mend=f"pip install {module}",
             )
     for module, need in UNUSED.items():
         if find_module(module) is None:
             yield note(
                 str(folder),
-                f"Megatron-DeepSpeed imports {module}, which is not installed",
-                "without --holmes it ends with ModuleNotFoundError; holmes provides an empty stub, "
+                what=f"Megatron-DeepSpeed imports {module}, which is not installed",
+                why="without --holmes it ends with ModuleNotFoundError; holmes provides an empty stub, "
                 "which a GPT never uses",
-                need,
+                mend=need,
             )
 
 
 def check_stock_versions() -> Iterator[Finding]:
-    """Findings on versions of two packages that do not work together, and on a Python without the lock."""
-    if lack := without_gil():
+    """Yield findings about versions of packages that do not work together, and about a Python without GIL."""
+    gil_problem = without_gil()
+    if gil_problem:
         yield problem(
             f"Python {platform.python_version()}",
-            lack,
-            "holmes refuses to run a job on it",
-            WITH_GIL,
+            what=gil_problem,
+            why="holmes refuses to run a job on it",
+            mend=WITH_GIL,
         )
     for which, what, mend in conflicts():
-        yield problem(which, what, "the two do not work together, with or without holmes", mend)
+        yield problem(
+            which, what=what, why="the two do not work together, with or without holmes", mend=mend
+        )

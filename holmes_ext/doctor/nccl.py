@@ -1,10 +1,11 @@
-"""What holmes would hand to NCCL on a node, and what the installed NCCL (2.18 to 2.30 read) makes of it."""
+"""Checks NCCL on a node: configuration files, plugins, version, and settings that holmes passes to it."""
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
@@ -18,120 +19,148 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem
 from holmes_ext.errors import HolmesError
 
-#: Versions that cannot load a plugin of others again once their last communicator is closed ("Failed to
-#: initialize any NET plugin"; run with 2.29.7), and the variable that keeps it loaded.
-FORGETS_PLUGINS, KEEP_PLUGIN = SpecifierSet(">=2.29,<2.30"), "NCCL_NET_PLUGIN_REF_COUNT"
-#: Versions that free twice what a plugin of version 10 or older was given, where it finds no device and
-#: NCCL's own "IB" has none either (src/plugin/net.cc; run with 2.28.9).
+#: Versions that cannot load a network plugin again after their last communicator was closed ("Failed to
+#: initialize any NET plugin"; seen with 2.29.7).
+FORGETS_PLUGINS = SpecifierSet(">=2.29,<2.30")
+#: Variable that keeps the plugin loaded.
+KEEP_PLUGIN = "NCCL_NET_PLUGIN_REF_COUNT"
+#: Versions that free memory twice if a plugin of API version 10 or older finds no device and NCCL's "IB"
+#: finds none either (src/plugin/net.cc; seen with 2.28.9).
 FREES_TWICE = SpecifierSet(">=2.28,<2.29")
-#: First and last version whose source was read.
-READ = (Version("2.18"), Version("2.31.dev0"))
+#: Versions whose source was checked: from the first to before the second.
+_FIRST_CHECKED = Version("2.18")
+_FIRST_UNCHECKED = Version("2.31.dev0")
+#: First version in which the network of a communicator can be chosen by its name.
+_NAMES_NETWORKS = Version("2.17")
+#: First version that finds the index of the RoCE v2 GID itself.
+_FINDS_GID_INDEX = Version("2.21")
 
 
-def installed_nccl() -> tuple[str, Version | None]:
-    """(distribution, version) of the NCCL that pip's torch loads; ("", None): torch has its own, or none."""
+class InstalledNccl(NamedTuple):
+    """The NCCL that pip's torch loads."""
+
+    name: str  # of the package; "" if there is none
+    version: Version | None
+
+
+def installed_nccl() -> InstalledNccl:
+    """Return the NCCL package that torch loads; an empty one if torch contains NCCL, or has none."""
     for name in ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"):
         try:
-            return name, Version(importlib.metadata.version(name))
+            return InstalledNccl(name, Version(importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
             continue
-    return "", None
+    return InstalledNccl("", None)
 
 
 def check_nccl(nccl_of_node: NcclOfNode, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Findings on NCCL's own files and plugins; NICs and variables have theirs elsewhere."""
+    """Yield findings about the configuration files and network plugins of NCCL on a node."""
     if nccl_of_node.forced_net:
         yield problem(
             nccl_of_node.forced_in,
-            f"sets NCCL_NET={nccl_of_node.forced_net}",
-            "NCCL reads the file itself and gives this network to every group; holmes ends a job "
+            what=f"sets NCCL_NET={nccl_of_node.forced_net}",
+            why="NCCL reads the file itself and gives this network to every group; holmes ends a job "
             "one of whose groups is planned over another",
-            "take the line out of the file",
+            mend="take the line out of the file",
         )
     for name, (value, file) in file_settings(environ).items():
         if name == SHARED and value != "0":
             yield problem(
                 file,
-                f"sets {name}={value}",
-                "NCCL refuses every group that is split off for a network of"
+                what=f"sets {name}={value}",
+                why="NCCL refuses every group that is split off for a network of"
                 " its own (ncclInvalidUsage)",
-                "take the line out of the file",
+                mend="take the line out of the file",
             )
         if name in ("NCCL_SOCKET_IFNAME", "NCCL_IB_HCA", "NCCL_IB_GID_INDEX"):
             yield note(
                 file,
-                f"sets {name}={value}",
-                "holmes keeps your setting",
-                "take the line out of the file unless it is meant so",
+                what=f"sets {name}={value}",
+                why="holmes keeps your setting",
+                mend="take the line out of the file unless it is meant so",
             )
     if nccl_of_node.plugin:
         yield note(
             nccl_of_node.plugin,
-            "NCCL would load this network plugin",
-            'holmes asks for "IB" and "Socket" by name, which bypasses it',
-            'to use it give its fabric a net = "NAME" in cluster.toml (NCCL_DEBUG=INFO tells: '
+            what="NCCL would load this network plugin",
+            why='holmes asks for "IB" and "Socket" by name, which bypasses it',
+            mend='to use it give its fabric a net = "NAME" in cluster.toml (NCCL_DEBUG=INFO tells: '
             'Using network NAME), or net = "auto"; a SHARP (CollNet) of the plugin is then used '
             "again, too",
         )
-        version = installed_nccl()[1]
-        if (
-            version is not None
-            and version in FORGETS_PLUGINS
-            and environ.get(KEEP_PLUGIN, "0") == "0"
-        ):
+        _, version = installed_nccl()
+        is_kept = environ.get(KEEP_PLUGIN, "0") != "0"
+        if version is not None and version in FORGETS_PLUGINS and not is_kept:
             yield problem(
                 nccl_of_node.plugin,
-                f"NCCL {version} cannot load it again once its last communicator is closed",
-                "a job that ends its groups and makes new ones fails: Failed to initialize any NET "
+                what=f"NCCL {version} cannot load it again once its last communicator is closed",
+                why="a job that ends its groups and makes new ones fails: Failed to initialize any NET "
                 "plugin",
-                f"export {KEEP_PLUGIN}=1",
+                mend=f"export {KEEP_PLUGIN}=1",
             )
         if version is not None and version in FREES_TWICE:
             yield note(
                 nccl_of_node.plugin,
-                f'NCCL {version} ends where it and "IB" find no device',
-                'free(): double free, in a job without holmes or with net = "auto"',
-                "export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL",
+                what=f'NCCL {version} ends where it and "IB" find no device',
+                why='free(): double free, in a job without holmes or with net = "auto"',
+                mend="export NCCL_NET_PLUGIN=none on nodes without RDMA, or take another NCCL",
             )
 
 
 def handed_over(node: NodeReport, spec: SiteSpec | None, environ: Mapping[str, str]) -> list[str]:
-    """Lines: variables, the network of the groups on each fabric, and what the installed NCCL makes of it."""
+    """Return lines about the settings that holmes passes to NCCL on a node.
+
+    They are variables, the network of process groups on each fabric, and how the installed NCCL handles them.
+
+    Args:
+        node: The node and its NICs.
+        spec: Content of cluster.toml; None if there is none.
+        environ: Environment variables, which take precedence over holmes.
+    """
     try:
         site = _site(node, spec)
     except HolmesError as error:
         return [f"not known: {error}"]
-    here, in_files, lines = site.nodes[0], file_settings(environ), []
-    for name, value in variables_of(here).items():
-        yours = environ.get(name) or in_files.get(name, ("",))[0]
-        lines += [f"{name}={yours or value}" + " (yours)" * bool(yours)] if yours or value else []
-    for port in here.ports:
+    site_node = site.nodes[0]
+    in_files = file_settings(environ)  # variable -> (value, NCCL's configuration file)
+    lines = []
+    for name, value in variables_of(site_node).items():
+        users_value = environ.get(name) or in_files.get(name, ("",))[0]
+        if users_value:
+            lines.append(f"{name}={users_value} (yours)")
+        elif value:
+            lines.append(f"{name}={value}")
+    for port in site_node.ports:
         fabric = site.fabric_by_name[port.fabric]
         if port.fabric != ETHERNET and (not port.hcas or port.no_verbs or not port.usable):
             continue
-        name = network_name(fabric)
-        who = f"network {name!r}" if name else "NCCL chooses"
-        lines.append(f"groups on {fabric.name} ({fabric.kind}): {who}")
+        network = network_name(fabric)
+        choice = f"network {network!r}" if network else "NCCL chooses"
+        lines.append(f"groups on {fabric.name} ({fabric.kind}): {choice}")
     lines.append("groups inside the node: NCCL chooses (NVLink, PCIe, shared memory)")
     lines += [line.partition(": ")[2] for line in nccl_remarks(site, [node])]
-    roce = any(
-        site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs for port in here.ports
+    has_roce = any(
+        site.fabric_by_name[port.fabric].kind == "roce" and not port.no_verbs
+        for port in site_node.ports
     )
-    return [
-        *lines,
-        *_by_version(roce and not any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)),
-    ]
+    is_gid_index_set = any(line.startswith("NCCL_IB_GID_INDEX=") for line in lines)
+    lines += _lines_on_version(needs_gid_index=has_roce and not is_gid_index_set)
+    return lines
 
 
-def _by_version(unset_index: bool) -> Iterator[str]:
-    """unset_index: a RoCE node where NCCL_IB_GID_INDEX stays unset."""
+def _lines_on_version(needs_gid_index: bool) -> Iterator[str]:
+    """Yield lines about how the installed NCCL handles the settings of holmes.
+
+    Args:
+        needs_gid_index: Whether the node has RoCE NICs and NCCL_IB_GID_INDEX is not set.
+    """
     name, version = installed_nccl()
     if version is None:
         yield "no NCCL package is installed here: torch has its own, or is built for the CPU"
         return
-    if version < Version("2.17"):
+    if version < _NAMES_NETWORKS:
         yield f"{name} {version} cannot be given a network by name: it chooses one for each group itself"
-    elif not READ[0] <= version < READ[1]:
+    elif not _FIRST_CHECKED <= version < _FIRST_UNCHECKED:
         yield (
             f"{name} {version} is outside the versions that were checked (2.18 to 2.30): "
             "networks are passed to it by name"
@@ -141,12 +170,12 @@ def _by_version(unset_index: bool) -> Iterator[str]:
             f"{name} {version} takes each group's network by name (case-insensitive), and fails a group "
             "whose network it does not find"
         )
-    if version >= Version("2.31.dev0"):
+    if version >= _FIRST_UNCHECKED:
         yield (
             f"{name} {version} has settings for each collective and TLS on sockets: holmes leaves "
             "both to you"
         )
-    if unset_index and version < Version("2.21"):
+    if needs_gid_index and version < _FINDS_GID_INDEX:
         yield (
             f"{name} {version} takes GID 0, RoCE v1, where NCCL_IB_GID_INDEX is unset (2.21 and newer "
             "find the index)"
@@ -154,6 +183,7 @@ def _by_version(unset_index: bool) -> Iterator[str]:
 
 
 def _site(node: NodeReport, spec: SiteSpec | None) -> Site:
+    """Return the site that consists of one node; raise HolmesError if cluster.toml does not have it."""
     if spec is None:
         return resolve_site([replace(node, processes=1)], None)
     cluster = spec.owner.get(spec.known_as(node.name))

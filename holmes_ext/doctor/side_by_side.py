@@ -1,6 +1,6 @@
-"""What shows when a cluster's nodes stand side by side: NICs, rates, MTUs, GID indices, versions.
+"""Compares the nodes of a cluster: NICs, rates, MTUs, GID indices, and versions of packages.
 
-A NodeCheck is what `holmes doctor --json` prints on one node; compare() takes those of several.
+`holmes doctor --json` prints a NodeCheck of one node. compare() takes those of several nodes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster.nic import KINDS, Nic
 from holmes_ext.cluster.node_report import NodeReport
@@ -22,26 +22,27 @@ from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
 VERSION = 1
+_MOST_NAMED = 4  # nodes that a finding lists
 _ADVICE = "write it with `holmes doctor --json`"
 
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """One node: its NICs, versions that must be alike ("torch" -> "2.13.0"), variables, its findings, and
-    lines on what NCCL would be given."""
+    """What `holmes doctor` has found on one node."""
 
-    node: NodeReport
-    versions: dict[str, str]
-    settings: dict[str, str]
+    node: NodeReport  # with its NICs
+    versions: dict[str, str]  # package -> version, which must be the same on all nodes
+    settings: dict[str, str]  # environment variables that must be the same on all nodes
     findings: tuple[Finding, ...]
-    nccl: tuple[str, ...] = ()
+    nccl: tuple[str, ...] = ()  # lines about the settings that holmes would pass to NCCL
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the document for --json."""
         return {"version": VERSION, **asdict(self)}
 
     @classmethod
     def from_table(cls, table: Table) -> NodeCheck:
-        """HolmesError names the table's source and key."""
+        """Return the NodeCheck of a document; raise HolmesError, which names file and key, if it is bad."""
         try:
             table.version(VERSION)
             return table.into(cls)
@@ -50,19 +51,24 @@ class NodeCheck:
 
 
 def load_check(path: str | Path) -> NodeCheck:
-    """The NodeCheck in a file that `holmes doctor --json > FILE` wrote; HolmesError names the file."""
+    """Return the NodeCheck in a file that `holmes doctor --json` wrote; raise HolmesError if it is bad."""
     return NodeCheck.from_table(load_json(path, _ADVICE))
 
 
 def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]:
-    """Findings on what differs between nodes of a cluster (with `spec`), or with a kind of NIC (without)."""
+    """Return findings about differences between nodes.
+
+    Args:
+        checks: What was found on each node.
+        spec: Content of cluster.toml. Nodes of a cluster are compared; without it, nodes with the same
+        kind of
+            fast NIC.
+    """
     findings: list[Finding] = []
-    for title, members in _clusters(checks, spec):
-        for what, fact, why, mend in _FACTS:
-            make = problem if what.startswith("MTU") else note
-            findings += _differing(
-                make, title, {check.node.name: fact(check) for check in members}, what, why, mend
-            )
+    for title, members in _comparable_nodes(checks, spec):
+        for fact in _FACTS:
+            values = {check.node.name: fact.value_of(check) for check in members}
+            findings += _differing(fact.make, title, values, fact.what, fact.why, fact.mend)
     for name in sorted({name for check in checks for name in check.versions}):
         values = {check.node.name: check.versions.get(name, "none") for check in checks}
         why = "ranks with different versions have different patches and messages: they hang at start-up"
@@ -73,141 +79,175 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
         why = "groups hang when only some ranks set a NIC or network"
         mend = f"set {name} alike on all nodes, or nowhere"
         findings += _differing(note, "all nodes", values, name, why, mend)
-    return findings if spec is None else [*findings, *_check_spec(checks, spec)]
+    if spec is not None:
+        findings += _check_spec(checks, spec)
+    return findings
 
 
-def _clusters(
+def _comparable_nodes(
     checks: Sequence[NodeCheck], spec: SiteSpec | None
 ) -> list[tuple[str, list[NodeCheck]]]:
-    if spec is None:
-        return [
-            (
-                f"nodes with {kind}",
-                [check for check in checks if any(nic.kind == kind for nic in _fast(check))],
-            )
-            for kind, about in KINDS.items()
-            if about.layer
-        ]
-    return [
-        (
-            f"cluster {cluster.name}",
-            [c for c in checks if spec.known_as(c.node.name) in cluster.nodes],
-        )
-        for cluster in spec.clusters
-    ]
+    """Return groups of nodes that should be equal, each with a title for findings."""
+    groups = []
+    if spec is not None:
+        for cluster in spec.clusters:
+            members = [check for check in checks if spec.known_as(check.node.name) in cluster.nodes]
+            groups.append((f"cluster {cluster.name}", members))
+        return groups
+    for kind, nic_kind in KINDS.items():
+        if nic_kind.layer:
+            members = [
+                check for check in checks if any(nic.kind == kind for nic in _fast_nics(check))
+            ]
+            groups.append((f"nodes with {kind}", members))
+    return groups
 
 
 def part_for(spec: SiteSpec, checks: Sequence[NodeCheck]) -> SiteSpec:
-    """`spec` as far as the nodes go that were looked at; all of it where it knows none of them."""
-    known = set(filter(None, (spec.known_as(check.node.name) for check in checks)))
-    return spec.only(known) if known else spec
+    """Return the part of cluster.toml about the nodes that were checked; all of it if it has none of them."""
+    names = [spec.known_as(check.node.name) for check in checks]
+    checked_nodes = {name for name in names if name}
+    return spec.only(checked_nodes) if checked_nodes else spec
 
 
 def kind_of(node: str, spec: SiteSpec | None) -> str:
-    """Of the fast NICs that cluster.toml gives the node; "" where it says nothing of it."""
-    cluster = spec.owner.get(spec.known_as(node)) if spec else None
+    """Return the kind of the fast NICs that cluster.toml gives a node; "" if it does not have the node."""
+    if spec is None:
+        return ""
+    cluster = spec.owner.get(spec.known_as(node))
     return cluster.kind if cluster else ""
 
 
-def _fast(check: NodeCheck) -> list[Nic]:
+def _fast_nics(check: NodeCheck) -> list[Nic]:
+    """Return the usable InfiniBand and RoCE NICs of a node."""
     return [nic for nic in check.node.nics if nic.fast and nic.usable]
 
 
-#: what, its value on a node, why it matters, how to mend it; of the fast NICs.
-_FACTS: tuple[tuple[str, Callable[[NodeCheck], str], str, str], ...] = (
-    (
-        "number of fast NICs that are up",
-        lambda check: str(len(_fast(check))),
-        "the cluster is as fast as the node with the fewest",
-        "bring the missing NIC up, or exclude its twin on the others",
+class _Fact(NamedTuple):
+    """Property of a node that should be the same on all nodes of a cluster."""
+
+    what: str
+    value_of: Callable[[NodeCheck], str]  # returns the value on a node, in words
+    why: str  # effect of a difference
+    mend: str  # what the user can do about it
+    make: Callable[..., Finding] = note  # makes the finding
+
+
+_FACTS = (
+    _Fact(
+        what="number of fast NICs that are up",
+        value_of=lambda check: str(len(_fast_nics(check))),
+        why="the cluster is as fast as the node with the fewest",
+        mend="bring the missing NIC up, or exclude its twin on the others",
     ),
-    (
-        "rate of the fast NICs",
-        lambda check: " + ".join(format_rate(nic.rate_bps) for nic in _fast(check)),
-        "a ring is as fast as its slowest link",
-        "check cable and switch port of the slow node",
+    _Fact(
+        what="rate of the fast NICs",
+        value_of=lambda check: " + ".join(format_rate(nic.rate_bps) for nic in _fast_nics(check)),
+        why="a ring is as fast as its slowest link",
+        mend="check cable and switch port of the slow node",
     ),
-    (
-        "MTU of the fast NICs",
-        lambda check: "+".join(str(nic.mtu) for nic in _fast(check) if nic.mtu),
-        "large messages to the smaller MTU are dropped: jobs hang after the first small ones",
-        "ip link set DEVICE mtu BYTES, the same everywhere",
+    _Fact(
+        what="MTU of the fast NICs",
+        value_of=lambda check: "+".join(str(nic.mtu) for nic in _fast_nics(check) if nic.mtu),
+        why="large messages to the smaller MTU are dropped: jobs hang after the first small ones",
+        mend="ip link set DEVICE mtu BYTES, the same everywhere",
+        make=problem,
     ),
-    (
-        "names of the fast NICs",
-        lambda check: " ".join(nic.name for nic in _fast(check)),
-        "holmes handles this; an NCCL_IB_HCA of your own would fit only some nodes (NVIDIA/nccl#1277)",
-        "leave NCCL_IB_HCA to holmes",
+    _Fact(
+        what="names of the fast NICs",
+        value_of=lambda check: " ".join(nic.name for nic in _fast_nics(check)),
+        why="holmes handles this; an NCCL_IB_HCA of your own would fit only some nodes (NVIDIA/nccl#1277)",
+        mend="leave NCCL_IB_HCA to holmes",
     ),
-    (
-        "index of the RoCE v2 GID",
-        lambda check: " ".join(
-            str(nic.roce_v2_index) for nic in _fast(check) if nic.kind == "roce"
+    _Fact(
+        what="index of the RoCE v2 GID",
+        value_of=lambda check: " ".join(
+            str(nic.roce_v2_index) for nic in _fast_nics(check) if nic.kind == "roce"
         ),
-        "holmes sets each node's own; an NCCL_IB_GID_INDEX of your own would fit some nodes only",
-        "leave NCCL_IB_GID_INDEX to holmes",
+        why="holmes sets each node's own; an NCCL_IB_GID_INDEX of your own would fit some nodes only",
+        mend="leave NCCL_IB_GID_INDEX to holmes",
     ),
 )
 
 
 def _differing(
-    make: Callable[[str, str, str, str], Finding],
+    make: Callable[..., Finding],
     title: str,
     values: dict[str, str],
     what: str,
     why: str,
     mend: str,
 ) -> Iterator[Finding]:
-    """A finding where not all nodes (name -> value) have the same."""
-    common = Counter(values.values()).most_common()
-    if len(common) > 1:
-        usual = common[0][0]
-        others = [f"{node} {value or 'none'}" for node, value in values.items() if value != usual]
-        yield make(title, f"{what}: {usual or 'none'} on most, but {some_of(others, 4)}", why, mend)
+    """Yield a finding if nodes have different values of a property.
+
+    Args:
+        make: Makes the finding: problem or note.
+        title: The nodes, in words.
+        values: Node -> its value.
+        what: The property, in words.
+        why: Effect of a difference.
+        mend: What the user can do about it.
+    """
+    counts = Counter(values.values()).most_common()
+    if len(counts) <= 1:
+        return
+    most_common_value, _ = counts[0]
+    exceptions = [
+        f"{node} {value or 'none'}" for node, value in values.items() if value != most_common_value
+    ]
+    yield make(
+        title,
+        what=f"{what}: {most_common_value or 'none'} on most, but {some_of(exceptions, _MOST_NAMED)}",
+        why=why,
+        mend=mend,
+    )
 
 
 def _check_spec(checks: Sequence[NodeCheck], spec: SiteSpec) -> Iterator[Finding]:
-    here = {spec.known_as(check.node.name) for check in checks}
-    if absent := [node for node in spec.owner if node not in here]:
+    """Yield findings about nodes that cluster.toml does not describe as they are."""
+    checked_nodes = {spec.known_as(check.node.name) for check in checks}
+    absent = [node for node in spec.owner if node not in checked_nodes]
+    if absent:
         yield note(
             spec.source,
-            f"{len(absent)} of its nodes were not looked at: {some_of(absent, 4)}",
-            "differences on those nodes are not detected",
-            "run `holmes doctor` there too, and give this one all their --json files",
+            what=f"{len(absent)} of its nodes were not looked at: {some_of(absent, _MOST_NAMED)}",
+            why="differences on those nodes are not detected",
+            mend="run `holmes doctor` there too, and give this one all their --json files",
         )
     for check in checks:
         cluster = spec.owner.get(spec.known_as(check.node.name))
         if cluster is None and len(checks) == 1:  # a laptop, say
             yield note(
                 check.node.name,
-                f"this machine is in no cluster of {spec.source}",
-                "its NICs say nothing about the job",
-                "run `holmes doctor` on the nodes too",
+                what=f"this machine is in no cluster of {spec.source}",
+                why="its NICs say nothing about the job",
+                mend="run `holmes doctor` on the nodes too",
             )
             continue
-        node = replace(check.node, processes=cluster.processes if cluster else 1)
+        processes = cluster.processes if cluster else 1
+        node = replace(check.node, processes=processes)
         try:
             site = resolve_site([node], spec)
         except HolmesError as error:
             yield problem(
                 node.name,
-                str(error),
-                "a job with this file ends at start-up with the same line",
-                "fix the node or the file",
+                what=str(error),
+                why="a job with this file ends at start-up with the same line",
+                mend="fix the node or the file",
             )
             continue
         for _, text in slower_than_declared(site, [node]):
             yield problem(
                 node.name,
-                text,
-                "the plan counts on the file's rate: groups on this NIC take longer",
-                "check cable, switch port and PCIe slot, or write the lower rate into the file",
+                what=text,
+                why="the plan counts on the file's rate: groups on this NIC take longer",
+                mend="check cable, switch port and PCIe slot, or write the lower rate into the file",
             )
         for text in rate_of_one_nic(site, node):
             yield note(
                 node.name,
-                text,
-                "a rate is of a whole node: plans count on less than there is",
-                "write the sum of the node's fast NICs as the cluster's rate, or exclude those not "
+                what=text,
+                why="a rate is of a whole node: plans count on less than there is",
+                mend="write the sum of the node's fast NICs as the cluster's rate, or exclude those not "
                 "for training",
             )

@@ -1,4 +1,4 @@
-"""Whether TCP, by kernel and NCCL's variables, carries what the links between clusters could."""
+"""Checks whether TCP can use the full rate of links between clusters, as kernel and NCCL are set."""
 
 from __future__ import annotations
 
@@ -13,38 +13,47 @@ from holmes_ext.units import format_seconds
 def check_tcp(
     spec: SiteSpec, node: str, limits: TcpLimits, environ: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """On `node`, or on a node of each cluster where it is none of the file's (a login node)."""
+    """Yield findings about TCP settings that limit the rate between clusters.
+
+    Args:
+        spec: Content of cluster.toml.
+        node: Name of this machine. If it is no node of the file (a login node), one node of each cluster is
+            checked instead.
+        limits: TCP settings of the kernel.
+        environ: Environment variables, for the number of NCCL's TCP connections.
+    """
     wan = spec.wan.measured(spec.pairs)
-    count = {cluster.name: len(cluster.nodes) for cluster in spec.clusters}
+    node_counts = {cluster.name: len(cluster.nodes) for cluster in spec.clusters}
     home = spec.owner.get(spec.known_as(node))
-    here = [home.name] if home else list(count)
-    for cluster in here:
-        for short in shortfalls(
-            wan, spec.ethernet_rate_bps, count, cluster, limits, sockets(environ)
-        ):
+    checked_clusters = [home.name] if home else list(node_counts)
+    streams = sockets(environ)
+    for cluster in checked_clusters:
+        for short in shortfalls(wan, spec.ethernet_rate_bps, node_counts, cluster, limits, streams):
             yield problem(
                 "TCP",
-                short.what,
-                "a stream has one window under way in a round trip; the link is idle in between",
-                short.mend,
+                what=short.what,
+                why="a stream has one window under way in a round trip; the link is idle in between",
+                mend=short.mend,
             )
-    trips = [2 * link.latency_s for link in wan.between if set(here) & set(link.clusters)]
-    if max(trips, default=0.0) < LONG_S:
+    links = [link for link in wan.between if set(checked_clusters) & set(link.clusters)]
+    longest_trip_s = max((2 * link.latency_s for link in links), default=0.0)
+    if longest_trip_s < LONG_S:
         return
     if limits.paced:
         yield note(
             "TCP",
-            f"congestion control is BBR, with round trips of up to {format_seconds(max(trips))}",
-            "after a pause BBR sends at the low rate it measured on earlier small messages: 18 KiB "
+            what=f"congestion control is BBR, with round trips of up to {format_seconds(longest_trip_s)}",
+            why="after a pause BBR sends at the low rate it measured on earlier small messages: 18 KiB "
             "took 37 ms over a link of 20 ms and 100 Mb/s, with Reno 22 ms",
-            "where links lose no packets, on all nodes: sysctl -w "
+            mend="where links lose no packets, on all nodes: sysctl -w "
             "net.ipv4.tcp_congestion_control=cubic net.ipv4.tcp_slow_start_after_idle=0",
         )
     if limits.idle_restart:
         yield note(
             "TCP",
-            f"tcp_slow_start_after_idle is 1, with round trips of up to {format_seconds(max(trips))}",
-            "after a pause (a step's computing) every stream starts with a small window and needs "
+            what="tcp_slow_start_after_idle is 1, with round trips of up to "
+            f"{format_seconds(longest_trip_s)}",
+            why="after a pause (a step's computing) every stream starts with a small window and needs "
             "round trips to open it",
-            "on all nodes: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
+            mend="on all nodes: sysctl -w net.ipv4.tcp_slow_start_after_idle=0",
         )

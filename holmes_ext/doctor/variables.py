@@ -1,6 +1,7 @@
-"""Environment variables that decide over networks: which of them contradict this node's NICs, or holmes.
+"""Checks environment variables that choose networks: they may contradict this node's NICs, or holmes.
 
-NCCL's: docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; gloo's: torch's c10d/ProcessGroupGloo.cpp.
+The variables of NCCL are described at docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html, those
+of gloo in torch's c10d/ProcessGroupGloo.cpp.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from holmes_ext.options import names, variables
 from holmes_ext.options import variable as twin
 from holmes_ext.words import nearest
 
-#: What must be alike on all nodes of a job, where it is set at all.
+#: Variables that must have the same value on all nodes of a job.
 COMPARED = (
     "NCCL_SOCKET_IFNAME",
     "NCCL_IB_HCA",
@@ -36,186 +37,218 @@ COMPARED = (
     "HOLMES",
     "HOLMES_DISABLE",
 )
-#: Of NCCL's branch whose communicators cross from one fabric to another.
+#: Variables of a branch of NCCL in which one communicator can use several networks.
 CROSS_DC = ("NCCL_ALLNET_ENABLE", "NCCL_SCATTER_XDC")
 _LEFT_ALONE = "holmes keeps your setting"
 
 
 def settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Those of COMPARED that are set."""
+    """Return the variables of COMPARED that are set."""
     return {name: environ[name] for name in COMPARED if environ.get(name)}
 
 
 def check_variables(environ: Mapping[str, str], nics: Sequence[Nic]) -> Iterator[Finding]:
-    """Findings on the variables of `environ`, on a node with `nics`."""
+    """Yield findings about environment variables on a node.
+
+    Args:
+        environ: The environment variables.
+        nics: The NICs of the node.
+    """
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         if environ.get(variable):
-            yield from _interfaces(variable, environ[variable], nics)
-    yield from _hcas(environ.get("NCCL_IB_HCA", ""), [nic for nic in nics if nic.fast])
-    yield from _gid_index(
-        environ.get("NCCL_IB_GID_INDEX", ""), [n for n in nics if n.kind == "roce" and n.usable]
-    )
-    yield from _switches(environ, [nic.name for nic in nics if nic.fast and nic.usable])
-    yield from _misspelt(environ)
+            yield from _check_interfaces(variable, environ[variable], nics)
+    fast_nics = [nic for nic in nics if nic.fast]
+    roce_nics = [nic for nic in nics if nic.kind == "roce" and nic.usable]
+    yield from _check_hcas(environ.get("NCCL_IB_HCA", ""), fast_nics)
+    yield from _check_gid_index(environ.get("NCCL_IB_GID_INDEX", ""), roce_nics)
+    yield from _check_switches(environ, [nic.name for nic in fast_nics if nic.usable])
+    yield from _check_names(environ)
 
 
-def _interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
-    have = {name for nic in nics for name in nic.netdevs} | {"lo"}
-    nccl = (
-        variable == "NCCL_SOCKET_IFNAME"
-    )  # a prefix, "=" for exact names, "^" for names to leave out
-    prefixes = nccl and not value.startswith("=")
-    wanted = (
-        [] if value.startswith("^") else [name for name in value.lstrip("=").split(",") if name]
-    )
-    lost = [
-        name
-        for name in wanted
-        if name not in have and not (prefixes and any(h.startswith(name) for h in have))
-    ]
-    if lost:
-        what = f"{value!r} names {', '.join(lost)}, which this node does not have ({', '.join(sorted(have))})"
+def _check_interfaces(variable: str, value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a finding about a variable that names network interfaces.
+
+    Args:
+        variable: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or TP_SOCKET_IFNAME.
+        value: Names, separated by commas. NCCL takes them as prefixes; "=" before them means exact names, "^"
+            names to exclude.
+        nics: The NICs of the node.
+    """
+    existing = {name for nic in nics for name in nic.netdevs} | {"lo"}
+    is_nccl = variable == "NCCL_SOCKET_IFNAME"
+    are_prefixes = is_nccl and not value.startswith("=")
+    wanted: list[str] = []
+    if not value.startswith("^"):
+        wanted = [name for name in value.lstrip("=").split(",") if name]
+    missing = []
+    for name in wanted:
+        is_prefix = are_prefixes and any(other.startswith(name) for other in existing)
+        if name not in existing and not is_prefix:
+            missing.append(name)
+    if missing:
         yield problem(
             variable,
-            what,
-            "the library ends with an error, or waits for an interface that never comes "
+            what=f"{value!r} names {', '.join(missing)}, which this node does not have "
+            f"({', '.join(sorted(existing))})",
+            why="the library ends with an error, or waits for an interface that never comes "
             "(NVIDIA/nccl#1580)",
-            f"unset {variable}: holmes sets it on each node",
+            mend=f"unset {variable}: holmes sets it on each node",
         )
     elif variable == "GLOO_SOCKET_IFNAME":
         yield note(
             variable,
-            f"{value!r} is set",
-            "every gloo group uses it: groups inside a cluster stay off their fast NIC",
-            f"unset {variable}",
+            what=f"{value!r} is set",
+            why="every gloo group uses it: groups inside a cluster stay off their fast NIC",
+            mend=f"unset {variable}",
         )
-    elif nccl:
+    elif is_nccl:
         yield note(
-            variable, f"{value!r} is set", _LEFT_ALONE, f"unset {variable} unless it is meant so"
+            variable,
+            what=f"{value!r} is set",
+            why=_LEFT_ALONE,
+            mend=f"unset {variable} unless it is meant so",
         )
 
 
-def _hcas(value: str, ports: Sequence[Nic]) -> Iterator[Finding]:
+def _check_hcas(value: str, nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a finding about NCCL_IB_HCA.
+
+    Args:
+        value: HCAs such as "mlx5_0:1", separated by commas. NCCL takes them as prefixes; "=" before them
+        means
+            exact names, "^" names to exclude.
+        nics: The InfiniBand and RoCE NICs of the node.
+    """
     if not value or value.startswith("^"):
         return
-    variable, exact = "NCCL_IB_HCA", value.startswith("=")
-    names = [name for name in value.lstrip("=").split(",") if name]
-    lost = [
-        name
-        for name in names
-        if not any(
-            name in (nic.device, nic.name)
-            or not exact
-            and nic.device.startswith(name.split(":")[0])
-            for nic in ports
-        )
-    ]
-    down = [nic.name for nic in ports if not nic.up and nic.name in names]
-    if lost:
-        have = ", ".join(nic.name for nic in ports) or "none"
+    variable = "NCCL_IB_HCA"
+    are_prefixes = not value.startswith("=")
+    wanted = [name for name in value.lstrip("=").split(",") if name]
+    missing = []
+    for name in wanted:
+        device = name.split(":")[0]
+        is_exact = any(name in (nic.device, nic.name) for nic in nics)
+        is_prefix = are_prefixes and any(nic.device.startswith(device) for nic in nics)
+        if not is_exact and not is_prefix:
+            missing.append(name)
+    down = [nic.name for nic in nics if not nic.up and nic.name in wanted]
+    if missing:
+        existing = ", ".join(nic.name for nic in nics) or "none"
         yield problem(
             variable,
-            f"{value!r} names {', '.join(lost)}, which this node does not have (its HCAs: {have})",
-            "NCCL skips it silently and takes what is left, or sockets; ranks then disagree and "
+            what=f"{value!r} names {', '.join(missing)}, which this node does not have "
+            f"(its HCAs: {existing})",
+            why="NCCL skips it silently and takes what is left, or sockets; ranks then disagree and "
             "hang (NVIDIA/nccl#1277)",
-            f"unset {variable}: holmes sets it on each node",
+            mend=f"unset {variable}: holmes sets it on each node",
         )
     elif down:
         yield problem(
             variable,
-            f"{value!r} names {', '.join(down)}, which is down",
-            "NCCL leaves it out on this node only",
-            "bring the port up or take it out",
+            what=f"{value!r} names {', '.join(down)}, which is down",
+            why="NCCL leaves it out on this node only",
+            mend="bring the port up or take it out",
         )
     else:
         yield note(
-            variable, f"{value!r} is set", _LEFT_ALONE, f"unset {variable} unless it is meant so"
+            variable,
+            what=f"{value!r} is set",
+            why=_LEFT_ALONE,
+            mend=f"unset {variable} unless it is meant so",
         )
 
 
-def _gid_index(value: str, roce: Sequence[Nic]) -> Iterator[Finding]:
-    if not value or not roce:
+def _check_gid_index(value: str, roce_nics: Sequence[Nic]) -> Iterator[Finding]:
+    """Yield a finding if NCCL_IB_GID_INDEX is not the index of a RoCE v2 GID of every RoCE NIC."""
+    if not value or not roce_nics:
         return
     variable = "NCCL_IB_GID_INDEX"
     if not value.lstrip("-").isdecimal():
         yield problem(
             variable,
-            f"{value!r} is no number",
-            "NCCL takes it for 0, a RoCE v1 GID",
-            f"unset {variable}",
+            what=f"{value!r} is no number",
+            why="NCCL takes it for 0, a RoCE v1 GID",
+            mend=f"unset {variable}",
         )
         return
-    types = {
-        nic.name: next((gid.type for gid in nic.gids if gid.index == int(value)), "empty")
-        for nic in roce
-    }
-    wrong = [f"{name} ({type_})" for name, type_ in types.items() if type_ != "roce_v2"]
+    wrong = []
+    for nic in roce_nics:
+        types = [gid.type for gid in nic.gids if gid.index == int(value)]
+        gid_type = types[0] if types else "empty"
+        if gid_type != "roce_v2":
+            wrong.append(f"{nic.name} ({gid_type})")
     if wrong and int(value) >= 0:
-        best = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce)
+        best = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce_nics)
         yield problem(
             variable,
-            f"entry {value} is no RoCE v2 GID of {', '.join(wrong)}",
-            "connections over it fail (ibv_modify_qp: no route) or do not pass a router",
-            f"unset it, or take the v2 index: {best}",
+            what=f"entry {value} is no RoCE v2 GID of {', '.join(wrong)}",
+            why="connections over it fail (ibv_modify_qp: no route) or do not pass a router",
+            mend=f"unset it, or take the v2 index: {best}",
         )
 
 
-def _switches(environ: Mapping[str, str], rdma: Sequence[str]) -> Iterator[Finding]:
-    if environ.get("NCCL_IB_DISABLE", "0") not in ("", "0") and rdma:
+def _check_switches(environ: Mapping[str, str], rdma_nics: Sequence[str]) -> Iterator[Finding]:
+    """Yield findings about variables that switch networks of NCCL on or off.
+
+    Args:
+        environ: The environment variables.
+        rdma_nics: Names of the usable InfiniBand and RoCE NICs.
+    """
+    if environ.get("NCCL_IB_DISABLE", "0") not in ("", "0") and rdma_nics:
         yield problem(
             "NCCL_IB_DISABLE",
-            f"is set, though {', '.join(rdma)} can be used",
-            "every NCCL group goes over TCP sockets",
-            "unset NCCL_IB_DISABLE",
+            what=f"is set, though {', '.join(rdma_nics)} can be used",
+            why="every NCCL group goes over TCP sockets",
+            mend="unset NCCL_IB_DISABLE",
         )
     if environ.get("NCCL_NET"):
         yield note(
             "NCCL_NET",
-            f"{environ['NCCL_NET']!r} is set",
-            "it overrides the network of every group; holmes unsets it with a warning",
-            "unset NCCL_NET",
+            what=f"{environ['NCCL_NET']!r} is set",
+            why="it overrides the network of every group; holmes unsets it with a warning",
+            mend="unset NCCL_NET",
         )
     if environ.get(SHARED, "0") != "0":
         yield note(
             SHARED,
-            "is set",
-            "a communicator that shares its parent's resources has its network too: NCCL refuses "
+            what="is set",
+            why="a communicator that shares its parent's resources has its network too: NCCL refuses "
             "another (ncclInvalidUsage); holmes unsets it where groups have networks of their own",
-            f"unset {SHARED}",
+            mend=f"unset {SHARED}",
         )
     for name in sorted(set(CROSS_DC) & set(environ)):
         yield note(
             name,
-            "is set",
-            "of NCCL's branch for several data centres (NVIDIA/nccl#1659), which lets one"
+            what="is set",
+            why="of NCCL's branch for several data centres (NVIDIA/nccl#1659), which lets one"
             " communicator use several networks; holmes gives each group one, by name",
-            f"unset {name}",
+            mend=f"unset {name}",
         )
     if environ.get("NCCL_COMM_ID"):
         yield note(
             "NCCL_COMM_ID",
-            "is set",
-            "one rendezvous address for all communicators; torch makes its own",
-            "unset NCCL_COMM_ID",
+            what="is set",
+            why="one rendezvous address for all communicators; torch makes its own",
+            mend="unset NCCL_COMM_ID",
         )
 
 
-def _misspelt(environ: Mapping[str, str]) -> Iterator[Finding]:
-    known = sorted(
-        {*map(twin, names()), *variables(), "HOLMES_WORKER_PID"}
-    )  # the last is set by holmes
+#: Prefixes of variables that only tests and the lab of holmes read.
+_INTERNAL_PREFIXES = ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_SOURCE")
+
+
+def _check_names(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield a finding for each variable HOLMES_... that holmes does not read, e.g. because it is misspelt."""
+    set_by_holmes = "HOLMES_WORKER_PID"
+    known = sorted({*map(twin, names()), *variables(), set_by_holmes})
     for name in sorted(environ):
-        if (
-            name.startswith("HOLMES_")
-            and name not in known
-            and not name.startswith(
-                ("HOLMES_TEST", "HOLMES_LAB", "HOLMES_GPU_", "HOLMES_NCCL_SOURCE")
-            )
-        ):
-            near = nearest(name, known)
-            yield problem(
-                name,
-                "holmes reads no variable of this name",
-                "the setting has no effect",
-                f"write {near}" if near else f"known: {', '.join(known)}",
-            )
+        is_of_holmes = name.startswith("HOLMES_") and not name.startswith(_INTERNAL_PREFIXES)
+        if not is_of_holmes or name in known:
+            continue
+        similar = nearest(name, known)
+        yield problem(
+            name,
+            what="holmes reads no variable of this name",
+            why="the setting has no effect",
+            mend=f"write {similar}" if similar else f"known: {', '.join(known)}",
+        )

@@ -1,1 +1,1 @@
-"""What `holmes report` shows: the files of a run's telemetry, what they add up to, traces and pictures."""
+"""Parts of `holmes report`: reading the telemetry of a run, summing it up, and traces of single steps."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,82 +13,89 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.words import grouped, some_of
 
 VERSION = 1
-#: Steps at the start that do not count: imports, connections, allocators.
+#: Steps at the start that do not count, because they load modules, connect ranks and fill allocators.
 WARM_UP = 2
+_MOST_RANKS = 1 << 20
+_MOST_SHOWN = 60  # characters of a bad line
+_LARGEST_NUMBER = 1e300
 
 
 @dataclass(frozen=True)
 class FollowedPlan:
-    """What a job did in its first steps (runtime/watch/as_planned.py). reductions: (stage, hierarchically,
-    under the backward pass); in_flight: micro-batches by stage (or ()); differences: from the plan."""
+    """How a job has followed its plan in its first steps (runtime/watch/as_planned.py)."""
 
+    #: (pipeline stage, whether its reduction was hierarchical, whether it overlapped the backward pass).
     reductions: tuple[tuple[int, bool, bool], ...] = ()
+    #: Micro-batches in flight of each stage; () if the framework used its own schedule.
     in_flight: tuple[int, ...] = ()
+    #: Differences from the plan, in words.
     differences: tuple[str, ...] = ()
 
 
 @dataclass
 class RankFile:
-    """Its head, its steps by number, its clock's offset to rank 0's and the error (seconds, if known)."""
+    """Telemetry of one rank."""
 
     path: Path
-    head: dict[str, Any]
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict)
+    head: dict[str, Any]  # first line of the file
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict)  # number of a step -> its line
+    #: Offset from the clock of rank 0's node and its largest error, in seconds; None if unknown.
     clock: tuple[float, float] | None = None
-    rounds: list[dict[str, Any]] = field(default_factory=list)  # with other jobs (--holmes-join)
+    rounds: list[dict[str, Any]] = field(default_factory=list)  # with joined jobs (--holmes-join)
     plans: list[dict[str, Any]] = field(default_factory=list)  # changes of the plan, in order
-    model: dict[str, Any] | None = None  # the last one measured: a profile's content
-    stage_links: list[int] = field(
-        default_factory=list
-    )  # stages whose stage link to the next one it has measured
-    done: FollowedPlan = (
-        FollowedPlan()
-    )  # what it did of what the plan decides, and where that differs
-    cut: bool = False
-    closed: bool = False
+    model: dict[str, Any] | None = None  # content of the last measured profile
+    #: Stages whose link to the next stage is in this profile.
+    stage_links: list[int] = field(default_factory=list)
+    done: FollowedPlan = FollowedPlan()
+    cut: bool = False  # whether the last line is incomplete
+    closed: bool = False  # whether the job has closed the file
 
     @property
     def rank(self) -> int:
+        """The rank that has written the file."""
         return self.head["rank"]
 
     @property
     def node(self) -> str:
+        """Name of the rank's node."""
         return self.head["node"]
 
 
 @dataclass
 class Run:
-    """All ranks' files of one run, in rank order; notes: lines for the user."""
+    """Telemetry of all ranks of a run."""
 
-    ranks: list[RankFile]
-    notes: list[str]
+    ranks: list[RankFile]  # in rank order
+    notes: list[str]  # lines for the user
 
     @property
     def head(self) -> dict[str, Any]:
+        """First line of the first rank's file."""
         return self.ranks[0].head
 
     @property
     def steps(self) -> list[int]:
-        """Steps that every file has, without the warm-up (unless there are no others)."""
-        common = sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
-        return [step for step in common if step >= WARM_UP] or common
+        """Numbers of the steps that all ranks have, without the warm-up if there are other steps."""
+        common_steps = sorted(set.intersection(*(set(rank.steps) for rank in self.ranks)))
+        measured_steps = [step for step in common_steps if step >= WARM_UP]
+        return measured_steps or common_steps
 
     def took(self, steps: Iterable[int]) -> list[float]:
-        """Seconds of each of these steps on its slowest rank."""
+        """Return the seconds of each step on its slowest rank."""
         return [
             max(rank.steps[step]["end"] - rank.steps[step]["begin"] for rank in self.ranks)
             for step in steps
         ]
 
     def traced(self) -> list[int]:
-        """Steps of which every rank lists its operations."""
+        """Return the steps for which every rank lists its operations."""
         return [
             step for step in self.steps if all("ops" in rank.steps[step] for rank in self.ranks)
         ]
 
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
-        """What ranks tell of each round with other jobs (telemetry.outer_round), by its number, in order."""
+        """Figures of the rounds with joined jobs: number of a round -> the figures of each rank."""
         reports = grouped(
             (report["round"], report) for rank in self.ranks for report in rank.rounds
         )
@@ -96,68 +103,59 @@ class Run:
 
     @property
     def done(self) -> FollowedPlan:
-        """Of all ranks."""
-        reductions, differences = set(), list[str]()
+        """How all ranks together have followed the plan."""
+        reductions: set[tuple[int, bool, bool]] = set()
+        differences: list[str] = []
         for rank_file in self.ranks:
-            reductions |= set(rank_file.done.reductions)
+            reductions.update(rank_file.done.reductions)
             differences += rank_file.done.differences
-        held = max((rank.done.in_flight for rank in self.ranks), default=())
-        return FollowedPlan(tuple(sorted(reductions)), held, tuple(dict.fromkeys(differences)))
+        in_flight = max((rank.done.in_flight for rank in self.ranks), default=())
+        distinct_differences = tuple(dict.fromkeys(differences))
+        return FollowedPlan(tuple(sorted(reductions)), in_flight, distinct_differences)
 
     def offset(self, file: RankFile) -> float:
-        """What makes the file's times rank 0's: a node's first process has measured it."""
-        return next(
-            (other.clock[0] for other in self.ranks if other.node == file.node and other.clock), 0.0
-        )
+        """Return the seconds to add to the times of a file, so that they are on rank 0's clock.
+
+        The first process of each node has measured the offset. It is 0 if the node has none.
+        """
+        for other in self.ranks:
+            if other.node == file.node and other.clock:
+                return other.clock[0]
+        return 0.0
 
 
 def load(directory: str | Path) -> Run:
-    """In `directory`, or the newest run in it. HolmesError names file, line and what is wrong."""
-    place, notes = Path(directory), []
-    if not place.is_dir():
+    """Read the telemetry of a run.
+
+    Args:
+        directory: Folder of a run, or a folder of several runs, of which the newest is read.
+
+    Raises:
+        HolmesError: There is no telemetry, or a file is bad. The message names the file and the line.
+    """
+    folder = Path(directory)
+    notes: list[str] = []
+    if not folder.is_dir():
         raise HolmesError(
-            f"{place}: there is no such directory; give the one of --holmes-telemetry"
+            f"{folder}: there is no such directory; give the one of --holmes-telemetry"
         )
     try:
-        runs = sorted({path.parent for path in place.glob("*/rank*.jsonl")})
-        files = list(place.glob("rank*.jsonl"))
+        runs = sorted({path.parent for path in folder.glob("*/rank*.jsonl")})
+        files = list(folder.glob("rank*.jsonl"))
     except OSError as error:
-        raise HolmesError(f"{place}: cannot be read ({error.strerror})") from None
+        raise HolmesError(f"{folder}: cannot be read ({error.strerror})") from None
     if not files:
         if not runs:
             raise HolmesError(
-                f"{place}: holds no telemetry (rank0.jsonl, ...); start the job with "
-                f"--holmes-telemetry {place}"
+                f"{folder}: holds no telemetry (rank0.jsonl, ...); start the job with "
+                f"--holmes-telemetry {folder}"
             )
         if len(runs) > 1:
-            notes.append(f"{len(runs)} runs in {place}: this is the newest, {runs[-1].name}")
+            notes.append(f"{len(runs)} runs in {folder}: this is the newest, {runs[-1].name}")
         files = list(runs[-1].glob("rank*.jsonl"))
     ranks = sorted((read(path) for path in files), key=lambda file: file.rank)
     _check_one_run(ranks)
-    notes += [
-        f"{file.path.name} ends in the middle of a line, which is left out:"
-        f" rank {file.rank} was killed, or still writes"
-        for file in ranks
-        if file.cut
-    ]
-    world = ranks[0].head["world"]
-    absent = sorted(set(range(world)) - {rank_file.rank for rank_file in ranks})
-    if absent:
-        notes.append(
-            f"{len(absent)} of {world} ranks have no file here (rank {some_of(absent)});"
-            " copy the files of all nodes together"
-        )
-    unaligned = sorted({rank.node for rank in ranks} - {file.node for file in ranks if file.clock})
-    if unaligned:
-        notes.append(
-            f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned"
-        )
-    if (scale := Table(ranks[0].head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)) != 1:
-        notes.append(
-            f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` "
-            "says what they carried"
-        )
-    run = Run(ranks, notes)
+    run = Run(ranks, [*notes, *_notes_on(ranks)])
     if not run.steps:
         raise HolmesError(
             f"{files[0].parent}: no step is finished on all of its {len(ranks)} ranks"
@@ -165,10 +163,46 @@ def load(directory: str | Path) -> Run:
     return run
 
 
+def _notes_on(ranks: list[RankFile]) -> list[str]:
+    """Return lines for the user about incomplete files, absent ranks, clocks, and emulated NICs."""
+    notes = []
+    for file in ranks:
+        if file.cut:
+            notes.append(
+                f"{file.path.name} ends in the middle of a line, which is left out:"
+                f" rank {file.rank} was killed, or still writes"
+            )
+    head = ranks[0].head
+    world = head["world"]
+    absent = sorted(set(range(world)) - {file.rank for file in ranks})
+    if absent:
+        notes.append(
+            f"{len(absent)} of {world} ranks have no file here (rank {some_of(absent)});"
+            " copy the files of all nodes together"
+        )
+    nodes_with_clock = {file.node for file in ranks if file.clock}
+    unaligned = sorted({file.node for file in ranks} - nodes_with_clock)
+    if unaligned:
+        notes.append(
+            f"clocks of {', '.join(unaligned)} were not compared with rank 0's: their times are not aligned"
+        )
+    scale = Table(head, f"{ranks[0].path}: line 1").take("scale", float, 1.0)
+    if scale != 1:
+        notes.append(
+            f"NICs were emulated (holmes lab) and carried {scale:g} x their rates (--scale); `of` "
+            "says what they carried"
+        )
+    return notes
+
+
 def read(path: Path) -> RankFile:
-    """One file; a last line that is cut is left out and told, anything else is a HolmesError."""
+    """Read the telemetry of one rank. A last line that is incomplete is left out.
+
+    Raises:
+        HolmesError: The file is bad. The message names the line.
+    """
     try:
-        *lines, tail = path.read_text(encoding="utf-8", errors="replace").split("\n")
+        *lines, incomplete_line = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise HolmesError(f"{path}: cannot be read ({error.strerror})") from None
     if not lines:
@@ -177,23 +211,27 @@ def read(path: Path) -> RankFile:
         )
     rank_file = _head(path, _parsed(f"{path}: line 1", lines[0]))
     for number, line in enumerate(lines[1:], 2):
-        _take(rank_file, _parsed(f"{path}: line {number}", line), f"{path}: line {number}")
-    rank_file.cut = bool(tail)
+        where = f"{path}: line {number}"
+        _take_line(rank_file, _parsed(where, line), where)
+    rank_file.cut = bool(incomplete_line)
     return rank_file
 
 
 def _parsed(where: str, line: str) -> dict[str, Any]:
+    """Return the JSON object in a line; raise HolmesError, which begins with `where`, if there is none."""
     try:
         document = json.loads(line)
     except ValueError:
         document = None
     if not isinstance(document, dict):
-        raise HolmesError(f"{where} is not JSON: {line[:60]!r}")
+        raise HolmesError(f"{where} is not JSON: {line[:_MOST_SHOWN]!r}")
     return document
 
 
 def _head(path: Path, document: dict[str, Any]) -> RankFile:
-    where, version = f"{path}: line 1", document.get("holmes_telemetry")
+    """Return a RankFile with the content of the first line; raise HolmesError if it is bad."""
+    where = f"{path}: line 1"
+    version = document.get("holmes_telemetry")
     if version is None:
         raise HolmesError(f"{where}: not a file of holmes's telemetry")
     if version != VERSION:
@@ -201,127 +239,194 @@ def _head(path: Path, document: dict[str, Any]) -> RankFile:
     table = Table(document, where)
     for key, kind in (("run", str), ("rank", int), ("world", int), ("node", str), ("cluster", str)):
         table.take(key, kind)
-    for name, about in table.table("fabrics").values.items():
-        if not _is_row(about, "sn"):
+    for name, kind_and_rate in table.table("fabrics").values.items():
+        if not _is_row(kind_and_rate, "sn"):
             raise HolmesError(f"{where}: fabric {name!r} is not [kind, rate]")
     if not all(_is_row(row, "ssnn") for row in table.list("between", list, ())):
         raise HolmesError(f"{where}: 'between' are not rows of [from, to, rate, seconds]")
-    if not 0 <= document["rank"] < document["world"] <= 1 << 20:
+    if not 0 <= document["rank"] < document["world"] <= _MOST_RANKS:
         raise HolmesError(f"{where}: rank {document['rank']} of world {document['world']}")
     return RankFile(path, document)
 
 
-def _merge(rows: list[list], more: list[list], names: int) -> list[list]:
-    """Rows that begin with as many names: numbers of those with the same ones are added up."""
-    sums = {tuple(row[:names]): row[names:] for row in rows}
-    for row in more:
-        known = sums.get(tuple(row[:names]), [0] * (len(row) - names))
-        sums[tuple(row[:names])] = [a + b for a, b in zip(known, row[names:])]
-    return [[*key, *numbers] for key, numbers in sorted(sums.items())]
+def _add_rows(rows: list[list], new_rows: list[list], key_length: int) -> list[list]:
+    """Return the rows of two tables. Rows with the same key become one row with the sums of their numbers.
+
+    Args:
+        rows: Rows of texts, which are the key, followed by numbers.
+        new_rows: The rows to add.
+        key_length: Number of texts at the beginning of a row.
+    """
+    numbers_of = {tuple(row[:key_length]): row[key_length:] for row in rows}
+    for row in new_rows:
+        key = tuple(row[:key_length])
+        numbers = row[key_length:]
+        if key in numbers_of:
+            numbers = [old + new for old, new in zip(numbers_of[key], numbers)]
+        numbers_of[key] = numbers
+    return [[*key, *numbers] for key, numbers in sorted(numbers_of.items())]
 
 
-#: What a step's line lists, and of what its rows are made (see _is_row).
-_LISTS = {"groups": "sssnnnnn", "between": "ssnn", "ops": "ssssnpnnnn", "spans": "snn"}
+#: Lists in the line of a step -> types of a row's values (see _is_row).
+_ROW_TYPES = {"groups": "sssnnnnn", "between": "ssnn", "ops": "ssssnpnnnn", "spans": "snn"}
+#: Lists that may get rows after the step -> number of texts at the beginning of a row.
+_KEY_LENGTHS = {"groups": 3, "between": 2}
 
 
-def _take(file: RankFile, document: dict[str, Any], where: str) -> None:
-    if "clock" in document:
-        if not _is_row(document["clock"], "nn"):
-            raise HolmesError(f"{where}: 'clock' is not two numbers")
-        file.clock = tuple(document["clock"])
-    elif "step" in document:
-        table = Table(document, where)
-        step, *_ = table.take("step", int), table.take("begin", float), table.take("end", float)
-        table.take("tokens", float, 0)
-        table.table("reduction", {}).take("exposed", float, 0)
-        for key, kinds in _LISTS.items():
-            rows = document.get(key, None if key == "groups" else [])
-            if not isinstance(rows, list) or not all(_is_row(row, kinds) for row in rows):
-                raise HolmesError(
-                    f"{where}: step {step}: {key!r} are not rows as this version writes them"
-                )
-        file.steps[step] = document
-    elif "late" in document:  # what was under way when the last step ended
-        if (step := Table(document, where).take("late", int)) not in file.steps:
-            raise HolmesError(f"{where}: 'late' is of step {step}, which the file does not have")
-        for key, names in (("groups", 3), ("between", 2)):
-            rows, last = document.get(key), file.steps[step]
-            if not isinstance(rows, list) or not all(_is_row(row, _LISTS[key]) for row in rows):
-                raise HolmesError(f"{where}: {key!r} are not rows as this version writes them")
-            last[key] = _merge(last.get(key, []), rows, names)
-    elif "done" in document:
-        table = Table(document, where).table("done")
-        rows, held, texts = (
-            table.list("reductions", list),
-            table.list("in_flight", int),
-            table.list("differences", str),
-        )
-        if not all(_is_row(row, "nbb") for row in rows):
-            raise HolmesError(
-                f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
-            )
-        file.done = FollowedPlan(tuple(map(tuple, rows)), tuple(held), tuple(texts))
-    elif "outer" in document:
-        table = Table(document, where).table("outer")
-        table.take("round", int)
-        table.take("verdict", str)
-        for key in ("bytes", "seconds", "exposed"):
-            table.take(key, float)
-        file.rounds.append(document["outer"])
-    elif "plan" in document:
-        table = Table(document, where).table("plan")
-        table.take("step", int)
-        for key in ("now_s", "then_s"):
-            table.take(key, float)
-        rows = [document["plan"].get(key) for key in ("before", "in_flight")]
-        if not all(isinstance(row, list) and _is_row(row, "n" * len(row)) for row in rows):
-            raise HolmesError(
-                f"{where}: 'before' and 'in_flight' of 'plan' are not lists of numbers"
-            )
-        table.take("sums", str, "")
-        file.plans.append(document["plan"])
-    elif "model" in document:
-        file.model, file.stage_links = (
-            Table(document, where).table("model").values,
-            document.get("stage_links", []),
-        )
-    elif "end" in document:
-        file.closed = True
-    else:
-        raise HolmesError(
-            f"{where}: neither a step, nor 'clock', 'done', 'outer', 'plan', 'model' or 'end'"
-        )
+def _take_line(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Check a line after the first one, and add it to the RankFile.
 
+    Args:
+        file: Gets the content of the line.
+        document: The line.
+        where: File and line, for messages.
 
-def _is_row(row: Any, kinds: str) -> bool:
-    """n: a finite number, s: a text, p: a number or null, b: true or false."""
-    return (
-        isinstance(row, list)
-        and len(row) == len(kinds)
-        and all(
-            isinstance(value, {"s": str, "b": bool}[kind])
-            if kind in "sb"
-            else value is None
-            and kind == "p"
-            or isinstance(value, (int, float))
-            and not isinstance(value, bool)
-            and -1e300 < value < 1e300
-            for value, kind in zip(row, kinds)
-        )
+    Raises:
+        HolmesError: The line is not as this version writes it.
+    """
+    for key, take in _TAKE.items():
+        if key in document:
+            take(file, document, where)
+            return
+    raise HolmesError(
+        f"{where}: neither a step, nor 'clock', 'done', 'outer', 'plan', 'model' or 'end'"
     )
 
 
+def _take_clock(file: RankFile, document: dict[str, Any], where: str) -> None:
+    if not _is_row(document["clock"], "nn"):
+        raise HolmesError(f"{where}: 'clock' is not two numbers")
+    file.clock = tuple(document["clock"])
+
+
+def _take_step(file: RankFile, document: dict[str, Any], where: str) -> None:
+    table = Table(document, where)
+    step = table.take("step", int)
+    table.take("begin", float)
+    table.take("end", float)
+    table.take("tokens", float, 0)
+    table.table("reduction", {}).take("exposed", float, 0)
+    for key, types in _ROW_TYPES.items():
+        rows = document.get(key, None if key == "groups" else [])
+        if not isinstance(rows, list) or not all(_is_row(row, types) for row in rows):
+            raise HolmesError(
+                f"{where}: step {step}: {key!r} are not rows as this version writes them"
+            )
+    file.steps[step] = document
+
+
+def _take_late(file: RankFile, document: dict[str, Any], where: str) -> None:
+    """Add operations that were under way when their step ended."""
+    step = Table(document, where).take("late", int)
+    if step not in file.steps:
+        raise HolmesError(f"{where}: 'late' is of step {step}, which the file does not have")
+    line = file.steps[step]
+    for key, key_length in _KEY_LENGTHS.items():
+        rows = document.get(key)
+        if not isinstance(rows, list) or not all(_is_row(row, _ROW_TYPES[key]) for row in rows):
+            raise HolmesError(f"{where}: {key!r} are not rows as this version writes them")
+        line[key] = _add_rows(line.get(key, []), rows, key_length)
+
+
+def _take_done(file: RankFile, document: dict[str, Any], where: str) -> None:
+    table = Table(document, where).table("done")
+    reductions = table.list("reductions", list)
+    in_flight = table.list("in_flight", int)
+    differences = table.list("differences", str)
+    if not all(_is_row(row, "nbb") for row in reductions):
+        raise HolmesError(
+            f"{where}: 'reductions' are not rows of [stage, a hierarchical all-reduce, overlap]"
+        )
+    file.done = FollowedPlan(
+        tuple(tuple(row) for row in reductions), tuple(in_flight), tuple(differences)
+    )
+
+
+def _take_outer(file: RankFile, document: dict[str, Any], where: str) -> None:
+    table = Table(document, where).table("outer")
+    table.take("round", int)
+    table.take("verdict", str)
+    for key in ("bytes", "seconds", "exposed"):
+        table.take(key, float)
+    file.rounds.append(document["outer"])
+
+
+def _take_plan(file: RankFile, document: dict[str, Any], where: str) -> None:
+    table = Table(document, where).table("plan")
+    table.take("step", int)
+    for key in ("now_s", "then_s"):
+        table.take(key, float)
+    for key in ("before", "in_flight"):
+        row = document["plan"].get(key)
+        if not isinstance(row, list) or not _is_row(row, "n" * len(row)):
+            raise HolmesError(
+                f"{where}: 'before' and 'in_flight' of 'plan' are not lists of numbers"
+            )
+    table.take("sums", str, "")
+    file.plans.append(document["plan"])
+
+
+def _take_model(file: RankFile, document: dict[str, Any], where: str) -> None:
+    file.model = Table(document, where).table("model").values
+    file.stage_links = document.get("stage_links", [])
+
+
+def _take_end(file: RankFile, document: dict[str, Any], where: str) -> None:
+    file.closed = True
+
+
+#: Key by which a line is recognized -> function that checks it and adds it to a RankFile.
+_TAKE: dict[str, Callable[[RankFile, dict[str, Any], str], None]] = {
+    "clock": _take_clock,
+    "step": _take_step,
+    "late": _take_late,
+    "done": _take_done,
+    "outer": _take_outer,
+    "plan": _take_plan,
+    "model": _take_model,
+    "end": _take_end,
+}
+
+
+def _is_row(row: Any, types: str) -> bool:
+    """Return whether a JSON value is a list whose values have the given types.
+
+    Args:
+        row: The JSON value.
+        types: One letter for each value: "n" a finite number, "s" a text, "p" a number or null, "b" a
+        boolean.
+    """
+    if not isinstance(row, list) or len(row) != len(types):
+        return False
+    return all(_has_type(value, letter) for value, letter in zip(row, types))
+
+
+def _has_type(value: Any, letter: str) -> bool:
+    if letter == "s":
+        return isinstance(value, str)
+    if letter == "b":
+        return isinstance(value, bool)
+    if value is None:
+        return letter == "p"
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -_LARGEST_NUMBER < value < _LARGEST_NUMBER
+
+
 def _check_one_run(ranks: list[RankFile]) -> None:
-    for first, rank in zip(ranks, ranks[1:]):
-        of = [
-            f"{file.path.name} is of run {file.head['run']} (world {file.head['world']})"
-            for file in (first, rank)
-        ]
-        if of[0].partition(" ")[2] != of[1].partition(" ")[2]:
+    """Raise HolmesError if files belong to different runs, or two files to the same rank."""
+    for first, second in zip(ranks, ranks[1:]):
+        first_run = _run_in_words(first)
+        second_run = _run_in_words(second)
+        if first_run != second_run:
             raise HolmesError(
-                f"{rank.path.parent}: files of two runs are mixed: {', '.join(of)}; split them"
+                f"{second.path.parent}: files of two runs are mixed: {first.path.name} {first_run}, "
+                f"{second.path.name} {second_run}; split them"
             )
-        if rank.rank == first.rank:
+        if second.rank == first.rank:
             raise HolmesError(
-                f"{first.path} and {rank.path} are both of rank {rank.rank}; keep one"
+                f"{first.path} and {second.path} are both of rank {second.rank}; keep one"
             )
+
+
+def _run_in_words(file: RankFile) -> str:
+    return f"is of run {file.head['run']} (world {file.head['world']})"

@@ -1,6 +1,8 @@
-"""One step of every rank, as a trace for Chrome and Perfetto and as rows of the timeline picture.
+"""Shows one training step of every rank: as a trace for Chrome or Perfetto, and as rows of a timeline
+picture.
 
-The trace event format: a process for each rank, threads "compute" and one for each kind of group.
+The trace has a process for each rank. Its threads are "compute", and one for each kind of process group
+(trace event format of Chrome).
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from typing import Any
 from holmes_ext.errors import HolmesError
 from holmes_ext.report.files import RankFile, Run
 
-#: Operation -> the picture's kind.
+#: Operation of torch.distributed -> kind of the event in the picture.
 _PICTURED = {
     "send": "send",
     "receive": "receive",
@@ -18,117 +20,141 @@ _PICTURED = {
     "reduce_scatter": "reduce",
 }
 _COMPUTE = "compute"
+_US_PER_S = 1e6
+_MOST_LANES = 1000  # threads of one kind of group
+_START = 6  # position of the start in a row of "ops"
 
 
 def chosen_step(run: Run, step: int | None) -> int:
-    """The given step, or the last one that is traced on all ranks; HolmesError when there is none."""
-    traced, place = run.traced(), run.ranks[0].path.parent
+    """Return the step to show: `step`, or the last one that is traced on all ranks if it is None.
+
+    Raises:
+        HolmesError: There is no such step.
+    """
+    traced = run.traced()
+    folder = run.ranks[0].path.parent
     if not traced:
         raise HolmesError(
-            f"{place}: no step is traced on all ranks (steps 2, 5, 25, 50, ... are): train more steps"
+            f"{folder}: no step is traced on all ranks (steps 2, 5, 25, 50, ... are): train more steps"
         )
     if step is not None and step not in traced:
-        these = ", ".join(map(str, traced))
-        raise HolmesError(f"{place}: step {step} is not traced on all ranks; these are: {these}")
+        steps = ", ".join(map(str, traced))
+        raise HolmesError(f"{folder}: step {step} is not traced on all ranks; these are: {steps}")
     return traced[-1] if step is None else step
 
 
 def trace(run: Run, step: int) -> dict[str, Any]:
-    """Complete events ("X") in microseconds from the first rank's begin, on one clock, and names."""
-    zero = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
+    """Return a step in Chrome's trace event format.
+
+    Times are microseconds since the first rank began the step, on rank 0's clock.
+    """
+    first_begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
     events: list[dict[str, Any]] = []
     for rank in run.ranks:
-        events += _events_of(rank, step, run.offset(rank) - zero)
+        events += _events_of(rank, step, run.offset(rank) - first_begin)
     about = {"run": run.head["run"], "step": step, "ranks": len(run.ranks)}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
 
 def _events_of(rank_file: RankFile, step: int, shift: float) -> list[dict[str, Any]]:
-    line, events = rank_file.steps[step], []
-    lanes: dict[str, int] = {_COMPUTE: 0}
-    busy: dict[int, float] = {}
+    """Return the trace events of one rank.
+
+    Args:
+        rank_file: Telemetry of the rank.
+        step: Number of the step.
+        shift: Seconds to add to the rank's times.
+    """
+    line = rank_file.steps[step]
+    events: list[dict[str, Any]] = []
+    lanes = {_COMPUTE: 0}  # name of a thread -> its number
+    busy_until: dict[int, float] = {}  # number of a thread -> end of its last event
 
     def add(
-        lane: int, name: str, category: str, start: float, end: float, about: dict[str, Any]
+        lane: int, name: str, category: str, start: float, end: float, arguments: dict[str, Any]
     ) -> None:
-        times = {"ts": (start + shift) * 1e6, "dur": (end - start) * 1e6}
-        events.append(
-            {
-                "name": name,
-                "cat": category,
-                "ph": "X",
-                "pid": rank_file.rank,
-                "tid": lane,
-                **times,
-                "args": about,
-            }
-        )
+        event = {
+            "name": name,
+            "cat": category,
+            "ph": "X",  # a complete event
+            "pid": rank_file.rank,
+            "tid": lane,
+            "ts": (start + shift) * _US_PER_S,
+            "dur": (end - start) * _US_PER_S,
+            "args": arguments,
+        }
+        events.append(event)
 
     add(0, f"step {step}", "step", line["begin"], line["end"], {"tokens": line.get("tokens", 0)})
     for kind, start, end in line.get("spans", ()):
         add(0, kind, _COMPUTE, start, end, {})
-    for kind, fabric, name, group, number, peer, start, end, waited, sent in sorted(
-        line["ops"], key=lambda op: op[6]
-    ):
-        end = max(end, start)
-        about = {"fabric": fabric, "group": group, "number": number, "peer": peer}
-        add(
-            _lane(lanes, busy, kind, start, end),
-            name,
-            kind,
-            start,
-            end,
-            {**about, "waited_ms": waited * 1e3, "bytes_sent": sent},
-        )
-    names = [
-        (
-            "process_name",
-            0,
-            f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})",
-        )
-    ]
-    names += [("thread_name", lane, name) for name, lane in lanes.items()]
-    return [
-        {"name": what, "ph": "M", "pid": rank_file.rank, "tid": lane, "args": {"name": name}}
-        for what, lane, name in names
-    ] + events
+    ops = sorted(line["ops"], key=lambda op: op[_START])
+    for kind, fabric, name, group, number, peer, start, end, waited, sent in ops:
+        end = max(end, start)  # it is 0 if the operation was not over
+        arguments = {
+            "fabric": fabric,
+            "group": group,
+            "number": number,
+            "peer": peer,
+            "waited_ms": waited * 1e3,
+            "bytes_sent": sent,
+        }
+        add(_free_lane(lanes, busy_until, kind, start, end), name, kind, start, end, arguments)
+
+    process = f"rank {rank_file.rank} on {rank_file.node} ({rank_file.head['cluster']})"
+    names = [_name_event("process_name", rank_file.rank, 0, process)]
+    for name, lane in lanes.items():
+        names.append(_name_event("thread_name", rank_file.rank, lane, name))
+    return names + events
 
 
-def _lane(
-    lanes: dict[str, int], busy: dict[int, float], kind: str, start: float, end: float
+def _name_event(event: str, rank: int, lane: int, name: str) -> dict[str, Any]:
+    """Return a metadata event that names a process or a thread of the trace."""
+    return {"name": event, "ph": "M", "pid": rank, "tid": lane, "args": {"name": name}}
+
+
+def _free_lane(
+    lanes: dict[str, int], busy_until: dict[int, float], kind: str, start: float, end: float
 ) -> int:
-    """A thread of this kind that is free at `start`: events of one thread may not cross each other."""
-    for number in range(1, 1000):
-        lane = lanes.setdefault(kind if number == 1 else f"{kind} {number}", len(lanes))
-        if busy.get(lane, float("-inf")) <= start:
+    """Return a thread for an event, in which no other event overlaps it; add a thread if necessary.
+
+    Args:
+        lanes: Name of a thread -> its number.
+        busy_until: Number of a thread -> end of its last event.
+        kind: Kind of the event's process group.
+        start: Start of the event.
+        end: End of the event.
+    """
+    for number in range(1, _MOST_LANES):
+        name = kind if number == 1 else f"{kind} {number}"
+        lane = lanes.setdefault(name, len(lanes))
+        if busy_until.get(lane, float("-inf")) <= start:
             break
-    busy[lane] = end
+    busy_until[lane] = end
     return lane
 
 
 def pictured(run: Run, step: int) -> list[dict[str, Any]]:
-    """Of each rank rows of [kind, start, end, bytes] on one clock."""
-    ends = [rank.steps[step]["end"] + run.offset(rank) for rank in run.ranks]
-    begins = [rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks]
+    """Return the events of a step for the timeline picture, on rank 0's clock.
+
+    Returns:
+        For each rank "rank", "node", "events" as rows [kind, start, end, bytes], and "step": the first
+        begin and the last end of the step on any rank.
+    """
+    begin = min(rank.steps[step]["begin"] + run.offset(rank) for rank in run.ranks)
+    end = max(rank.steps[step]["end"] + run.offset(rank) for rank in run.ranks)
     traces = []
     for rank in run.ranks:
-        shift, line = run.offset(rank), rank.steps[step]
-        events = [
-            [kind, start + shift, end + shift, 0]
-            for kind, start, end in line.get("spans", ())
-            if kind in ("forward", "backward", "optimizer")
-        ]
-        events += [
-            [_PICTURED.get(name, "collective"), start + shift, end + shift, sent]
-            for _, _, name, _, _, _, start, end, _, sent in line["ops"]
-            if end
-        ]
+        offset = run.offset(rank)
+        line = rank.steps[step]
+        events = []
+        for kind, span_start, span_end in line.get("spans", ()):
+            if kind in ("forward", "backward", "optimizer"):
+                events.append([kind, span_start + offset, span_end + offset, 0])
+        for _, _, name, _, _, _, op_start, op_end, _, sent in line["ops"]:
+            if op_end:
+                kind = _PICTURED.get(name, "collective")
+                events.append([kind, op_start + offset, op_end + offset, sent])
         traces.append(
-            {
-                "rank": rank.rank,
-                "node": rank.node,
-                "events": events,
-                "step": (min(begins), max(ends)),
-            }
+            {"rank": rank.rank, "node": rank.node, "events": events, "step": (begin, end)}
         )
     return traces

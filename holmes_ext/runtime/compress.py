@@ -161,7 +161,7 @@ class Int8(Codec):
 
 
 def _divide_up(dividend: int, divisor: int) -> int:
-    """Return the quotient, rounded up."""
+    """Return `dividend` divided by `divisor`, rounded up."""
     return -(-dividend // divisor)
 
 
@@ -193,7 +193,7 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        """Create an empty collection."""
+        """Create a collection without residuals."""
         import torch
 
         self._of = torch.utils.weak.WeakIdKeyDictionary()

@@ -21,12 +21,16 @@ _functions: defaultdict[str, list[Callable[..., Any]]] = defaultdict(list)
 
 
 def activate(functions: Mapping[str, list[Callable[..., Any]]]) -> None:
-    """Call these functions from now on: by the name of their hook in holmes_ext.extensions.HOOKS."""
+    """Register functions of extensions.
+
+    Args:
+        functions: Name of a hook in holmes_ext.extensions.HOOKS -> functions that it calls.
+    """
     _functions.update(functions)
 
 
 def deactivate(reason: str) -> None:
-    """Call on_stop of the extensions with the reason, and forget all hooks."""
+    """Call the on_stop functions of extensions with `reason`, and remove all functions."""
     for function in list(_functions["on_stop"]):
         function(reason)
     _functions.clear()
@@ -38,7 +42,7 @@ def follow_steps() -> bool:
 
 
 def on_start(current: Session) -> list[str]:
-    """Call the extensions after the start; return their lines for the user."""
+    """Call the on_start functions of extensions, and return their lines for the user."""
     return [line for function in _functions["on_start"] for line in function(current)]
 
 
@@ -49,7 +53,9 @@ def on_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """Tell the extensions that a training step of a pipeline begins, on all ranks in the same order.
+    """Call the on_step functions of extensions, because a training step of a pipeline begins.
+
+    All ranks call this in the same order.
 
     Args:
         current: The session of this process.
@@ -65,7 +71,7 @@ def on_step(
 def on_reduction(
     current: Session, ranks: tuple[int, ...], network_api: str, reducer: object
 ) -> None:
-    """Tell the extensions that a reducer is about to sum the gradients of a step over `ranks`."""
+    """Call the on_reduction functions of extensions before gradients are reduced over `ranks`."""
     for function in _functions["on_reduction"]:
         function(current, ranks, network_api, reducer)
 
@@ -89,6 +95,6 @@ def reduction_for(group: Any, size: int, spec: ReductionSpec, device_type: str) 
 
 
 def on_checkpoint() -> None:
-    """Tell the extensions that a checkpoint is complete, and this rank has written its part."""
+    """Call the on_checkpoint functions of extensions after this rank has written its part."""
     for function in _functions["on_checkpoint"]:
         function()

@@ -21,29 +21,29 @@ if TYPE_CHECKING:
 
 
 class JobRequest(Protocol):
-    """What one rank knows of the job before it has heard of the others: see plan/maker.py."""
+    """Description of a job as one rank has it before it has exchanged reports with other ranks."""
 
     options: Options
-    model: Model | None
-    engine: EngineTraits
-    spec: SiteSpec | None
-    digests: dict[str, str]
+    model: Model | None  # the model that is trained, if the user has described it
+    engine: EngineTraits  # what holmes can do with the job's framework
+    spec: SiteSpec | None  # content of cluster.toml, after read_files()
+    digests: dict[str, str]  # kind of a file -> digest, which must be the same on all ranks
 
     def read_files(self) -> None:
-        """Read the files that the options name."""
+        """Read the files that the options name, such as cluster.toml and the model's description."""
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
         """Make the plan for the nodes that reported."""
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over what the previous start of the job has left in its store."""
+        """Take over the layers that the previous start of the job has left in its store."""
 
 
 class PlanMaker(Protocol):
-    """Functions that derive a Plan from another: the module plan/decide.py."""
+    """Functions that derive a Plan from another Plan; the module plan/decide.py has them."""
 
     def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
-        """Return the plan for the ports that `site` has left."""
+        """Return the plan for a site from which ports of NICs were excluded."""
 
     def complete_plan(
         self, plan: Plan, sizes: Sizes, options: Options, model: Model | None, engine: EngineTraits
@@ -59,7 +59,7 @@ class PlanMaker(Protocol):
         total_bytes: float,
         engine: EngineTraits,
     ) -> ReductionSpec:
-        """Return how a group of ranks reduces so many bytes in a step."""
+        """Return how a group of ranks reduces `total_bytes` of gradients in a training step."""
 
     def advice_on_spanning(self, plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
-        """Return a line on the groups that span clusters, and how to avoid it; "" if none does."""
+        """Return a line about process groups that span clusters and how to avoid that; "" without any."""

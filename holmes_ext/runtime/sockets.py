@@ -158,7 +158,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Guest:
-    """One connection of a Listener, as its handler gets it."""
+    """Connection that a Listener has accepted, as the handler gets it."""
 
     def __init__(self, connection: socket.socket, host: str, admit: Callable[[Guest], bool]):
         """Wrap a connection.
@@ -187,7 +187,7 @@ class Guest:
         self.kept = True
 
     def becomes(self, wrapped: socket.socket) -> None:
-        """Replace the socket by the TLS socket that wraps it."""
+        """Use the TLS socket that wraps this guest's socket from now on."""
         self.socket = wrapped
 
     def cut(self) -> None:
@@ -262,7 +262,7 @@ class Listener:
             guest.cut()
 
     def _welcome(self, connection: socket.socket) -> None:
-        """Add a guest for a new connection, and start its thread."""
+        """Count a new connection as a stranger, and start the thread that handles it."""
         prepare(connection)
         guest = Guest(connection, peer_host(connection), self._admit)
         with self._lock:
@@ -306,7 +306,7 @@ class Listener:
             return True
 
     def _forget(self, guest: Guest) -> None:
-        """Remove a guest whose connection has ended."""
+        """Stop counting a guest whose connection has ended."""
         with self._lock:
             if guest in self._strangers:
                 self._strangers.remove(guest)

@@ -139,7 +139,7 @@ def stated_bps(site: Site, source: str, target: str, nodes: int) -> float:
 
 
 def _print_nothing(text: str) -> None:
-    """Ignore a line about the progress."""
+    """Print no line about the progress. This is the default of measure()."""
 
 
 def measure(
@@ -315,7 +315,7 @@ def _flood(address: tuple[str, int], streams: int, trip_s: float) -> _Rates:
 
 
 def _serve(server: socket.socket, streams: int) -> None:
-    """Accept and answer so many connections of another node."""
+    """Accept `streams` connections from another node, and answer each in a thread."""
     connections = [server.accept()[0] for _ in range(streams)]
     _together([partial(_answer, connection) for connection in connections])
 
@@ -332,9 +332,8 @@ def _answer(connection: socket.socket) -> None:
             return
         rates = _received_rates(connection, lead_s, window_s)
         connection.sendall(_RATES.pack(*rates))
-        with contextlib.suppress(
-            ConnectionResetError
-        ):  # the sender ends the connection with a reset
+        # The sender ends the connection with a reset.
+        with contextlib.suppress(ConnectionResetError):
             _discard(connection)
 
 
@@ -358,7 +357,7 @@ def _received_rates(connection: socket.socket, lead_s: float, window_s: float) -
 
 
 def _discard(connection: socket.socket) -> None:
-    """Receive until the sender closes the connection."""
+    """Receive and drop data until the sender closes the connection."""
     buffer = bytearray(_BUFFER_BYTES)
     while connection.recv_into(buffer):
         pass

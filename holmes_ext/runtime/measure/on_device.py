@@ -65,7 +65,7 @@ class DeviceClock:
         self._compute: Any = None  # the stream on which steps end
 
     def mark(self) -> Mark:
-        """Record and return a mark at this point of the current stream."""
+        """Record a CUDA event at this point of the current stream, and return it as a mark."""
         try:
             event = self._free.pop()
         except IndexError:
@@ -127,7 +127,7 @@ class OnDevice:
     """Measures the operations of one Recorder that run over NCCL. Any thread may call its methods."""
 
     def __init__(self, recorder: Any, clock: DeviceClock):
-        """Create the part of a Recorder that measures on the GPU."""
+        """Create the part of a telemetry Recorder that measures operations on the GPU."""
         self._recorder = recorder
         self._clock = clock
         self._polling = threading.RLock()  # held while operations end
@@ -155,18 +155,18 @@ class OnDevice:
         return TimedSpans(done, still_open)
 
     def launch(self, op: Op) -> None:
-        """Mark the begin of an operation, directly before it is launched."""
+        """Record a CUDA event directly before an operation over NCCL is launched."""
         self.poll(op.group)
         op.began = self._clock.mark()
 
     def launched(self, op: Op) -> None:
-        """Mark the end of an operation without a Work, which runs on the current stream."""
+        """Record a CUDA event after an operation without a Work, which runs on the current stream."""
         if op.work is None:
             op.ended = self._clock.mark()
         op.group.on_device.append(op)
 
     def wait(self, op: Op, wait: Callable[[], Any]) -> Any:
-        """Call `wait`, which makes the current stream wait for an operation, between two marks."""
+        """Call `wait`, which makes the current stream wait for an operation, between two CUDA events."""
         if op.end or self.captures():
             return wait()
         self._is_over(op)  # asks the Work while the program holds it
@@ -179,11 +179,11 @@ class OnDevice:
         return result
 
     def is_at(self, op: Op) -> bool:
-        """Return whether an operation has begun and is not known to be over."""
+        """Return whether the GPU has reached an operation, and the operation is not known to be over."""
         return not op.end and not op.seen_over and self.has_begun(op)
 
     def has_begun(self, op: Op) -> bool:
-        """Return whether the GPU has reached an operation."""
+        """Return whether the GPU has reached an operation that the host has launched."""
         return op.began is None or self._clock.over(op.began)
 
     def poll(self, group: GroupTraffic) -> None:

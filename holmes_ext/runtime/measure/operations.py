@@ -238,7 +238,7 @@ class Op:
 
 @dataclass(slots=True)
 class Mark:
-    """A recorded CUDA event."""
+    """A CUDA event that was recorded on a stream."""
 
     event: Any
     stream: Any

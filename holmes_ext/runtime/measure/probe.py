@@ -48,7 +48,7 @@ Run = Callable[[Any, tuple[int, ...], Any], float]
 
 
 class Point(NamedTuple):
-    """A point of a curve."""
+    """Measured time of an operation for one size."""
 
     size_bytes: float
     seconds: float
@@ -125,7 +125,7 @@ def rings(session: Session, flat: bool = True) -> dict[str, tuple[int, ...]]:
 
 
 def _print_nothing(text: str) -> None:
-    """Ignore a line about the progress."""
+    """Print no line about the progress. This is the default of measure()."""
 
 
 def measure(
@@ -149,7 +149,7 @@ def measure(
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    device = torch.device("cpu")
+    device: torch.device | None = torch.device("cpu")
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator()
     sizes = [size for size in SEND_BYTES if size <= largest]

@@ -57,7 +57,7 @@ def _difference(begin: float, end: float) -> float:
 
 
 class Profiler:
-    """Measures the training steps of one rank."""
+    """Stopwatch for the training steps of one rank: layers, transfers and reductions."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Profiler:
 
     @property
     def finished(self) -> bool:
-        """Whether all steps have been measured."""
+        """Whether the warm-up and all steps to measure are over."""
         return self.done >= WARM_UP + self.steps
 
     @contextmanager
@@ -128,7 +128,7 @@ class Profiler:
             self._hooks.append(module.register_forward_pre_hook(on_forward, with_kwargs=True))
 
     def release(self) -> None:
-        """Remove the hooks from all modules."""
+        """Remove the hooks that watch() has added to modules."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -143,7 +143,7 @@ class Profiler:
                 return
 
     def _cut(self, kind: str, label: Label) -> None:
-        """Add a cut to the open span, if it is a pass of this kind."""
+        """Record the time at which a layer begins or ends, if a pass of this kind is running."""
         if self._open is not None and self._open.kind == kind:
             self._open.cuts.append(_Cut(label, self.clock()))
 

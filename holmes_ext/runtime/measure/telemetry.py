@@ -48,7 +48,7 @@ _POLL_S = 0.002
 
 
 class SpanMark(NamedTuple):
-    """Begin or end of a span, e.g. of a forward pass."""
+    """Begin or end of a part of a training step, such as a forward pass."""
 
     time: Any  # seconds, or a Mark on the GPU's stream
     memory_bytes: int  # GPU memory in use; 0 if spans are not measured on the GPU
@@ -111,13 +111,13 @@ class Recorder:
 
     @property
     def keeps(self) -> bool:
-        """Whether ended operations are kept for on_step."""
+        """Whether operations are kept after their end, because telemetry or metrics use them."""
         return bool(self.on_step)
 
     # Operations
 
     def group(self, process_group: Any) -> GroupTraffic:
-        """Return the traffic of a process group."""
+        """Return the object that counts the operations of a process group, and make it if necessary."""
         key = id(process_group)
         traffic = self.groups.get(key)
         if traffic is None:
@@ -128,16 +128,16 @@ class Recorder:
         return traffic
 
     def _remove_group(self, key: int) -> None:
-        """Forget a deleted process group, whose operations are over."""
+        """Stop tracking a process group that torch has deleted, and mark its operations as over."""
         for op in self.groups.pop(key).on_device:
             self.finish(op)
 
     def kind(self, op: Op) -> str:
-        """Return what the operation's group is for, e.g. "data": one of operations.KINDS."""
+        """Return the kind of parallelism that an operation belongs to, e.g. "data" or "pipeline"."""
         return op.group.kind(self.sizes, op.peer, self.rank)
 
     def ends(self, op: Op) -> tuple[int, ...]:
-        """Return the ranks that take part in an operation."""
+        """Return the ranks that take part in an operation: the whole group, or both ends of a message."""
         if op.peer is None or op.peer < 0:
             return op.group.ranks
         return tuple(sorted((self.rank, op.peer)))
@@ -186,9 +186,8 @@ class Recorder:
         """
         op.is_synchronous = is_synchronous
         block = self.coalescing.get(id(process_group))
-        if (
-            block is not None
-        ):  # the program coalesces operations: block_ended() records them together
+        if block is not None:
+            # The program coalesces operations. block_ended() records them together.
             block.append(op)
             return
         if is_synchronous and op.group.is_nccl2:
@@ -205,7 +204,7 @@ class Recorder:
             self._finish_with_future(op, work)
 
     def _find_by_work(self, op: Op, work: Any) -> None:
-        """Let wait() find the operation of a Work. The Work is not kept alive."""
+        """Map the Work that torch returned to its operation, without keeping the Work alive."""
         key = id(work)
         self.by_work[key] = op
         op.work = weakref.ref(work, lambda _: self._work_deleted(key, op))
@@ -234,7 +233,7 @@ class Recorder:
         self.launched(last, work, process_group, is_synchronous)
 
     def failed(self, op: Op) -> None:
-        """Forget an operation that could not be started."""
+        """Remove an operation that torch could not start from those under way."""
         self.open.pop(id(op), None)
 
     def finish(self, op: Op) -> None:
@@ -358,7 +357,7 @@ class Recorder:
         self.armed = source != "engine"
 
     def poll(self) -> None:
-        """Record the end of operations that the GPU has completed."""
+        """Record the end of all operations that the GPU has completed so far."""
         for group in list(self.groups.values()):
             self.device.poll(group)
 

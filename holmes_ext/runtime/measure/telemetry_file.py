@@ -5,7 +5,7 @@
     {"done": {"reductions", "in_flight", "differences"}}   differences between job and plan (as_planned.py)
     {"outer": {"round", "exposed", "bytes", ...}}          a round with joined jobs (join)
     {"plan": {"step", "before", "in_flight", "now_s", "then_s", "back"}}   a change of the plan (rank 0)
-    {"model": {...}, "stage links": [...]}                 a measured profile (plan/profile.py), and the
+    {"model": {...}, "stage_links": [...]}                 a measured profile (plan/profile.py), and the
     stages
                                                            whose link to the next stage is in it
     {"step": 7, "begin", "end", "tokens", "groups": [...], "reduction", "spans", "ops": [...]}   a
@@ -59,7 +59,7 @@ _FILE_MODE = 0o644
 
 
 class _GroupKey(NamedTuple):
-    """What operations have in common that are added up in a step's "groups"."""
+    """Properties by which the operations of a step are grouped before they are added up."""
 
     kind: str
     fabric: str
@@ -67,11 +67,11 @@ class _GroupKey(NamedTuple):
 
 
 def _ignore(document: dict[str, Any]) -> None:
-    """Ignore a line, if nothing but the file gets it."""
+    """Drop a line, because only the file gets it."""
 
 
 def _no_board() -> None:
-    """Return no SummaryWriter, where nothing is written for TensorBoard."""
+    """Return no SummaryWriter, because this rank writes nothing for TensorBoard."""
 
 
 def traced(step: int) -> bool:
@@ -136,7 +136,7 @@ class Writer:
         self._queue.put(step)
 
     def put(self, document: dict[str, Any]) -> None:
-        """Queue a line that is no training step."""
+        """Queue a JSON document for the file, such as the offset of the clock."""
         self._queue.put(document)
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Writer:
         self._thread.join(_CLOSE_S)
 
     def _serve(self, make_board: Callable[[], Any]) -> None:
-        """Write queued lines until close()."""
+        """Write the queued lines into the file until close() is called. The thread runs this."""
         board = None
         is_first_step = True
         while True:
@@ -206,7 +206,7 @@ class Writer:
         spans: list,
         reduction: dict | None,
     ) -> dict[str, Any]:
-        """Return the line of a training step.
+        """Return the JSON document of a training step, which becomes a line of the file.
 
         Args:
             step: Number of the step.
@@ -285,7 +285,7 @@ class Writer:
         ]
 
     def _op_entry(self, op: Op) -> list[Any]:
-        """Return an operation for the "ops" of a traced step."""
+        """Return an operation as a JSON list, for the "ops" of a traced step."""
         return [
             self.recorder.kind(op),
             op.group.transport.fabric,

@@ -89,13 +89,13 @@ class Verdict:
     packed: bytes  # the document, as compressed JSON
 
     def content(self) -> dict[str, Any]:
-        """Return the document."""
+        """Return the document that rank 0 has made, such as the plan."""
         content: dict[str, Any] = json.loads(zlib.decompress(self.packed))
         return content
 
 
 class _StoredVerdict(NamedTuple):
-    """A verdict as the store has it."""
+    """Decision of rank 0 as the job's store contains it."""
 
     round: str  # prefix of the keys of its start
     value: bytes  # _GOOD and a compressed document, or _BAD and an error message

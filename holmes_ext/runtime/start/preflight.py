@@ -171,7 +171,7 @@ def run(
         if process.rank == 0:
             raise HolmesError(verdict["error"])
         raise RemoteError(verdict["error"])
-    faults = {PortKey(node, fabric): reason for node, fabric, reason in verdict["faults"]}
+    faults = {(node, fabric): reason for node, fabric, reason in verdict["faults"]}
     if faults:
         site = site.without(faults)
         plan = maker.on_ports(plan, site, options, engine=engine)
@@ -268,7 +268,7 @@ class NodeListeners:
         answer_hello(guest, self._hello, ANSWER_S)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Close the listening sockets of this node."""
         for listener in self._listeners:
             listener.close()
 
@@ -408,14 +408,14 @@ def decide(
     message = f"{summary}; {consequence} (--holmes-fallback fail would end the job)"
     return {
         "faults": [
-            [port.node, port.fabric, f"found by the preflight: {reason}"]
-            for port, reason in faults.items()
+            [node, fabric, f"found by the preflight: {reason}"]
+            for (node, fabric), reason in faults.items()
         ],
         "lines": [message, *lines],
     }
 
 
-def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[PortKey, str]:
+def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[tuple[str, str], str]:
     """Return the ports to exclude, each with the reason.
 
     A port is at fault if two or more connections with it were tried and all failed. If neither end of a
@@ -427,7 +427,7 @@ def ports_at_fault(attempts: Sequence[ConnectionAttempt]) -> dict[PortKey, str]:
             errors_of[PortKey(node, attempt.fabric)].append(attempt.error)
     unreachable = {port for port, errors in errors_of.items() if len(errors) > 1 and all(errors)}
 
-    reasons: dict[PortKey, str] = {}
+    reasons: dict[tuple[str, str], str] = {}  # (node, fabric) of a port -> reason
     for attempt in attempts:
         if not attempt.error:
             continue

@@ -89,9 +89,8 @@ def start(
         verdict = make_verdict([report], [node_report])
     else:
         store = _open_store(process, report, options.timeout_s, silent_store)
-        if (
-            process.agent_store
-        ):  # this store outlives a restart, so the start before may have left layers
+        if process.agent_store:
+            # This store outlives a restart, so the job's previous start may have left layers.
             options, restart_lines = request.start_again(*left_layers(store))
         agreement = within(
             options.timeout_s + _EXTRA_EXCHANGE_S + _SILENT_SECONDS,
@@ -246,7 +245,7 @@ def _own_report(
 
 
 def _absent_nodes(spec: SiteSpec | None, site: Site) -> list[str]:
-    """Return a line if cluster.toml has more nodes than the job; else no line."""
+    """Return a line that names nodes of cluster.toml which are not in this job; no line if all are."""
     if spec is None:
         return []
     present = {node.name for node in site.nodes}

@@ -26,14 +26,10 @@ from holmes_ext.words import some_of, tell_user
 #: Number of training steps after which the comparison is made. One step is not enough: in the first step,
 #: DeepSpeed's pipeline engine runs its own schedule, since holmes does not know the messages' shapes yet.
 COMPARED_STEP = 2
-_HOW_SUMMED = {
-    True: "hierarchically",
-    False: "in one ring",
-}  # by whether the reduction is hierarchical
-_WHEN_SUMMED = {
-    True: "under the last backward pass",
-    False: "after the backward pass",
-}  # by overlap
+#: Whether a reduction is hierarchical -> words for it.
+_HOW_SUMMED = {True: "hierarchically", False: "in one ring"}
+#: Whether a reduction overlaps the backward pass -> words for it.
+_WHEN_SUMMED = {True: "under the last backward pass", False: "after the backward pass"}
 
 
 class Difference(NamedTuple):
@@ -72,9 +68,8 @@ class Comparison:
         for text, is_explained in differences.items():
             if not is_explained and _is_first_to_report(self.current, text):
                 tell_user(f"not as planned: {text}")
-        self.put(
-            {"done": {**summary(self.current), "differences": list(differences)}}
-        )  # for the report
+        # For `holmes report`.
+        self.put({"done": {**summary(self.current), "differences": list(differences)}})
 
 
 def _is_first_to_report(current: Session, text: str) -> bool:
@@ -117,21 +112,18 @@ def summary(current: Session) -> dict[str, Any]:
 
 def find_differences(current: Session) -> Iterator[Difference]:
     """Yield each difference between what the job did and what holmes planned."""
-    sizes, world = current.plan.sizes, current.plan.world_size
+    sizes = current.plan.sizes
+    world = current.plan.world_size
     for record in current.groups:  # the process groups that were created
-        planned = current.transport(
-            record.ranks, record.backend
-        ).fabric  # the plan's network of these ranks
+        planned = current.transport(record.ranks, record.backend).fabric  # the plan's network
         if record.transport.fabric != planned:
             kind = kind_of(record.ranks, record.name, sizes, world)  # e.g. "data"
             yield Difference(
                 f"{kind} groups are on {record.transport.fabric}, planned on {planned}"
             )
 
-    for (
-        ranks,
-        reduction,
-    ) in current.reductions.items():  # ranks of a group -> the reduction that holmes made
+    # current.reductions: ranks of a group -> the reduction that holmes made.
+    for ranks, reduction in current.reductions.items():
         text = _reduction_difference(reduction)
         if text:
             sentence = f"gradients of {_stage(current, ranks)} are summed {text}"
@@ -143,9 +135,11 @@ def find_differences(current: Session) -> Iterator[Difference]:
 
 
 def _stage(current: Session, ranks: Iterable[int]) -> str:
-    """Return the pipeline stage whose replicas are `ranks`, in words."""
+    """Return the pipeline stage whose data-parallel replicas are `ranks`, in words such as "stage 1"."""
     stage = current.plan.stage_of(ranks)
-    return f"a group of rank {some_of(ranks)}" if stage is None else f"stage {stage}"
+    if stage is None:
+        return f"a group of rank {some_of(ranks)}"
+    return f"stage {stage}"
 
 
 def _reduction_difference(reduction: DoneReduction) -> str:
@@ -177,7 +171,9 @@ def _missing_reduction(current: Session) -> str:
     holmes records each reduction that it makes. "" is returned if there is a record for this rank's pipeline
     stage, or if the plan leaves the stage's reduction to the framework.
     """
-    plan, sizes, engine = current.plan, current.plan.sizes, current.engine
+    plan = current.plan
+    sizes = plan.sizes
+    engine = current.engine
     if sizes is None or not engine.name or not plan.traffic or not current.groups:
         return ""  # not enough is known of the job to say what was planned
     stage = sizes.stage(current.rank)
@@ -216,9 +212,6 @@ def _in_flight_difference(current: Session) -> str:
     # Without numbers and without a known framework, nothing is known of the job's pipeline.
     if planned == current.in_flight or not (current.in_flight or current.engine.name):
         return ""
-    # e.g. "3+1"
-    done_text, planned_text = (
-        "+".join(map(str, numbers)) or "the framework's own"
-        for numbers in (current.in_flight, planned)
-    )
+    done_text = "+".join(map(str, current.in_flight)) or "the framework's own"  # e.g. "3+1"
+    planned_text = "+".join(map(str, planned)) or "the framework's own"
     return f"micro-batches in flight by stage are {done_text}, planned {planned_text}"

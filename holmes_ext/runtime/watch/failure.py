@@ -108,9 +108,10 @@ def explain(error: BaseException) -> str | None:
     """
     import torch.distributed as dist
 
-    current, text = session.active(), str(error)
+    current = session.active()
     if current is None:
         return None
+    text = str(error)
     is_of_communication = isinstance(error, RuntimeError) and _OF_COMMUNICATION.search(text)
     if is_of_communication or isinstance(error, dist.DistError):
         return broken("communication", text)
@@ -137,9 +138,8 @@ def broken(what: str, error: str) -> str:
     """
     current = session.active()
     assert current is not None
-    lost_node = _lost_node(
-        error, range(current.plan.world_size)
-    )  # "" if the error names no node's address
+    # It is "" if the error contains no address of a node.
+    lost_node = _lost_node(error, range(current.plan.world_size))
     return _bad_input_or(me(current), f"{what} failed{lost_node}: {_last_line(error)}")
 
 
@@ -185,7 +185,9 @@ def _bad_input_or(reporter: str, failure: str) -> str:
     """
     mine = f"{reporter}: {failure}{_blamed()}"  # with what the kernel says of NICs
     first = _first(mine)
-    return f"{first} ({reporter} ends with it)" if first.startswith(INPUT) else _both(mine, first)
+    if first.startswith(INPUT):
+        return f"{first} ({reporter} ends with it)"
+    return _both(mine, first)
 
 
 def note(mine: str) -> None:
@@ -199,6 +201,7 @@ def with_first(mine: str) -> str:
 
 
 def _both(mine: str, first: str) -> str:
+    """Return this rank's message, with the job's first message if that is another one."""
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
@@ -213,7 +216,8 @@ def _blamed() -> str:
         return ""
     ports = nics.in_use(current)
     # The error counters of the NICs, and for each NIC its problem in words ("" if it has none).
-    counters_now, problems = nics.counters(ports), {port: nics.trouble(port) for port in ports}
+    counters_now = nics.counters(ports)
+    problems = {port: nics.trouble(port) for port in ports}
     findings = []
     for port, problem in problems.items():
         grown_counters = nics.grown(counters_now, port)  # in words: errors since the job's start
@@ -236,7 +240,8 @@ def _lost_node(error: str, ranks: Sequence[int]) -> str:
         error: The message of the transport (gloo or NCCL). It may contain "ADDRESS:PORT" of the lost peer.
         ranks: The ranks that may be lost.
     """
-    current, match = session.active(), _ADDRESS.search(error)
+    current = session.active()
+    match = _ADDRESS.search(error)
     if current is None or match is None:
         return ""
     for node in current.site.nodes:
@@ -269,7 +274,8 @@ def _first(mine: str) -> str:
 
     def first_message() -> str:
         """Put `mine` into the store if there is no message yet, and return the store's message."""
-        current, store = session.active(), dist.distributed_c10d._get_default_store()
+        current = session.active()
+        store = dist.distributed_c10d._get_default_store()
         key = f"{current.round if current else 'holmes'}/{_KEY}"  # `round` differs for each start of the job
         return store.compare_set(key, "", mine).decode()
 
@@ -303,12 +309,10 @@ class NicWatch:
         self._trouble = trouble
         self._end = end or _end_process
         self.ended = threading.Event()  # tells the thread to end
-        self._since: dict[
-            str, float
-        ] = {}  # name of a failed NIC -> time of the first poll that saw it fail
-        self._ignored: set[str] | None = (
-            None  # names of NICs that failed at the first poll; None before it
-        )
+        #: Name of a failed NIC -> time of the first poll that saw it fail.
+        self._since: dict[str, float] = {}
+        #: Names of NICs that had failed at the first poll; None before it.
+        self._ignored: set[str] | None = None
         self._has_reported_failure = False  # whether a failure of NCCL has been printed
         self._report_lock = threading.Lock()  # held while a failure of NCCL is printed
 

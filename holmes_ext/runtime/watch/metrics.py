@@ -48,7 +48,7 @@ class Family(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A value of a metric."""
+    """Value of a Prometheus metric, with the values of its labels."""
 
     name: str
     labels: tuple[str, ...]  # values of the family's labels
@@ -113,7 +113,7 @@ class Collector:
     """Collector of prometheus_client: sums over the documents of telemetry, and the current state of NICs."""
 
     def __init__(self) -> None:
-        """Create a collector without values."""
+        """Create a collector whose metrics have no values yet."""
         self._values: dict[tuple[str, tuple[str, ...]], float] = {}  # (metric, labels) -> value
         self._lock = threading.Lock()  # telemetry's thread and Prometheus's requests use the values
 
@@ -138,7 +138,7 @@ class Collector:
                 self._add("round_exposed_seconds", figures["exposed"])
 
     def _take_step(self, document: dict[str, Any]) -> None:
-        """Add the document of a training step. The caller holds the lock."""
+        """Add a training step's document to the counters. The caller holds the lock."""
         seconds = document["end"] - document["begin"]
         self._values["holmes_last_step_seconds", ()] = seconds
         self._add("steps", 1)
@@ -158,7 +158,7 @@ class Collector:
             self._add("reducer_exposed_seconds", reduction["exposed"])
 
     def _add(self, name: str, value: float, *labels: str) -> None:
-        """Add to the counter holmes_NAME_total."""
+        """Add `value` to the counter holmes_NAME_total with these values of its labels."""
         key = (f"holmes_{name}_total", labels)
         self._values[key] = self._values.get(key, 0.0) + value
 
@@ -229,7 +229,7 @@ class Metrics:
         self._written = float("-inf")  # time of the last write
 
     def take(self, document: dict[str, Any]) -> None:
-        """Add a document of telemetry. Telemetry's thread calls this."""
+        """Add a document of telemetry to the metrics, and write the file if it is old enough."""
         self._collector.take(document)
         if time.monotonic() - self._written >= _EVERY_S:
             self.write()
@@ -254,7 +254,7 @@ class Metrics:
 
 
 def _nothing_to_close() -> None:
-    """Do nothing, where a file is written and no port is open."""
+    """Do nothing: metrics that are written into a file have no port to close."""
 
 
 def open_metrics(options: Options, process: Process) -> Metrics | None:

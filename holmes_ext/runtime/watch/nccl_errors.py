@@ -49,10 +49,8 @@ _OFF = ("0", "n", "no", "f", "false")
 
 # Each tuple lists the environment variables of one setting. torch renamed some variables from TORCH_NCCL_* to
 # TORCH_FR_* and still reads the old names. The new name comes first and takes precedence if both are set.
-_BUFFER_SIZE_VARIABLES = (
-    "TORCH_FR_BUFFER_SIZE",
-    "TORCH_NCCL_TRACE_BUFFER_SIZE",
-)  # operations; 0: off
+#: Operations that the buffer holds; 0 switches the flight recorder off.
+_BUFFER_SIZE_VARIABLES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 #: Path of a dump. torch appends the rank.
 _PATH_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 #: Switch for the dumps of FlightRecorderHook.
@@ -221,9 +219,8 @@ def register_abort_hook(group: Any) -> None:
         return
     try:
         register(_HOOK_ID, _run_abort_hook)
-    except (
-        RuntimeError
-    ):  # the method exists, but this backend has no abort hooks, e.g. "nccl-legacy"
+    except RuntimeError:
+        # The method exists, but this backend has no abort hooks, e.g. "nccl-legacy".
         return
     if not _HookState.has_exit_handler:
         _HookState.has_exit_handler = True

@@ -194,7 +194,7 @@ def say(node: Node, port: Port) -> str:
 
 
 class _Target(NamedTuple):
-    """A neighbour's NIC that should answer."""
+    """NIC of a neighbouring node on one fabric, which is tested."""
 
     node: str
     fabric: str

@@ -39,7 +39,7 @@ _SETTLE_S = 0.5
 
 
 class _Running:
-    """Everything that start() has started in this process."""
+    """Telemetry, watchdog and other parts that start() has started in this process."""
 
     writer: Writer | None = None
     watchdog: Watchdog | None = None
@@ -49,7 +49,7 @@ class _Running:
 
 
 def _ignore(document: dict[str, Any]) -> None:
-    """Ignore a document of telemetry, if no metrics are exported."""
+    """Drop a document of telemetry, because no metrics are exported."""
 
 
 def start(current: Session, metrics: Metrics | None = None) -> list[str]:
@@ -97,7 +97,7 @@ def start(current: Session, metrics: Metrics | None = None) -> list[str]:
 
 
 def stop(reason: str = "training is over") -> None:
-    """Stop everything that start() has started, and write what is recorded.
+    """Stop telemetry, the watchdog and the watch over NICs, and write what is recorded.
 
     Operations that are not over get a moment to end before that.
 

@@ -67,7 +67,7 @@ class Waiting:
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """Ranks without which the operation cannot end."""
+        """Ranks that must take part before the operation can end."""
         return self.ranks if self.peer is None else (self.peer,)
 
     def __str__(self) -> str:
@@ -100,7 +100,7 @@ class State:
         return self.messages.get(f"{counterpart} {wait.group} {rank}", 0) > wait.number
 
     def dump(self) -> str:
-        """Return the state as JSON."""
+        """Return this state as JSON, as other ranks read it."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -243,7 +243,7 @@ class Watchdog:
     dump_hint: Callable[[], str] = _no_hint
 
     def __post_init__(self) -> None:
-        """Set the state of a watchdog that has not looked yet."""
+        """Set the initial state: no step has been checked, and there is no connection to the store."""
         pause_s = max(_SHORTEST_PAUSE_S, self.floor_s / _PAUSES_PER_FLOOR)
         self.pause_s = min(_LONGEST_PAUSE_S, pause_s)
         self._store: Any = None
@@ -255,7 +255,7 @@ class Watchdog:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread that checks for late steps."""
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="holmes watchdog", daemon=True)
         self._thread.start()
@@ -306,7 +306,7 @@ class Watchdog:
         return self.clock() - self.recorder.entered
 
     def state(self) -> State:
-        """Return the current state of this rank."""
+        """Return which operations this rank has started and waits in, and what its NICs carry."""
         recorder = self.recorder
         now = self.clock()
         self._finish_completed()
@@ -350,6 +350,7 @@ class Watchdog:
                 self.recorder.finish(op)
 
     def _waiting(self, op: Op, now: float) -> Waiting:
+        """Return an operation of telemetry in the form in which other ranks get it."""
         transport = op.group.transport
         return Waiting(
             group=op.group.name,
@@ -422,9 +423,8 @@ class Watchdog:
             self.sleep(self.pause_s + min(_LONGEST_MEDIAN_S, median_s or 0.0) / _LOOKS)
             state = self.state()
             self.tell(state)
-        if (
-            not state.waiting or state.step != late_step
-        ):  # the job goes on; the next step may be late
+        if not state.waiting or state.step != late_step:
+            # The job goes on. The next step may be late, too, so the claim is given back.
             self._store.compare_set(said_key, claim, previous_claim)
             return
 
