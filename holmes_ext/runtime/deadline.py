@@ -46,7 +46,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
         if store.compare_set(key, "", mine).decode() == mine:
             print(
                 f"holmes: {error}", file=sys.__stderr__, flush=True
-            )  # not sys.stderr: see job._one_line
+            )  # not sys.stderr: see job._excepthook_over
             store.set(f"{key}/told", "yes")
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))
         seen = store.add(f"{key}/seen", 1)
