@@ -68,8 +68,10 @@ def _mailbox_in_use() -> Mailbox | None:
     """
     if _mailbox is None:
         return None
-    is_recording = _mailbox.listening  # the first step, in which the mailbox records what is sent
-    is_transferring = _mailbox.open  # a later step
+    is_recording = (
+        _mailbox.is_recording
+    )  # the first step, in which the mailbox records what is sent
+    is_transferring = _mailbox.is_open  # a later step
     if is_transferring or is_recording:
         return _mailbox
     return None
@@ -261,7 +263,7 @@ def _exclude_shape_messages(call, instance, send_stage):
     """
     result = call()  # DeepSpeed's _recv_tensor_meta
     if _mailbox is not None:
-        _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
+        _mailbox.discard_recorded(instance.grid.stage_to_global(stage_id=send_stage))
     return result
 
 
@@ -331,28 +333,32 @@ def _schedule_class() -> type:
             """
             for letter, micro_batch in self.order:
                 if letter == "F":  # forward pass
-                    self.mailbox.unit = (
+                    self.mailbox.sending_pass = (
                         "F",
                         micro_batch,
                     )  # Mailbox.send labels the sent tensors with it
                     yield from self._forward(micro_batch, self._buffer_idx(micro_batch))
-                    self.mailbox.passed(
+                    self.mailbox.post_due_receives(
                         "F", micro_batch
                     )  # post the receives that are due after this pass
                     if self.stage_id > 0:
                         gradients_received = self.gradients_received_above[micro_batch]
                         last_received = gradients_received - 1  # micro-batches are counted from 0
-                        self.mailbox.arrived("B", last_received)  # release gradients up to this one
+                        self.mailbox.release_sent(
+                            "B", last_received
+                        )  # release gradients up to this one
                 elif letter == "W":  # gradients of the weights only
-                    self.mailbox.unit = ("B", micro_batch)
+                    self.mailbox.sending_pass = ("B", micro_batch)
                     self._compute_weight_gradients(micro_batch)
                 else:  # "B", a backward pass, or "I", gradients of the inputs only
-                    self.mailbox.unit = ("B", micro_batch)
+                    self.mailbox.sending_pass = ("B", micro_batch)
                     yield from self._backward(micro_batch, self._buffer_idx(micro_batch))
                     if self.splits_backward and letter == "B":
                         self._compute_weight_gradients(micro_batch)
-                    self.mailbox.passed("B", micro_batch)
-                    self.mailbox.arrived("F", micro_batch)  # release activations up to this one
+                    self.mailbox.post_due_receives("B", micro_batch)
+                    self.mailbox.release_sent(
+                        "F", micro_batch
+                    )  # release activations up to this one
             yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
         def _forward(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
@@ -467,10 +473,12 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     # The mailbox must know the messages of a micro-batch before it can post receives in advance. In the first
     # step, between listen() and learn(), it records what it receives. In every later step, between begin()
     # and end(), it transfers the messages in the background.
-    if not _mailbox.knows:  # no step has been recorded yet
-        _mailbox.listen()
+    if not _mailbox.has_forms:  # no step has been recorded yet
+        _mailbox.start_recording()
         result = call()
-        _mailbox.learn(instance.micro_batches)  # divides the recorded messages by the micro-batches
+        _mailbox.finish_recording(
+            instance.micro_batches
+        )  # divides the recorded messages by the micro-batches
         return result
     import torch
 
@@ -497,7 +505,7 @@ def _forget_messages(call, instance):
       reset_activation_shape.
     """
     if _mailbox is not None:
-        _mailbox.forget()
+        _mailbox.clear_forms()
     return call()  # DeepSpeed's reset_activation_shape
 
 
