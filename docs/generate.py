@@ -256,7 +256,9 @@ def _public_names() -> Iterator[tuple[str, Any]]:
 def api() -> str:
     """The public names as mkdocstrings takes them, which reads signatures and docstrings in the source."""
     homes = [
-        f"{holmes_ext._MODULE_OF[name]}.{name}" for name, value in _public_names() if value is not None
+        f"{holmes_ext._MODULE_OF[name]}.{name}"
+        for name, value in _public_names()
+        if value is not None
     ]
     rows = ((f"`{name}`", _first(value)) for name, value in _public_names())
     return table(("name", "what it is"), rows) + "".join(f"\n::: {home}\n" for home in homes)

@@ -20,8 +20,8 @@ from holmes_ext.errors import HolmesError
 USAGE = "python -m holmes_ext [--holmes-... VALUE] (SCRIPT | -m MODULE) ARGS"
 
 
-class CommandLine(NamedTuple):
-    """Parts of the command line."""
+class ProgramToRun(NamedTuple):
+    """Program to run under holmes, and its arguments."""
 
     flags: list[str]  # flags of holmes before the program, with their values
     kind: str  # "file" or "module"
@@ -29,7 +29,7 @@ class CommandLine(NamedTuple):
     arguments: list[str]  # arguments of the program
 
 
-def split(command_line: list[str]) -> CommandLine:
+def split(command_line: list[str]) -> ProgramToRun:
     """Split the arguments of `python -m holmes_ext` into flags, program and arguments of the program.
 
     Raises:
@@ -57,7 +57,7 @@ def split(command_line: list[str]) -> CommandLine:
         raise HolmesError(
             f"{program} starts workers itself: put holmes_ext after it, as in `{example}`"
         )
-    return CommandLine(flags, kind, program, arguments)
+    return ProgramToRun(flags, kind, program, arguments)
 
 
 #: Global variables of the program. They live until the interpreter ends, as without this module.

@@ -1,4 +1,4 @@
-"""What a job says when it starts: clusters, ranks, networks, reductions, patches in a line; and more."""
+"""Prints the start line of a job: its clusters, ranks, networks, reductions and patches."""
 
 from __future__ import annotations
 
@@ -10,130 +10,167 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.units import format_bytes
 from holmes_ext.words import grouped, tell_user
 
+_STAGE_LINK_FEATURES = {"deepspeed-stage-links", "megatron-stage-links"}
+_SCHEDULE_FEATURES = {"deepspeed-stage-links", "torch-schedule"}
+_TIED_FEATURES = {"deepspeed-tied", "megatron-tied"}
+
 
 def show(current: Session, lines: list[str]) -> None:
-    """On rank 0."""
+    """Print the start line and further lines on rank 0."""
     if current.rank == 0:
-        for line in (describe(current), *lines):
+        tell_user(describe(current))
+        for line in lines:
             tell_user(line)
 
 
 def describe(current: Session) -> str:
-    """Clusters, order of the nodes, stages and layers, which groups use which NIC, what is patched or not."""
+    """Return the start line of a job."""
     parts = (
-        _ranks(current),
-        _networks(current),
-        _stage_links(current),
-        _reductions(current),
+        _describe_ranks(current),
+        _describe_networks(current),
+        _describe_stage_links(current),
+        _describe_reductions(current),
         _patches(),
     )
-    return "; ".join(filter(None, parts))
+    return "; ".join(part for part in parts if part)
 
 
-def _ranks(current: Session) -> str:
-    site, plan = current.site, current.plan
+def _describe_ranks(current: Session) -> str:
+    """Return the clusters, whether ranks were renumbered, and the groups that span clusters."""
+    site = current.site
+    plan = current.plan
     clusters = []
     for name, nodes in plan.clusters.items():
-        fabric = site.fabric_by_name[site.node_by_name[nodes[0]].ports[0].fabric]
-        clusters.append(
-            f"{name} ({len(nodes)} {'node' if len(nodes) == 1 else 'nodes'}, {fabric.kind})"
-        )
-    moved = (
-        "order kept"
-        if plan.nodes == tuple(node.name for node in site.nodes)
-        else "ranks renumbered"
-    )
-    count = f"{len(clusters)} cluster{'s' * (len(clusters) > 1)}"
-    text = f"{count}: {' -> '.join(clusters)}; world size {site.world_size}, {moved}"
+        first_port = site.node_by_name[nodes[0]].ports[0]
+        nic_kind = site.fabric_by_name[first_port.fabric].kind
+        noun = "node" if len(nodes) == 1 else "nodes"
+        clusters.append(f"{name} ({len(nodes)} {noun}, {nic_kind})")
+    keeps_order = plan.nodes == tuple(node.name for node in site.nodes)
+    order = "order kept" if keeps_order else "ranks renumbered"
+    noun = "cluster" if len(clusters) == 1 else "clusters"
+    text = f"{len(clusters)} {noun}: {' -> '.join(clusters)}; world size {site.world_size}, {order}"
     if plan.stage_layers:
-        text += f"; {plan.partition} stages of {'+'.join(map(str, plan.stage_layers))} layers"
+        layers = "+".join(map(str, plan.stage_layers))
+        text += f"; {plan.partition} stages of {layers} layers"
     for spanning in plan.spanning:
         text += f"; {spanning.groups} {spanning.kind} groups span clusters (on {spanning.fabric})"
     return text
 
 
-def _networks(current: Session) -> str:
-    """ "pipeline 2 x data 2, layers as the framework splits them; data groups on ib and roce, pipeline on
-    ethernet"."""
-    plan, sizes = current.plan, current.plan.sizes
+def _describe_networks(current: Session) -> str:
+    """Return the parallel sizes and the networks of the process groups; "" if the sizes are unknown.
+
+    Example: "pipeline 2 x data 2; data groups on ib and roce, pipeline groups on ethernet".
+    """
+    plan = current.plan
+    sizes = plan.sizes
     if sizes is None:
         return ""
-    axes = ("pipeline", "tensor", "context", "data")
-    text = (
-        " x ".join(f"{axis} {size}" for axis in axes if (size := getattr(sizes, axis)) > 1)
-        or "one process"
-    )
+    dimensions = []
+    for dimension in ("pipeline", "tensor", "context", "data"):
+        size = getattr(sizes, dimension)
+        if size > 1:
+            dimensions.append(f"{dimension} {size}")
+    text = " x ".join(dimensions) or "one process"
     if sizes.pipeline > 1 and not plan.stage_layers:
         text += ", layers as the framework splits them"
-    verbs, sockets = _used(current, VERBS), _used(current, SOCKETS)
-    return "; ".join(
-        filter(None, (text, verbs, f"with gloo {sockets}" if sockets != verbs else ""))
-    )
+    with_nccl = _groups_by_network(current, VERBS)
+    with_gloo = _groups_by_network(current, SOCKETS)
+    parts = [text, with_nccl]
+    if with_gloo != with_nccl:
+        parts.append(f"with gloo {with_gloo}")
+    return "; ".join(part for part in parts if part)
 
 
-def _used(current: Session, network_api: str) -> str:
-    kinds: dict[str, list[str]] = {}
-    known = current.site.fabric_by_name
-    for kind, fabrics in current.plan.traffic_of(network_api).transports.items():
-        if getattr(current.plan.sizes, kind, 2) > 1:  # "world" has no size of its own
-            names = dict.fromkeys(
-                known[name].kind if name in known else "memory" for name in fabrics
-            )
-            kinds.setdefault(" and ".join(names), []).append(kind)
-    return ", ".join(f"{', '.join(kind)} groups on {where}" for where, kind in kinds.items())
+def _groups_by_network(current: Session, network_api: str) -> str:
+    """Return the kinds of process groups on each network, such as "data groups on ib and roce".
+
+    Args:
+        current: State of holmes in this process.
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+    """
+    sizes = current.plan.sizes
+    fabric_by_name = current.site.fabric_by_name
+    groups_on: dict[str, list[str]] = {}  # kinds of NICs, in words -> kinds of groups
+    for group_kind, fabrics in current.plan.traffic_of(network_api).transports.items():
+        size = getattr(sizes, group_kind, None)  # None for "world"
+        if size is not None and size <= 1:
+            continue
+        nic_kinds = []
+        for name in fabrics:
+            nic_kind = fabric_by_name[name].kind if name in fabric_by_name else "memory"
+            if nic_kind not in nic_kinds:
+                nic_kinds.append(nic_kind)
+        groups_on.setdefault(" and ".join(nic_kinds), []).append(group_kind)
+    texts = [f"{', '.join(groups)} groups on {network}" for network, groups in groups_on.items()]
+    return ", ".join(texts)
 
 
-def _stage_links(current: Session) -> str:
-    """What a patched pipeline's stage links do, what that costs in memory, and what is cut."""
-    plan, on, parts = current.plan, set(registry().summary()[0]), []
+def _describe_stage_links(current: Session) -> str:
+    """Return how the patched framework sends messages between pipeline stages; "" if nothing is changed."""
+    plan = current.plan
     if not plan.traffic:
         return ""
+    active_features = set(registry().summary()[0])
     traffic = plan.traffic_of(SOCKETS)
-    if (held := traffic.in_flight) and on & {"deepspeed-stage-links", "megatron-stage-links"}:
-        parts.append("pipeline sends do not block")
-        if any(one > own for one, own in zip(held, range(len(held), 0, -1))):
-            more = max(more_bytes(plan), default=0.0)
-            cost = f", {format_bytes(more)} more on the fullest stage" if more else ""
-            parts[-1] += (
-                f", {'+'.join(map(str, held))} micro-batches in flight hide the stage links{cost}"
-            )
-    if traffic.schedule and on & {"deepspeed-stage-links", "torch-schedule"}:
+    parts = []
+    if traffic.in_flight and active_features & _STAGE_LINK_FEATURES:
+        parts.append(_describe_in_flight(current, traffic.in_flight))
+    if traffic.schedule and active_features & _SCHEDULE_FEATURES:
         parts.append("passes as the plan lists them, gradients of weights put off")
-    if (
-        "megatron-slices" in on
-        and (slices := max((stage_link.slices for stage_link in traffic.stage_links), default=1))
-        > 1
-    ):
-        parts.append(
-            f"{slices} tensor ranks each send a slice of replicated activations across clusters"
-        )
+    if "megatron-slices" in active_features:
+        slices = max((stage_link.slices for stage_link in traffic.stage_links), default=1)
+        if slices > 1:
+            parts.append(
+                f"{slices} tensor ranks each send a slice of replicated activations across clusters"
+            )
     compression = {stage_link.compression for stage_link in traffic.stage_links} - {"off"}
     if compression:
         parts.append(f"stage links that cross in {compression.pop()}")
-    if on & {"deepspeed-tied", "megatron-tied"} and traffic.tied:
+    if traffic.tied and active_features & _TIED_FEATURES:
         parts.append("tied weights summed hierarchically")
     return "; ".join(parts)
 
 
-def _reductions(current: Session) -> str:
-    """Of whose model the plan thinks when it overlaps reductions, where nobody told it one."""
+def _describe_in_flight(current: Session, in_flight: tuple[int, ...]) -> str:
+    """Return a text on sends without waiting, and on more micro-batches in flight than under 1F1B.
+
+    Args:
+        current: State of holmes in this process.
+        in_flight: Planned micro-batches in flight, by stage.
+    """
+    text = "pipeline sends do not block"
+    stages = len(in_flight)
+    exceeds_1f1b = any(count > stages - stage for stage, count in enumerate(in_flight))
+    if not exceeds_1f1b:
+        return text
+    counts = "+".join(map(str, in_flight))
+    text += f", {counts} micro-batches in flight hide the stage links"
+    extra_bytes = max(more_bytes(current.plan), default=0.0)
+    if extra_bytes:
+        text += f", {format_bytes(extra_bytes)} more on the fullest stage"
+    return text
+
+
+def _describe_reductions(current: Session) -> str:
+    """Return a note if the overlap of reductions was planned for a nominal model, else ""."""
     plan = current.plan
-    decided = (
-        current.options.overlap == "auto"
-        and plan.sizes is not None
-        and plan.sizes.data * plan.sizes.context > 1
-    )
-    return "reductions planned for a nominal model" if decided and plan.basis == NOMINAL else ""
+    if current.options.overlap != "auto" or plan.sizes is None or plan.basis != NOMINAL:
+        return ""
+    has_reductions = plan.sizes.data * plan.sizes.context > 1
+    return "reductions planned for a nominal model" if has_reductions else ""
 
 
 def _patches() -> str:
-    """Features that are on, those that do not fit, and versions that nobody tried."""
+    """Return the features that are on, those that are off with reasons, and untested versions."""
     on, off = registry().summary()
     parts = [f"patched: {', '.join(on) or 'nothing'}", *registry().beyond_tried()]
-    for version, names in registry().untried().items():
-        parts.append(f"tried with {version} at your own risk: {', '.join(names)}")
+    for version, features in registry().untried().items():
+        parts.append(f"tried with {version} at your own risk: {', '.join(features)}")
     if off:
-        of_reason = grouped((reason, name) for name, reason in off.items())
-        told = (f"{', '.join(names)} ({reason})" for reason, names in of_reason.items())
-        parts.append(f"not patched: {', '.join(told)}")
+        features_by_reason = grouped((reason, feature) for feature, reason in off.items())
+        texts = [
+            f"{', '.join(features)} ({reason})" for reason, features in features_by_reason.items()
+        ]
+        parts.append(f"not patched: {', '.join(texts)}")
     return "; ".join(parts)

@@ -5,11 +5,11 @@ An extension is one value of the class Extension. Python packages publish theirs
     [project.entry-points."holmes_ext.extensions"]
     mynic = "my_package.extension:EXTENSION"
 
-Three extensions come with holmes_ext (BUILT_IN). They are imported by name, so they also work from a source
+Three extensions come with holmes_ext (BUILT_IN). They are imported by name, so they also work in a source
 tree that is not installed.
 
-The module with an Extension is imported in every job under holmes. It should import nothing but this module:
-whatever does the work is named as "module:attribute", and is imported when it is needed.
+The module with an Extension is imported in every job under holmes. It should import nothing but this module.
+Other modules are named as "module:attribute", and are imported when they are needed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUILT_IN = (
     "holmes_ext.join:EXTENSION",
 )
 
-#: What an extension can contribute: the name of the contribution point -> what each object must be.
+#: Contribution point -> description of the objects that an extension can contribute there.
 POINTS = {
     "nic_kinds": "holmes_ext.cluster.nic.NicKind, by the name that cluster.toml gives the kind",
     "reductions": "a function that makes a holmes_ext.runtime.reduce.reduction.Reduction, or returns None: "
@@ -50,7 +50,7 @@ POINTS = {
     "report_sections": "a function that returns HTML for that page: (run, summary) -> list of parts",
     "join_services": "a function that `holmes join serve` runs beside its coordinator",
 }
-#: Hook -> when its function is called, and how.
+#: Hook -> the moment at which its function is called, and its arguments.
 HOOKS = {
     "on_options": "the flags were read, before the ranks meet: on_options(options) -> lines for the user",
     "on_start": "the ranks have agreed on a plan: on_start(session) -> lines for the user",
@@ -69,7 +69,8 @@ class Option:
     help: str
     default: str = ""
     choices: tuple[str, ...] = ()  # the only values allowed; () for any text
-    #: Returns why a value is refused, or "". Not called for the default value.
+    #: Returns the end of the error message for a value that is not allowed, or "". Not called for the
+    #: default value.
     check: Callable[[str], str] = lambda value: ""
 
     def __post_init__(self) -> None:
@@ -81,9 +82,9 @@ class Option:
 
 @dataclass(frozen=True)
 class Extension:
-    """What a package adds to holmes.
+    """Flags, commands, patches and hooks that a package adds to holmes.
 
-    Modules, functions and objects are named as text, "module" or "module:attribute".
+    Modules, functions and objects are named by texts "module" or "module:attribute".
     """
 
     name: str
@@ -105,20 +106,22 @@ class Extension:
     applies_to: Callable[[Session], bool] = lambda session: True
 
     def __post_init__(self) -> None:
-        for kind, names, known in (
-            ("contribution point", self.contributions, POINTS),
-            ("hook", self.hooks, HOOKS),
-        ):
-            for name in names:
-                if name not in known:
-                    raise HolmesError(f"there is no {kind} {name!r}; known: {', '.join(known)}")
+        _refuse_unknown("contribution point", self.contributions, known=POINTS)
+        _refuse_unknown("hook", self.hooks, known=HOOKS)
+
+
+def _refuse_unknown(noun: str, names: Iterable[str], known: Mapping[str, str]) -> None:
+    """Raise an error for the first name that is not known; `noun` describes the names in the message."""
+    for name in names:
+        if name not in known:
+            raise HolmesError(f"there is no {noun} {name!r}; known: {', '.join(known)}")
 
 
 class Contribution(NamedTuple):
-    """Object that an extension contributes."""
+    """Reference to an object that an extension contributes."""
 
     name: str
-    reference: str
+    reference: str  # "module:attribute"
 
     def load(self) -> Any:
         """Import and return the object."""
@@ -134,9 +137,9 @@ class Installed(NamedTuple):
 
 @functools.cache
 def found() -> Installed:
-    """Load the extensions of this environment: those built in, and those of other packages by entry points.
+    """Load the built-in extensions and those of other packages, which are found by entry points.
 
-    An extension of another package that cannot be loaded is left out. Installed.problems has the reason.
+    An extension of another package that cannot be loaded is left out, and Installed.problems has the reason.
 
     Raises:
         HolmesError: two extensions have the same flag, command or name.
@@ -150,7 +153,7 @@ def found() -> Installed:
             extension = point.load()
             if not isinstance(extension, Extension):
                 raise TypeError(f"{point.value} is not a holmes_ext.extensions.Extension")
-        except Exception as error:  # whatever another package does wrong must not end a job
+        except Exception as error:  # an error of another package must not end a job
             problems.append(_left_out(point.name, error))
         else:
             loaded.append(extension)
@@ -159,7 +162,8 @@ def found() -> Installed:
 
 
 def _refuse_duplicates(extensions: Iterable[Extension]) -> None:
-    owners: dict[str, str] = {}
+    """Raise an error if two extensions have the same name, flag or command."""
+    owners: dict[str, str] = {}  # name, flag or command -> name of the extension that has it
     for extension in extensions:
         claims = [f"name {extension.name}"]
         claims += [f"flag --holmes-{option.name.replace('_', '-')}" for option in extension.options]
@@ -174,19 +178,19 @@ def _refuse_duplicates(extensions: Iterable[Extension]) -> None:
 
 
 def load(reference: str) -> Any:
-    """Import what "module" or "module:attribute" names."""
+    """Import and return the module or the object of a text "module" or "module:attribute"."""
     module, _, attribute = reference.partition(":")
     imported = importlib.import_module(module)
     return getattr(imported, attribute) if attribute else imported
 
 
 def options() -> dict[str, Option]:
-    """Return the options of all extensions, by name."""
+    """Return the options of all extensions: name -> option."""
     return {option.name: option for extension in found().extensions for option in extension.options}
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables of all extensions that are no twins of flags: name -> help text."""
+    """Return the environment variables of all extensions that belong to no flag: name -> help text."""
     return {
         name: text for extension in found().extensions for name, text in extension.variables.items()
     }
@@ -202,7 +206,7 @@ def commands() -> dict[str, str]:
 
 
 def contributions(point: str) -> list[Contribution]:
-    """Return what extensions contribute to a point of POINTS."""
+    """Return all contributions of extensions to a contribution point (POINTS)."""
     return [
         Contribution(name, reference)
         for extension in found().extensions
@@ -211,7 +215,7 @@ def contributions(point: str) -> list[Contribution]:
 
 
 def objects(point: str) -> dict[str, Any]:
-    """Import and return all objects that extensions contribute to a point, by name.
+    """Import and return all objects that extensions contribute to a point: name -> object.
 
     An object that cannot be imported is left out; problems() has the reason.
     """
@@ -219,7 +223,7 @@ def objects(point: str) -> dict[str, Any]:
     for contribution in contributions(point):
         try:
             loaded[contribution.name] = contribution.load()
-        except Exception as error:  # whatever another package does wrong must not end a job
+        except Exception as error:  # an error of another package must not end a job
             _note_problem(f"{contribution.reference} ({point} {contribution.name})", error)
     return loaded
 
@@ -229,17 +233,18 @@ def problems() -> list[str]:
     return [*found().problems, *dict.fromkeys(_problems)]
 
 
-#: Lines on contributions that could not be loaded so far.
+#: One line for each contribution that could not be loaded.
 _problems: list[str] = []
 
 
-def _note_problem(what: str, error: Exception) -> None:
-    _problems.append(_left_out(what, error))
+def _note_problem(name: str, error: Exception) -> None:
+    _problems.append(_left_out(name, error))
 
 
-def _left_out(what: str, error: Exception) -> str:
+def _left_out(name: str, error: Exception) -> str:
+    """Return a line that an extension, or a part of one, is left out because of an error."""
     reason = " ".join(f"{type(error).__name__}: {error}".split())
-    return f"extension {what} is left out: {reason}"
+    return f"extension {name} is left out: {reason}"
 
 
 def contributed(point: str, name: str) -> Any:
@@ -277,9 +282,13 @@ def patch_modules(options: Options | None = None) -> list[str]:
 
 
 def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
-    """Return the hooks and reductions of the extensions that have something to do in a job.
+    """Return the hooks and reductions of the extensions that take part in a job.
 
-    The module of a hook is imported when the hook is called for the first time; on_stop is not called before.
+    The module of a hook is imported when the hook is called first. on_stop imports no module: it is called
+    only if another hook has imported it.
+
+    Args:
+        current: State of holmes in this process.
 
     Returns:
         Name of a hook, or "reductions" -> functions.
@@ -296,11 +305,12 @@ def hooks_of(current: Session) -> dict[str, list[Callable[..., Any]]]:
 
 
 def _on_call(reference: str, loads: bool) -> Callable[..., Any]:
-    """Return a function that calls what `reference` names.
+    """Return a function that calls a function of a module that is imported later.
 
     Args:
         reference: "module:function".
-        loads: Whether the call imports the module. Otherwise nothing is called while it is not imported.
+        loads: Whether the call imports the module. Otherwise the call has no effect if the module is not
+            imported.
     """
 
     def call(*arguments: Any) -> Any:
@@ -312,7 +322,7 @@ def _on_call(reference: str, loads: bool) -> Callable[..., Any]:
 
 
 def on_options(options: Options) -> list[str]:
-    """Let the active extensions check the options; return their lines for the user.
+    """Let the active extensions check the options, and return their lines for the user.
 
     Raises:
         HolmesError: an extension cannot do what the options ask for.

@@ -1,4 +1,4 @@
-"""Switching holmes on and off in a process: by flag (activate) or by call (enable, disable)."""
+"""Switches holmes on and off in a process: by flags (activate) or by calls (enable, disable)."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ from holmes_ext.runtime.watch import failure, start_stop
 if TYPE_CHECKING:
     from holmes_ext.runtime.watch.metrics import Metrics
 
-#: Environment variables before activation, to be put back by disable().
+#: Environment variable -> its value before activation, which disable() restores; None if it was not set.
 _before: dict[str, str | None] = {}
-_TOUCHED = (
+#: Environment variables that an activation may change.
+_CHANGED_VARIABLES = (
     *launcher.RANK_VARIABLES,
     "WORLD_SIZE",
     "LOCAL_RANK",
@@ -51,15 +52,23 @@ _TOUCHED = (
 
 
 def activate(argv: list[str]) -> None:
-    """Strip the flags from `argv` (in place, mostly sys.argv) and start; bad input ends with status 2."""
-    trouble = None
+    """Switch holmes on by the flags of a command line.
+
+    Args:
+        argv: Command line, mostly sys.argv. The flags of holmes are removed, in place.
+
+    Raises:
+        SystemExit: the input is bad (status 2). One rank has printed a message.
+    """
+    flag_error = None
+    options = Options()
     try:
         try:
             options, argv[:] = parse_flags(argv, os.environ)
-        except HolmesError as error:  # told through the store, once, with the rank
-            options, trouble = Options(), error
-        sys.excepthook = _one_line(sys.excepthook)
-        _start(options, argv, trouble)
+        except HolmesError as error:
+            flag_error = error  # _start() lets a single rank print it, with its number
+        sys.excepthook = _excepthook_over(sys.excepthook)
+        _start(options, argv, flag_error)
     except RemoteError:
         sys.stderr.flush()
         raise SystemExit(2) from None
@@ -68,33 +77,39 @@ def activate(argv: list[str]) -> None:
         raise SystemExit(2) from None
 
 
-def _one_line(show: Callable[..., Any]) -> Callable[..., Any]:
-    """An excepthook: a HolmesError from a hook of ours is one line, with status 2. An error of the
-    framework's communication gets a line after its traceback (which NIC, which node), unless another rank has
-    told what it refused."""
+def _excepthook_over(previous_hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a sys.excepthook that shortens errors of holmes and explains errors of communication.
+
+    A HolmesError is printed as one line without a traceback, and ends the process with status 2. An error of
+    the framework's communication is shown by the previous hook, with a line after it that names the NIC and
+    the node. If another rank has ended because of bad input, the message of that rank is printed instead.
+    """
 
     def hook(kind, error, traceback):
-        if not issubclass(kind, HolmesError):
-            line = _explain(error)
-            if line and line.startswith(failure.INPUT):
-                print(line, file=sys.__stderr__, flush=True)
-                raise SystemExit(2)
-            show(kind, error, traceback)
-            if line:
-                sys.stderr.write(f"holmes: {line}\n")
-                sys.stderr.flush()
-            return
-        if not issubclass(kind, RemoteError):
+        if issubclass(kind, RemoteError):  # another rank has printed the message
+            raise SystemExit(2)
+        if issubclass(kind, HolmesError):
             # Not sys.stderr: torch.distributed's hook puts a buffer there, which SystemExit does not print.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
             failure.note(str(error))
-        raise SystemExit(2)
+            raise SystemExit(2)
+        explanation = _explain(error)
+        if explanation and explanation.startswith(failure.INPUT):
+            print(explanation, file=sys.__stderr__, flush=True)
+            raise SystemExit(2)
+        previous_hook(kind, error, traceback)
+        if explanation:
+            sys.stderr.write(f"holmes: {explanation}\n")
+            sys.stderr.flush()
 
     return hook
 
 
 def _explain(error: BaseException) -> str | None:
-    """failure.explain, whatever may be broken by now."""
+    """Return the line of failure.explain(), or a line that says why it failed.
+
+    The process is ending, so anything may be broken by now.
+    """
     try:
         return failure.explain(error)
     except Exception as trouble:
@@ -102,16 +117,16 @@ def _explain(error: BaseException) -> str | None:
 
 
 def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
-    """Switch holmes on in this process, before init_process_group; the same as --holmes.
+    """Switch holmes on in this process, like --holmes. Call this function before init_process_group.
 
     Args:
-        plan: The path of a plan.json, as --holmes-plan; None: a plan is made now.
-        options: The values of flags by their names without --holmes-: cluster="c.toml", sizes="pipeline=2",
-            ... An option that is left out has the value of its environment variable (HOLMES_CLUSTER, ...).
+        plan: Path of a plan.json, as for --holmes-plan; None to make a plan now.
+        options: Values of flags by their names without --holmes-: cluster="c.toml", sizes="pipeline=2", ...
+            An option that is not given has the value of its environment variable (HOLMES_CLUSTER, ...).
 
     Raises:
-        HolmesError: The input is bad, torch.distributed is initialized already (the ranks are fixed by
-            then), or holmes is on.
+        HolmesError: the input is bad, torch.distributed is initialized already, which fixes the ranks, or
+            holmes is on.
     """
     if session.active() is not None:
         raise HolmesError("holmes is already active in this process; call disable() first")
@@ -119,23 +134,29 @@ def enable(plan: str | os.PathLike[str] | None = None, **options: Any) -> None:
         raise HolmesError(
             "enable() comes too late: torch.distributed is initialized; call it before that"
         )
-    values = {
-        **from_environment(os.environ),
-        **options,
-    }  # an argument overrides its environment variable
+    values = {**from_environment(os.environ), **options}
     if plan is not None:
         values["plan"] = os.fspath(plan)
     _start(options_from(**values), sys.argv[1:])
 
 
 def enable_on_nodes(cluster: str | None) -> None:
-    """For `holmes probe` and `holmes doctor`: as enable(), with any number of processes on a node, whatever
-    cluster.toml says, and without the command line of a job."""
-    _start(options_from(**({"cluster": cluster} if cluster else {})), [], counted=False)
+    """Switch holmes on for `holmes probe` and `holmes doctor`, which are no jobs.
+
+    The number of processes on a node need not be the one in cluster.toml.
+
+    Args:
+        cluster: Path of a cluster.toml; None to identify the clusters by the nodes' NICs.
+    """
+    options = options_from(cluster=cluster) if cluster else options_from()
+    _start(options, argv=[], counted=False)
 
 
 def disable() -> None:
-    """Undo every patch and put the environment back; process groups that exist keep their transport."""
+    """Switch holmes off: undo all patches and restore the environment.
+
+    Existing process groups keep their networks.
+    """
     start_stop.stop("holmes was switched off")
     patches.registry().undo()
     session.set_active(None)
@@ -148,34 +169,55 @@ def disable() -> None:
 
 
 def asked_for(options: Options, argv: list[str]) -> PlanRequest:
-    """What arguments and options ask for; HolmesError where they say too little, or without the GIL."""
-    if lack := without_gil():
-        raise HolmesError(f"{lack} (free-threaded), with which nobody tried holmes: {WITH_GIL}")
+    """Return the request for a plan that follows from options and the program's command line.
+
+    Args:
+        options: Options of the job.
+        argv: Arguments of the program, from which sizes and model are read if options do not give them.
+
+    Raises:
+        HolmesError: the sizes or the model are missing, or Python runs without the GIL.
+    """
+    python_without_gil = without_gil()
+    if python_without_gil:
+        raise HolmesError(
+            f"{python_without_gil} (free-threaded), with which nobody tried holmes: {WITH_GIL}"
+        )
     engine = engine_of(describe(argv).framework, argv)
     request = PlanRequest(options, overlap=overlaps(options.overlap, argv), engine=engine)
-    said = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
-    request.sizes = said or sizes_from_arguments(argv)
+    given_sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else None
+    request.sizes = given_sizes or sizes_from_arguments(argv)
     if not options.model:
         request.model = model_from_arguments(argv, needed=options.needs_model)
     return request
 
 
 def _start(
-    options: Options, argv: list[str], trouble: HolmesError | None = None, counted: bool = True
+    options: Options, argv: list[str], error: HolmesError | None = None, counted: bool = True
 ) -> None:
+    """Apply the patches, agree on a plan with all ranks, and print the start line.
+
+    An error of one rank must end all of them, so it is passed on to start(), where the ranks meet.
+
+    Args:
+        options: Options of the job.
+        argv: Arguments of the program.
+        error: Error in the flags of this rank, or None.
+        counted: Whether the number of processes on a node must be the one in cluster.toml.
+    """
     process = launcher.detect(os.environ)
     registry = patches.registry()
-    _before.update({name: os.environ.get(name) for name in _TOUCHED})
-    if (
-        process.rank != 0
-    ):  # what is off and why is the same everywhere, or agree_on_patches() ends the job
+    for name in _CHANGED_VARIABLES:
+        _before[name] = os.environ.get(name)
+    if process.rank != 0:
+        # Features are on or off equally on all ranks (agree_on_patches() checks it): rank 0 prints them.
         logging.getLogger("holmes_ext.patches").setLevel(logging.ERROR)
-    installed = ", ".join(
-        map(" ".join, patches.installed_versions(patches.core_features()).items())
-    )
-    agreed = {
+    versions = patches.installed_versions(patches.core_features())
+    agreed = {  # must be equal on all ranks
         "HOLMES_DISABLE": os.environ.get("HOLMES_DISABLE", ""),
-        "installed frameworks": installed,
+        "installed frameworks": ", ".join(
+            f"{name} {version}" for name, version in versions.items()
+        ),
     }
     config = ds_config.from_arguments(argv)
     if config is not None:
@@ -195,10 +237,10 @@ def _start(
             if options.metrics:
                 open_metrics = extensions.load("holmes_ext.runtime.watch.metrics:open_metrics")
                 metrics = open_metrics(options, process)
-        except HolmesError as error:
-            trouble = trouble or error
+        except HolmesError as later_error:
+            error = error or later_error
         request.counted = counted
-        current, lines = start(request, maker, process, agreed, trouble)
+        current, lines = start(request, maker, process, agreed, error)
         lines += extension_lines
         if config is not None:
             lines += ds_config.checked(config, current)

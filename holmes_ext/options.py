@@ -1,4 +1,8 @@
-"""The --holmes flags, their environment twins, and what they say."""
+"""Options of a job: the --holmes flags, their environment variables, and their help texts.
+
+An option `link_timeout` has the flag --holmes-link-timeout, the environment variable HOLMES_LINK_TIMEOUT, and
+the keyword argument link_timeout of holmes_ext.enable(). A flag or keyword overrides the variable.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,39 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from holmes_ext import extensions, words
+from holmes_ext import extensions, units, words
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import did_you_mean, nearest
 
 PREFIX = "--holmes"
-#: Variables of the environment that are no twins of flags, for users.
+#: Environment variable for users that belongs to no flag -> help text.
 VARIABLES = {
     "HOLMES": "1: the same as `--holmes`; 0: off",
     "HOLMES_DISABLE": "feature,...: leave these off (`holmes patches` lists the features)",
     "HOLMES_NODE": "the name of this node, in place of its host name",
     "HOLMES_SYSFS": "root of the /sys tree to read NICs from; `holmes lab` sets it",
 }
-#: Options that were removed -> what to do instead.
-REMOVED = {
-    "apart": "run joined jobs instead (docs/joined.md)",
-}
+#: Removed option -> advice to follow instead.
+REMOVED = {"apart": "run joined jobs instead (docs/joined.md)"}
 PARTITIONS = ("uniform", "speed", "balanced")
-#: After --holmes-profile's file: end the job when it is written.
+#: End of the value of --holmes-profile that ends the job when the profile is written.
 STOP = ",stop"
+
+_MOST_SECONDS = 1e6
+_LEAST_MEGABYTES = 0.001
+_MOST_MEGABYTES = 10_000
+_PORTS = 2**16
+_MOST_PROFILE_STEPS = 100_000
 
 
 def _option(default: str, text: str, choices: tuple[str, ...] = ()) -> Any:
+    """Return a dataclass field for an option with its default, help text and allowed values."""
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asked for, as text. `given` names the options that were set on purpose; `off`
-    the features of frameworks that HOLMES_DISABLE switches off: the Plan does not count on them."""
+    """Options of a job, as the texts that the user gave; properties return parsed values."""
 
     cluster: str = _option(
         "",
@@ -45,13 +53,12 @@ class Options:
     )
     sizes: str = _option(
         "",
-        "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the "
-        "command line",
+        "pipeline=2,tensor=1,...: the job's parallel sizes, where holmes cannot read them from the command "
+        "line",
     )
     timeout: str = _option(
         "300",
-        "seconds to wait for all ranks to report; then the job ends and names "
-        "those missing (default 300)",
+        "seconds to wait for all ranks to report; then the job ends and names those missing (default 300)",
     )
     require: str = _option(
         "",
@@ -60,13 +67,12 @@ class Options:
     )
     try_: str = _option(
         "",
-        "feature,...: use these with an untested version, at your own risk, if everything they patch "
-        "exists",
+        "feature,...: use these with an untested version, at your own risk, if everything they patch exists",
     )
     overlap: str = _option(
         "auto",
-        "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the "
-        "last backward pass runs, on the stages whose reduction would be waited for, where no checkpoint "
+        "auto (default): DeepSpeed's pipeline engine and megatron-core reduce gradients while the last "
+        "backward pass runs, on the stages whose reduction would be waited for, where no checkpoint "
         "depends on it; on: on every stage, and updated weights of megatron-core's distributed optimizer "
         "travel during the next forward pass; off: as the framework does it",
         ("auto", "on", "off"),
@@ -76,14 +82,14 @@ class Options:
     )
     inflight: str = _option(
         "auto",
-        "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core run enough "
-        "forward passes before their first backward to hide the sends between stages, within memory; N: N "
-        "more than under 1F1B; off: the engine's own schedule, with blocking sends",
+        "auto (default): stages of DeepSpeed's pipeline engine and of megatron-core run enough forward "
+        "passes before their first backward to hide the sends between stages, within memory; N: N more "
+        "than under 1F1B; off: the engine's own schedule, with blocking sends",
     )
     schedule: str = _option(
         "1f1b",
-        "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split"
-        " into input and weight gradients, in the order with the shortest step found within memory "
+        "1f1b (default): stages alternate forward and backward passes; auto: backward passes are split "
+        "into input and weight gradients, in the order with the shortest step found within memory "
         "(DeepSpeed's pipeline engine, torch's schedules of one stage a rank)",
         ("1f1b", "auto"),
     )
@@ -101,18 +107,19 @@ class Options:
     )
     fsdp: str = _option(
         "stock",
-        "stock (default): FSDP shards over the ranks that the program chooses; hybrid: inside each cluster,"
-        " and gradients are summed across clusters (more memory, reported at start)",
+        "stock (default): FSDP shards over the ranks that the program chooses; hybrid: inside each "
+        "cluster, and gradients are summed across clusters (more memory, reported at start)",
         ("stock", "hybrid"),
     )
     experts: str = _option(
         "",
-        "FILE: where each expert of megatron-core's MoE layers lives, as `holmes plan --experts` placed them",
+        "FILE: where each expert of megatron-core's MoE layers lives, as `holmes plan --experts` placed "
+        "them",
     )
     partition: str = _option(
         "uniform",
-        "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted"
-        " step), or layers of each stage: 5,3",
+        "uniform (the framework decides), speed (the Holmes paper's formula), balanced (least predicted "
+        "step), or layers of each stage: 5,3",
     )
     model: str = _option(
         "",
@@ -121,14 +128,14 @@ class Options:
     )
     preflight: str = _option(
         "on",
-        "on (default): before training every node tests the connection to its neighbours in every "
-        "group over the group's NIC; off: skip this",
+        "on (default): before training every node tests the connection to its neighbours in every group "
+        "over the group's NIC; off: skip this",
         ("on", "off"),
     )
     fallback: str = _option(
         "ethernet",
-        "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their "
-        "ranks; fail: the job ends",
+        "ethernet (default): groups whose fast NIC does not work go over Ethernet, on all their ranks; "
+        "fail: the job ends",
         ("ethernet", "fail"),
     )
     link_timeout: str = _option(
@@ -143,25 +150,27 @@ class Options:
     metrics: str = _option(
         "",
         "PORT (of 127.0.0.1), HOST:PORT or FILE.prom: step times and the state of the NICs, for "
-        "Prometheus, from one rank of each node (extra `metrics`); 0.0.0.0:PORT serves anyone who can reach "
-        "the node",
+        "Prometheus, from one rank of each node (extra `metrics`); 0.0.0.0:PORT serves anyone who can "
+        "reach the node",
     )
     watchdog: str = _option(
         "5,10",
-        "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained "
-        "in one line while it hangs (default 5,10); or off",
+        "K or K,SECONDS: a step that takes over K times the median (and over SECONDS) is explained in one "
+        "line while it hangs (default 5,10); or off",
     )
     profile: str = _option(
         "",
-        "N or N,FILE: measure N steps after a warm-up and write FILE (default profile.json) for `holmes plan"
-        " --profile`",
+        "N or N,FILE: measure N steps after a warm-up and write FILE (default profile.json) for `holmes "
+        "plan --profile`",
     )
     verbose: str = _option(
         "off", "on: one line for every process group and the fabric it got", ("on", "off")
     )
+    #: Names of the options that the user has set.
     given: frozenset[str] = frozenset()
+    #: Features that HOLMES_DISABLE switches off. The plan does not rely on them.
     off: frozenset[str] = frozenset()
-    #: (name, value) of the options of extensions that were set; value() reads them.
+    #: (name, value) of the options of extensions that the user has set; value() reads them.
     extension_values: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -173,109 +182,137 @@ class Options:
         for name, value in self.extension_values:
             option = extensions.options()[name]
             _check_choice(name, value, option.choices)
-            if refusal := option.check(value):
-                raise HolmesError(f"{flag(name)}: {value!r} {refusal}")
-        bucket, timeout, link_timeout = map(
-            _decimal, (self.bucket or "1", self.timeout, self.link_timeout)
+            problem = option.check(value)
+            if problem:
+                raise HolmesError(f"{flag(name)}: {value!r} {problem}")
+        self._check_forms()
+
+    def _check_forms(self) -> None:
+        """Check the options that take numbers or several forms of text."""
+        timeout_s = units.parse_decimal(self.timeout)
+        link_timeout_s = units.parse_decimal(self.link_timeout)
+        bucket_megabytes = units.parse_decimal(self.bucket or "1")
+        is_count = self.inflight[:4].isdecimal()
+        is_file = self.metrics.endswith(".prom")
+        names = ", ".join(PARTITIONS)
+        self._require(
+            self.partition in PARTITIONS or bool(self.stage_layers),
+            "partition",
+            f"is not one of {names}, nor layers of each stage such as 5,3",
         )
-        refused = {
-            "partition": self.partition not in PARTITIONS
-            and not self.stage_layers
-            and f"is not one of {', '.join(PARTITIONS)}, nor layers of each stage such as 5,3",
-            "timeout": not 0 < timeout < 1e6 and "is not a number of seconds above 0",
-            "inflight": self.inflight not in ("auto", "off")
-            and not self.inflight[:4].isdecimal()
-            and "is none of auto, off and a number of micro-batches",
-            "link_timeout": not 0 <= link_timeout < 1e6
-            and "is not a number of seconds (0: no limit)",
-            "bucket": not 0.001 <= bucket <= 10_000
-            and "is not a number of megabytes from 0.001 to 10000",
-            "watchdog": self.watchdog != "off"
-            and not self.watchdog_limits
-            and "is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more",
-            "metrics": self.metrics
-            and not self.metrics.endswith(".prom")
-            and not 0 < self.metrics_address[1] < 65536
-            and "is neither PORT nor HOST:PORT (1 to 65535) nor FILE.prom",
-            "profile": self.profile
-            and not 0 < self.profile_steps < 100_000
-            and "is not a number of steps, 1 or more, nor N,FILE",
-        }
-        for name, reason in refused.items():
-            if reason:
-                raise HolmesError(f"{flag(name)}: {getattr(self, name)!r} {reason}")
+        is_time = 0 < timeout_s < _MOST_SECONDS
+        self._require(is_time, "timeout", "is not a number of seconds above 0")
+        self._require(
+            self.inflight in ("auto", "off") or is_count,
+            "inflight",
+            "is none of auto, off and a number of micro-batches",
+        )
+        self._require(
+            0 <= link_timeout_s < _MOST_SECONDS,
+            "link_timeout",
+            "is not a number of seconds (0: no limit)",
+        )
+        self._require(
+            _LEAST_MEGABYTES <= bucket_megabytes <= _MOST_MEGABYTES,
+            "bucket",
+            "is not a number of megabytes from 0.001 to 10000",
+        )
+        self._require(
+            self.watchdog == "off" or self.watchdog_limits is not None,
+            "watchdog",
+            "is neither off nor K or K,SECONDS with K of 1.5 or more and SECONDS of 1 or more",
+        )
+        self._require(
+            not self.metrics or is_file or 0 < self.metrics_address.port < _PORTS,
+            "metrics",
+            "is neither PORT nor HOST:PORT (1 to 65535) nor FILE.prom",
+        )
+        self._require(
+            not self.profile or 0 < self.profile_steps < _MOST_PROFILE_STEPS,
+            "profile",
+            "is not a number of steps, 1 or more, nor N,FILE",
+        )
+
+    def _require(self, is_allowed: bool, name: str, problem: str) -> None:
+        """Raise an error that names an option, its value and the problem, unless the value is allowed."""
+        if not is_allowed:
+            raise HolmesError(f"{flag(name)}: {getattr(self, name)!r} {problem}")
 
     @property
-    def watchdog_limits(self) -> tuple[float, float] | None:
-        """(times the median step, seconds) that a step takes at least, before it is explained; None: off."""
-        factor, comma, floor = self.watchdog.replace(" ", "").partition(",")
-        limits = _decimal(factor), _decimal(floor) if comma else 10.0
-        return limits if 1.5 <= limits[0] <= 1e6 and 1 <= limits[1] <= 1e6 else None
+    def watchdog_limits(self) -> units.WatchdogLimits | None:
+        """Limits from which on a step is explained; None if the watchdog is off or the text is invalid."""
+        return units.parse_watchdog_limits(self.watchdog)
 
     @property
-    def metrics_address(self) -> tuple[str, int]:
-        """(host, port) to listen on; port 0 where the text has none."""
-        host, _, port = self.metrics.rpartition(":")
-        return host.strip("[]") or "127.0.0.1", int(port) if port.isdecimal() and len(
-            port
-        ) < 6 else 0
+    def metrics_address(self) -> units.Address:
+        """Address for Prometheus to connect to; the port is 0 if the text has no valid port."""
+        return units.parse_address(self.metrics)
 
     @property
     def profile_steps(self) -> int:
-        """Steps to measure; 0: none."""
-        count = self.profile.partition(",")[0]
-        return int(count) if count.isdecimal() and len(count) < 7 else 0
+        """Number of training steps to measure; 0 for none."""
+        return units.parse_count(self.profile.partition(",")[0], digits=6)
 
     @property
     def profile_file(self) -> str:
+        """File into which the profile is written."""
         return self.profile.partition(",")[2].removesuffix(STOP) or "profile.json"
 
     @property
     def profile_stops(self) -> bool:
-        """Whether the job ends once the profile is written (`holmes tune`)."""
+        """Whether the job ends when the profile is written (`holmes tune`)."""
         return self.profile.endswith(STOP)
 
     @property
     def bucket_bytes(self) -> int | None:
-        """Bytes of a gradient bucket; None: chosen for the fabric."""
+        """Size of a gradient bucket in bytes; None to choose it for the fabric."""
         return round(float(self.bucket) * 1e6) if self.bucket else None
 
     @property
     def required_features(self) -> tuple[str, ...]:
+        """Features without which the job ends."""
         return tuple(name.strip() for name in self.require.split(",") if name.strip())
 
     @property
     def stage_layers(self) -> tuple[int, ...]:
-        """Layers of each stage where `partition` lists them ("5,3"), else ()."""
-        parts = self.partition.replace(" ", "").split(",")
-        listed = all(part.isdecimal() and 0 < len(part) < 6 and int(part) for part in parts)
-        return tuple(map(int, parts)) if listed else ()
+        """Number of layers of each pipeline stage if `partition` lists them ("5,3"), else ()."""
+        layers = tuple(map(units.parse_count, self.partition.replace(" ", "").split(",")))
+        return layers if all(layers) else ()
 
     @property
     def needs_model(self) -> bool:
-        """Whether the layers of the stages are worked out from what they cost."""
+        """Whether layers are divided among stages by their predicted cost."""
         return self.partition != "uniform" and not self.stage_layers
 
     @property
     def timeout_s(self) -> float:
+        """Longest wait for all ranks to report, in seconds."""
         return float(self.timeout)
 
     @property
     def link_timeout_s(self) -> float:
+        """Longest time that a NIC in use may be without link, in seconds; 0 for no limit."""
         return float(self.link_timeout)
 
     def value(self, name: str) -> str:
-        """Return the value of an option by its name, also of one that an extension has declared."""
+        """Return the value of an option of holmes or of an extension, by its name."""
         if name in NAMES:
             return str(getattr(self, name))
         return dict(self.extension_values).get(name, extensions.options()[name].default)
 
     def agreed(self) -> dict[str, str]:
-        """Return the options that must be equal on all ranks."""
+        """Return the options that must be equal on all ranks: name -> value."""
         return {name: self.value(name) for name in names()}
 
 
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise an error if the value of an option was renamed or is not allowed.
+
+    Args:
+        name: Name of the option.
+        value: Its value.
+        choices: Allowed values; () for any text.
+    """
     new_value = words.RENAMED_VALUES.get((name, value))
     if new_value:
         raise HolmesError(f"{flag(name)}: {value!r} is called {new_value!r} now")
@@ -284,34 +321,32 @@ def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 HELP = {item.name: item.metadata["help"] for item in fields(Options) if item.metadata}
-CHOICES = {
+CHOICES: dict[str, tuple[str, ...]] = {
     item.name: item.metadata["choices"] for item in fields(Options) if item.metadata.get("choices")
 }
 NAMES = tuple(HELP)
 
 
-def _decimal(text: str) -> float:
-    """The number, written without sign and exponent; nan, which is in no range, for any other text."""
-    return float(text) if text.replace(".", "", 1).isdecimal() else float("nan")
-
-
 def flag(name: str) -> str:
-    """Of an option; an underscore at the end only keeps its name from being a word of Python."""
+    """Return the flag of an option, such as "--holmes-link-timeout" for "link_timeout".
+
+    An underscore at the end of a name, which avoids a keyword of Python, is left out.
+    """
     return f"{PREFIX}-{name.rstrip('_').replace('_', '-')}"
 
 
 def variable(name: str) -> str:
-    """Its twin in the environment."""
+    """Return the environment variable of an option, such as "HOLMES_LINK_TIMEOUT"."""
     return f"HOLMES_{name.rstrip('_').upper()}"
 
 
 def names() -> tuple[str, ...]:
-    """Return the names of all options: of the core, then of the extensions."""
+    """Return the names of all options: first those of holmes itself, then those of extensions."""
     return (*NAMES, *extensions.options())
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables for users that are no twins of flags: name -> help text."""
+    """Return the environment variables for users that belong to no flag: name -> help text."""
     return {**VARIABLES, **extensions.variables()}
 
 
@@ -322,19 +357,16 @@ def help_of(name: str) -> str:
 
 def choices_of(name: str) -> tuple[str, ...]:
     """Return the values that an option may have; () if it takes any text."""
-    if name in NAMES:
-        choices: tuple[str, ...] = CHOICES.get(name, ())
-        return choices
-    return extensions.options()[name].choices
+    return CHOICES.get(name, ()) if name in NAMES else extensions.options()[name].choices
 
 
 def default_of(name: str) -> str:
-    """Return the value of an option that is not given."""
+    """Return the default value of an option."""
     return Options().value(name)
 
 
 def _by_flag() -> dict[str, str]:
-    """Return the names of all options by their flags.
+    """Return flag -> name of all options.
 
     Raises:
         HolmesError: an extension has a flag of holmes itself.
@@ -348,7 +380,7 @@ def _by_flag() -> dict[str, str]:
 
 
 def meant(word: str) -> str:
-    """The flag of holmes that `word` is probably a misspelling of; "" where it is none."""
+    """Return the flag of which a word is probably a misspelling, or ""."""
     return nearest(word, _by_flag(), cutoff=0.85)
 
 
@@ -388,7 +420,7 @@ def from_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def parse_flags(argv: list[str], environ: Mapping[str, str]) -> tuple[Options, list[str]]:
-    """Return the options, and the arguments that are left for the script.
+    """Return the options of a command line, and the other arguments, which belong to the script.
 
     A flag of holmes in `argv` overrides its environment variable (--holmes-cluster HOLMES_CLUSTER). All
     arguments from a lone "--" on belong to the script.
@@ -451,6 +483,12 @@ def options_from(**values: Any) -> Options:
 
 
 def _options(values: Mapping[str, str]) -> Options:
-    core: dict[str, Any] = {name: value for name, value in values.items() if name in NAMES}
-    others = tuple((name, value) for name, value in values.items() if name not in NAMES)
-    return Options(**core, given=frozenset(values), extension_values=others)
+    """Return the options with the given values: name -> value, also of options of extensions."""
+    own_values: dict[str, Any] = {}
+    extension_values = []
+    for name, value in values.items():
+        if name in NAMES:
+            own_values[name] = value
+        else:
+            extension_values.append((name, value))
+    return Options(**own_values, given=frozenset(values), extension_values=tuple(extension_values))

@@ -1,7 +1,8 @@
-"""Parses and formats rates, sizes and times, such as "200Gb/s", "16GB" and "50us"."""
+"""Parses and formats values that users write, such as "200Gb/s", "16GB", "50us" and "127.0.0.1:9400"."""
 
 import re
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
 
@@ -27,6 +28,25 @@ _SCALE = {
 }
 #: Larger numbers in a text are rejected, before their prefix is applied.
 _LARGEST = 1e15
+
+
+_LEAST_WATCHDOG_FACTOR = 1.5
+_WATCHDOG_SECONDS = 10.0  # if the user gives only a factor
+_MOST_SECONDS = 1e6
+
+
+class WatchdogLimits(NamedTuple):
+    """Limits from which on the watchdog explains a training step; a step must exceed both."""
+
+    factor: float  # in median step times
+    seconds: float
+
+
+class Address(NamedTuple):
+    """Address of a server."""
+
+    host: str
+    port: int
 
 
 def _parse(value: object, where: str, pattern: re.Pattern[str], wanted: str) -> float:
@@ -75,6 +95,34 @@ def parse_size(value: object, where: str) -> int:
 def parse_seconds(value: object, where: str) -> float:
     """Return a time such as "50us" in seconds; errors name the file and key `where`."""
     return _parse(value, where, _TIME, 'a time; write for example "50us" or "1ms"')
+
+
+def parse_decimal(text: str) -> float:
+    """Return a number that is written without sign and exponent; nan for any other text."""
+    return float(text) if text.replace(".", "", 1).isdecimal() else float("nan")
+
+
+def parse_count(text: str, digits: int = 5) -> int:
+    """Return a whole number with at most so many digits; 0 for any other text."""
+    return int(text) if text.isdecimal() and len(text) <= digits else 0
+
+
+def parse_watchdog_limits(text: str) -> WatchdogLimits | None:
+    """Return the limits of a text "K" or "K,SECONDS"; None for any other text."""
+    factor_text, comma, seconds_text = text.replace(" ", "").partition(",")
+    factor = parse_decimal(factor_text)
+    seconds = parse_decimal(seconds_text) if comma else _WATCHDOG_SECONDS
+    if not _LEAST_WATCHDOG_FACTOR <= factor <= _MOST_SECONDS:
+        return None
+    if not 1 <= seconds <= _MOST_SECONDS:
+        return None
+    return WatchdogLimits(factor, seconds)
+
+
+def parse_address(text: str) -> Address:
+    """Return the address of a text "PORT" (of 127.0.0.1) or "HOST:PORT"; the port is 0 if it is no number."""
+    host, _, port = text.rpartition(":")
+    return Address(host.strip("[]") or "127.0.0.1", parse_count(port))
 
 
 def format_rate(bits_per_second: float, digits: int = 4) -> str:

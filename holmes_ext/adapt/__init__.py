@@ -1,4 +1,4 @@
-"""Declares re-planning: parts of the plan are decided again while the job runs, from measured times."""
+"""Declares the extension that re-plans a running job: parts of the plan follow measured times."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def is_active(options: Options) -> bool:
+    """Return whether the options allow re-planning; a job that measures a profile keeps its plan."""
     return options.value("adapt") != "off" and not options.profile
 
 
 def applies_to(current: Session) -> bool:
     """Return whether the plan of this job has something that can change between two steps."""
-    has_clusters = (
-        len(current.plan.clusters) > 1
-    )  # inside one cluster, gradients are summed in one way
+    # Inside a single cluster, gradients are always summed in the same way.
+    has_clusters = len(current.plan.clusters) > 1
     sums_can_change = has_clusters and current.engine.can("hierarchical", current.options.off)
     return current.store is not None and (wants_in_flight(current) or sums_can_change)
 
@@ -37,14 +37,14 @@ EXTENSION = Extension(
             "adapt",
             "on (default): re-plans while the job runs, from measured steps and messages; all ranks switch "
             "at the same step boundary: micro-batches in flight, how gradients are summed (GradientReducer, "
-            "DeepSpeed's overlapped reduction); tell: only reports what it would change; off: the plan stays "
-            "fixed",
+            "DeepSpeed's overlapped reduction); report: only reports what it would change; off: the plan "
+            "stays fixed",
             default="on",
             choices=("on", "report", "off"),
         ),
         Option(
             "restart",
-            "tell (default): reports changes that need a restart, and their gain; auto: the job restarts "
+            "report (default): reports changes that need a restart, and their gain; auto: the job restarts "
             "with them after its next checkpoint, under torchrun --max-restarts (layers of megatron-core's "
             "stages; --holmes-adapt on)",
             default="report",

@@ -1,10 +1,14 @@
-"""A restart by the launcher with what only a restart can change, layers of each stage: --holmes-restart auto.
+"""Restarts a job with other layers on its pipeline stages (--holmes-restart auto).
 
-training   all ranks have voted for it (adapt): rank 0 leaves the layers in the job's store
-saved()    a checkpoint is whole, on this rank; the step that begins next is not trained any more
-leave()    there every rank waits for the others (one may still write which checkpoint is the last), and
-           ends with STATUS
-start      torchrun's agents keep the store over their restarts: the job starts with those layers
+Layers can change only by a restart, which the launcher does:
+
+    1  training    all ranks vote for the restart (vote.py), and rank 0 puts the layers into the job's store
+    2  saved()     a checkpoint is complete on this rank; the next step is not trained any more
+    3  leave()     at the beginning of that step, each rank waits for the others, because a rank may still
+                   write which checkpoint is the last, and ends with STATUS
+    4  torchrun    its agents keep the store over restarts, and the job starts with the new layers
+
+No rank waits for ever: leave() waits for at most ALL_S.
 """
 
 from __future__ import annotations
@@ -17,47 +21,63 @@ from holmes_ext.plan.engine import EngineTraits
 from holmes_ext.runtime.start.launcher import Process
 from holmes_ext.runtime.start.store import append_entry, wait_for_value
 
-#: "Try again" (EX_TEMPFAIL of sysexits.h): with any status but 0 torchrun starts the job again.
+#: Exit status "try again" (EX_TEMPFAIL of sysexits.h). torchrun restarts a job with any status but 0.
 STATUS = 75
-#: Seconds that a rank waits for the others where it ends.
+#: Longest wait for the other ranks before the end, in seconds.
 ALL_S = 60.0
 
 
 class _Saved:
-    checkpoints = 0
+    """State of this process."""
+
+    checkpoints = 0  # complete checkpoints so far
 
 
 def saved(*_: Any) -> None:
-    """This rank has written its part of a checkpoint, and it is whole."""
+    """Count a complete checkpoint, of which this rank has written its part."""
     _Saved.checkpoints += 1
 
 
 def checkpoints() -> int:
-    """Written so far, the same on all ranks at a step's boundary."""
+    """Return the number of complete checkpoints, which is equal on all ranks between two steps."""
     return _Saved.checkpoints
 
 
 def why_not(
     process: Process, options: Options, engine: EngineTraits, environ: Mapping[str, str]
 ) -> str:
-    """Why the launcher will not start this rank again with other layers; "" where it will."""
-    count, most = (
-        environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
-    )
-    given = [f"--holmes-{name} is given" for name in ("plan", "partition") if name in options.given]
-    reasons = {
-        "".join(given[:1]): bool(given),
-        f"checkpoints of {engine.name} do not load with other layers on a stage": not engine.resplits,
-        "no launcher here would start the job again with it, as torchrun --max-restarts N does": (
-            process.launcher != "torchrun" or not process.agent_store or not int(most)
-        ),
-        f"torchrun has done its {most} restarts": int(count) >= int(most),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), "")
+    """Return the reason why a restart with other layers is not possible; "" if it is possible.
+
+    Args:
+        process: How the launcher started this process.
+        options: Options of the job.
+        engine: Abilities of the training framework.
+        environ: Environment variables.
+    """
+    for name in ("plan", "partition"):
+        if name in options.given:
+            return f"--holmes-{name} is given"
+    if not engine.resplits:
+        return f"checkpoints of {engine.name} do not load with other layers on a stage"
+    restarts = int(environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    most_restarts = int(environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if process.launcher != "torchrun" or not process.agent_store or most_restarts == 0:
+        return (
+            "no launcher here would start the job again with it, as torchrun --max-restarts N does"
+        )
+    if restarts >= most_restarts:
+        return f"torchrun has done its {most_restarts} restarts"
+    return ""
 
 
 def leave(store: Any, prefix: str, world: int) -> NoReturn:
-    """Ends this rank once all `world` ranks are here, or after ALL_S. prefix: of this start's keys."""
+    """End this rank when all ranks have called this function, or after ALL_S seconds.
+
+    Args:
+        store: The job's store.
+        prefix: Prefix of the keys of this start of the job.
+        world: Number of ranks.
+    """
     append_entry(store, f"{prefix}/leaves", b"", 1, world)
     wait_for_value(store, f"{prefix}/leaves/all", ALL_S)
     raise SystemExit(STATUS)

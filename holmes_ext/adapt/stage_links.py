@@ -1,83 +1,146 @@
-"""What a pipeline's stage links take, of the times at which messages were sent at one end and came at
-the other.
+"""Computes the transfer time of a stage link from the times of its messages at both ends.
 
-    rank a   sent ----------------.                 came  <-- gradient ---.
-                                   `-- activation -->  came                `-- sent     rank b
+    rank a   sent ----------------.                 received <-- gradient -.
+                                   `-- activation --> received              `-- sent     rank b
 
-The two nodes' clocks differ. Of the messages that were alone on their way the quickest takes as long in both
-directions, by which the difference is known; then each took from when it was sent, and the other end waited
-for it, until it came. Only receives that the program stood still for tell when that was (window.py).
+The clocks of the two nodes differ. The clock difference follows from the quickest message of each direction,
+which are assumed to take equally long. A message then takes from the moment when it was sent and its receive
+was posted until it arrived. Only receives for which the program waited have a known time of arrival
+(window.py).
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-#: Micro-batch -> when it was sent (sender's clock); when its receive was posted, when the program had it, and
-#: whether it stood still for it until then (receiver's clock).
-Sent = Mapping[int, float]
-Came = Mapping[int, tuple[float, float, bool]]
+from typing import Any, NamedTuple
 
 
-def stage_link_of(forward: tuple[Sent, Came], backward: tuple[Sent, Came]) -> float | None:
-    """Seconds of a message, mean of both directions; None where none of one of them was waited for."""
-    raw = [
-        [
-            came - sent[index]
-            for index, (_, came, waited) in received.items()
-            if waited and index in sent
+class Receive(NamedTuple):
+    """Times of a received message, in seconds of the receiver's clock."""
+
+    posted: float
+    received: float
+    was_waited_for: bool  # the program waited for it, so it arrived at `received`
+
+
+#: Micro-batch -> time at which its message was sent, in seconds of the sender's clock.
+SendTimes = Mapping[int, float]
+#: Micro-batch -> times of its receive.
+Receives = Mapping[int, Receive]
+#: Messages of a training step: [micro-batch, time] for sends, [micro-batch, *Receive] for receives.
+_Messages = list[list[Any]]
+#: (sending rank, receiving rank) -> messages of each reported step.
+_MessagesByRanks = dict[tuple[int, int], list[_Messages]]
+
+
+class Direction(NamedTuple):
+    """Messages of one direction of a stage link, in one training step."""
+
+    sent: SendTimes
+    received: Receives
+
+    def raw_seconds(self) -> list[float]:
+        """Return the time of each message that was waited for, with the clock difference in it."""
+        return [
+            receive.received - self.sent[micro_batch]
+            for micro_batch, receive in self.received.items()
+            if receive.was_waited_for and micro_batch in self.sent
         ]
-        for sent, received in (forward, backward)
-    ]
-    if not all(raw):
+
+
+def stage_link_of(forward: Direction, backward: Direction) -> float | None:
+    """Return the time of a message in seconds, as the mean of both directions.
+
+    Args:
+        forward: Activations.
+        backward: Gradients.
+
+    Returns:
+        None if the program waited for no message of a direction.
+    """
+    raw_forward = forward.raw_seconds()
+    raw_backward = backward.raw_seconds()
+    if not raw_forward or not raw_backward:
         return None
-    ahead = (min(raw[0]) - min(raw[1])) / 2  # the clock of the activations' receiver
-    return (_median(*forward, ahead) + _median(*backward, -ahead)) / 2
+    # How far the clock of the later stage, which receives activations, is ahead of the earlier stage's.
+    ahead_s = (min(raw_forward) - min(raw_backward)) / 2
+    forward_s = _median_seconds(forward, ahead_s)
+    backward_s = _median_seconds(backward, -ahead_s)
+    return (forward_s + backward_s) / 2
 
 
-def _median(sent: Sent, received: Came, ahead: float) -> float:
-    """Of the messages that had no earlier one in their way; of all where there are none."""
-    alone, every, last = [], [], float("-inf")
-    for index, (posted, came, waited) in sorted(received.items()):
-        start = max(sent.get(index, posted - ahead) + ahead, posted)
-        if waited and index in sent:
-            every.append(max(came - start, 0.0))
-            alone += every[-1:] if start >= last else []
-        last = came
-    return statistics.median(alone or [min(every)])
+def _median_seconds(direction: Direction, ahead_s: float) -> float:
+    """Return the median time of the messages that did not queue behind an earlier message.
+
+    If all of them did, the shortest time of all messages is returned.
+
+    Args:
+        direction: Messages that were waited for, and others.
+        ahead_s: How far the receiver's clock is ahead of the sender's, in seconds.
+    """
+    all_times = []
+    times_without_queue = []
+    previous_received = float("-inf")
+    for micro_batch, receive in sorted(direction.received.items()):
+        sent_at = direction.sent.get(micro_batch, receive.posted - ahead_s) + ahead_s
+        start = max(sent_at, receive.posted)
+        if receive.was_waited_for and micro_batch in direction.sent:
+            seconds = max(receive.received - start, 0.0)
+            all_times.append(seconds)
+            if start >= previous_received:
+                times_without_queue.append(seconds)
+        previous_received = receive.received
+    return statistics.median(times_without_queue or [min(all_times)])
 
 
 def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Stage -> seconds that an activation takes to the next stage: of each pair of ranks the median of the
-    reported steps, of the pairs the slowest. Stage links that nobody waited for are left out."""
-    stage = {report["rank"]: report["stage"] for report in reports}
-    sent: dict[tuple[int, int], list[list[list[Any]]]] = {}
-    came: dict[tuple[int, int], list[list[list[Any]]]] = {}
+    """Return the transfer times of all stage links: stage -> seconds of an activation to the next stage.
+
+    The time of a pair of ranks is the median of the reported steps. The time of a stage link is that of its
+    slowest pair. Stage links for which no program waited are left out.
+
+    Args:
+        reports: Reports of all ranks (Window.report).
+    """
+    stage_of_rank = {report["rank"]: report["stage"] for report in reports}
+    sent: _MessagesByRanks = {}
+    received: _MessagesByRanks = {}
     for report in reports:
-        for direction, steps in report["messages"].items():
-            source, _, to = direction.rpartition(" ")[2].partition(">")
-            (sent if int(source) == report["rank"] else came)[int(source), int(to)] = steps
+        for direction, steps in report["messages"].items():  # "GROUP sender>receiver"
+            sender_text, _, receiver_text = direction.rpartition(" ")[2].partition(">")
+            ranks = int(sender_text), int(receiver_text)
+            messages = sent if ranks[0] == report["rank"] else received
+            messages[ranks] = steps
     stage_link_s: dict[int, float] = {}
     for sender, receiver in sent:
-        if stage.get(receiver) != stage[sender] + 1:
+        stage = stage_of_rank[sender]
+        if stage_of_rank.get(receiver) != stage + 1:
             continue
-        pairs = (sender, receiver), (receiver, sender)
-        steps = (messages.get(pair, []) for pair in pairs for messages in (sent, came))
-        by_step = [_of_step(*step) for step in zip(*steps)]
-        if waited := [seconds for seconds in by_step if seconds is not None]:
-            stage_link_s[stage[sender]] = max(
-                stage_link_s.get(stage[sender], 0.0), statistics.median(waited)
+        forward = sender, receiver
+        backward = receiver, sender
+        seconds_of_steps = []
+        for step in zip(
+            sent.get(forward, []),
+            received.get(forward, []),
+            sent.get(backward, []),
+            received.get(backward, []),
+        ):
+            sent_forward, received_forward, sent_backward, received_backward = step
+            seconds = stage_link_of(
+                _direction(sent_forward, received_forward),
+                _direction(sent_backward, received_backward),
             )
+            if seconds is not None:
+                seconds_of_steps.append(seconds)
+        if seconds_of_steps:
+            pair_s = statistics.median(seconds_of_steps)
+            stage_link_s[stage] = max(stage_link_s.get(stage, 0.0), pair_s)
     return stage_link_s
 
 
-def _of_step(
-    sent: list[Any], came: list[Any], sent_back: list[Any], came_back: list[Any]
-) -> float | None:
-    directions = [
-        (dict(ours), {index: (*times,) for index, *times in theirs})
-        for ours, theirs in ((sent, came), (sent_back, came_back))
-    ]
-    return stage_link_of(*directions)
+def _direction(sent: _Messages, received: _Messages) -> Direction:
+    """Return the messages of a direction from the lists in two ranks' reports."""
+    send_times = dict(sent)
+    receives = {micro_batch: Receive(*times) for micro_batch, *times in received}
+    return Direction(send_times, receives)

@@ -1,19 +1,23 @@
-"""All ranks of a job agree on a change of its plan, over the job's store, while they train.
+"""Lets all ranks of a running job agree on a change of its plan, through the job's store.
 
-    every rank  figures of a window of steps                       FIGURES   put together
-    rank 0      {"change": ..., "at": step} or no change           PROPOSAL
-    every rank  yes, if it has not come to that step and has room  VOTES     a counter
-    who is last "take"; who says no, and rank 0 after a while:     VERDICT   compare_set: the first one counts
-                "keep"
-    every rank  at that step: goes by the verdict
+A round of votes. A thread of each rank runs it beside the training thread (Vote.round):
 
-Seven messages of each rank in a round: the store answers when there is something, nobody looks repeatedly.
+    1  every rank   stores its measurements of a window of steps                        key figures
+    2  rank 0       stores a proposal: a change and the step with which it begins       key proposal
+    3  every rank   votes yes if it has not reached that step and has room (agree)      key votes, a counter
+    4  verdict      the rank with the last yes sets "take"; a rank that says no, or
+                    rank 0 after a time limit, sets "keep". The first verdict stands
+                    (compare_set).                                                      key verdict
+    5  every rank   follows the verdict when its training reaches the step (Boundary.begin)
 
-A thread of each rank does all of it. Why two plans are never at work at once: a rank that has said yes looks
-for the verdict when it comes to the step, and where there is none yet sets "keep" itself: the store lets the
-first one stand, for all. A rank that has not said yes keeps the old plan, and then "take" is never set. Why
-nobody waits for ever: the training thread never waits for an answer of a rank, and rank 0 waits for the
-others PATIENCE_S at most.
+Each rank sends seven messages in a round. The store answers as soon as a key exists, so no rank polls.
+
+Invariant: no two ranks train a step with different plans. A rank that voted yes reads the verdict when it
+reaches the step; if there is none yet, it sets "keep" itself, and the store lets the first verdict stand for
+all ranks. A rank that did not vote yes keeps the old plan, and then "take" is never set.
+
+No rank waits for ever: the training thread never waits for another rank, and rank 0 waits for the figures and
+votes of the others for at most PATIENCE_S.
 """
 
 from __future__ import annotations
@@ -24,42 +28,58 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.runtime.start.store import append_entry, collect_entries, wait_for_value
 
 TAKE, KEEP = "take", "keep"
-#: Seconds that rank 0 waits for the others' figures and votes.
+#: Longest wait of rank 0 for the figures and votes of the other ranks, in seconds.
 PATIENCE_S = 10.0
-#: Seconds that a thread waits in the store at once: it could not be ended there.
+#: Longest single wait in the store, in seconds. A thread that waits there cannot be ended.
 _WAIT_S = 0.5
-#: Rounds whose proposals and verdicts stay in the store.
+_SHORTEST_WAIT_S = 0.01
+#: Number of rounds whose proposals and verdicts are kept in the store.
 _KEPT_ROUNDS = 64
 
 
 class Stopped(Exception):
-    """The job ends."""
+    """Raised in the thread of votes when the job ends."""
+
+
+class VoteResult(NamedTuple):
+    """Result of a round of votes."""
+
+    proposal: dict[str, Any]
+    verdict: str  # TAKE or KEEP; "" if no change was proposed
 
 
 @dataclass
 class _Pending:
-    number: int
-    at: int
+    """Change for which this rank has voted yes."""
+
+    number: int  # of the round
+    at: int  # step with which the change begins
     change: Any
-    verdict: str = ""
+    verdict: str = ""  # "" if it is not known yet
 
 
 class Boundary:
-    """What the training thread and the vote's thread of one rank share. verdict_of(number): sets and returns
-    the verdict of a round, called by the training thread where it is not known yet."""
+    """State that the training thread and the thread of votes of a rank share."""
 
     def __init__(self, verdict_of: Callable[[int], str]):
-        self.step = 0
+        """Make the state before the first step.
+
+        Args:
+            verdict_of: Sets and returns the verdict of a round. The training thread calls it if it reaches
+                the step of a change before it knows the verdict.
+        """
+        self.step = 0  # the step that runs; the first one is 1
         self._pending: _Pending | None = None
-        self._verdict_of, self._lock = verdict_of, threading.Lock()
+        self._verdict_of = verdict_of
+        self._lock = threading.Lock()
 
     def begin(self) -> Any:
-        """A step begins; the change that it begins with, or None."""
+        """Begin a training step; return the change that begins with it, or None."""
         with self._lock:
             self.step += 1
             pending = self._pending
@@ -70,8 +90,13 @@ class Boundary:
         return pending.change if verdict == TAKE else None
 
     def agree(self, number: int, at: int, change: Any) -> bool:
-        """Whether this rank can still go on with the change from step `at` on; then it is bound to the
-        verdict."""
+        """Return whether this rank has not reached the step of a change yet; if so, bind it to the verdict.
+
+        Args:
+            number: Number of the round.
+            at: Step with which the change begins.
+            change: The change.
+        """
         with self._lock:
             if self.step >= at:
                 return False
@@ -79,14 +104,14 @@ class Boundary:
             return True
 
     def settle(self, number: int, verdict: str) -> None:
+        """Store the verdict of a round, if its change is still pending."""
         with self._lock:
             if self._pending is not None and self._pending.number == number:
                 self._pending.verdict = verdict
 
 
 class Vote:
-    """One rank's part, of rank `rank` of `world`. store: a client of its own, for a thread; stopped: the job
-    ends."""
+    """Rounds of votes of one rank."""
 
     def __init__(
         self,
@@ -97,8 +122,22 @@ class Vote:
         stopped: threading.Event,
         patience_s: float = PATIENCE_S,
     ):
-        self.store, self.prefix, self.rank, self.world = store, prefix, rank, world
-        self.stopped, self.patience_s = stopped, patience_s
+        """Prepare to vote.
+
+        Args:
+            store: Client of the job's store that only this thread uses.
+            prefix: Prefix of the keys.
+            rank: Global rank of this process.
+            world: Number of ranks.
+            stopped: Set when the job ends.
+            patience_s: Longest wait of rank 0 for the other ranks, in seconds.
+        """
+        self.store = store
+        self.prefix = prefix
+        self.rank = rank
+        self.world = world
+        self.stopped = stopped
+        self.patience_s = patience_s
 
     def round(
         self,
@@ -106,28 +145,37 @@ class Vote:
         figures: Any,
         propose: Callable[[list[Any]], dict[str, Any]],
         agree: Callable[[int, dict[str, Any]], bool],
-    ) -> tuple[dict[str, Any], str]:
-        """(proposal, verdict) of one round; "" where nothing was proposed. propose(figures of the ranks that
-        answered): rank 0's, {"at": step or 0, ...}; agree: whether this rank can. Stopped when the job
-        ends."""
-        append_entry(
-            self.store, self._key(number, "figures"), json.dumps(figures).encode(), 1, self.world
-        )
+    ) -> VoteResult:
+        """Run a round of votes.
+
+        Args:
+            number: Number of the round.
+            figures: Measurements of this rank, as JSON can hold them.
+            propose: Returns the proposal, given the measurements of the ranks that answered. Its key "at" is
+                the step of the change, or 0 for no change. Only rank 0 calls it.
+            agree: Returns whether this rank can adopt the proposal of a round.
+
+        Raises:
+            Stopped: the job ends.
+        """
+        figures_key = self._key(number, "figures")
+        append_entry(self.store, figures_key, json.dumps(figures).encode(), 1, self.world)
         if self.rank == 0:
-            key = self._key(number, "figures")
-            self._await(f"{key}/all", time.monotonic() + self.patience_s)
-            proposal = propose(
-                [json.loads(answer) for answer in collect_entries(self.store, key, 0.1)]
-            )
+            self._await(f"{figures_key}/all", until=time.monotonic() + self.patience_s)
+            answers = collect_entries(self.store, figures_key, 0.1)
+            proposal = propose([json.loads(answer) for answer in answers])
             self.store.set(self._key(number, "proposal"), json.dumps(proposal))
-            self._tidy(number)
+            self._delete_old_keys(number)
         else:
             proposal = json.loads(self._await(self._key(number, "proposal")))
-        return proposal, self._verdict(number, agree(number, proposal)) if proposal["at"] else ""
+        if not proposal["at"]:
+            return VoteResult(proposal, verdict="")
+        says_yes = agree(number, proposal)
+        return VoteResult(proposal, self._verdict(number, says_yes))
 
-    def _verdict(self, number: int, yes: bool) -> str:
-        """After this rank's vote."""
-        if not yes:
+    def _verdict(self, number: int, says_yes: bool) -> str:
+        """Vote in a round, and return its verdict."""
+        if not says_yes:
             return self.set_verdict(self.store, number, KEEP)
         if self.store.add(self._key(number, "votes"), 1) == self.world:
             return self.set_verdict(self.store, number, TAKE)
@@ -136,28 +184,48 @@ class Vote:
         return verdict.decode() or self.set_verdict(self.store, number, KEEP)
 
     def set_verdict(self, store: Any, number: int, wanted: str) -> str:
-        """The verdict of the round: `wanted`, or what somebody has set before."""
+        """Set the verdict of a round unless it is set already, and return the verdict that stands.
+
+        Args:
+            store: Client of the job's store that the calling thread may use.
+            number: Number of the round.
+            wanted: TAKE or KEEP.
+        """
         return store.compare_set(self._key(number, "verdict"), "", wanted).decode()
 
-    def _key(self, number: int, what: str) -> str:
-        return f"{self.prefix}/{number}/{what}"
+    def _key(self, number: int, name: str) -> str:
+        return f"{self.prefix}/{number}/{name}"
 
     def _await(self, key: str, until: float = inf) -> bytes:
-        """What stands under `key` as soon as it does; empty where nothing does at `until`."""
+        """Wait for a key of the store and return its value; b"" if the key does not exist in time.
+
+        Args:
+            key: The key.
+            until: End of the wait, by time.monotonic().
+
+        Raises:
+            Stopped: the job ends.
+        """
         while not self.stopped.is_set():
-            left = until - time.monotonic()
-            if (
-                value := wait_for_value(self.store, key, min(_WAIT_S, max(left, 0.01)))
-            ) or left <= 0:
+            seconds_left = until - time.monotonic()
+            wait_s = min(_WAIT_S, max(seconds_left, _SHORTEST_WAIT_S))
+            value = wait_for_value(self.store, key, wait_s)
+            if value or seconds_left <= 0:
                 return value
         raise Stopped
 
-    def _tidy(self, number: int) -> None:
-        """Rank 0's: what nobody reads again leaves the store."""
+    def _delete_old_keys(self, number: int) -> None:
+        """Delete keys of earlier rounds that no rank reads again; rank 0 calls this method."""
+        if number == 0:
+            return
+        figures_key = self._key(number - 1, "figures")
         keys = [
-            f"{self._key(number - 1, 'figures')}/{part}" for part in ("entries", "count", "all")
+            f"{figures_key}/entries",
+            f"{figures_key}/count",
+            f"{figures_key}/all",
+            self._key(number - 1, "votes"),
+            self._key(number - _KEPT_ROUNDS, "proposal"),
+            self._key(number - _KEPT_ROUNDS, "verdict"),
         ]
-        keys.append(self._key(number - 1, "votes"))
-        keys += [self._key(number - _KEPT_ROUNDS, what) for what in ("proposal", "verdict")]
-        for key in keys if number else ():
+        for key in keys:
             self.store.delete_key(key)

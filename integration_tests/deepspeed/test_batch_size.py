@@ -112,7 +112,7 @@ def recorded_schedules(is_planned):
     At the start of a step, the engine patched by holmes calls one of two methods of Mailbox, the class that
     carries the messages between pipeline stages:
         - begin, if the step runs the schedule that holmes has planned
-        - listen, if it runs DeepSpeed's own; the shapes of the messages are then recorded
+        - start_recording, if it runs DeepSpeed's own; the shapes of the messages are then recorded
 
     Args:
         is_planned: A list, to which True (planned) or False (DeepSpeed's own) is appended for each step.
@@ -127,13 +127,13 @@ def recorded_schedules(is_planned):
 
         return recorded
 
-    listen, begin = Mailbox.listen, Mailbox.begin
-    Mailbox.listen = recording(listen, value=False)
+    start_recording, begin = Mailbox.start_recording, Mailbox.begin
+    Mailbox.start_recording = recording(start_recording, value=False)
     Mailbox.begin = recording(begin, value=True)
     try:
         yield
     finally:
-        Mailbox.listen, Mailbox.begin = listen, begin
+        Mailbox.start_recording, Mailbox.begin = start_recording, begin
 
 
 def train_stock_and_ours(rank, names):

@@ -169,7 +169,10 @@ def mailbox() -> dict:
     for _ in range(10):
         box.begin(flight, count, wrong)
         for kind, index, _ in passes(rank, world, count, in_flight=flight.in_flight[rank]):
-            box.unit, value = (kind, index), torch.full((4099,), float(index), device=DEVICE)
+            box.sending_pass, value = (
+                (kind, index),
+                torch.full((4099,), float(index), device=DEVICE),
+            )
             source, target = (rank - 1, rank + 1) if kind == "F" else (rank + 1, rank - 1)
             if 0 <= source < world:
                 box.recv(value, source)
@@ -177,11 +180,11 @@ def mailbox() -> dict:
             wrong += (value != index + (rank if kind == "F" else world - 1 - rank)).sum()
             if 0 <= target < world:
                 box.send(value + 1, target)
-            box.passed(kind, index)
+            box.post_due_receives(kind, index)
             if kind == "B":
-                box.arrived("F", index)
+                box.release_sent("F", index)
             elif rank:
-                box.arrived("B", index - flight.in_flight[rank - 1])
+                box.release_sent("B", index - flight.in_flight[rank - 1])
         box.end()
     return {"wrong": int(wrong), "settings": [settings(group) for group in box.by_peer.values()]}
 

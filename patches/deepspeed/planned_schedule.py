@@ -93,7 +93,7 @@ class PlannedPasses:
             if kind == FORWARD:
                 yield from self._run_forward(micro_batch)
             elif kind == WEIGHT_GRADIENTS:
-                self.mailbox.unit = (BACKWARD, micro_batch)
+                self.mailbox.sending_pass = (BACKWARD, micro_batch)
                 self._compute_weight_gradients(micro_batch)
             else:
                 yield from self._run_backward(kind, micro_batch)
@@ -105,13 +105,13 @@ class PlannedPasses:
         The activation that arrives for this pass shows that the previous stage has received all gradients
         which it needed before its own forward pass. The mailbox may free those gradients.
         """
-        self.mailbox.unit = (FORWARD, micro_batch)  # Mailbox.send labels the sent tensors with it
+        self.mailbox.sending_pass = (FORWARD, micro_batch)  # Mailbox.send labels the sent tensors with it
         yield from self._forward_instructions(micro_batch, self._buffer_idx(micro_batch))
-        self.mailbox.passed(FORWARD, micro_batch)  # posts the receives that are due after this pass
+        self.mailbox.post_due_receives(FORWARD, micro_batch)  # posts the receives that are due after this pass
         if self.stage_id > 0:
             gradients_received = self.gradients_received_above[micro_batch]
             last_received = gradients_received - 1  # micro-batches are counted from 0
-            self.mailbox.arrived(BACKWARD, last_received)  # frees gradients up to this one
+            self.mailbox.release_sent(BACKWARD, last_received)  # frees gradients up to this one
 
     def _run_backward(self, kind: str, micro_batch: int) -> Iterator[list[Any]]:
         """Yield the instructions of a backward pass, and tell the mailbox when it begins and ends.
@@ -122,12 +122,12 @@ class PlannedPasses:
         Args:
             kind: BACKWARD, or INPUT_GRADIENTS for the first part only.
         """
-        self.mailbox.unit = (BACKWARD, micro_batch)
+        self.mailbox.sending_pass = (BACKWARD, micro_batch)
         yield from self._backward_instructions(micro_batch, self._buffer_idx(micro_batch))
         if self.splits_backward and kind == BACKWARD:
             self._compute_weight_gradients(micro_batch)
-        self.mailbox.passed(BACKWARD, micro_batch)
-        self.mailbox.arrived(FORWARD, micro_batch)  # frees activations up to this one
+        self.mailbox.post_due_receives(BACKWARD, micro_batch)
+        self.mailbox.release_sent(FORWARD, micro_batch)  # frees activations up to this one
 
     def _forward_instructions(self, micro_batch: int, buffer: int) -> Iterator[list[Any]]:
         """Yield the engine's instructions for the forward pass of a micro-batch.

@@ -65,8 +65,8 @@ def _mailbox_in_use() -> Mailbox | None:
     """
     if _mailbox is None:
         return None
-    is_recording = _mailbox.listening  # the first step, in which the mailbox records what is sent
-    is_transferring = _mailbox.open  # a later step
+    is_recording = _mailbox.is_recording  # the first step, in which the mailbox records what is sent
+    is_transferring = _mailbox.is_open  # a later step
     if is_transferring or is_recording:
         return _mailbox
     return None
@@ -251,7 +251,7 @@ def _exclude_shape_messages(call, instance, send_stage):
     """
     result = call()  # DeepSpeed's _recv_tensor_meta
     if _mailbox is not None:
-        _mailbox.leave_out(instance.grid.stage_to_global(stage_id=send_stage))
+        _mailbox.discard_recorded(instance.grid.stage_to_global(stage_id=send_stage))
     return result
 
 
@@ -286,10 +286,10 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     # The mailbox must know the messages of a micro-batch before it can post receives in advance. In the first
     # step, between listen() and learn(), it records what it receives. In every later step, between begin()
     # and end(), it transfers the messages in the background.
-    if not _mailbox.knows:  # no step has been recorded yet
-        _mailbox.listen()
+    if not _mailbox.has_forms:  # no step has been recorded yet
+        _mailbox.start_recording()
         result = call()
-        _mailbox.learn(instance.micro_batches)  # divides the recorded messages by the micro-batches
+        _mailbox.finish_recording(instance.micro_batches)  # divides the recorded messages by the micro-batches
         return result
     import torch
 
@@ -316,7 +316,7 @@ def _forget_messages(call, instance):
       reset_activation_shape.
     """
     if _mailbox is not None:
-        _mailbox.forget()
+        _mailbox.clear_forms()
     return call()  # DeepSpeed's reset_activation_shape
 
 

@@ -133,12 +133,12 @@ class _Step:
         """
         micro_batch = self.sent_count[kind] // self.messages_per_pass
         self.sent_count[kind] += 1
-        self.mailbox.unit = (kind, micro_batch)  # the pass that sends; mailbox.send() reads it
+        self.mailbox.sending_pass = (kind, micro_batch)  # the pass that sends; mailbox.send() reads it
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
             # The mailbox may now post receives for later passes.
-            self.mailbox.passed(kind, micro_batch)
+            self.mailbox.post_due_receives(kind, micro_batch)
 
     def recv(self, kind: str, shape: Any, peer: int) -> Any:
         """Wait for the next message of a neighbouring pipeline stage, and return the received tensor.
@@ -157,12 +157,12 @@ class _Step:
         # arrived() lets the mailbox free their tensors.
         if kind == "B":
             # The gradient of a micro-batch is computed from the activation that this rank sent for it.
-            self.mailbox.arrived("F", micro_batch)
+            self.mailbox.release_sent("F", micro_batch)
         else:
             # A stage with k micro-batches in flight runs forward pass m after backward pass m - k.
             in_flight_of_sender = self.in_flight[self.stage - 1]
             last_used_gradient = micro_batch - in_flight_of_sender
-            self.mailbox.arrived("B", last_used_gradient)
+            self.mailbox.release_sent("B", last_used_gradient)
         return tensor.requires_grad_()
 
 

@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 from simulated_steps import step_of
 
-from holmes_ext.adapt.stage_links import stage_link_of, stage_links_of
+from holmes_ext.adapt.stage_links import Direction, Receive, stage_link_of, stage_links_of
 from holmes_ext.plan.cost.pipeline import walked_ends
 
 
@@ -14,17 +14,23 @@ def test_clocks_that_differ_do_not_matter():
         {0: 10.0, 1: 11.0},
         {0: 1012.0, 1: 1013.0},
     )  # the other node's clock is 1000 s ahead
-    came = {0: (1009.0, 1010.5, True), 1: (1010.5, 1011.5, True)}
-    returned = {0: (11.5, 12.5, True), 1: (12.5, 13.5, True)}
-    assert stage_link_of((sent, came), (back, returned)) == pytest.approx(0.5)
+    came = {0: Receive(1009.0, 1010.5, True), 1: Receive(1010.5, 1011.5, True)}
+    returned = {0: Receive(11.5, 12.5, True), 1: Receive(12.5, 13.5, True)}
+    seconds = stage_link_of(Direction(sent, came), Direction(back, returned))
+    assert seconds == pytest.approx(0.5)
 
 
 def test_a_message_that_waited_for_another_or_came_long_ago_tells_nothing():
     sent = {0: 0.0, 1: 0.1, 2: 0.2, 3: 5.0}
-    came = {0: (0.0, 1.0, True), 1: (1.0, 2.0, True), 2: (2.0, 3.0, True), 3: (4.0, 9.0, False)}
-    back, returned = {0: 10.0}, {0: (9.0, 11.0, True)}
-    assert stage_link_of((sent, came), (back, returned)) == pytest.approx(1.0)
-    assert stage_link_of((sent, {3: came[3]}), (back, returned)) is None
+    came = {
+        0: Receive(0.0, 1.0, True),
+        1: Receive(1.0, 2.0, True),
+        2: Receive(2.0, 3.0, True),
+        3: Receive(4.0, 9.0, False),
+    }
+    backward = Direction({0: 10.0}, {0: Receive(9.0, 11.0, True)})
+    assert stage_link_of(Direction(sent, came), backward) == pytest.approx(1.0)
+    assert stage_link_of(Direction(sent, {3: came[3]}), backward) is None
 
 
 def reports_of(found):

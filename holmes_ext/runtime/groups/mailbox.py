@@ -7,17 +7,19 @@ some passes before the message is needed.
 
 A step with known messages:
 
-    1  begin()     decides how many passes in advance to post the receives from each neighbour
-                   (receive_order.py)
-    2  recv()      waits for the oldest posted receive of a neighbour and copies it into the engine's tensor
-    3  send()      starts to send a tensor, and keeps the tensor
-    4  passed()    posts the receives that are due after a forward or backward pass
-    5  arrived()   releases kept tensors that the neighbour must have received by now
-    6  end()       waits for the remaining sends
+    1  begin()               decides how many passes in advance to post the receives from each neighbour
+                             (receive_order.py)
+    2  recv()                waits for the oldest posted receive of a neighbour, and copies it into the
+                             engine's tensor
+    3  send()                starts to send a tensor, and keeps the tensor
+    4  post_due_receives()   posts the receives that are due after a forward or backward pass
+    5  release_sent()        releases kept tensors that the neighbour must have received by now
+    6  end()                 waits for the remaining sends
 
 Steps 2 to 5 are repeated for every forward and backward pass. Posting a receive needs the shape and dtype of
-the message. If the engine does not declare them (expect()), the first step runs between listen() and learn():
-its messages are sent and received with blocking calls, and their shapes and dtypes are recorded.
+the message. If the engine does not declare them (expect()), the first step runs between start_recording() and
+finish_recording(): its messages are sent and received with blocking calls, and their shapes and dtypes are
+recorded.
 
 Invariant: both ranks of a pair post the messages of one direction in the same order, and each direction has a
 process group of its own.
@@ -26,7 +28,7 @@ No rank waits for ever: receive_order.py defines one order of all messages betwe
 operations of a rank stay correct if each of them waits for the one before it. The order in which CUDA
 streams, hardware queues or gloo's threads run the operations therefore does not matter.
 
-With NCCL, isend and irecv run on the stream of their process group. A send that nobody waits for delays no
+With NCCL, isend and irecv run on the stream of their process group. A send that no rank waits for delays no
 other stream, but its tensor must outlive it. Before a received buffer is copied, the current stream waits
 for the receive.
 """
@@ -146,11 +148,11 @@ class Mailbox:
         self.wire_to: Callable[[int], Wire] = lambda peer: PLAIN
 
         #: Whether a step runs whose receives are posted in advance.
-        self.open = False
+        self.is_open = False
         #: Whether a step runs whose messages are recorded.
-        self.listening = False
+        self.is_recording = False
         #: The pass that sends: "F" or "B", and its micro-batch. Set by the caller of send().
-        self.unit: tuple[str, int] = ("", 0)
+        self.sending_pass: tuple[str, int] = ("", 0)
 
         # Messages of one micro-batch, by neighbour.
         self._announced: dict[int, Sequence[Form]] = {}  # that this rank sends
@@ -181,18 +183,18 @@ class Mailbox:
         self._announced[peer] = forms
         self._checked_messages[peer] = 0
 
-    def listen(self) -> None:
+    def start_recording(self) -> None:
         """Begin a step with blocking sends and receives, whose received messages are recorded."""
-        self.listening = True
+        self.is_recording = True
         self._checked_messages.clear()
         self._recorded = {peer: [] for peer in self.neighbours}
 
-    def leave_out(self, peer: int) -> None:
+    def discard_recorded(self, peer: int) -> None:
         """Delete the messages recorded so far from a neighbour: they described the shapes of later ones."""
-        if self.listening:
+        if self.is_recording:
             self._recorded[peer] = []
 
-    def learn(self, micro_batches: int) -> None:
+    def finish_recording(self, micro_batches: int) -> None:
         """End the recorded step, and expect its messages in all later steps.
 
         Args:
@@ -210,31 +212,31 @@ class Mailbox:
                     f"rank {peer} does not send the same of each micro-batch; {_BLOCKING_ADVICE}"
                 )
             self.expect(forms_per_micro_batch, peer)
-        self.listening = False
+        self.is_recording = False
 
     @property
-    def knows(self) -> bool:
-        """Whether the messages of all neighbours are known, so that begin() may be called.
+    def has_forms(self) -> bool:
+        """Whether the shapes and dtypes of all neighbours' messages are known, so that begin() may be called.
 
-        The answer is the same on all ranks of a pipeline.
+        All ranks of a pipeline have the same answer.
         """
         return self.neighbours.keys() <= self._expected.keys()
 
-    def forget(self) -> None:
+    def clear_forms(self) -> None:
         """Delete the expected messages, because the next step may have others."""
         self._expected.clear()
 
     # A step with known messages
 
     def begin(self, flight: Flight, micro_batches: int, like: Any) -> None:
-        """Begin a step whose receives are posted in advance; `knows` must be true.
+        """Begin a step whose receives are posted in advance; `has_forms` must be true.
 
         Args:
             flight: Order of the passes and messages of all stages.
             micro_batches: Micro-batches of the step.
             like: Any tensor on the device on which receive buffers are allocated.
         """
-        self.open = True
+        self.is_open = True
         self._device_tensor = like
         self._micro_batches = micro_batches
         current = session.active()
@@ -261,10 +263,10 @@ class Mailbox:
         self._check_announced(tensor, peer)
         encoded = self.wire_to(peer).outgoing(tensor)
         group = self._groups[peer, "send"]
-        if self.listening:
+        if self.is_recording:
             dist.send(encoded, peer, group=group)
             return
-        kind, micro_batch = self.unit
+        kind, micro_batch = self.sending_pass
         work = dist.isend(encoded, peer, group=group)
         self._sent_messages[kind].append(_SentMessage(micro_batch, work, tensor=encoded))
 
@@ -274,7 +276,7 @@ class Mailbox:
         Raises:
             HolmesError: another shape or dtype was expected, or the connection is broken.
         """
-        if self.listening:
+        if self.is_recording:
             self._receive_and_record(tensor, peer)
             return
         messages_per_micro_batch = len(self._expected[peer])
@@ -289,7 +291,7 @@ class Mailbox:
         encoded.copy_(posted.buffer)
         decode()
 
-    def passed(self, kind: str, index: int) -> None:
+    def post_due_receives(self, kind: str, index: int) -> None:
         """Post the receives that are due after a pass, whose messages have all been sent.
 
         Args:
@@ -299,7 +301,7 @@ class Mailbox:
         for peer, rule in self._posting_rules.items():
             self._post_receives(peer, rule.after(kind, index))
 
-    def arrived(self, kind: str, index: float) -> None:
+    def release_sent(self, kind: str, index: float) -> None:
         """Release the tensors that passes of one kind sent, up to a micro-batch.
 
         The neighbour must have received them, so that this rank waits no time for the sends.
@@ -315,8 +317,8 @@ class Mailbox:
     def end(self) -> None:
         """Wait until all messages of the step have been sent, and end the step."""
         for kind in self._sent_messages:
-            self.arrived(kind, index=inf)
-        self.open = False
+            self.release_sent(kind, index=inf)
+        self.is_open = False
 
     @property
     def by_peer(self) -> dict[int, Any]:

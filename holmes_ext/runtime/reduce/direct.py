@@ -71,14 +71,14 @@ class DividedTensor(NamedTuple):
         return self.parts[self.owners.index(rank)]
 
 
-class Transfer(NamedTuple):
+class GlooTransfer(NamedTuple):
     """A send or a receive that was started."""
 
     work: Any
     buffer: torch.Tensor  # kept until the work has ended
 
 
-def wait_for(transfers: Sequence[Transfer]) -> None:
+def wait_for(transfers: Sequence[GlooTransfer]) -> None:
     """Wait until all transfers have ended."""
     for transfer in transfers:
         transfer.work.wait()
@@ -182,7 +182,7 @@ def _ring_rounds(ring: Sequence[int], cluster: int) -> list[Round]:
 class _PostedReceive(NamedTuple):
     """A part that is received in a later round."""
 
-    transfers: list[Transfer]
+    transfers: list[GlooTransfer]
     buffer: torch.Tensor
     part: (
         torch.Tensor
@@ -196,7 +196,7 @@ class RelayedChunk:
 
     blocks: list[DividedTensor]  # blocks of which this rank has its cluster's sum
     receives_of_round: list[list[_PostedReceive]]
-    sends: list[Transfer] = field(default_factory=list)
+    sends: list[GlooTransfer] = field(default_factory=list)
 
 
 class Relay:
@@ -317,7 +317,7 @@ class DirectExchange:
             tag: Tag of the messages.
             residuals: Rounding errors of earlier calls, which the compression adds (error feedback).
         """
-        transfers: list[Transfer] = []
+        transfers: list[GlooTransfer] = []
         received: list[dict[int, torch.Tensor]] = []  # of each tensor: owner -> its encoded copy
         for number, tensor in enumerate(tensors):
             own_part = tensor.part_of(self._rank)
@@ -344,7 +344,7 @@ class DirectExchange:
             tag: Tag of the messages.
             residuals: Rounding errors of earlier calls, which the compression adds (error feedback).
         """
-        transfers: list[Transfer] = []
+        transfers: list[GlooTransfer] = []
         encoded_parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part, its encoding)
         for tensor in tensors:
             for owner in self._other_owners(tensor):
@@ -365,18 +365,18 @@ class DirectExchange:
             if encoded is not part:
                 part.copy_(self._codec_of(part).decode(encoded, part))
 
-    def start_send(self, part: torch.Tensor, peer: int, tag: int) -> list[Transfer]:
+    def start_send(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
         """Start to send a part to another rank; nothing is sent of an empty part."""
         self._bytes_sent[tag] += part.nbytes
         return self._start(dist.isend, part, peer, tag, goes_up=self._rank < peer)
 
-    def start_receive(self, part: torch.Tensor, peer: int, tag: int) -> list[Transfer]:
+    def start_receive(self, part: torch.Tensor, peer: int, tag: int) -> list[GlooTransfer]:
         """Start to receive a part from another rank; nothing is received of an empty part."""
         return self._start(dist.irecv, part, peer, tag, goes_up=peer < self._rank)
 
     def _start(
         self, operation: Callable[..., Any], part: torch.Tensor, peer: int, tag: int, goes_up: bool
-    ) -> list[Transfer]:
+    ) -> list[GlooTransfer]:
         """Start dist.isend or dist.irecv of a part; share a large part out over all streams.
 
         Args:
@@ -395,7 +395,7 @@ class DirectExchange:
         for stream, share in zip(self._streams, part.tensor_split(share_count)):
             group = stream.to_higher_ranks if goes_up else stream.to_lower_ranks
             work = operation(share, peer, group=group, tag=tag)
-            transfers.append(Transfer(work, share))
+            transfers.append(GlooTransfer(work, share))
         return transfers
 
     def _add_copies(self, tensor: DividedTensor, received: dict[int, torch.Tensor]) -> None:

@@ -32,14 +32,14 @@ class RecordingMailbox:
     """
 
     def __init__(self):
-        self.unit = ("", 0)  # the current pass; the schedule sets it
+        self.sending_pass = ("", 0)  # the current pass; the schedule sets it
         self.releases = []  # tuples (current pass, "F" or "B", micro-batch of the newest released message)
 
-    def passed(self, kind, index):  # the schedule calls it after each pass
-        assert (kind, index) == self.unit
+    def post_due_receives(self, kind, index):  # the schedule calls it after each pass
+        assert (kind, index) == self.sending_pass
 
-    def arrived(self, kind, index):  # the schedule calls it to release messages up to `index`
-        self.releases.append((self.unit, kind, index))
+    def release_sent(self, kind, index):  # the schedule calls it to release messages up to `index`
+        self.releases.append((self.sending_pass, kind, index))
 
 
 def stock_schedule(stages, micro_batches, stage):
@@ -247,10 +247,10 @@ def test_set_train_batch_size_keeps_the_record(engine):
     for batch_size, micro_batches in ((8, 4), (16, 8), (8, 4)):  # a micro-batch has 2 samples
         engine.set_train_batch_size(batch_size)
         assert engine.micro_batches == micro_batches
-        assert stage_links._mailbox.knows  # the record exists
+        assert stage_links._mailbox.has_forms  # the record exists
 
 
 def test_reset_activation_shape_deletes_the_record(engine):
     """DeepSpeed's reset_activation_shape deletes the recorded sizes of messages between stages."""
     engine.reset_activation_shape()
-    assert not stage_links._mailbox.knows  # the record is empty
+    assert not stage_links._mailbox.has_forms  # the record is empty

@@ -21,7 +21,7 @@ class RecordingMailbox(Mailbox):
 
     def send(self, tensor, peer):
         self._check_announced(tensor, peer)
-        self.sent.append((self.unit, tuple(tensor.shape), peer))
+        self.sent.append((self.sending_pass, tuple(tensor.shape), peer))
 
 
 def test_a_tensor_that_the_next_stage_has_no_buffer_for_is_not_sent(monkeypatch):

@@ -33,17 +33,17 @@ def steps_of(rank, count):
         box.begin(FLIGHT, MICRO_BATCHES, torch.empty(0))
         got, posted = [], []
         for kind, index, _ in passes(rank, 2, MICRO_BATCHES, in_flight=FLIGHT.in_flight[rank]):
-            box.unit = kind, index
+            box.sending_pass = kind, index
             tensor = torch.full((2, 3), float(10 * step + index))
             if (kind, rank) in (("F", 1), ("B", 0)):
                 box.recv(tensor.zero_(), 1 - rank)
                 got.append(float(tensor[0, 0]))
             else:
                 box.send(tensor if rank == 0 else 2 * tensor, 1 - rank)
-            box.passed(kind, index)
+            box.post_due_receives(kind, index)
             posted.append(box._posted_micro_batches[1 - rank])
             if (kind, rank) == ("B", 0):
-                box.arrived("F", index)
+                box.release_sent("F", index)
                 assert len(box._sent_messages["F"]) == min(
                     FLIGHT.in_flight[0] - 1, MICRO_BATCHES - 1 - index
                 )
@@ -73,16 +73,16 @@ def taught(rank, sizes, told=True):
     box, known = mailbox_of(rank), []
     for before, size in zip((sizes[0], *sizes), sizes):
         if told and size != before:
-            box.forget()
+            box.clear_forms()
         tensor = torch.full((size,), float(size))
-        known.append(box.knows)
-        learning = not box.knows
-        box.listen() if learning else box.begin(FLIGHT, 1, torch.empty(0))
+        known.append(box.has_forms)
+        learning = not box.has_forms
+        box.start_recording() if learning else box.begin(FLIGHT, 1, torch.empty(0))
         try:
             box.recv(tensor.zero_(), 0) if rank else box.send(tensor, 1)
         except HolmesError as error:
             return str(error), known
-        box.learn(1) if learning else box.end()
+        box.finish_recording(1) if learning else box.end()
     return tensor.tolist(), known
 
 
@@ -111,9 +111,9 @@ def test_messages_that_differ_from_micro_batch_to_micro_batch(monkeypatch):
     box = Mailbox({(5, "recv"): None}, {5: (2, 1), 9: (2, 3)})
     monkeypatch.setattr(dist, "recv", lambda tensor, peer, group: None)
     for mixed in (False, True):
-        box.listen()
+        box.start_recording()
         box.recv(torch.ones(1, dtype=torch.int64), 5)
-        box.leave_out(5)  # that was about what comes
+        box.discard_recorded(5)  # that was about what comes
         for index in range(2):
             box.recv(torch.ones(2), 5)
             box.recv(torch.ones(3 + mixed * index), 5)
@@ -122,10 +122,10 @@ def test_messages_that_differ_from_micro_batch_to_micro_batch(monkeypatch):
                 HolmesError,
                 match="stage 1 to stage 2: rank 5 does not send the same of each micro-b",
             ):
-                box.learn(2)
+                box.finish_recording(2)
         else:
-            box.learn(2)
-            assert box.knows and box._expected == {
+            box.finish_recording(2)
+            assert box.has_forms and box._expected == {
                 5: [((2,), torch.float32), ((3,), torch.float32)],
                 9: [],
             }
@@ -145,13 +145,13 @@ def mixed(rank):
                 torch.tensor([number % 2 == 0]),
                 torch.tensor([2**40 + number]),
             ]
-            box.unit = "F", index
+            box.sending_pass = "F", index
             for tensor in tensors:
                 if rank:
                     box.recv(tensor.zero_(), 0)
                 else:
                     box.send(tensor, 1)
-            box.passed("F", index)
+            box.post_due_receives("F", index)
             got.append((float(tensors[0][1, 1]), bool(tensors[1]), int(tensors[2])))
         box.end()
     return got

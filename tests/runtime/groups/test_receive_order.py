@@ -100,18 +100,18 @@ def one_step(box, flight, stage, micro_batches, log):
     for letter, index in order:
         if letter == "W":
             continue
-        box.unit = kind, _ = "F" if letter == "F" else "B", index
+        box.sending_pass = kind, _ = "F" if letter == "F" else "B", index
         source, target = (stage - 1, stage + 1) if kind == "F" else (stage + 1, stage - 1)
         for form in FORMS if 0 <= source <= last else ():
             box.recv(torch.empty(form), source)
         log.append(("pass", kind, index))
         for form in FORMS if 0 <= target <= last else ():
             box.send(torch.empty(form), target)
-        box.passed(kind, index)
+        box.post_due_receives(kind, index)
         if kind == "B":
-            box.arrived("F", index)
+            box.release_sent("F", index)
         elif stage:
-            box.arrived("B", returned[index] - 1)
+            box.release_sent("B", returned[index] - 1)
     box.end()
 
 
