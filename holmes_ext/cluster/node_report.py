@@ -95,7 +95,8 @@ def report_node(environ: Mapping[str, str], master_addr: str) -> NodeReport:
     """Return the report of this node.
 
     Args:
-        environ: Environment of the job. HOLMES_SYSFS names a tree to read NICs from instead of /sys.
+        environ: Environment of the job. HOLMES_SYSFS names a tree to read NICs from instead of
+            /sys.
         master_addr: Host name or IP address of the job's master.
 
     Raises:

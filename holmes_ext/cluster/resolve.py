@@ -1,20 +1,21 @@
 """Combines cluster.toml and the reports of the nodes into one `Site`.
 
-With cluster.toml, a node's cluster names the fabric and the kind of NIC, and the report must agree. Without
-cluster.toml, the fabrics follow from the NICs:
+With cluster.toml, a node's cluster names the fabric and the kind of NIC, and the report must agree.
+Without cluster.toml, the fabrics follow from the NICs:
 
-    InfiniBand   ports with the same subnet prefix are on one fabric. The default prefix says nothing: if several
-                 nodes have it, HolmesError requests a cluster.toml
-    RoCE         ports in the same IP subnet are on one fabric. If several nodes have a subnet of their own, as
-                 with routed RoCE, HolmesError requests a cluster.toml
+    InfiniBand   ports with the same subnet prefix are on one fabric. The default prefix says
+                 nothing: if several nodes have it, HolmesError requests a cluster.toml
+    RoCE         ports in the same IP subnet are on one fabric. If several nodes have a subnet of
+                 their own, as with routed RoCE, HolmesError requests a cluster.toml
     Ethernet     one network reaches all nodes, over each node's interface towards the master
 
-A fabric is named after its kind, and after its first node too if there are several of the kind. With
-rail-optimized networks, NIC i of every node is in subnet i: such subnets have the same nodes and count as one
-fabric.
+A fabric is named after its kind, and after its first node too if there are several of the kind.
+With rail-optimized networks, NIC i of every node is in subnet i: such subnets have the same nodes
+and count as one fabric.
 
-NCCL reads once per process which HCAs it may use, and then uses any of them for any group. So the RDMA groups of a
-node use one fabric; on its other fabrics the node has a reason in Port.no_verbs and uses sockets.
+NCCL reads once per process which HCAs it may use, and then uses any of them for any group. So the
+RDMA groups of a node use one fabric; on its other fabrics the node has a reason in Port.no_verbs
+and uses sockets.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
-#: Ethernet rate in bits/s of a node whose NICs state no speed (virtual machines). Only predictions use it.
+#: Ethernet rate in bits/s of a node whose NICs state no speed (virtual machines). Only predictions
+#: use it.
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
-#: The NICs must state this share of the declared rate. Nominal rates are rounded (56 Gb/s for 54.5).
+#: The NICs must state this share of the declared rate. Nominal rates are rounded (56 Gb/s for
+#: 54.5).
 ENOUGH = 0.95
 #: Items that an error message lists.
 _MOST_NAMED = 4
@@ -84,7 +87,8 @@ def resolve_site(
     Args:
         reports: Reports of all nodes.
         spec: Content of cluster.toml, which may describe more nodes; None without one.
-        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses Ethernet.
+        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses
+            Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
 
     Raises:
@@ -334,8 +338,8 @@ def _fast_port(
         fallback: Mark the port if NICs are down, instead of raising an error.
 
     Raises:
-        HolmesError: the node has no NIC of the cluster's kind that is up, or a NIC that `include` names
-            is down.
+        HolmesError: the node has no NIC of the cluster's kind that is up, or a NIC that `include`
+            names is down.
     """
     include = override.include or cluster.include
     exclude = override.exclude or cluster.exclude
@@ -470,8 +474,8 @@ def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
 def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
     """Raise HolmesError if several nodes have InfiniBand ports with the default subnet prefix.
 
-    Then nothing shows whether the nodes are on one fabric, unless two ports have the same LID: a subnet
-    manager gives each LID once, so these are on different fabrics.
+    Then nothing shows whether the nodes are on one fabric, unless two ports have the same LID: a
+    subnet manager gives each LID once, so these are on different fabrics.
 
     Args:
         nics_of_nodes: Node -> its ports with the default prefix.
@@ -486,7 +490,10 @@ def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
                 continue
             first = node_of_lid.setdefault(nic.lid, name)
             if first != name:
-                evidence = f"; nodes {first!r} and {name!r} both have LID {nic.lid}, so there are at least two"
+                evidence = (
+                    f"; nodes {first!r} and {name!r} both have LID {nic.lid}, "
+                    "so there are at least two"
+                )
     raise HolmesError(
         f"the InfiniBand ports of {len(nics_of_nodes)} nodes ({some_of(nics_of_nodes, _MOST_NAMED)}) all "
         f"have the default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "

@@ -1,33 +1,35 @@
-"""The network between clusters: uplinks, links with a rate and a latency, and their measured values.
+"""Network between clusters: uplinks, links with rate and latency, and measured values.
 
 Part of a cluster.toml that describes it:
 
-    uplink = "100Gb/s"         # in a [[cluster]]: rate of all its nodes together to other clusters, each way
+    uplink = "100Gb/s"         # in a [[cluster]]: all its nodes to other clusters, each way
 
     [[between]]                # a link; either every pair of clusters has one, or none has
     clusters = ["a", "b"]
     rate = "10Gb/s"            # shared by all traffic between the two, each way; default: no limit
     latency = "20ms"           # one way, from node to node; default: [ethernet]'s
 
-Without uplinks and links, the network is flat: only the nodes' NICs limit it. Traffic passes in order
+Without uplinks and links, the network is flat: only the nodes' NICs limit it. Traffic passes in
+order
 
     a0 --NIC--> (uplink of a) --> (link from a to b: rate, latency) --> (uplink of b) --NIC--> b0
 
-`holmes probe` writes the measured values into the same file and leaves the rest of the file as it is:
+`holmes probe` writes the measured values into the same file and leaves the rest of the file as it
+is:
 
     [link.ethernet]                             # a fabric
     send = [[1024, 0.00021], [65536, 0.0024]]   # [bytes of a message, seconds from node to node]
     ring = [[8192, 0.0004], [524288, 0.0171]]   # [bytes that a rank passes on, seconds] of one
                                                 # step of a ring all-reduce
 
-    [[measured]]               # a pair of clusters; predictions use it instead of the pair's [[between]]
+    [[measured]]               # a pair of clusters; predictions prefer it to [[between]]
     clusters = ["a", "b"]
     rate = "9.4Gb/s"           # of several nodes at once, each way
     stream = "1.2Gb/s"         # of one TCP stream; optional
     latency = "20.3ms"         # half a round trip, from node to node
 
-`send` and `ring` are optional. Each has at least two sizes, and both numbers grow. Without them, the time of a
-message is calculated from rate and latency (plan/cost/links.py).
+`send` and `ring` are optional. Each has at least two sizes, and both numbers grow. Without them,
+the time of a message is calculated from rate and latency (plan/cost/links.py).
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ _PAIR = 2
 class Hop(NamedTuple):
     """Part of a path that limits traffic in one direction, such as a NIC or an uplink."""
 
-    #: Identity of the hop, equal for all traffic that shares it: ("out" | "in", node, fabric) is a NIC,
-    #: ("uplink" | "downlink", cluster) an uplink, ("between", from, to) a link between clusters.
+    #: Identity of the hop, equal for all traffic that shares it: ("out" | "in", node, fabric) is a
+    #: NIC, ("uplink" | "downlink", cluster) an uplink, ("between", from, to) a link between
+    #: clusters.
     key: tuple[str, ...]
     rate_bps: float  # bits/s that all traffic on the hop shares
     latency_s: float = 0.0  # seconds that the hop adds to the latency of the path
@@ -112,7 +115,7 @@ class Wan:
         return links
 
     def hops(self, source: str, target: str) -> tuple[Hop, ...]:
-        """Return the hops between the NICs of two clusters, in the order in which traffic passes them.
+        """Return the hops between the NICs of two clusters, in the order of the traffic.
 
         There are none inside a cluster and on a flat network.
 
@@ -153,7 +156,8 @@ class Wan:
         """Return this network with measured links.
 
         Args:
-            pairs: The measured links. Each replaces the link between the same clusters, if there is one.
+            pairs: The measured links. Each replaces the link between the same clusters, if there is
+                one.
         """
         if not pairs:
             return self
@@ -193,7 +197,8 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
         ethernet_latency_s: Latency of a link whose table has none.
 
     Raises:
-        HolmesError: a [[between]] is wrong, or some pairs of clusters have one and others have none.
+        HolmesError: a [[between]] is wrong, or some pairs of clusters have one and others have
+            none.
     """
     links: dict[frozenset[str], Between] = {}
     for table in top.tables("between"):
@@ -307,7 +312,8 @@ class MeasuredLink:
     """Measured times of one fabric."""
 
     send: Points = ()  # (bytes of a message, seconds from node to node), () if not measured
-    ring: Points = ()  # (bytes that a rank passes on, seconds) of a step of a ring, () if not measured
+    #: (bytes that a rank passes on, seconds) of a step of a ring all-reduce, () if not measured.
+    ring: Points = ()
 
 
 @dataclass(frozen=True)
