@@ -9,13 +9,9 @@ import os
 import sys
 
 import holmes_ext
+from holmes_ext.cluster.measured import measured_tables, write_measured_values
 from holmes_ext.cluster.spec import load_spec
-from holmes_ext.cluster.wan import (
-    MeasuredLink,
-    MeasuredPair,
-    measured_tables,
-    write_measured_values,
-)
+from holmes_ext.cluster.wan import MeasuredLink, MeasuredPair
 from holmes_ext.errors import HolmesError
 from holmes_ext.runtime import session
 from holmes_ext.runtime.start.launcher import Process, detect

@@ -223,6 +223,11 @@ class Nic:
         return self.netdevs[0] if self.netdevs else ""
 
     @property
+    def address(self) -> str:
+        """First IP address without its prefix length, "" without one."""
+        return self.addresses[0].split("/")[0] if self.addresses else ""
+
+    @property
     def up(self) -> bool:
         """True if the port can transfer data now."""
         return self.state == "up"

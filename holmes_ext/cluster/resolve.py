@@ -21,7 +21,7 @@ and uses sockets.
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -163,49 +163,6 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
     return sentences
 
 
-def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
-    """Return one sentence for each way in which NCCL does not use the site's NICs as expected.
-
-    Args:
-        site: Site that was resolved from the reports.
-        reports: Reports in the order of the site's nodes.
-    """
-    nodes_of_remark: dict[str, list[str]] = defaultdict(list)
-    for node, report in zip(site.nodes, reports):
-        for port in node.ports:
-            for remark in _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report):
-                nodes_of_remark[remark].append(node.name)
-    sentences = []
-    for remark, names in nodes_of_remark.items():
-        subject = "nodes" if len(names) > 1 else "node"
-        sentences.append(f"{subject} {some_of(names)}: {remark}")
-    return sentences
-
-
-def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> list[str]:
-    """Return one sentence for each way in which NCCL does not use a node's port as expected."""
-    remarks = []
-    roce_nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
-    if port.no_verbs:
-        remarks.append(
-            f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}; "
-            "its groups there go over sockets"
-        )
-    elif len({nic.roce_v2_index for nic in roce_nics}) > 1:
-        indices = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce_nics)
-        remarks.append(
-            f"the RoCE v2 GIDs of its ports stand at different indices ({indices}): "
-            "NCCL finds them by itself from 2.21 on"
-        )
-    if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
-        remarks.append(
-            f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '
-            'to use the plugin, say net = "NAME" in cluster.toml '
-            '(NCCL_DEBUG=INFO tells: Using network NAME), or "auto"'
-        )
-    return remarks
-
-
 def apart_by_subnet(site: Site) -> list[str]:
     """Return a remark if IP subnets alone divide RoCE NICs into several fabrics.
 
@@ -295,7 +252,7 @@ def _ethernet_port(
     return Port(
         ETHERNET,
         interface=name,
-        address=_address(nic) if nic is not None else "",
+        address=nic.address if nic is not None else "",
         rate_bps=rate_bps or stated_bps or UNKNOWN_ETHERNET_BPS,
     )
 
@@ -318,11 +275,6 @@ def _interface_problem(report: NodeReport, interface: str, nic: Nic | None) -> s
     if not nic.addresses:
         return f"{subject} has no address; give it one"
     return ""
-
-
-def _address(nic: Nic) -> str:
-    """Return the first IP address of a NIC without its prefix length, "" if it has none."""
-    return nic.addresses[0].split("/")[0] if nic.addresses else ""
 
 
 def _fast_port(
@@ -359,7 +311,7 @@ def _fast_port(
             f"{cluster.kind} NIC that is up ({states or f'its NICs: {listed}'}); fix it, or set "
             "the cluster's kind or include to what it has"
         )
-    port = _port(cluster.fabric, nics_up or nics, cluster.rate_bps)
+    port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps)
     if not cluster.net:  # verbs do not matter to an NCCL plugin
         port = replace(port, no_verbs=report.nccl.no_verbs)
     if not nics_down:
@@ -373,29 +325,6 @@ def _fast_port(
         f"{spec.source}: NIC {nic.name} of node {report.name!r} is named by include "
         f"and is {nic.state_text}"
     )
-
-
-def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
-    """Return the port that all NICs of a node on one fabric form.
-
-    Sockets bind to the first NIC that has an address. RDMA uses all NICs.
-
-    Args:
-        fabric: Name of the fabric.
-        nics: NICs of the same kind, at least one.
-        rate_bps: Rate of all NICs together, in bits/s.
-    """
-    gid_index = None
-    if nics[0].kind == "roce":
-        indices = {nic.roce_v2_index for nic in nics}
-        if len(indices) == 1:
-            (gid_index,) = indices
-    hcas = tuple(nic.name for nic in nics if nic.fast)
-    port = Port(fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps)
-    for nic in nics:
-        if nic.ifname and nic.addresses:
-            return replace(port, interface=nic.ifname, address=_address(nic))
-    return port
 
 
 def _one_rdma_fabric(ports: Sequence[Port], nodes_on: Mapping[str, int]) -> list[Port]:
@@ -557,5 +486,5 @@ def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
         rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in nics_on_fabric.items()}
         result.fabrics.append(Fabric(name, kind, min(rates.values()), KINDS[kind].latency_s))
         for node, nics in nics_on_fabric.items():
-            result.ports.setdefault(node, []).append(_port(name, nics, rates[node]))
+            result.ports.setdefault(node, []).append(Port.of_nics(name, nics, rates[node]))
     return result

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
 if TYPE_CHECKING:
+    from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.spec import SiteSpec
 
 #: `Site.source` if there is no cluster.toml.
@@ -50,6 +51,29 @@ class Port:
         if self.interface and hcas:
             return f"{self.interface} ({hcas})"
         return self.interface or hcas or "its NIC"
+
+    @classmethod
+    def of_nics(cls, fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
+        """Return the port that all NICs of a node on one fabric form.
+
+        Sockets bind to the first NIC that has an address. RDMA uses all NICs.
+
+        Args:
+            fabric: Name of the fabric.
+            nics: NICs of the same kind, at least one.
+            rate_bps: Rate of all NICs together, in bits/s.
+        """
+        gid_index = None
+        if nics[0].kind == "roce":
+            indices = {nic.roce_v2_index for nic in nics}
+            if len(indices) == 1:
+                (gid_index,) = indices
+        hcas = tuple(nic.name for nic in nics if nic.fast)
+        port = cls(fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps)
+        for nic in nics:
+            if nic.ifname and nic.addresses:
+                return replace(port, interface=nic.ifname, address=nic.address)
+        return port
 
 
 @dataclass(frozen=True)
