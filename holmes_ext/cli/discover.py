@@ -21,9 +21,10 @@ from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 
-# Links are kept as links; of the devices behind them only the named files are read: reading others (PCI BARs,
-# vpd) may disturb the machine. Each `find` begins with class/net because without any path it would walk all
-# of /sys. tar warns that files shrank (sysfs claims 4096 bytes for each) and pads them: both are fine.
+# Links are kept as links; of the devices behind them only the named files are read: reading others
+# (PCI BARs, vpd) may disturb the machine. Each `find` begins with class/net because without any
+# path it would walk all of /sys. tar warns that files shrank (sysfs claims 4096 bytes for each) and
+# pads them: both are fine.
 CAPTURE = (
     "cd /sys && ip -j addr > /tmp/ip_addr.json; "
     "R='realpath -eq --relative-to=.'; "

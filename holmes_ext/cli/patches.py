@@ -109,8 +109,8 @@ def run(args: argparse.Namespace) -> int:
 def _feature(fits: list[Fit]) -> tuple[str, ...]:
     """Return the row of a feature in the table FEATURES.
 
-    holmes changes all functions of a feature, or none. So the row shows the state of the function that fits
-    worst, with the reason.
+    holmes changes all functions of a feature, or none. So the row shows the state of the function
+    that fits worst, with the reason.
 
     Args:
         fits: How each function of the feature fits the installed framework.

@@ -16,7 +16,7 @@ def test_they_are_copied_once(tmp_path, monkeypatch, capsys):
     assert main(["examples"]) == 2
     assert (
         capsys.readouterr().err
-        == "holmes: examples: examples is there already; give another folder\n"
+        == "holmes: examples: examples exists; give another folder\n"
     )
     assert (
         main(["examples", "elsewhere"]) == 0 and Path("elsewhere", "trainer", "train.py").is_file()
