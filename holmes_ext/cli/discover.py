@@ -1,4 +1,4 @@
-"""`holmes discover`: the NICs of this node, or of a captured /sys tree; or a scheduler's clusters."""
+"""Command `holmes discover`: shows the NICs of a node, or makes a cluster.toml from a node list."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 
-# Links are kept as links; of the devices behind them only the named files are read: reading others (PCI BARs,
-# vpd) may disturb the machine. Each `find` begins with class/net because without any path it would walk all
-# of /sys. tar warns that files shrank (sysfs claims 4096 bytes for each) and pads them: both are fine.
+#: Shell command that captures the parts of /sys that `holmes discover` reads. Links stay links. Of the devices behind
+#: them, only the named files are read: reading others (PCI BARs, vpd) may disturb the machine. Each `find` begins with
+#: class/net, because without any path it would search all of /sys. tar warns that files shrank (/sys reports 4096
+#: bytes for each) and pads them with NULs, which is harmless.
 CAPTURE = (
     "cd /sys && ip -j addr > /tmp/ip_addr.json; "
     "R='realpath -eq --relative-to=.'; "
@@ -37,29 +38,30 @@ CAPTURE = (
 )
 
 _EPILOG = f"""\
-To look at another machine, run this there (it makes /tmp/HOSTNAME.tar.gz), unpack it here with
-`tar -xzf HOSTNAME.tar.gz`, and give the folder HOSTNAME to --sysfs:
+To show the NICs of another machine, run the command below there. It writes /tmp/HOSTNAME.tar.gz. Unpack the file
+here with `tar -xzf HOSTNAME.tar.gz`, and pass the folder HOSTNAME to --sysfs:
 
 {CAPTURE}
 
-Exit status: 0 with at least one usable NIC, 1 with none, 2 on bad input.
+Exit status: 0 if at least one NIC is usable, 1 if none is, 2 on bad input.
 """
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the parser of the command."""
     parser = subparsers.add_parser(
         "discover",
-        help="show the NICs of this node and which of them a job would use",
-        description="Shows the NICs of this node and which of them a job would use; with --from the clusters "
-        "that Slurm, Kubernetes or a hostfile know, as a cluster.toml.",
+        help="show the NICs of this node that a job would use",
+        description="Show the NICs of this node and mark those that a job would use. With --from, make a "
+        "cluster.toml from the nodes that Slurm, Kubernetes or a hostfile list.",
         epilog=_EPILOG.replace("%", "%%"),
     )
     parser.add_argument(
         "--sysfs",
         metavar="DIR",
         default=sysfs_root(os.environ),
-        help="root of a /sys tree captured on another machine (how: see below), with its "
-        "addresses in DIR/ip_addr.json; default: this machine's",
+        help="read the /sys tree in DIR that was captured on another machine (see below), with its "
+        "addresses in DIR/ip_addr.json (default: this machine's /sys)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
@@ -68,7 +70,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         nargs="+",
         default=[],
-        help="use only NICs that match: mlx5_0, mlx5_0:1, or a net device; wildcards allowed",
+        help="use only NICs that match: mlx5_0, mlx5_0:1, or a network device; wildcards allowed",
     )
     parser.add_argument(
         "--exclude",
@@ -82,64 +84,106 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print table or JSON. Returns 0 with a usable NIC, 1 with none; HolmesError on bad input."""
+    """Print the NICs as a table or JSON, or make a cluster.toml (--from).
+
+    Returns:
+        The exit status: 0 if at least one NIC is usable, otherwise 1.
+
+    Raises:
+        HolmesError: the input is bad.
+    """
     if args.source:
         return sources.run(args)
-    if stray := [
-        name for name in ("output", "rate", "kind", "partition", "topology") if getattr(args, name)
-    ]:
-        raise HolmesError(
-            f"--{stray[0]} only applies to --from slurm, kubernetes or hostfile; add one"
-        )
-    real = os.path.realpath(args.sysfs)
-    nics = _mark(read_nics(args.sysfs), sum(args.include, []), sum(args.exclude, []))
-    no_addresses = real != "/sys" and captured_addresses(args.sysfs) is None
-    node = socket.gethostname() if real == "/sys" else os.path.basename(real)
-    # sockets need an address
-    useful = any(nic.usable and (nic.fast or nic.addresses or no_addresses) for nic in nics)
-    if args.json:
-        print(
-            json.dumps(
-                {"version": 1, "node": node, "nics": [asdict(nic) for nic in nics]}, indent=2
+    for name in ("output", "rate", "kind", "partition", "topology"):
+        if getattr(args, name):
+            raise HolmesError(
+                f"--{name} only applies to --from slurm, kubernetes or hostfile; add one"
             )
-        )
-        return 0 if useful else 1
-    screen, ordered = Screen(), sorted(nics, key=_by_use)
-    styles = ["dim" if nic.skipped else "" if nic.up else "yellow" for nic in ordered]
+    real_root = os.path.realpath(args.sysfs)
+    is_this_machine = real_root == "/sys"
+    node = socket.gethostname() if is_this_machine else os.path.basename(real_root)
+    lacks_addresses = not is_this_machine and captured_addresses(args.sysfs) is None
+    nics = _marked(
+        read_nics(args.sysfs),
+        include=[pattern for patterns in args.include for pattern in patterns],
+        exclude=[pattern for patterns in args.exclude for pattern in patterns],
+    )
+    # Sockets need an address.
+    is_any_usable = any(
+        nic.usable and (nic.fast or nic.addresses or lacks_addresses) for nic in nics
+    )
+    if args.json:
+        document = {"version": 1, "node": node, "nics": [asdict(nic) for nic in nics]}
+        print(json.dumps(document, indent=2))
+    else:
+        screen = Screen()
+        _show_nics(screen, nics, node)
+        if lacks_addresses:
+            missing = f"{args.sysfs} holds no ip_addr.json (write it there with `ip -j addr`)"
+            screen.line(f"note: IP addresses are unknown: {missing}")
+        if not is_any_usable:
+            screen.line(
+                "note: no usable NIC: every one is down, without an address, or set aside for the "
+                "reason given"
+            )
+    return 0 if is_any_usable else 1
+
+
+def _show_nics(screen: Screen, nics: Sequence[Nic], node: str) -> None:
+    """Print a table of the NICs and notes about them.
+
+    Args:
+        screen: Output.
+        nics: All NICs of the node.
+        node: Name of the node.
+    """
     findings = list(check_nics(nics))
-    screen.table(COLUMNS, [_cells(nic, findings) for nic in ordered], f"NICs of {node}", styles)
-    if default := [finding.about for finding in findings if finding.what == DEFAULT_PREFIX]:
+    ordered = sorted(nics, key=_by_use)
+    rows = [_cells(nic, findings) for nic in ordered]
+    screen.table(COLUMNS, rows, f"NICs of {node}", [_style(nic) for nic in ordered])
+    with_default_prefix = [finding.about for finding in findings if finding.what == DEFAULT_PREFIX]
+    if with_default_prefix:
         screen.line(
-            f"note: {', '.join(default)}: InfiniBand subnet prefix {DEFAULT_SUBNET_PREFIX} is the "
-            f"default; two clusters with this prefix cannot be told apart: say which nodes belong "
-            f"together in cluster.toml"
+            f"note: {', '.join(with_default_prefix)}: InfiniBand subnet prefix {DEFAULT_SUBNET_PREFIX} "
+            "is the default; two clusters with this prefix cannot be told apart: say which nodes belong "
+            "together in cluster.toml"
         )
-    if remark := lab_remark(os.environ):
+    remark = lab_remark(os.environ)
+    if remark:
         screen.line(f"note: {remark}")
-    if no_addresses:
-        missing = f"{args.sysfs} holds no ip_addr.json (write it there with `ip -j addr`)"
-        screen.line(f"note: IP addresses are unknown: {missing}")
-    if not useful:
-        screen.line(
-            "note: no usable NIC: every one is down, without an address, or set aside for the reason given"
-        )
-    return 0 if useful else 1
 
 
-def _mark(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -> list[Nic]:
-    """All NICs; those that `select` leaves out say in `skipped` why."""
+def _style(nic: Nic) -> str:
+    """Return the style of rich for a NIC's row."""
+    if nic.skipped:
+        return "dim"
+    return "" if nic.up else "yellow"
+
+
+def _marked(nics: Sequence[Nic], include: Sequence[str], exclude: Sequence[str]) -> list[Nic]:
+    """Return all NICs, with a reason in `skipped` for each NIC that a job would not use.
+
+    Args:
+        nics: All NICs of a node.
+        include: Patterns of --include.
+        exclude: Patterns of --exclude.
+
+    Raises:
+        HolmesError: a pattern matches no NIC.
+    """
     chosen = {nic.name: nic for nic in select(nics, include, exclude)}
     included = {nic.name for nic in select(nics, include)}
-    why = {
-        nic.name: "excluded (--exclude)" if nic.name in included else "not in --include"
-        for nic in nics
-    }
-    return [
-        chosen.get(nic.name) or replace(nic, skipped=nic.skipped or why[nic.name]) for nic in nics
-    ]
+    marked = []
+    for nic in nics:
+        if nic.name in chosen:
+            marked.append(chosen[nic.name])
+            continue
+        by_option = "excluded (--exclude)" if nic.name in included else "not in --include"
+        marked.append(replace(nic, skipped=nic.skipped or by_option))
+    return marked
 
 
-#: Narrow terminals lose the right ones of the middle first, which only say where a NIC sits.
+#: Columns of the table. Narrow terminals lose the ones first that only show where a NIC is located.
 COLUMNS = (
     Column("NIC"),
     Column("kind"),
@@ -157,6 +201,7 @@ COLUMNS = (
 
 
 def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
+    """Return the row of a NIC in the table COLUMNS."""
     return [
         nic.name,
         nic.kind,
@@ -174,24 +219,34 @@ def _cells(nic: Nic, findings: Sequence[Finding]) -> list[str]:
 
 
 def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
-    """Why it is set aside or down, what `holmes doctor` finds, what else it is."""
+    """Return the remarks in a NIC's row: why no job uses it, its problems, and related devices.
+
+    Args:
+        nic: The NIC.
+        findings: Findings of `holmes doctor` about all NICs.
+    """
     problems = [
         finding.what
         for finding in findings
         if finding.about == nic.name and finding.what != DEFAULT_PREFIX
     ]
-    related = {
-        "net device of": nic.rdma,
-        "over": " ".join(nic.members),
-        "virtual function of": nic.parent,
-    }
-    remarks = [nic.skipped, *(problems or ["" if nic.up else nic.state_text])]
-    return [text for text in remarks if text] + [
-        f"{what} {name}" for what, name in related.items() if name
-    ]
+    if not problems and not nic.up:
+        problems = [nic.state_text]
+    remarks = [text for text in (nic.skipped, *problems) if text]
+    if nic.rdma:
+        remarks.append(f"net device of {nic.rdma}")
+    if nic.members:
+        remarks.append(f"over {' '.join(nic.members)}")
+    if nic.parent:
+        remarks.append(f"virtual function of {nic.parent}")
+    return remarks
 
 
 def _by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
-    """Usable first, fast kinds first, fast NICs first; then what is down; then what is set aside."""
-    bare = not nic.addresses and nic.kind == "ethernet"
-    return bool(nic.skipped), not nic.up, list(KINDS).index(nic.kind), bare, -nic.rate_bps
+    """Return a sort key that puts useful NICs first.
+
+    The order: usable NICs, NICs that are down, NICs that no job uses; within these, fast kinds and fast NICs first.
+    """
+    lacks_address = not nic.addresses and nic.kind == "ethernet"
+    kind_rank = list(KINDS).index(nic.kind)
+    return bool(nic.skipped), not nic.up, kind_rank, lacks_address, -nic.rate_bps

@@ -1,4 +1,4 @@
-"""`holmes examples`: the documentation's scripts, cluster files and models."""
+"""Command `holmes examples`: copies the documentation's scripts, cluster files and models."""
 
 from __future__ import annotations
 
@@ -12,25 +12,31 @@ from holmes_ext.samples import examples
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the parser of the command."""
     parser = subparsers.add_parser(
         "examples",
-        help="copy the documentation's scripts, cluster files and models to here",
-        description="Copies the examples that the documentation's commands name, examples/clusters/... and "
-        "so on, into a new folder. They come with holmes_ext; a clone has them already.",
+        help="copy the documentation's scripts, cluster files and models into a new folder",
+        description="Copy the examples that the documentation's commands use (examples/clusters/... and "
+        "so on) into a new folder. They are part of holmes_ext; a clone has them already.",
     )
     parser.add_argument(
         "folder",
         nargs="?",
         default="examples",
         metavar="FOLDER",
-        help="where to, which must not be there yet (default: examples)",
+        help="the folder, which must not exist (default: examples)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Copy the examples and return 0.
+
+    Raises:
+        HolmesError: the folder exists or cannot be written.
+    """
     folder = Path(args.folder)
     if folder.exists():
-        raise HolmesError(f"holmes examples: {folder} is there already; give another folder")
+        raise HolmesError(f"holmes examples: {folder} exists; give another folder")
     try:
         shutil.copytree(examples(), folder, ignore=shutil.ignore_patterns("__pycache__"))
     except OSError as error:

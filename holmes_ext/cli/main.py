@@ -1,11 +1,14 @@
-"""The `holmes` command: runs a subcommand's module; a HolmesError is one line and exit status 2.
+"""The command `holmes`: finds the module of a subcommand and runs it.
 
-A subcommand NAME is a module holmes_ext/cli/NAME.py with
+A subcommand NAME is a module holmes_ext/cli/NAME.py with two functions:
 
-    add_parser(subparsers)   adds its parser (light: imports of torch and the like belong into run)
-    run(args) -> int         0 good, 1 found a problem, 2 bad usage or bad input (or raise HolmesError)
+    add_parser(subparsers)   adds the subcommand's parser. It is fast: slow imports such as torch
+                             belong into run
+    run(args) -> int         returns the exit status: 0 for success, 1 for a problem that was found.
+                             Bad usage and bad input raise a HolmesError, which is printed in one
+                             line; the exit status is 2
 
-Only the module of the subcommand that is asked for is imported; `holmes --help` imports all.
+Only the module of the given subcommand is imported. `holmes --help` imports all.
 """
 
 import argparse
@@ -15,12 +18,13 @@ import os
 import select
 import sys
 import time
+from typing import Any, NoReturn
 
 from holmes_ext import __version__, extensions
 from holmes_ext.errors import HolmesError, RemoteError
 from holmes_ext.words import did_you_mean, nearest
 
-#: Command -> its module. Extensions add others.
+#: Command -> module. Extensions add other commands.
 _COMMANDS = {
     "discover": "holmes_ext.cli.discover",
     "doctor": "holmes_ext.cli.doctor",
@@ -31,7 +35,7 @@ _COMMANDS = {
     "report": "holmes_ext.cli.report",
     "tune": "holmes_ext.cli.tune",
 }
-#: Order of the commands in `holmes --help`; those that are not here come after them.
+#: Order of the commands in `holmes --help`. Other commands follow.
 _ORDER = (
     "discover",
     "doctor",
@@ -45,17 +49,17 @@ _ORDER = (
     "report",
     "tune",
 )
-#: Commands of packages that may be missing: command -> package, and how to install it from a clone.
-_ELSEWHERE = dict.fromkeys(("lab", "demo"), ("holmes_lab", "pip install ./lab"))
-#: What `holmes` alone prints.
+#: Commands of the package holmes_lab, which may be missing.
+_LAB_COMMANDS = ("lab", "demo")
+#: Output of `holmes` without arguments.
 FIRST = """\
-holmes: one LLM training job over several GPU clusters whose NICs differ. What to do first:
+holmes: one LLM training job over several GPU clusters whose NICs differ. First steps:
 
-  holmes demo                                 see it: stock against holmes on emulated clusters; no GPU
-  holmes discover                             which NICs this node has, and which of them a job would use
-  holmes doctor -- YOUR COMMAND               checks this machine and the command; starts nothing
-  holmes plan --cluster FILE -- YOUR COMMAND  what a step takes today, with holmes, and with the best sizes
-  YOUR COMMAND --holmes                       the job itself: the flag after the script's name
+  holmes demo                                 compare stock and holmes on emulated clusters, without a GPU
+  holmes discover                             list the NICs of this node that a job would use
+  holmes doctor -- YOUR COMMAND               check this machine and the command, start nothing
+  holmes plan --cluster FILE -- YOUR COMMAND  predict the step time now, with holmes, and with the best sizes
+  YOUR COMMAND --holmes                       run the job: the flag follows the script's name
 
 FILE is a cluster.toml (docs/clusters.md); `holmes --help` lists all commands,
 `holmes COMMAND --help` explains one.
@@ -63,90 +67,114 @@ FILE is a cluster.toml (docs/clusters.md); `holmes --help` lists all commands,
 
 
 class Help(argparse.HelpFormatter):
-    """Wraps a text, but leaves one of several paragraphs as it is written; usage names the command that is
-    the rest of the line (in brackets where it has a default: it may be left out)."""
+    """Formatter of help texts that keeps the line breaks of a text with several paragraphs.
 
-    def _fill_text(self, text, width, indent):
+    In the usage, a command to run is "-- COMMAND", in brackets if it is optional.
+    """
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if "\n\n" in text else super()._fill_text(text, width, indent)
 
-    def _format_args(self, action, default_metavar):
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
         if action.nargs != argparse.REMAINDER:
             return super()._format_args(action, default_metavar)
-        return action.metavar if action.default is None else f"[{action.metavar}]"
+        return str(action.metavar) if action.default is None else f"[{action.metavar}]"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors are HolmesErrors, one line each; a flag is never abbreviated."""
+    """Parser that raises a HolmesError for bad usage and accepts no abbreviated options."""
 
-    def __init__(self, **kwargs):
+    def __init__(self, **kwargs: Any):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **kwargs})
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+        """Parse arguments as argparse does, but raise a HolmesError for an unknown option."""
         parsed, unknown = super().parse_known_args(args, namespace)
-        for name in (text.partition("=")[0] for text in unknown if text.startswith("-")):
+        for argument in unknown:
+            if not argument.startswith("-"):
+                continue
+            name = argument.partition("=")[0]
             near = nearest(name, self._option_string_actions)
             advice = f"; did you mean {near!r}?" if near else f" (see {self.prog} --help)"
             raise HolmesError(f"{self.prog} has no option {name}{advice}")
         return parsed, unknown
 
-    def error(self, message):
+    def error(self, message: str) -> NoReturn:
+        """Raise a HolmesError with argparse's message."""
         raise HolmesError(f"{message} (see {self.prog} --help)")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a `holmes` command line (default: this process's); its exit status, 130 after Ctrl-C. Where the
-    reader of standard output has gone (`holmes plan ... | head`) the rest is not printed."""
-    argv, begin = sys.argv[1:] if argv is None else argv, time.monotonic()
+    """Run a command line of `holmes` and return the exit status.
+
+    The exit status is 130 after Ctrl-C. If the reader of standard output ends (`holmes plan ... |
+    head`), the remaining output is dropped and the status is 0.
+
+    Args:
+        argv: Arguments after "holmes"; None for those of this process.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
     try:
         try:
-            if not argv:
-                print(FIRST, end="")
-                return 0
-            args = _parse(argv)
-            args.begin = begin  # imports of the command belong to its seconds
-            return args.run(args)
+            return _run(arguments)
         finally:
             sys.stdout.flush()
-    except RemoteError:  # another process of the job has told it
+    except RemoteError:  # another process of the job has printed the message
         return 2
     except HolmesError as error:
-        text = str(error)
-        if argv and text.startswith(f"holmes {argv[0]}"):  # it says which command it is about
-            text = text.removeprefix("holmes ")
-        print(f"holmes: {text}", file=sys.stderr)
+        message = str(error)
+        if arguments and message.startswith(f"holmes {arguments[0]}"):
+            message = message.removeprefix("holmes ")
+        print(f"holmes: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except SystemExit as end:
-        if not isinstance(
-            end.__context__, BrokenPipeError
-        ):  # how rich ends when its reader has gone
-            raise
-        return 0
+        # rich ends this way if the reader of standard output has ended.
+        if isinstance(end.__context__, BrokenPipeError):
+            return 0
+        raise
     except OSError as error:
-        full = error.errno == errno.ENOSPC
-        if not (full or isinstance(error, BrokenPipeError) and _reader_has_gone()):
-            raise
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), 1
-        )  # or Python tries to print the rest when it ends
-        if full:
+        if error.errno == errno.ENOSPC:
+            _discard_output()
             print(
                 f"holmes: {error.filename or 'the output'} cannot be written: {error.strerror}",
                 file=sys.stderr,
             )
-        return 2 if full else 0
+            return 2
+        # Another pipe or socket may be broken, too.
+        if isinstance(error, BrokenPipeError) and _reader_has_ended():
+            _discard_output()
+            return 0
+        raise
 
 
-def _reader_has_gone() -> bool:
-    """Whether nobody reads standard output any more. (A socket of ours may break, too.)"""
+def _run(argv: list[str]) -> int:
+    """Parse a command line, run its command, and return the exit status."""
+    begin = time.monotonic()
+    if not argv:
+        print(FIRST, end="")
+        return 0
+    args = _parse(argv)
+    args.begin = begin  # the time that a command reports includes its imports
+    status: int = args.run(args)
+    return status
+
+
+def _discard_output() -> None:
+    """Redirect standard output to /dev/null, so that flushing it at the end does not fail."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _reader_has_ended() -> bool:
+    """Return whether the process that reads standard output has closed it."""
     poll = select.poll()
     poll.register(1, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def commands() -> dict[str, str]:
-    """Return all commands, in the order in which `holmes --help` lists them: name -> module.
+    """Return the module of every command, in the order of `holmes --help`.
 
     Raises:
         HolmesError: two extensions have the same command, or one has a command of holmes itself.
@@ -162,42 +190,49 @@ def commands() -> dict[str, str]:
 
 
 def _rank(name: str) -> int:
+    """Return the position of a command in `holmes --help`."""
     return _ORDER.index(name) if name in _ORDER else len(_ORDER)
 
 
-def _parse(argv):
-    command = argv[0] if argv and not argv[0].startswith("-") else None
-    known = commands()
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """Return the parsed arguments of a command line.
+
+    Raises:
+        HolmesError: the usage is bad, or there is no such command.
+    """
+    command = argv[0] if not argv[0].startswith("-") else None
+    modules = commands()
     for problem in extensions.problems():
         print(f"holmes: {problem}", file=sys.stderr)
-    if command in _ELSEWHERE and command not in known:
-        package, install = _ELSEWHERE[command]
-        raise HolmesError(
-            f"holmes {command} needs the package {package}: {install} (in a clone of holmes_ext)"
-        )
-    if command is not None and command not in known:
-        raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, known)}")
+    if command is not None and command not in modules:
+        if command in _LAB_COMMANDS:
+            raise HolmesError(
+                f"holmes {command} needs the package holmes_lab: pip install ./lab "
+                "(in a clone of holmes_ext)"
+            )
+        raise HolmesError(f"there is no command {command!r}; {did_you_mean(command, modules)}")
     parser = _Parser(
         prog="holmes",
         description="One LLM training job over several GPU clusters whose NICs differ.",
     )
     parser.add_argument("--version", action="version", version=f"holmes_ext {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name in [command] if command else known:
+    for name in [command] if command else modules:
         _add(name, subparsers)
     return parser.parse_args(argv)
 
 
 def _add(name: str, subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Import the module of a command, and add and return the command's parser."""
     module = importlib.import_module(commands()[name])
     module.add_parser(subparsers)
-    added = subparsers.choices[name]
-    added.set_defaults(run=module.run)
-    return added
+    parser: argparse.ArgumentParser = subparsers.choices[name]
+    parser.set_defaults(run=module.run)
+    return parser
 
 
 def parser_of(name: str) -> argparse.ArgumentParser:
-    """The parser of a command, for what documents it."""
+    """Return the parser of a command, for the documentation."""
     return _add(name, _Parser(prog="holmes").add_subparsers())
 
 

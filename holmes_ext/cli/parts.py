@@ -1,10 +1,10 @@
-"""Parts that extensions add to a command of holmes: more arguments, and what they ask for.
+"""Parts of a command that extensions provide, such as the search of `holmes plan`.
 
 A part is a module with two functions:
 
-    add_arguments(parser)      adds its arguments to the command's parser
-    run(args) -> int | None    does what its arguments ask for and returns the exit status; None if they ask
-                               for nothing of it, or if the command itself has more to do
+    add_arguments(parser)      adds arguments to the command's parser
+    run(args) -> int | None    does the work of these arguments and returns the exit status. None if
+                               the arguments are not given, or if the command has to do more
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from holmes_ext import extensions
 
 
 def command_parts(command: str) -> list[ModuleType]:
-    """Import and return the parts of a command, such as "plan".
+    """Import the parts of a command and return them in the order in which they run.
 
-    Those of other packages come first, because the built-in ones do everything that is left.
+    Parts of other packages come first, because the built-in ones do all the work that is left.
+
+    Args:
+        command: Name of the command, such as "plan".
     """
-    parts = [part for part in extensions.contributions("command_parts") if part.name == command]
-    return [part.load() for part in reversed(parts)]
+    contributions = extensions.contributions("command_parts")
+    parts = [part.load() for part in reversed(contributions) if part.name == command]
+    return parts

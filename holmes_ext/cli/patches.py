@@ -1,4 +1,4 @@
-"""`holmes patches`: what holmes changes inside the frameworks, and whether it fits the installed versions."""
+"""Command `holmes patches`: lists the changes to the frameworks, and whether they fit the versions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holmes_ext.doctor.frameworks import Fit, fit_of
 from holmes_ext.patches import all_patches
 from holmes_ext.words import grouped
 
-#: One row a feature; readable on 80 columns.
+#: Columns of the table with one row for each feature, which fits 80 columns.
 FEATURES = (
     Column("feature"),
     Column("state"),
@@ -24,7 +24,7 @@ FEATURES = (
     Column("supports", drop=2),
     Column("what it does, or why not", wrap=24),
 )
-#: One row a function, of --all.
+#: Columns of the table with one row for each function (--all).
 COLUMNS = (
     Column("feature"),
     Column("asked for by", wrap=16, drop=3),
@@ -37,17 +37,17 @@ COLUMNS = (
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the parser of the command."""
     parser = subparsers.add_parser(
         "patches",
-        help="the changes made to the frameworks, and whether they fit what is installed",
-        description="Lists what holmes changes in the frameworks that are installed. State: fits, off (with "
-        "the reason), or unknown (needs --check). Exit status 1 when a framework is installed that a patch "
-        "does not fit.",
+        help="list the changes to the frameworks, and whether they fit the installed versions",
+        description="List the changes of holmes to the installed frameworks. State: fits, off (with the "
+        "reason), or unknown (needs --check). Exit status 1 if a patch does not fit an installed framework.",
     )
     parser.add_argument(
         "--all",
         action="store_true",
-        help="a row for every function, of frameworks that are not installed, too",
+        help="print a row for every function, also of frameworks that are not installed",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -58,87 +58,96 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the patches as tables or JSON.
+
+    Returns:
+        The exit status: 1 if a patch does not fit an installed framework, otherwise 0.
+    """
     with contextlib.redirect_stdout(sys.stderr):  # frameworks print while they are imported
         fits = [fit_of(patch, args.check) for patch in all_patches()]
     if args.json:
         print(json.dumps({"version": 1, "patches": [_document(fit) for fit in fits]}, indent=2))
     elif args.all:
-        Screen().table(
-            COLUMNS,
-            [
-                (
-                    fit.patch.feature.name,
-                    fit.patch.feature.switch or "every job",
-                    fit.patch.target,
-                    fit.patch.feature.versions,
-                    fit.installed or "-",
-                    fit.state,
-                    fit.reason or fit.patch.reason,
-                )
-                for fit in fits
-            ],
-        )
+        Screen().table(COLUMNS, [_function_row(fit) for fit in fits])
     else:
-        screen, by_feature = Screen(), grouped((fit.patch.feature.name, fit) for fit in fits)
-        here = [
-            group
-            for group in by_feature.values()
-            if any(fit.state != "off" or fit.installed for fit in group)
-        ]
-        if here:
-            screen.table(FEATURES, [_feature(group) for group in here])
-        if absent := Counter(
-            group[0].patch.feature.requirement.name
-            for group in by_feature.values()
-            if group not in here
-        ):
-            named = ", ".join(f"{name} {count}" for name, count in absent.items())
-            screen.line(f"not installed here (and their features): {named}", "dim")
-        screen.line(
-            f"{len(fits)} functions of {len(by_feature)} features; --all shows each with its reason",
-            "dim",
-        )
-        if any(fit.state == "unknown" for fit in fits):
-            screen.line(
-                "unknown: the version shows only when the framework is imported; --check does that",
-                "dim",
-            )
+        _show_features(fits)
     return 1 if any(fit.state == "off" and fit.installed for fit in fits) else 0
 
 
-def _feature(fits: list[Fit]) -> tuple[str, ...]:
+def _function_row(fit: Fit) -> tuple[str, ...]:
+    """Return the row of a function in the table COLUMNS."""
+    feature = fit.patch.feature
+    return (
+        feature.name,
+        feature.switch or "every job",
+        fit.patch.target,
+        feature.versions,
+        fit.installed or "-",
+        fit.state,
+        fit.reason or fit.patch.reason,
+    )
+
+
+def _show_features(fits: list[Fit]) -> None:
+    """Print a table with one row for each feature of an installed framework, and a summary."""
+    screen = Screen()
+    by_feature = grouped((fit.patch.feature.name, fit) for fit in fits)
+    installed = []
+    not_installed: Counter[str] = Counter()  # package -> number of its features
+    for group in by_feature.values():
+        if any(fit.state != "off" or fit.installed for fit in group):
+            installed.append(group)
+        else:
+            not_installed[group[0].patch.feature.requirement.name] += 1
+    if installed:
+        screen.table(FEATURES, [_feature_row(group) for group in installed])
+    if not_installed:
+        counts = ", ".join(f"{name} {count}" for name, count in not_installed.items())
+        screen.line(f"not installed here (and their features): {counts}", "dim")
+    screen.line(
+        f"{len(fits)} functions of {len(by_feature)} features; --all shows each with its reason",
+        "dim",
+    )
+    if any(fit.state == "unknown" for fit in fits):
+        screen.line(
+            "unknown: the version shows only when the framework is imported; --check does that",
+            "dim",
+        )
+
+
+def _feature_row(fits: list[Fit]) -> tuple[str, ...]:
     """Return the row of a feature in the table FEATURES.
 
-    holmes changes all functions of a feature, or none. So the row shows the state of the function that fits
-    worst, with the reason.
+    holmes changes all functions of a feature, or none. So the row shows the state of the function
+    that fits worst, with the reason.
 
     Args:
         fits: How each function of the feature fits the installed framework.
     """
-    worst = min(fits, key=lambda fit: ("off", "unknown", "fits", "other version").index(fit.state))
+    states_from_worst = ("off", "unknown", "fits", "other version")
+    worst = min(fits, key=lambda fit: states_from_worst.index(fit.state))
     feature = worst.patch.feature
     state = worst.state
-    reason = worst.reason if state == "off" else ""
-    if (
-        state == "other version"
-    ):  # all patches of the feature are for other releases of the framework
+    if state == "other version":  # all patches of the feature are for other releases
         state = "not used"
-        reason = worst.reason
-    package = f"{feature.requirement.name} {worst.installed}" if worst.installed else "-"
-    what = feature.what + (f" ({reason})" if reason else "")
+    description = feature.what
+    if state in ("off", "not used") and worst.reason:
+        description += f" ({worst.reason})"
     return (
         feature.name,
         state,
-        package,
+        f"{feature.requirement.name} {worst.installed}" if worst.installed else "-",
         str(len(fits)),
         feature.switch or "every job",
         feature.versions,
-        what,
+        description,
     )
 
 
 def _document(fit: Fit) -> dict[str, Any]:
-    patch, feature = fit.patch, fit.patch.feature
+    """Return a patch, and how it fits, as values for JSON."""
+    patch = fit.patch
+    feature = patch.feature
     return {
         "feature": feature.name,
         "asked_by": feature.switch,

@@ -1,11 +1,11 @@
-"""`holmes report`: what a job's steps and messages took, from the files of --holmes-telemetry."""
+"""Command `holmes report`: summarizes step times and communication from --holmes-telemetry files."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext import extensions
 from holmes_ext.cli.show.table import Column, Screen
@@ -18,6 +18,7 @@ from holmes_ext.report.trace import chosen_step, trace
 from holmes_ext.units import format_rate, format_seconds
 from holmes_ext.words import some_of
 
+#: Columns of the table of groups.
 GROUPS = (
     Column("groups"),
     Column("where"),
@@ -30,6 +31,7 @@ GROUPS = (
     Column("achieved", right=True),
     Column("of", right=True),
 )
+#: Columns of the table of links between clusters.
 PAIRS = (
     Column("from"),
     Column("to"),
@@ -39,6 +41,7 @@ PAIRS = (
     Column("of", right=True),
     Column("round trip", right=True),
 )
+#: Columns of the table of plans that the job used.
 PLANS = (
     Column("from step"),
     Column("micro-batches in flight"),
@@ -46,26 +49,39 @@ PLANS = (
     Column("predicted, s", right=True),
     Column("measured, s", right=True),
 )
+#: Columns of the table of ranks.
 RANKS = (
     Column("rank"),
     Column("node"),
     Column("cluster"),
     *(Column(name, right=True) for name in ("step, s", "exposed, s", "its own, s")),
 )
-#: Ranks that are listed.
+#: Largest number of ranks in the table.
 LISTED = 16
+#: A link with a higher rate in bits/s has no limit.
+_UNLIMITED_BPS = 1e18
+
+
+class ReportTable(NamedTuple):
+    """Table of a report."""
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: list[list[str]]
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the parser of the command."""
     parser = subparsers.add_parser(
         "report",
-        help="what a job's steps took: bytes, bandwidth and exposed time of each kind of group, the slowest "
-        "rank",
-        description="Reads DIR, written by --holmes-telemetry DIR (the files of all nodes together). "
+        help="summarize a job's step times, bandwidth, exposed communication and slowest rank",
+        description="Summarize the files that --holmes-telemetry DIR wrote, those of all nodes together. "
         "Exposed: seconds in which the program was blocked on communication. Achieved: bytes "
         "sent, divided by the time in which all of a group's ranks took part.",
     )
-    parser.add_argument("directory", metavar="DIR", help="of --holmes-telemetry, or one run in it")
+    parser.add_argument(
+        "directory", metavar="DIR", help="folder of --holmes-telemetry, or of one run in it"
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument(
         "--trace",
@@ -76,17 +92,24 @@ def add_parser(subparsers: Any) -> None:
         "--step",
         type=int,
         metavar="N",
-        help="which step --trace and --html show (default: the last one that was traced)",
+        help="show step N in --trace and --html (default: the last traced step)",
     )
     parser.add_argument(
         "--write-model",
         metavar="FILE",
-        help="write what the job measured, for `holmes plan --profile`",
+        help="write the measured times for `holmes plan --profile`",
     )
-    parser.add_argument("--html", metavar="FILE", help="write the tables and a picture of one step")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page with the tables and a picture of one step"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the report, write the files that the options name, and return 0.
+
+    Raises:
+        HolmesError: a file cannot be read or written, or an option does not apply.
+    """
     job = load(args.directory)
     summary = summarize(job)
     if args.step is not None and not (args.trace or args.html):
@@ -95,15 +118,30 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.trace:
         save(args.trace, json.dumps(trace(job, chosen_step(job, args.step))) + "\n", "the trace")
-    model = _write_model(job, args.write_model) if args.write_model else ""
+    model_line = _write_model(job, args.write_model) if args.write_model else ""
     if args.html:
         page = extensions.contributed("report_pages", "html")
         save(args.html, page(job, summary, chosen_step(job, args.step)), "the report")
     if args.json:
-        slowest = {"slowest_rank": summary.slowest.rank, "notes": job.notes}
-        print(json.dumps({"version": 1, **asdict(summary), **slowest, "done": asdict(job.done)}))
+        document = {
+            "version": 1,
+            **asdict(summary),
+            "slowest_rank": summary.slowest.rank,
+            "notes": job.notes,
+            "done": asdict(job.done),
+        }
+        print(json.dumps(document))
         return 0
     screen = Screen()
+    _show(screen, job, summary)
+    for option, file in (("trace", args.trace), ("picture", args.html), ("model", model_line)):
+        if file:
+            screen.line(f"{option}: {file}")
+    return 0
+
+
+def _show(screen: Screen, job: Run, summary: Summary) -> None:
+    """Print the notes, tables and verdict of a job's report."""
     for note in job.notes:
         screen.line(f"note: {note}")
     for text in job.done.differences:
@@ -111,142 +149,167 @@ def run(args: argparse.Namespace) -> int:
     screen.line(headline(summary))
     if summary.joined is not None:
         screen.line(joined_line(summary.joined))
-    for _, columns, rows in tables(summary):
+    for table in tables(summary):
         screen.line()
-        screen.table(columns, rows)
+        screen.table(table.columns, table.rows)
     screen.line("\n" + verdict(summary))
-    for option, name in (("trace", args.trace), ("picture", args.html), ("model", model)):
-        if name:
-            screen.line(f"{option}: {name}")
-    return 0
 
 
 def headline(summary: Summary) -> str:
-    """Steps, their time, tokens where they are known."""
-    tokens = f", {summary.tokens_per_second:,.0f} tokens/s" if summary.tokens_per_second else ""
-    low, high = summary.spread
-    took = f"{summary.steps} steps of {summary.step_s:.4f} s (median; {low:.4f} to {high:.4f})"
-    return f"run {summary.run}: {summary.world} ranks, {took}{tokens}"
+    """Return the first line of a report: ranks, steps, step time, and tokens/s if they are known."""
+    fastest_s, slowest_s = summary.spread
+    line = (
+        f"run {summary.run}: {summary.world} ranks, {summary.steps} steps of {summary.step_s:.4f} s "
+        f"(median; {fastest_s:.4f} to {slowest_s:.4f})"
+    )
+    if summary.tokens_per_second:
+        line += f", {summary.tokens_per_second:,.0f} tokens/s"
+    return line
 
 
 def joined_line(row: JoinedRow) -> str:
-    drift = "" if row.drift is None else f"; drift {row.drift:.2f} of the sum"
-    return (
+    """Return the line about the outer rounds of a job that trains with other jobs."""
+    line = (
         f"joined: {row.rounds} rounds, {row.counted} of them counted; {row.sent / 1e6:.3f} MB sent in a "
-        f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians){drift}"
+        f"round, {row.seconds:.3f} s under way, {row.exposed_s:.4f} s exposed (medians)"
     )
+    if row.drift is not None:
+        line += f"; drift {row.drift:.2f} of the sum"
+    return line
 
 
-def tables(summary: Summary) -> list[tuple[str, tuple[Column, ...], list[list[str]]]]:
-    """(title, columns, rows) of those that have rows."""
-    every = (
-        ("Plans", PLANS, _plan_cells(summary)),
-        ("Groups: means of a step on a rank that has them", GROUPS, _cells(summary)),
-        ("Between clusters", PAIRS, _pair_cells(summary)),
-        ("Ranks", RANKS, _rank_cells(summary)),
-    )
-    return [named for named in every if named[2]]
+def tables(summary: Summary) -> list[ReportTable]:
+    """Return the tables of a report that have rows."""
+    every = [
+        ReportTable("Plans", PLANS, _plan_cells(summary)),
+        ReportTable("Groups: means of a step on a rank that has them", GROUPS, _cells(summary)),
+        ReportTable("Between clusters", PAIRS, _pair_cells(summary)),
+        ReportTable("Ranks", RANKS, _rank_cells(summary)),
+    ]
+    return [table for table in every if table.rows]
 
 
 def _cells(summary: Summary) -> list[list[str]]:
-    """One row for each kind of group and fabric; means of a step on a rank."""
+    """Return the rows of the table GROUPS: one for each kind of group and fabric."""
     rows = []
     for row in summary.rows:
-        share = f"{100 * row.exposed_s / summary.step_s:.1f} %" if summary.step_s else "-"
-        amounts = [str(row.ranks), f"{row.operations:.1f}", f"{row.sent / 1e6:.3f}"]
-        seconds = [f"{row.busy_s:.4f}", f"{row.exposed_s:.4f}", share]
-        achieved = format_rate(row.achieved_bps) if row.achieved_bps else "-"
-        configured = format_rate(row.configured_bps) if row.configured_bps else "memory"
+        share = "-"
+        if summary.step_s:
+            share = f"{100 * row.exposed_s / summary.step_s:.1f} %"
         rows.append(
-            [row.kind, f"{row.where}, {row.fabric}", *amounts, *seconds, achieved, configured]
+            [
+                row.kind,
+                f"{row.where}, {row.fabric}",
+                str(row.ranks),
+                f"{row.operations:.1f}",
+                f"{row.sent / 1e6:.3f}",
+                f"{row.busy_s:.4f}",
+                f"{row.exposed_s:.4f}",
+                share,
+                format_rate(row.achieved_bps) if row.achieved_bps else "-",
+                format_rate(row.configured_bps) if row.configured_bps else "memory",
+            ]
         )
     return rows
 
 
 def _pair_cells(summary: Summary) -> list[list[str]]:
-    """One row for each way from a cluster to another."""
-    return [
-        [
-            row.source,
-            row.target,
-            f"{row.sent / 1e6:.3f}",
-            f"{row.exposed_s:.4f}",
-            format_rate(row.achieved_bps) if row.achieved_bps else "-",
-            format_rate(row.configured_bps) if 0 < row.configured_bps < 1e18 else "NICs",
-            format_seconds(row.round_trip_s) if row.round_trip_s else "-",
-        ]
-        for row in summary.pairs
-    ]
+    """Return the rows of the table PAIRS: one for each direction between two clusters."""
+    rows = []
+    for row in summary.pairs:
+        has_limit = 0 < row.configured_bps < _UNLIMITED_BPS
+        rows.append(
+            [
+                row.source,
+                row.target,
+                f"{row.sent / 1e6:.3f}",
+                f"{row.exposed_s:.4f}",
+                format_rate(row.achieved_bps) if row.achieved_bps else "-",
+                format_rate(row.configured_bps) if has_limit else "NICs",
+                format_seconds(row.round_trip_s) if row.round_trip_s else "-",
+            ]
+        )
+    return rows
 
 
 def _plan_cells(summary: Summary) -> list[list[str]]:
-    """One row for each plan, where it changed while the job ran."""
-    return [
-        [
-            str(row.step),
-            row.name,
-            str(row.steps),
-            "-" if row.predicted_s is None else f"{row.predicted_s:.4f}",
-            f"{row.step_s:.4f}" if row.step_s else "-",
-        ]
-        for row in summary.plans
-    ]
+    """Return the rows of the table PLANS: one for each plan if the plan changed while the job ran."""
+    rows = []
+    for row in summary.plans:
+        rows.append(
+            [
+                str(row.step),
+                row.name,
+                str(row.steps),
+                "-" if row.predicted_s is None else f"{row.predicted_s:.4f}",
+                f"{row.step_s:.4f}" if row.step_s else "-",
+            ]
+        )
+    return rows
 
 
 def _write_model(job: Run, path: str) -> str:
-    """The last model that the job measured, as a profile; what it says."""
-    file = next((rank for rank in job.ranks if rank.model is not None), None)
-    if file is None:
+    """Write the last times that the job measured as a profile, and return a line about it.
+
+    Args:
+        job: The job.
+        path: File for `holmes plan --profile`.
+
+    Raises:
+        HolmesError: the job has measured no times, or the file cannot be written.
+    """
+    with_model = [rank for rank in job.ranks if rank.model is not None]
+    if not with_model:
         raise HolmesError(
             f"holmes report --write-model {path}: the job has measured none; it takes some "
             "steps of a pipeline of DeepSpeed or megatron-core with --holmes-adapt on (the "
-            "default) or tell"
+            "default) or report"
         )
-    save(path, json.dumps(file.model, indent=1) + "\n", "the model")
-    profile = load_profile(path)
-    count = len(profile.stages) - 1
-    nominal = sorted(set(range(count)) - set(file.stage_links))
-    stage_links = (
-        f"; no rank waited for the stage links after stages {some_of(nominal)}: those times are the plan's"
-        if nominal
-        else ""
-    )
-    return f"{path}: stages and stage links as measured{stage_links}; `holmes plan --profile {path}` takes it"
+    rank = with_model[0]
+    save(path, json.dumps(rank.model, indent=1) + "\n", "the model")
+    stage_link_count = len(load_profile(path).stages) - 1
+    not_measured = sorted(set(range(stage_link_count)) - set(rank.stage_links))
+    line = f"{path}: stages and stage links as measured"
+    if not_measured:
+        line += (
+            f"; no rank waited for the stage links after stages {some_of(not_measured)}: those times "
+            "are the plan's"
+        )
+    return f"{line}; `holmes plan --profile {path}` takes it"
 
 
 def _rank_cells(summary: Summary) -> list[list[str]]:
-    """The ranks with the most work of their own first."""
-    ordered = sorted(summary.ranks, key=lambda row: (-row.own_s, row.rank))[:LISTED]
-    return [
-        [
-            str(row.rank),
-            row.node,
-            row.cluster,
-            *(f"{s:.4f}" for s in (row.step_s, row.exposed_s, row.own_s)),
-        ]
-        for row in ordered
-    ]
+    """Return the rows of the table RANKS: the ranks with the longest computation first."""
+    ordered = sorted(summary.ranks, key=lambda row: (-row.own_s, row.rank))
+    rows = []
+    for row in ordered[:LISTED]:
+        seconds = [f"{value:.4f}" for value in (row.step_s, row.exposed_s, row.own_s)]
+        rows.append([str(row.rank), row.node, row.cluster, *seconds])
+    return rows
 
 
 def verdict(summary: Summary) -> str:
-    """What costs most: a network that carries less than it should, or a rank for which the others wait."""
-    slow, link = summary.slowest, summary.slow_link
-    slowest = (
-        f"slowest: rank {slow.rank} on {slow.node} ({slow.cluster}): {slow.own_s:.4f} s of its step "
+    """Return the last line of a report: the slowest rank, and the network that costs most.
+
+    A network that is slower than its configured rate counts more than the rank for which other ranks wait.
+    """
+    rank = summary.slowest
+    line = (
+        f"slowest: rank {rank.rank} on {rank.node} ({rank.cluster}): {rank.own_s:.4f} s of its step "
         f"are its own work"
     )
+    link = summary.slow_link
     if link is not None:
-        carried = f"{format_rate(link.achieved_bps)} of {format_rate(link.configured_bps)}"
         return (
-            f"{slowest}; a slow network costs more: {link.kind} groups {link.where} clusters on "
-            f"{link.fabric} carry {carried}, {link.exposed_s:.4f} s a step are waited for (rank "
-            f"{link.most_exposed} waits longest)"
+            f"{line}; a slow network costs more: {link.kind} groups {link.where} clusters on "
+            f"{link.fabric} carry {format_rate(link.achieved_bps)} of {format_rate(link.configured_bps)}, "
+            f"{link.exposed_s:.4f} s a step are waited for (rank {link.most_exposed} waits longest)"
         )
-    text = f"{slowest}, the others wait for it"
+    line += ", the others wait for it"
     if not summary.rows:
-        return text
+        return line
     worst = summary.rows[0]
     return (
-        f"{text}; most exposed: {worst.kind} groups {worst.where} clusters on {worst.fabric},"
+        f"{line}; most exposed: {worst.kind} groups {worst.where} clusters on {worst.fabric},"
         f" {worst.exposed_s:.4f} s a step (rank {worst.most_exposed} waits longest)"
     )

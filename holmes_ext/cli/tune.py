@@ -1,4 +1,4 @@
-"""`holmes tune -- COMMAND`: a few measured steps of a job, and the plan to start the real run with."""
+"""Command `holmes tune -- COMMAND`: measures a few steps of a job and writes a plan for the real run."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from holmes_ext.cluster.site import Site
@@ -16,44 +17,53 @@ from holmes_ext.plan import partition as stages
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.profile import load_profile
 
-_ABOUT = """Runs the job for a few steps, measures its stages, and leaves the plan to start the real run with.
-COMMAND is the whole command (torchrun ..., deepspeed ..., holmes lab run ...); it runs under holmes, ends by
-itself after the steps that are measured, and needs no flag. On several machines run it on each, with the same
-files. Exit status: 0, 1 when COMMAND failed, 2 on bad input or when nothing was measured."""
+_ABOUT = """Run a job for a few steps, measure its stages, and write the plan for the real run. COMMAND is the
+whole command (torchrun ..., deepspeed ..., holmes lab run ...). It runs under holmes without a flag and ends
+after the measured steps. On several machines, run holmes tune on each with the same files. Exit status: 0 if the
+plan was written, 1 if COMMAND failed, 2 on bad input or if nothing was measured."""
+#: Steps before the measured ones.
+_WARM_UP_STEPS = 2
+_MOST_STEPS = 100_000
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    """Add the parser of the command."""
     parser = subparsers.add_parser(
         "tune",
-        help="measure a job for a few steps, and write the plan to start the real run with",
+        help="measure a job for a few steps and write the plan for the real run",
         description=_ABOUT,
     )
     add = parser.add_argument
     add(
         "--cluster",
         metavar="FILE",
-        help="cluster.toml, unless COMMAND names one or the nodes' NICs tell",
+        help="cluster.toml, unless COMMAND names it or the NICs identify the clusters",
     )
     add(
         "--steps",
         type=int,
         default=5,
         metavar="N",
-        help="steps to measure, after 2 of warm-up (default: 5)",
+        help="measure N steps, after 2 of warm-up (default: 5)",
     )
     add(
         "--profile",
         default="profile.json",
         metavar="FILE",
-        help="what was measured (default: profile.json)",
+        help="write the measured times here (default: profile.json)",
     )
-    add("--output", default="plan.json", metavar="FILE", help="the plan (default: plan.json)")
+    add(
+        "--output",
+        default="plan.json",
+        metavar="FILE",
+        help="write the plan here (default: plan.json)",
+    )
     add(
         "--partition",
         choices=stages.METHODS,
         default="balanced",
-        help="layers of each stage: as the framework splits them, by the Holmes paper's formula, or for the "
-        "least predicted step (default: balanced)",
+        help="split layers as the framework does, by the Holmes paper's formula, or for the shortest "
+        "predicted step (default: balanced)",
     )
     add(
         "--alpha",
@@ -66,13 +76,25 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
         "--overlap",
         choices=("on", "off"),
         default="on",
-        help="the real run reduces gradients under the last backward (default: on)",
+        help="plan for gradients that are reduced under the last backward pass (default: on)",
     )
-    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what starts the job")
+    add(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- COMMAND",
+        help="the command that starts the job",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """0: plan.json is there; 1: COMMAND failed; HolmesError: it measured nothing, or bad input."""
+    """Measure a job and write its plan.
+
+    Returns:
+        The exit status: 0 if the plan was written, 1 if the job failed.
+
+    Raises:
+        HolmesError: the input is bad, or nothing was measured.
+    """
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     if not command:
         raise HolmesError(
@@ -81,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
         )
     if shutil.which(command[0]) is None:
         raise HolmesError(f"holmes tune: {command[0]}: no such command")
-    if not 0 < args.steps < 100_000:
+    if not 0 < args.steps < _MOST_STEPS:
         raise HolmesError(f"holmes tune: --steps {args.steps} is not 1 or more")
     profile = Path(args.profile).absolute()
     profile.unlink(missing_ok=True)
@@ -98,13 +120,22 @@ def run(args: argparse.Namespace) -> int:
     if not profile.exists():
         raise HolmesError(
             f"holmes tune: the command ended without writing {profile}: rank 0 ran on another "
-            f"machine (use the plan there), or it trained fewer than {args.steps + 2} steps, "
+            f"machine (use the plan there), or it trained fewer than {args.steps + _WARM_UP_STEPS} steps, "
             "or it used neither DeepSpeed's pipeline engine nor megatron-core's schedules"
         )
     return make(args, profile)
 
 
 def make(args: argparse.Namespace, path: Path) -> int:
+    """Write the plan for a measured job, print the layers of its stages, and return 0.
+
+    Args:
+        args: Arguments of `holmes tune`.
+        path: File with the measured times.
+
+    Raises:
+        HolmesError: a file cannot be read or written.
+    """
     profile = load_profile(path)
     plan = build_plan(
         Site.from_dict(profile.site),
@@ -115,14 +146,20 @@ def make(args: argparse.Namespace, path: Path) -> int:
         profile=profile,
     )
     plan.save(args.output)
-    now = [len(stage.blocks) for stage in profile.stages]
-    layers, measured = ("+".join(map(str, counts)) for counts in (plan.stage_layers or now, now))
+    measured_layers = [len(stage.blocks) for stage in profile.stages]
+    layers = plan.stage_layers or measured_layers
     print(
-        f"holmes: {args.output}: layers {layers} ({plan.partition}), measured with {measured}; a step took"
-        f" {profile.step_s:.4g} s, predicted are {plan.predicted['step_seconds']:.4g} s"
+        f"holmes: {args.output}: layers {_with_plus(layers)} ({plan.partition}), measured with "
+        f"{_with_plus(measured_layers)}; a step took {profile.step_s:.4g} s, predicted are "
+        f"{plan.predicted['step_seconds']:.4g} s"
     )
     print(
         f"holmes: start the real run with --holmes --holmes-plan {args.output}"
         " (and the --holmes-cluster FILE of this one, if any)"
     )
     return 0
+
+
+def _with_plus(layers: Sequence[int]) -> str:
+    """Return the layers of the stages as text: "5+3"."""
+    return "+".join(map(str, layers))

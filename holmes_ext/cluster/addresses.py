@@ -1,18 +1,18 @@
 """IP addresses of network devices, and the TCP rate that the kernel's settings allow on long links.
 
 Addresses: /sys has none. They come from getifaddrs(3) on a running node, or from the output of
-`ip -j addr` in a /sys tree that was captured on another machine. Both sources give the addresses of each
-network device with the prefix length, such as "10.0.0.1/16". Link-local IPv6 addresses are left out unless
-the device has no other address.
+`ip -j addr` in a /sys tree that was captured on another machine. Both sources give the addresses of
+each network device with the prefix length, such as "10.0.0.1/16". Link-local IPv6 addresses are
+left out unless the device has no other address.
 
 TCP: a stream has at most one window of data in flight per round trip, so (RFC 7323)
 
     rate of a stream <= window / round trip
     window            = min(WMEM_SHARE * maximum of tcp_wmem, RMEM_SHARE * maximum of tcp_rmem)
 
-because a part of each socket buffer holds bookkeeping of the kernel. Both shares were measured on an
-emulated link (1 Gb/s, 80 ms round trip, Linux 6.18): a stream reached 268 Mb/s with a tcp_wmem of 4 MiB and
-135 Mb/s with 2 MiB, and 327 Mb/s with a tcp_rmem of 4 MiB and 164 Mb/s with 2 MiB.
+because a part of each socket buffer holds bookkeeping of the kernel. Both shares were measured on
+an emulated link (1 Gb/s, 80 ms round trip, Linux 6.18): a stream reached 268 Mb/s with a tcp_wmem
+of 4 MiB and 135 Mb/s with 2 MiB, and 327 Mb/s with a tcp_rmem of 4 MiB and 164 Mb/s with 2 MiB.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ class TcpLimits:
     wmem: int  # maximum send buffer of a socket, bytes
     rmem: int  # maximum receive buffer of a socket, bytes
     idle_restart: bool  # the window of a stream shrinks while the stream is idle
-    #: The congestion control is BBR: after a pause, it sends at the rate that it measured before the pause.
+    #: The congestion control is BBR: after a pause, it sends at the rate that it measured before
+    #: the pause.
     paced: bool = False
 
     def stream_bps(self, trip_s: float) -> float:
@@ -348,10 +349,11 @@ class _LocalAddress(NamedTuple):
 def egress_interface(host: str) -> str:
     """Return the network device through which this node reaches a host. No packet is sent.
 
-    If the host is this node itself, the device is the one that has the host's address. A loopback address
-    (such as "localhost", or a host name that /etc/hosts maps to 127.0.1.1) says nothing about the network.
-    Then the device is that of the default route, or else the first one with an address, where devices with
-    link-local addresses come last. "lo" is returned only if the node has nothing but loopback.
+    If the host is this node itself, the device is the one that has the host's address. A loopback
+    address (such as "localhost", or a host name that /etc/hosts maps to 127.0.1.1) says nothing
+    about the network. Then the device is that of the default route, or else the first one with an
+    address, where devices with link-local addresses come last. "lo" is returned only if the node
+    has nothing but loopback.
 
     Args:
         host: Host name or IP address.

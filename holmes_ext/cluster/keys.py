@@ -1,5 +1,6 @@
-"""The keys of cluster.toml with their types, defaults and meanings, in the order in which a file has them.
+"""List of the keys of cluster.toml with their types, defaults and meanings.
 
+The order is that of a typical file.
 docs/cluster_toml.md is generated from this list. spec.py and wan.py read the keys;
 tests/cluster/test_keys.py compares the list with the keys that the two modules read.
 """
@@ -81,7 +82,7 @@ KEYS = (
         "rails",
         "a number",
         "1",
-        "for `holmes lab`: number of fast NICs of a node, which share its rate; on real nodes they are detected",
+        "for `holmes lab`: fast NICs of a node, which share its rate; real nodes' NICs are detected",
     ),
     Key("[[cluster]]", "processes", "a number", "1", "processes of each node, one for each GPU"),
     Key(

@@ -2,13 +2,14 @@
 
 The rules come from NCCL's source, versions 2.18 to 2.30:
 
-    files    src/misc/param.cc: when NCCL first runs in a process, it sets environment variables that are unset
-             from NCCL_CONF_FILE (2.23 and newer) or ~/.nccl.conf, then from /etc/nccl.conf
-    verbs    src/transport/net_ib*: there is no "IB" network with NCCL_IB_DISABLE, without libibverbs, or
-             if no device can be opened. A communicator that requests "IB" by name then fails with
-             ncclInvalidUsage; it does not fall back to sockets
-    plugin   src/net.cc, src/plugin/: the plugin named by NCCL_NET_PLUGIN, or libnccl-net.so, goes before "IB"
-             and "Socket" if a communicator requests no network by name
+    files    src/misc/param.cc: when NCCL first runs in a process, it sets environment variables
+             that are unset from NCCL_CONF_FILE (2.23 and newer) or ~/.nccl.conf, then from
+             /etc/nccl.conf
+    verbs    src/transport/net_ib*: there is no "IB" network with NCCL_IB_DISABLE, without
+             libibverbs, or if no device can be opened. A communicator that requests "IB" by name
+             then fails with ncclInvalidUsage; it does not fall back to sockets
+    plugin   src/net.cc, src/plugin/: the plugin named by NCCL_NET_PLUGIN, or libnccl-net.so, goes
+             before "IB" and "Socket" if a communicator requests no network by name
 """
 
 from __future__ import annotations
@@ -176,8 +177,8 @@ def no_verbs(
 def net_plugin(environ: Mapping[str, str]) -> str:
     """Return the path of the first network plugin that NCCL would find, "" if there is none.
 
-    NCCL_NET_PLUGIN lists names that are tried in order. Each is a path, a library, or a suffix: "aws-ofi"
-    stands for libnccl-net-aws-ofi.so. "none" ends the list.
+    NCCL_NET_PLUGIN lists names that are tried in order. Each is a path, a library, or a suffix:
+    "aws-ofi" stands for libnccl-net-aws-ofi.so. "none" ends the list.
     """
     if "NCCL_NET_PLUGIN" in environ:
         requested = environ["NCCL_NET_PLUGIN"]

@@ -1,11 +1,13 @@
 """Description of a NIC port, which nodes exchange as JSON and which checks its own values.
 
-A node's NICs are a tuple of `Nic`. The kinds differ in the transports that a collective library can use:
+A node's NICs are a tuple of `Nic`. The kinds differ in the transports that a collective library can
+use:
 
     ib        an InfiniBand port (verbs; sockets through its IPoIB net device, when it has one)
     roce      an RDMA port on Ethernet (verbs with a RoCE v2 GID; sockets through its net device)
-    ethernet  a network device for sockets. The network device of a RoCE port is listed a second time
-              with this kind, and its `rdma` names the port ("mlx5_1:1"), so that either use can be chosen
+    ethernet  a network device for sockets. The network device of a RoCE port is listed a second
+              time with this kind, and its `rdma` names the port ("mlx5_1:1"), so that either use
+              can be chosen
 
 Extensions may add other kinds.
 """
@@ -27,9 +29,11 @@ from holmes_ext.errors import HolmesError
 class NicKind:
     """Kind of NIC, such as InfiniBand."""
 
-    #: Latency of one message on the wire and in the network stack, seconds, unless cluster.toml gives it.
+    #: Latency of one message on the wire and in the network stack, seconds, unless cluster.toml
+    #: gives it.
     latency_s: float
-    #: Words in a scheduler's features and labels that mean this kind. Slurm sites often name speeds.
+    #: Words in a scheduler's features and labels that mean this kind. Slurm sites often name
+    #: speeds.
     words: tuple[str, ...]
     layer: str  # link layer of the RDMA ports in /sys; "" without RDMA
     color: str  # in pictures
@@ -182,14 +186,15 @@ class Nic:
     pci: _PciAddress = ""
     #: Kernel driver.
     driver: _Line = ""
-    #: Virtual function: the device of its physical function, or the PCI address of the physical function if
-    #: this network namespace does not have the device.
+    #: Virtual function: the device of its physical function, or the PCI address of the physical
+    #: function if this network namespace does not have the device.
     parent: _Line = ""
     #: Bond or bridge: the network devices below it.
     members: _DeviceNames = ()
     #: Ethernet: the RoCE port that has this network device ("mlx5_1:1").
     rdma: _Line = ""
-    #: Reason why jobs do not use the NIC ("member of bond0", "management (USB/BMC)", ...), "" if they do.
+    #: Reason why jobs do not use the NIC ("member of bond0", "management (USB/BMC)", ...), "" if
+    #: they do.
     skipped: _Line = ""
 
     def __post_init__(self) -> None:
@@ -214,8 +219,13 @@ class Nic:
 
     @property
     def ifname(self) -> str:
-        """Network device to bind sockets to (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), "" without one."""
+        """Network device for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME, "" without one."""
         return self.netdevs[0] if self.netdevs else ""
+
+    @property
+    def address(self) -> str:
+        """First IP address without its prefix length, "" without one."""
+        return self.addresses[0].split("/")[0] if self.addresses else ""
 
     @property
     def up(self) -> bool:
@@ -236,9 +246,9 @@ class Nic:
     def roce_v2_index(self) -> int | None:
         """Index of the best RoCE v2 GID for NCCL_IB_GID_INDEX, None without one.
 
-        The order of preference: an IPv4-mapped GID on the network device `ifname`, an IPv4-mapped GID on
-        another network device (a VLAN), a routable IPv6 address, and last a link-local address, which reaches
-        no further than its own Ethernet segment.
+        The order of preference: an IPv4-mapped GID on the network device `ifname`, an IPv4-mapped
+        GID on another network device (a VLAN), a routable IPv6 address, and last a link-local
+        address, which reaches no further than its own Ethernet segment.
         """
 
         def rank(gid: Gid) -> tuple[bool, int, bool, int]:

@@ -1,19 +1,26 @@
-"""Report in which a node describes itself to the other nodes of a job."""
+"""Report in which a node describes itself to the other nodes of a job, and remarks about reports."""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from holmes_ext.cluster.addresses import egress_interface, interface_addresses
+from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.nccl import NcclOfNode, nccl_of_node
 from holmes_ext.cluster.nic import Nic
 from holmes_ext.cluster.sysfs.node import read_nics
 from holmes_ext.document import Table
+from holmes_ext.words import some_of
+
+if TYPE_CHECKING:
+    from holmes_ext.cluster.fabric import Fabric
+    from holmes_ext.cluster.site import Port, Site
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,8 @@ def report_node(environ: Mapping[str, str], master_addr: str) -> NodeReport:
     """Return the report of this node.
 
     Args:
-        environ: Environment of the job. HOLMES_SYSFS names a tree to read NICs from instead of /sys.
+        environ: Environment of the job. HOLMES_SYSFS names a tree to read NICs from instead of
+            /sys.
         master_addr: Host name or IP address of the job's master.
 
     Raises:
@@ -109,3 +117,46 @@ def report_node(environ: Mapping[str, str], master_addr: str) -> NodeReport:
         nics=nics,
         nccl=nccl_of_node(environ, nics),
     )
+
+
+def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
+    """Return one sentence for each way in which NCCL does not use the site's NICs as expected.
+
+    Args:
+        site: Site that was resolved from the reports.
+        reports: Reports in the order of the site's nodes.
+    """
+    nodes_of_remark: dict[str, list[str]] = defaultdict(list)
+    for node, report in zip(site.nodes, reports):
+        for port in node.ports:
+            for remark in _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report):
+                nodes_of_remark[remark].append(node.name)
+    sentences = []
+    for remark, names in nodes_of_remark.items():
+        subject = "nodes" if len(names) > 1 else "node"
+        sentences.append(f"{subject} {some_of(names)}: {remark}")
+    return sentences
+
+
+def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> list[str]:
+    """Return one sentence for each way in which NCCL does not use a node's port as expected."""
+    remarks = []
+    roce_nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
+    if port.no_verbs:
+        remarks.append(
+            f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}; "
+            "its groups there go over sockets"
+        )
+    elif len({nic.roce_v2_index for nic in roce_nics}) > 1:
+        indices = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce_nics)
+        remarks.append(
+            f"the RoCE v2 GIDs of its ports stand at different indices ({indices}): "
+            "NCCL finds them by itself from 2.21 on"
+        )
+    if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
+        remarks.append(
+            f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '
+            'to use the plugin, say net = "NAME" in cluster.toml '
+            '(NCCL_DEBUG=INFO tells: Using network NAME), or "auto"'
+        )
+    return remarks

@@ -1,26 +1,27 @@
 """Combines cluster.toml and the reports of the nodes into one `Site`.
 
-With cluster.toml, a node's cluster names the fabric and the kind of NIC, and the report must agree. Without
-cluster.toml, the fabrics follow from the NICs:
+With cluster.toml, a node's cluster names the fabric and the kind of NIC, and the report must agree.
+Without cluster.toml, the fabrics follow from the NICs:
 
-    InfiniBand   ports with the same subnet prefix are on one fabric. The default prefix says nothing: if several
-                 nodes have it, HolmesError requests a cluster.toml
-    RoCE         ports in the same IP subnet are on one fabric. If several nodes have a subnet of their own, as
-                 with routed RoCE, HolmesError requests a cluster.toml
+    InfiniBand   ports with the same subnet prefix are on one fabric. The default prefix says
+                 nothing: if several nodes have it, HolmesError requests a cluster.toml
+    RoCE         ports in the same IP subnet are on one fabric. If several nodes have a subnet of
+                 their own, as with routed RoCE, HolmesError requests a cluster.toml
     Ethernet     one network reaches all nodes, over each node's interface towards the master
 
-A fabric is named after its kind, and after its first node too if there are several of the kind. With
-rail-optimized networks, NIC i of every node is in subnet i: such subnets have the same nodes and count as one
-fabric.
+A fabric is named after its kind, and after its first node too if there are several of the kind.
+With rail-optimized networks, NIC i of every node is in subnet i: such subnets have the same nodes
+and count as one fabric.
 
-NCCL reads once per process which HCAs it may use, and then uses any of them for any group. So the RDMA groups of a
-node use one fabric; on its other fabrics the node has a reason in Port.no_verbs and uses sockets.
+NCCL reads once per process which HCAs it may use, and then uses any of them for any group. So the
+RDMA groups of a node use one fabric; on its other fabrics the node has a reason in Port.no_verbs
+and uses sockets.
 """
 
 from __future__ import annotations
 
 import ipaddress
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -35,9 +36,11 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
-#: Ethernet rate in bits/s of a node whose NICs state no speed (virtual machines). Only predictions use it.
+#: Ethernet rate in bits/s of a node whose NICs state no speed (virtual machines). Only predictions
+#: use it.
 UNKNOWN_ETHERNET_BPS = 10 * 10**9
-#: The NICs must state this share of the declared rate. Nominal rates are rounded (56 Gb/s for 54.5).
+#: The NICs must state this share of the declared rate. Nominal rates are rounded (56 Gb/s for
+#: 54.5).
 ENOUGH = 0.95
 #: Items that an error message lists.
 _MOST_NAMED = 4
@@ -84,7 +87,8 @@ def resolve_site(
     Args:
         reports: Reports of all nodes.
         spec: Content of cluster.toml, which may describe more nodes; None without one.
-        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses Ethernet.
+        fallback: Accept a node whose fast NICs are down: its port is marked and the node uses
+            Ethernet.
         counted: Require that each node has started as many processes as cluster.toml says.
 
     Raises:
@@ -157,49 +161,6 @@ def rate_of_one_nic(site: Site, report: NodeReport) -> list[str]:
                 f"that of one of them"
             )
     return sentences
-
-
-def nccl_remarks(site: Site, reports: Iterable[NodeReport]) -> list[str]:
-    """Return one sentence for each way in which NCCL does not use the site's NICs as expected.
-
-    Args:
-        site: Site that was resolved from the reports.
-        reports: Reports in the order of the site's nodes.
-    """
-    nodes_of_remark: dict[str, list[str]] = defaultdict(list)
-    for node, report in zip(site.nodes, reports):
-        for port in node.ports:
-            for remark in _nccl_remarks_of_port(port, site.fabric_by_name[port.fabric], report):
-                nodes_of_remark[remark].append(node.name)
-    sentences = []
-    for remark, names in nodes_of_remark.items():
-        subject = "nodes" if len(names) > 1 else "node"
-        sentences.append(f"{subject} {some_of(names)}: {remark}")
-    return sentences
-
-
-def _nccl_remarks_of_port(port: Port, fabric: Fabric, report: NodeReport) -> list[str]:
-    """Return one sentence for each way in which NCCL does not use a node's port as expected."""
-    remarks = []
-    roce_nics = [nic for nic in report.nics if nic.name in port.hcas and nic.kind == "roce"]
-    if port.no_verbs:
-        remarks.append(
-            f"NCCL cannot use {some_of(port.hcas)} for fabric {port.fabric!r}: {port.no_verbs}; "
-            "its groups there go over sockets"
-        )
-    elif len({nic.roce_v2_index for nic in roce_nics}) > 1:
-        indices = ", ".join(f"{nic.name} {nic.roce_v2_index}" for nic in roce_nics)
-        remarks.append(
-            f"the RoCE v2 GIDs of its ports stand at different indices ({indices}): "
-            "NCCL finds them by itself from 2.21 on"
-        )
-    if report.nccl.plugin and fabric.name != ETHERNET and not fabric.net:
-        remarks.append(
-            f'NCCL would load {report.nccl.plugin}, but "IB" is asked for on fabric {fabric.name!r}; '
-            'to use the plugin, say net = "NAME" in cluster.toml '
-            '(NCCL_DEBUG=INFO tells: Using network NAME), or "auto"'
-        )
-    return remarks
 
 
 def apart_by_subnet(site: Site) -> list[str]:
@@ -291,7 +252,7 @@ def _ethernet_port(
     return Port(
         ETHERNET,
         interface=name,
-        address=_address(nic) if nic is not None else "",
+        address=nic.address if nic is not None else "",
         rate_bps=rate_bps or stated_bps or UNKNOWN_ETHERNET_BPS,
     )
 
@@ -316,11 +277,6 @@ def _interface_problem(report: NodeReport, interface: str, nic: Nic | None) -> s
     return ""
 
 
-def _address(nic: Nic) -> str:
-    """Return the first IP address of a NIC without its prefix length, "" if it has none."""
-    return nic.addresses[0].split("/")[0] if nic.addresses else ""
-
-
 def _fast_port(
     report: NodeReport, cluster: ClusterSpec, override: NodeOverride, spec: SiteSpec, fallback: bool
 ) -> Port:
@@ -334,8 +290,8 @@ def _fast_port(
         fallback: Mark the port if NICs are down, instead of raising an error.
 
     Raises:
-        HolmesError: the node has no NIC of the cluster's kind that is up, or a NIC that `include` names
-            is down.
+        HolmesError: the node has no NIC of the cluster's kind that is up, or a NIC that `include`
+            names is down.
     """
     include = override.include or cluster.include
     exclude = override.exclude or cluster.exclude
@@ -355,7 +311,7 @@ def _fast_port(
             f"{cluster.kind} NIC that is up ({states or f'its NICs: {listed}'}); fix it, or set "
             "the cluster's kind or include to what it has"
         )
-    port = _port(cluster.fabric, nics_up or nics, cluster.rate_bps)
+    port = Port.of_nics(cluster.fabric, nics_up or nics, cluster.rate_bps)
     if not cluster.net:  # verbs do not matter to an NCCL plugin
         port = replace(port, no_verbs=report.nccl.no_verbs)
     if not nics_down:
@@ -369,29 +325,6 @@ def _fast_port(
         f"{spec.source}: NIC {nic.name} of node {report.name!r} is named by include "
         f"and is {nic.state_text}"
     )
-
-
-def _port(fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
-    """Return the port that all NICs of a node on one fabric form.
-
-    Sockets bind to the first NIC that has an address. RDMA uses all NICs.
-
-    Args:
-        fabric: Name of the fabric.
-        nics: NICs of the same kind, at least one.
-        rate_bps: Rate of all NICs together, in bits/s.
-    """
-    gid_index = None
-    if nics[0].kind == "roce":
-        indices = {nic.roce_v2_index for nic in nics}
-        if len(indices) == 1:
-            (gid_index,) = indices
-    hcas = tuple(nic.name for nic in nics if nic.fast)
-    port = Port(fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps)
-    for nic in nics:
-        if nic.ifname and nic.addresses:
-            return replace(port, interface=nic.ifname, address=_address(nic))
-    return port
 
 
 def _one_rdma_fabric(ports: Sequence[Port], nodes_on: Mapping[str, int]) -> list[Port]:
@@ -470,8 +403,8 @@ def _subnet_of(report: NodeReport, nic: Nic) -> _Subnet:
 def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
     """Raise HolmesError if several nodes have InfiniBand ports with the default subnet prefix.
 
-    Then nothing shows whether the nodes are on one fabric, unless two ports have the same LID: a subnet
-    manager gives each LID once, so these are on different fabrics.
+    Then nothing shows whether the nodes are on one fabric, unless two ports have the same LID: a
+    subnet manager gives each LID once, so these are on different fabrics.
 
     Args:
         nics_of_nodes: Node -> its ports with the default prefix.
@@ -486,7 +419,10 @@ def _check_default_prefix(nics_of_nodes: _NicsOfNodes) -> None:
                 continue
             first = node_of_lid.setdefault(nic.lid, name)
             if first != name:
-                evidence = f"; nodes {first!r} and {name!r} both have LID {nic.lid}, so there are at least two"
+                evidence = (
+                    f"; nodes {first!r} and {name!r} both have LID {nic.lid}, "
+                    "so there are at least two"
+                )
     raise HolmesError(
         f"the InfiniBand ports of {len(nics_of_nodes)} nodes ({some_of(nics_of_nodes, _MOST_NAMED)}) all "
         f"have the default subnet prefix {DEFAULT_SUBNET_PREFIX}, which does not tell one fabric from "
@@ -550,5 +486,5 @@ def _merge_rails(by_subnet: Mapping[_Subnet, _NicsOfNodes]) -> _FastFabrics:
         rates = {node: sum(nic.rate_bps for nic in nics) for node, nics in nics_on_fabric.items()}
         result.fabrics.append(Fabric(name, kind, min(rates.values()), KINDS[kind].latency_s))
         for node, nics in nics_on_fabric.items():
-            result.ports.setdefault(node, []).append(_port(name, nics, rates[node]))
+            result.ports.setdefault(node, []).append(Port.of_nics(name, nics, rates[node]))
     return result

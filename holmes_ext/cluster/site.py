@@ -1,6 +1,7 @@
 """The nodes of a job, the fabrics that each node is attached to, and the network between clusters.
 
-A `Site` comes from cluster.toml alone (then it has no NIC names yet), or from the reports of running nodes.
+A `Site` comes from cluster.toml alone (then it has no NIC names yet), or from the reports of
+running nodes.
 
     site.clusters:   a ------- fabric "a" (ib)        b ------- fabric "b" (roce)
     site.nodes:      a0 a1                            b0 b1
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 
 if TYPE_CHECKING:
+    from holmes_ext.cluster.nic import Nic
     from holmes_ext.cluster.spec import SiteSpec
 
 #: `Site.source` if there is no cluster.toml.
@@ -49,6 +51,29 @@ class Port:
         if self.interface and hcas:
             return f"{self.interface} ({hcas})"
         return self.interface or hcas or "its NIC"
+
+    @classmethod
+    def of_nics(cls, fabric: str, nics: Sequence[Nic], rate_bps: int) -> Port:
+        """Return the port that all NICs of a node on one fabric form.
+
+        Sockets bind to the first NIC that has an address. RDMA uses all NICs.
+
+        Args:
+            fabric: Name of the fabric.
+            nics: NICs of the same kind, at least one.
+            rate_bps: Rate of all NICs together, in bits/s.
+        """
+        gid_index = None
+        if nics[0].kind == "roce":
+            indices = {nic.roce_v2_index for nic in nics}
+            if len(indices) == 1:
+                (gid_index,) = indices
+        hcas = tuple(nic.name for nic in nics if nic.fast)
+        port = cls(fabric, hcas=hcas, gid_index=gid_index, rate_bps=rate_bps)
+        for nic in nics:
+            if nic.ifname and nic.addresses:
+                return replace(port, interface=nic.ifname, address=nic.address)
+        return port
 
 
 @dataclass(frozen=True)
@@ -128,7 +153,7 @@ class Site:
         return len(self.nodes) * self.processes
 
     def shared_fabric(self, names: Iterable[str]) -> Fabric:
-        """Return the fastest fabric that several nodes have in common: Ethernet if there is no other.
+        """Return the fastest fabric of several nodes: Ethernet if they share no other.
 
         Args:
             names: Names of the nodes.
@@ -143,7 +168,8 @@ class Site:
     def path(self, source: str, target: str) -> tuple[Hop, ...]:
         """Return the hops that traffic between two nodes passes on their fastest shared fabric.
 
-        The latencies of the hops add up to the latency of the path. The path from a node to itself is empty.
+        The latencies of the hops add up to the latency of the path. The path from a node to itself
+        is empty.
 
         Args:
             source: Name of the sending node.
@@ -157,7 +183,8 @@ class Site:
             source_cluster = self.node_by_name[source].cluster
             target_cluster = self.node_by_name[target].cluster
             between_clusters = self.wan.hops(source_cluster, target_cluster)
-        # The latency of a link between clusters is that from node to node, so it includes the fabric's.
+        # The latency of a link between clusters is that from node to node, so it includes the
+        # fabric's.
         includes_fabric = any(hop.latency_s for hop in between_clusters)
         return (
             Hop(
@@ -220,7 +247,8 @@ class Site:
 def fabrics_of_spec(spec: SiteSpec) -> tuple[Fabric, ...]:
     """Return Ethernet and the fabric of every cluster in a cluster.toml.
 
-    A fabric that several clusters share gets the lowest of their rates and the longest of their latencies.
+    A fabric that several clusters share gets the lowest of their rates and the longest of their
+    latencies.
     """
     ethernet = Fabric(ETHERNET, "ethernet", spec.ethernet_rate_bps, spec.ethernet_latency_s)
     fabrics = {ETHERNET: ethernet}

@@ -18,13 +18,14 @@ The GPUs of a cluster are a known model, or three numbers that replace the known
 
     [[cluster]]
     gpu = "A100"                   # sets the numbers below; "NVIDIA A100-SXM4-40GB" does, too
-    gpu_flops = 150e12             # FLOP/s that training reaches on one GPU, not the peak of the data sheet
+    gpu_flops = 150e12             # FLOP/s that training reaches, not the data sheet's peak
     gpu_memory_bytes = 80e9
     nvlink = "2400Gb/s"            # of one GPU, each way, to the others of its node
 
-Memory and NVLink of known models come from data sheets. The FLOP/s are an assumption: 150 TFLOP/s on Ampere
-(48 % of the peak of 312; Narayanan et al. 2021, arXiv 2104.04473, table 1, measured 140 to 163) and 400 TFLOP/s
-on Hopper (40 % of the peak of 989). Measured values give better predictions.
+Memory and NVLink of known models come from data sheets. The FLOP/s are an assumption: 150 TFLOP/s
+on Ampere (48 % of the peak of 312; Narayanan et al. 2021, arXiv 2104.04473, table 1, measured 140
+to 163) and 400 TFLOP/s on Hopper (40 % of the peak of 989). Measured values give better
+predictions.
 """
 
 from __future__ import annotations
@@ -166,7 +167,8 @@ class SiteSpec:
     def digest(self) -> str:
         """SHA-256 (hex) of the content that jobs must agree on.
 
-        Comments, the name, measured values and values that only predictions or the lab use do not count.
+        Comments, the name, measured values and values that only predictions or the lab use do not
+        count.
         """
         content: list[object] = [
             self.ethernet_rate_bps,
@@ -192,7 +194,8 @@ class SiteSpec:
     def only(self, nodes: Collection[str]) -> SiteSpec:
         """Return the part of this description that concerns some of the nodes.
 
-        A file may describe more nodes than a job uses. Clusters without any of the nodes are left out.
+        A file may describe more nodes than a job uses. Clusters without any of the nodes are left
+        out.
 
         Args:
             nodes: Names of the nodes, as the file has them.
@@ -313,14 +316,17 @@ def parse_spec(text: str, source: str = "cluster.toml") -> SiteSpec:
 
 
 def _nodes(table: Table, cluster: str) -> tuple[str, ...]:
-    """Return the hosts of a cluster. An entry of key `nodes` is a host name or a list such as "gpu[00-15]".
+    """Return the hosts of a cluster from its key `nodes`.
+
+    An item of the key is a host name or a host list such as "gpu[00-15]".
 
     Args:
         table: The cluster's table.
         cluster: Name of the cluster, for the error message.
 
     Raises:
-        HolmesError: an entry is not a host list, or has a name that no host can have, or there is no host.
+        HolmesError: an entry is not a host list, or has a name that no host can have, or there is
+            no host.
     """
     key = table.at("nodes")
     names: list[str] = []
@@ -436,7 +442,8 @@ def _check_clusters(clusters: list[ClusterSpec], source: str) -> dict[str, str]:
     """Return the cluster of every node, by the node's name.
 
     Raises:
-        HolmesError: a cluster or node is given twice, or clusters that share a fabric contradict each other.
+        HolmesError: a cluster or node is given twice, or clusters that share a fabric contradict
+            each other.
     """
     cluster_of_node: dict[str, str] = {}
     first_on_fabric: dict[str, ClusterSpec] = {}

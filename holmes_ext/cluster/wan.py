@@ -1,49 +1,49 @@
-"""The network between clusters: uplinks, links with a rate and a latency, and their measured values.
+"""Network between clusters: uplinks, links with rate and latency, and measured values.
 
 Part of a cluster.toml that describes it:
 
-    uplink = "100Gb/s"         # in a [[cluster]]: rate of all its nodes together to other clusters, each way
+    uplink = "100Gb/s"         # in a [[cluster]]: all its nodes to other clusters, each way
 
     [[between]]                # a link; either every pair of clusters has one, or none has
     clusters = ["a", "b"]
     rate = "10Gb/s"            # shared by all traffic between the two, each way; default: no limit
     latency = "20ms"           # one way, from node to node; default: [ethernet]'s
 
-Without uplinks and links, the network is flat: only the nodes' NICs limit it. Traffic passes in order
+Without uplinks and links, the network is flat: only the nodes' NICs limit it. Traffic passes in
+order
 
     a0 --NIC--> (uplink of a) --> (link from a to b: rate, latency) --> (uplink of b) --NIC--> b0
 
-`holmes probe` writes the measured values into the same file and leaves the rest of the file as it is:
+`holmes probe` writes the measured values into the same file and leaves the rest of the file as it
+is:
 
     [link.ethernet]                             # a fabric
     send = [[1024, 0.00021], [65536, 0.0024]]   # [bytes of a message, seconds from node to node]
     ring = [[8192, 0.0004], [524288, 0.0171]]   # [bytes that a rank passes on, seconds] of one
                                                 # step of a ring all-reduce
 
-    [[measured]]               # a pair of clusters; predictions use it instead of the pair's [[between]]
+    [[measured]]               # a pair of clusters; predictions prefer it to [[between]]
     clusters = ["a", "b"]
     rate = "9.4Gb/s"           # of several nodes at once, each way
     stream = "1.2Gb/s"         # of one TCP stream; optional
     latency = "20.3ms"         # half a round trip, from node to node
 
-`send` and `ring` are optional. Each has at least two sizes, and both numbers grow. Without them, the time of a
-message is calculated from rate and latency (plan/cost/links.py).
+`send` and `ring` are optional. Each has at least two sizes, and both numbers grow. Without them,
+the time of a message is calculated from rate and latency (plan/cost/links.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from holmes_ext.document import Table, parse_toml, quoted, read_text, write_whole
+from holmes_ext.document import Table
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
-from holmes_ext.words import did_you_mean, some_of, why
+from holmes_ext.words import did_you_mean, some_of
 
 #: Longest latency that is accepted, seconds one way. A geostationary satellite takes 0.3.
 LONGEST_LATENCY_S = 10.0
@@ -54,8 +54,9 @@ _PAIR = 2
 class Hop(NamedTuple):
     """Part of a path that limits traffic in one direction, such as a NIC or an uplink."""
 
-    #: Identity of the hop, equal for all traffic that shares it: ("out" | "in", node, fabric) is a NIC,
-    #: ("uplink" | "downlink", cluster) an uplink, ("between", from, to) a link between clusters.
+    #: Identity of the hop, equal for all traffic that shares it: ("out" | "in", node, fabric) is a
+    #: NIC, ("uplink" | "downlink", cluster) an uplink, ("between", from, to) a link between
+    #: clusters.
     key: tuple[str, ...]
     rate_bps: float  # bits/s that all traffic on the hop shares
     latency_s: float = 0.0  # seconds that the hop adds to the latency of the path
@@ -112,7 +113,7 @@ class Wan:
         return links
 
     def hops(self, source: str, target: str) -> tuple[Hop, ...]:
-        """Return the hops between the NICs of two clusters, in the order in which traffic passes them.
+        """Return the hops between the NICs of two clusters, in the order of the traffic.
 
         There are none inside a cluster and on a flat network.
 
@@ -153,7 +154,8 @@ class Wan:
         """Return this network with measured links.
 
         Args:
-            pairs: The measured links. Each replaces the link between the same clusters, if there is one.
+            pairs: The measured links. Each replaces the link between the same clusters, if there is
+                one.
         """
         if not pairs:
             return self
@@ -193,7 +195,8 @@ def parse_wan(top: Table, uplinks: Mapping[str, int], ethernet_latency_s: float)
         ethernet_latency_s: Latency of a link whose table has none.
 
     Raises:
-        HolmesError: a [[between]] is wrong, or some pairs of clusters have one and others have none.
+        HolmesError: a [[between]] is wrong, or some pairs of clusters have one and others have
+            none.
     """
     links: dict[frozenset[str], Between] = {}
     for table in top.tables("between"):
@@ -293,11 +296,6 @@ def _names(pair: Sequence[str]) -> str:
 
 #: Measured (bytes, seconds), growing.
 Points = tuple[tuple[float, float], ...]
-#: TOML header of a table or of an item of a list of tables.
-_HEADER = re.compile(r"\s*\[\[?\s*([^\[\]]+?)\s*\]\]?\s*(#.*)?")
-#: Top-level keys of the tables that `holmes probe` writes.
-_MEASURED_KEYS = ("link", "measured")
-NOTE = "# measured by `holmes probe`; it replaces these tables, and only these"
 #: Upper limit of measured sizes and times, which only keeps nonsense out.
 _LARGEST_NUMBER = 1e18
 
@@ -307,7 +305,8 @@ class MeasuredLink:
     """Measured times of one fabric."""
 
     send: Points = ()  # (bytes of a message, seconds from node to node), () if not measured
-    ring: Points = ()  # (bytes that a rank passes on, seconds) of a step of a ring, () if not measured
+    #: (bytes that a rank passes on, seconds) of a step of a ring all-reduce, () if not measured.
+    ring: Points = ()
 
 
 @dataclass(frozen=True)
@@ -394,104 +393,3 @@ def _is_measurement(value: Any) -> bool:
     """Return whether a value is a positive number that may be a size or a time."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and 0 < value < _LARGEST_NUMBER
-
-
-def measured_tables(links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()) -> str:
-    """Return measured values as tables of a cluster.toml.
-
-    Args:
-        links: Fabric name -> measured times.
-        pairs: Measured links between clusters.
-    """
-    lines = [NOTE]
-    for name, link in links.items():
-        is_bare_key = re.fullmatch("[A-Za-z0-9_-]+", name) is not None
-        lines.append(f"[link.{name if is_bare_key else quoted(name)}]")
-        if link.send:
-            lines.append(f"send = [{_list_of_points(link.send)}]")
-        if link.ring:
-            lines.append(f"ring = [{_list_of_points(link.ring)}]")
-    for pair in pairs:
-        first, second = pair.clusters
-        lines.append("[[measured]]")
-        lines.append(f'clusters = ["{first}", "{second}"]')
-        lines.append(f'rate = "{pair.rate_bps / 1e6:.6g}Mb/s"')
-        if pair.stream_bps:
-            lines.append(f'stream = "{pair.stream_bps / 1e6:.6g}Mb/s"')
-        lines.append(f'latency = "{pair.latency_s * 1e3:.4g}ms"')
-    return "\n".join(lines) + "\n"
-
-
-def _list_of_points(points: Points) -> str:
-    return ", ".join(f"[{size_bytes:.0f}, {seconds:.4g}]" for size_bytes, seconds in points)
-
-
-def with_measured_values(
-    text: str, links: Mapping[str, MeasuredLink], source: str, pairs: Sequence[MeasuredPair] = ()
-) -> str:
-    """Return a cluster.toml with new measured values in place of the old ones.
-
-    Everything outside the [link] and [[measured]] tables stays byte for byte.
-
-    Args:
-        text: Content of the file.
-        links: Fabric name -> measured times.
-        source: Name of the file, for the error message.
-        pairs: Measured links between clusters.
-
-    Raises:
-        HolmesError: the old tables are written in a way that cannot be replaced safely.
-    """
-    merged = _without_measured_tables(text).rstrip("\r\n") + "\n\n" + measured_tables(links, pairs)
-    before = parse_toml(text, source).values
-    try:
-        after = parse_toml(merged, source).values
-    except HolmesError:
-        after = {}
-    # Removing lines may have damaged the file: compare both versions without the measured values.
-    has_measured_values = any(after.get(key) for key in _MEASURED_KEYS)
-    for key in _MEASURED_KEYS:
-        before.pop(key, None)
-        after.pop(key, None)
-    if not has_measured_values or after != before:
-        advice = "put them in tables of their own at the end, or use --dry-run"
-        raise HolmesError(
-            f"{source}: its [link] and [[measured]] tables cannot be replaced safely; {advice}"
-        )
-    return merged
-
-
-def _without_measured_tables(text: str) -> str:
-    """Return a cluster.toml without the lines of its [link] and [[measured]] tables."""
-    kept = []
-    is_measured_table = False
-    for line in text.splitlines(keepends=True):
-        header = _HEADER.fullmatch(line.rstrip("\r\n"))
-        if header:
-            top_level_key = re.split(r"[.\s]", header[1])[0].strip("\"'")
-            is_measured_table = top_level_key in _MEASURED_KEYS
-        if not is_measured_table and line.strip() != NOTE:
-            kept.append(line)
-    return "".join(kept)
-
-
-def write_measured_values(
-    path: str | Path, links: Mapping[str, MeasuredLink], pairs: Sequence[MeasuredPair] = ()
-) -> None:
-    """Write measured values into a cluster.toml, which keeps its permissions.
-
-    Args:
-        path: The cluster.toml.
-        links: Fabric name -> measured times.
-        pairs: Measured links between clusters.
-
-    Raises:
-        HolmesError: the file cannot be read or written, or its tables cannot be replaced safely.
-    """
-    merged = with_measured_values(read_text(path, "name a cluster.toml"), links, str(path), pairs)
-    try:
-        write_whole(path, merged)
-    except OSError as error:
-        raise HolmesError(
-            f"{path}: cannot be written ({why(error)}); use --dry-run to print the tables"
-        ) from None

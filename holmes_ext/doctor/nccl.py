@@ -12,8 +12,8 @@ from packaging.version import Version
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.nccl import SHARED, NcclOfNode, file_settings, network_name, variables_of
-from holmes_ext.cluster.node_report import NodeReport
-from holmes_ext.cluster.resolve import nccl_remarks, resolve_site
+from holmes_ext.cluster.node_report import NodeReport, nccl_remarks
+from holmes_ext.cluster.resolve import resolve_site
 from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.doctor.finding import Finding, note, problem

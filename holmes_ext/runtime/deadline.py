@@ -58,7 +58,7 @@ def told_once(error: HolmesError, topic: str = "") -> HolmesError:
         # Writes this rank only if the key has no value yet; returns the key's value afterwards.
         first_rank = store.compare_set(key, "", own_rank).decode()
         if first_rank == own_rank:
-            # job._one_line replaces sys.stderr, so the original one is used.
+            # job._excepthook_over replaces sys.stderr, so the original one is used.
             print(f"holmes: {error}", file=sys.__stderr__, flush=True)
             store.set(f"{key}/told", "yes")
         store.wait([f"{key}/told"], timedelta(seconds=_WAIT))

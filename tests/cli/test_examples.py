@@ -14,10 +14,7 @@ def test_they_are_copied_once(tmp_path, monkeypatch, capsys):
     compared = filecmp.dircmp(examples(), "examples", ignore=["__pycache__"])
     assert not compared.left_only and not compared.right_only and not compared.diff_files
     assert main(["examples"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "holmes: examples: examples is there already; give another folder\n"
-    )
+    assert capsys.readouterr().err == "holmes: examples: examples exists; give another folder\n"
     assert (
         main(["examples", "elsewhere"]) == 0 and Path("elsewhere", "trainer", "train.py").is_file()
     )

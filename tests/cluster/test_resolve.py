@@ -5,10 +5,9 @@ import pytest
 
 from holmes_ext.cluster.nccl import NcclOfNode
 from holmes_ext.cluster.nic import Gid, Nic
-from holmes_ext.cluster.node_report import NodeReport
+from holmes_ext.cluster.node_report import NodeReport, nccl_remarks
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
-    nccl_remarks,
     part_of,
     rate_of_one_nic,
     resolve_site,

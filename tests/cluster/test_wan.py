@@ -2,9 +2,10 @@
 
 import pytest
 
+from holmes_ext.cluster.measured import with_measured_values
 from holmes_ext.cluster.site import Site, site_from_spec
 from holmes_ext.cluster.spec import parse_spec
-from holmes_ext.cluster.wan import MeasuredPair, with_measured_values
+from holmes_ext.cluster.wan import MeasuredPair
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from tests.clusters import TWO, spec, toml

@@ -1,4 +1,4 @@
-"""The network between the clusters, as `holmes plan` shows it: a row and a column for each cluster."""
+"""Table of the network between the clusters, which `holmes plan` prints."""
 
 from __future__ import annotations
 
@@ -11,33 +11,43 @@ from holmes_ext.units import format_rate, format_seconds
 
 
 def show_wan(site: Site, notes: Sequence[str] = ()) -> None:
-    """Nothing but `notes` where the network is flat."""
+    """Print the rate and latency between every two clusters, and notes.
+
+    The table has a row and a column for each cluster. There is none for a flat network.
+
+    Args:
+        site: The clusters and the network between them.
+        notes: Lines to print below the table.
+    """
     screen = Screen()
     if site.wan:
-        names = site.clusters
-        uplinks = [
-            format_rate(site.wan.uplink_of[name]) if name in site.wan.uplink_of else ""
-            for name in names
-        ]
-        rows = [
-            (
-                source,
-                uplink,
-                *("" if source == target else _cell(site, source, target) for target in names),
-            )
-            for source, uplink in zip(names, uplinks)
-        ]
         columns = [Column("cluster"), Column("uplink", right=True)]
-        columns += [
-            Column(name, right=True, wrap=8, drop=place) for place, name in enumerate(names, 1)
-        ]
-        screen.table(columns, rows, "between clusters, one way: what all traffic shares, latency")
+        for number, name in enumerate(site.clusters, start=1):
+            columns.append(Column(name, right=True, wrap=8, drop=number))
+        screen.table(
+            columns,
+            [_row(site, source) for source in site.clusters],
+            "between clusters, one way: what all traffic shares, latency",
+        )
     for note in notes:
         screen.line(f"note: {note}", "yellow")
 
 
-def _cell(site: Site, source: str, target: str) -> str:
+def _row(site: Site, source: str) -> list[str]:
+    """Return the cells of a cluster: its name, its uplink, and the link to each cluster."""
+    uplink = ""
+    if source in site.wan.uplink_of:
+        uplink = format_rate(site.wan.uplink_of[source])
+    cells = [source, uplink]
+    for target in site.clusters:
+        cells.append("" if target == source else _link(site, source, target))
+    return cells
+
+
+def _link(site: Site, source: str, target: str) -> str:
+    """Return the rate and latency from one cluster to another, such as "10 Gb/s 20 ms"."""
     hops = site.wan.hops(source, target)
-    rate = min((hop.rate_bps for hop in hops), default=float("inf"))
-    seconds = sum(hop.latency_s for hop in hops) or site.fabric_by_name[ETHERNET].latency_s
-    return f"{format_rate(rate) if rate < float('inf') else 'flat'} {format_seconds(seconds)}"
+    rate_bps = min((hop.rate_bps for hop in hops), default=float("inf"))
+    latency_s = sum(hop.latency_s for hop in hops) or site.fabric_by_name[ETHERNET].latency_s
+    rate = "flat" if rate_bps == float("inf") else format_rate(rate_bps)
+    return f"{rate} {format_seconds(latency_s)}"

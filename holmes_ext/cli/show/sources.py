@@ -1,12 +1,12 @@
-"""`holmes discover --from ...`: clusters that Slurm, Kubernetes or a hostfile know, as a cluster.toml."""
+"""Command `holmes discover --from ...`: makes a cluster.toml from Slurm, Kubernetes or a hostfile."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 from holmes_ext.cluster.nic import KINDS
 from holmes_ext.cluster.sources import slurm, write
@@ -28,132 +28,172 @@ from holmes_ext.units import parse_rate
 from holmes_ext.words import did_you_mean, grouped, named_values, some_of
 
 T = TypeVar("T")
-#: Source -> how it is called in what is said, and whether it is read from a file.
+
+
+class _Source(NamedTuple):
+    """Program or file that lists nodes."""
+
+    name: str  # in messages
+    needs_file: bool
+
+
+#: Value of --from -> source.
 SOURCES = {
-    "slurm": ("Slurm", False),
-    "kubernetes": ("Kubernetes", True),
-    "hostfile": ("the hostfile", True),
+    "slurm": _Source("Slurm", needs_file=False),
+    "kubernetes": _Source("Kubernetes", needs_file=True),
+    "hostfile": _Source("the hostfile", needs_file=True),
 }
+#: Name in --rate of the network that reaches every node.
 _ETHERNET = "ethernet"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "clusters that another program knows, as a cluster.toml"
-    add = parser.add_argument_group(what).add_argument
+    """Add the arguments that make a cluster.toml to the parser of `holmes discover`."""
+    title = "make a cluster.toml from the nodes that another program lists"
+    add = parser.add_argument_group(title).add_argument
     add(
         "--from",
         dest="source",
         nargs="+",
         metavar=("slurm|kubernetes|hostfile", "FILE"),
-        help="slurm: what scontrol and sinfo say; kubernetes FILE: of kubectl get nodes -o json; hostfile "
-        "FILE: of mpirun or deepspeed; FILE - is standard input",
+        help="read nodes from Slurm (scontrol); from a FILE with the output of kubectl get nodes -o json; or "
+        "from a hostfile of mpirun or deepspeed; FILE - is standard input",
     )
     add(
         "--output",
         metavar="FILE",
-        help="write it here; an existing file keeps all it has, new nodes and clusters are added",
+        help="write cluster.toml here; an existing file keeps its text, new nodes and clusters are added",
     )
     add(
         "--rate",
         action="append",
         default=[],
         metavar="NAME=RATE",
-        help="of a node of cluster NAME, all its fast NICs together, each way: a=400Gb/s; of all nodes on "
-        "the common network: ethernet=25Gb/s",
+        help="rate of all fast NICs of a node of cluster NAME together, each way: a=400Gb/s; rate of a node "
+        "on the network that reaches every node: ethernet=25Gb/s",
     )
     add(
         "--kind",
         action="append",
         default=[],
         metavar="NAME=KIND",
-        help=f"kind of cluster NAME's fast NICs, where it cannot be detected: {', '.join(KINDS)}",
+        help=f"kind of cluster NAME's fast NICs, if it cannot be detected: {', '.join(KINDS)}",
     )
     add(
         "--partition",
         action="append",
         default=[],
         metavar="P",
-        help="slurm: only nodes of this partition; repeatable",
+        help="use only nodes of this Slurm partition; repeatable",
     )
-    add("--topology", metavar="FILE", help="slurm: topology.conf or topology.yaml")
+    add(
+        "--topology",
+        metavar="FILE",
+        help="read Slurm's topology from topology.conf or topology.yaml",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the file, or write it and say what is new. HolmesError on bad input."""
-    source, nodes = args.source[0], _nodes(args)
-    source_name = SOURCES[source][0]
+    """Print a cluster.toml, or write it and print what is new. Return 0.
+
+    If values are missing and standard input is a terminal, the user is asked for them.
+
+    Raises:
+        HolmesError: the source cannot be read, or an argument is wrong or missing.
+    """
+    nodes = _nodes(args)
+    source_name = SOURCES[args.source[0]].name
     try:
         clusters = clusters_of(nodes)
     except HolmesError as error:
         raise HolmesError(f"{source_name}: {error}") from None
-    existing = load_spec(args.output) if args.output and os.path.exists(args.output) else None
-    more, new = write.split(existing, clusters) if existing else ({}, clusters)
-    rates = named_values(args.rate, (), "--rate")
-    bps = {name: parse_rate(text, f"--rate {name}") for name, text in rates.items()}
-    ethernet, kinds = bps.pop(_ETHERNET, 0), named_values(args.kind, (), "--kind")
-    kept = _kept(existing, kinds, bps, ethernet) if existing else []
-    new, missing = completed(new, kinds, bps)
-    needs_ethernet_rate = not existing and not ethernet
+    existing = None
+    additions = write.Additions(nodes={}, clusters=clusters)
+    if args.output and os.path.exists(args.output):
+        existing = load_spec(args.output)
+        additions = write.split(existing, clusters)
+
+    kinds = named_values(args.kind, (), "--kind")
+    rates = {
+        name: parse_rate(text, f"--rate {name}")
+        for name, text in named_values(args.rate, (), "--rate").items()
+    }
+    ethernet_bps = rates.pop(_ETHERNET, 0)
+    kept = _kept_values(existing, kinds, rates, ethernet_bps) if existing else []
+    new_clusters, missing = completed(additions.clusters, kinds, rates)
+    needs_ethernet_rate = not existing and not ethernet_bps
     if missing or needs_ethernet_rate:
         if not sys.stdin.isatty():
             raise _missing_values(missing, needs_ethernet_rate, source_name)
-        new = _ask_for_clusters(new)
+        new_clusters = _ask_for_clusters(new_clusters)
         if needs_ethernet_rate:
             question = "rate of one node on the network that reaches every node (25Gb/s)"
-            ethernet = _ask(question, _rate)
+            ethernet_bps = _ask(question, _rate)
+    additions = additions._replace(clusters=new_clusters)
+
     if existing:
-        text = write.merged(read_text(args.output, "name a cluster.toml"), args.output, more, new)
+        text = read_text(args.output, "name a cluster.toml")
+        text = write.merged(text, args.output, additions.nodes, additions.clusters)
     else:
-        text = write.new_file(new, ethernet, source_name)
+        text = write.new_file(new_clusters, ethernet_bps, source_name)
     if args.output:
         save(args.output, text, "the cluster file")
     else:
         sys.stdout.write(text)
-    _tell(args.output, existing, nodes, more, new)
-    for what in kept:
-        print(
-            f"holmes discover: {args.output}: {what} stays as the file has it; edit the file to change it",
-            file=sys.stderr,
-        )
+    _report(args.output, existing, nodes, additions)
+    for value in kept:
+        _say(f"{args.output}: {value} stays as the file has it; edit the file to change it")
     return 0
 
 
-def _kept(
-    existing: SiteSpec, kinds: dict[str, str], bps: dict[str, int], ethernet_bps: int
+def _kept_values(
+    existing: SiteSpec, kinds: dict[str, str], rates: dict[str, int], ethernet_bps: int
 ) -> list[str]:
-    """What the file says otherwise than the options do; `kinds` and `bps` lose those of its clusters."""
-    kept = [
-        f"cluster {cluster.name}"
-        for cluster in existing.clusters
-        if (kinds.pop(cluster.name, cluster.kind), bps.pop(cluster.name, cluster.rate_bps))
-        != (cluster.kind, cluster.rate_bps)
-    ]
-    return kept + [_ETHERNET] * (ethernet_bps not in (0, existing.ethernet_rate_bps))
+    """Return names of the values in a file that differ from the options. The file's values are kept.
+
+    Args:
+        existing: Content of the file.
+        kinds: Cluster -> kind in the options. Clusters of the file are removed.
+        rates: Cluster -> rate in the options, bits/s. Clusters of the file are removed.
+        ethernet_bps: Rate of the network that reaches every node in the options, 0 without one.
+    """
+    kept = []
+    for cluster in existing.clusters:
+        kind = kinds.pop(cluster.name, cluster.kind)
+        rate_bps = rates.pop(cluster.name, cluster.rate_bps)
+        if kind != cluster.kind or rate_bps != cluster.rate_bps:
+            kept.append(f"cluster {cluster.name}")
+    if ethernet_bps not in (0, existing.ethernet_rate_bps):
+        kept.append(_ETHERNET)
+    return kept
 
 
 def _nodes(args: argparse.Namespace) -> list[FoundNode]:
+    """Return the nodes that the source in --from lists.
+
+    Raises:
+        HolmesError: the source cannot be read, or an argument does not apply to it.
+    """
     source, *files = args.source
     if source not in SOURCES:
         raise HolmesError(f"--from {source!r}: {did_you_mean(source, SOURCES)}")
-    wanted = SOURCES[source][1]
-    if len(files) != wanted:
-        example = f"--from {source} FILE" if wanted else f"--from {source}"
-        raise HolmesError(
-            f"--from {source}: {'it is read from one file' if wanted else 'it takes no file'}: {example}"
-        )
+    if SOURCES[source].needs_file and len(files) != 1:
+        raise HolmesError(f"--from {source}: it is read from one file: --from {source} FILE")
+    if not SOURCES[source].needs_file and files:
+        raise HolmesError(f"--from {source}: it takes no file: --from {source}")
     if source != "slurm" and (args.partition or args.topology):
         raise HolmesError(
             f"--partition and --topology only apply to --from slurm, not to --from {source}"
         )
-    if source == "slurm":
-        text = (
-            read_text(args.topology, "name a topology.conf or topology.yaml")
-            if args.topology
-            else ""
-        )
-        topology = parse_topology(text, args.topology) if args.topology else None
-        return slurm.nodes_of_slurm(args.partition, topology)
-    return read_hostfile(files[0]) if source == "hostfile" else read_nodes(files[0])
+    if source == "hostfile":
+        return read_hostfile(files[0])
+    if source == "kubernetes":
+        return read_nodes(files[0])
+    topology = None
+    if args.topology:
+        text = read_text(args.topology, "name a topology.conf or topology.yaml")
+        topology = parse_topology(text, args.topology)
+    return slurm.nodes_of_slurm(args.partition, topology)
 
 
 def _missing_values(
@@ -169,7 +209,7 @@ def _missing_values(
 
 
 def _ask_for_clusters(clusters: Sequence[FoundCluster]) -> list[FoundCluster]:
-    """Return `clusters` with the kinds and rates that the user types for those without.
+    """Ask the user for missing kinds and rates, and return the complete clusters.
 
     Raises:
         HolmesError: standard input has ended.
@@ -194,13 +234,18 @@ def _rate(text: str) -> int:
 
 
 def _kind(text: str) -> str:
+    """Return a kind of NIC that the user typed, or raise HolmesError if there is no such kind."""
     if text not in KINDS:
         raise HolmesError(f"{text!r:.40} is not one of {', '.join(KINDS)}")
     return text
 
 
 def _ask(question: str, read: Callable[[str], T]) -> T:
-    """Return the answer to a question, which is asked again until `read` accepts the answer.
+    """Ask the user a question until the answer is valid, and return the answer.
+
+    Args:
+        question: The question, without a colon.
+        read: Converts the answer, or raises HolmesError if it is not valid.
 
     Raises:
         HolmesError: standard input has ended.
@@ -216,30 +261,39 @@ def _ask(question: str, read: Callable[[str], T]) -> T:
             print(error, file=sys.stderr)
 
 
-def _tell(
+def _say(text: str) -> None:
+    """Print a line on standard error."""
+    print(f"holmes discover: {text}", file=sys.stderr)
+
+
+def _report(
     path: str | None,
     existing: SiteSpec | None,
     nodes: Sequence[FoundNode],
-    more: Mapping[str, Sequence[str]],
-    new: Sequence[FoundCluster],
+    additions: write.Additions,
 ) -> None:
-    """On standard error: what came to the file, what it has besides, and which nodes no job can use now."""
+    """Print what is new in the file, which of its nodes were not found, and which no job can use now.
 
-    def say(text: str) -> None:
-        print(f"holmes discover: {text}", file=sys.stderr)
-
-    for name, added in more.items():
-        say(f"{path}: cluster {name}: added {folded(added)}")
-    for cluster in new:
-        say(
+    Args:
+        path: The file, None for standard output.
+        existing: Content of the file before, None for a new file.
+        nodes: All nodes that the source lists.
+        additions: Nodes and clusters that were added.
+    """
+    for name, added in additions.nodes.items():
+        _say(f"{path}: cluster {name}: added {folded(added)}")
+    for cluster in additions.clusters:
+        _say(
             f"{path or 'found'}: cluster {cluster.name}: {len(cluster.nodes)} x {cluster.processes} "
             f"processes, {cluster.kind}: {folded(cluster.nodes)}"
         )
-    if existing and not more and not new:
-        say(f"{path}: it has all of these nodes already; nothing was changed")
-    discovered = {node.name for node in nodes}
-    gone = [node for node in existing.owner if node not in discovered] if existing else []
-    if gone:
-        say(f"{path}: kept nodes that were not found: {folded(gone)}")
-    for why, names in grouped((node.why_not, node.name) for node in nodes if node.why_not).items():
-        say(f"now {why}: {folded(names)}")
+    if existing:
+        if not additions.nodes and not additions.clusters:
+            _say(f"{path}: it has all of these nodes already; nothing was changed")
+        found = {node.name for node in nodes}
+        not_found = [node for node in existing.owner if node not in found]
+        if not_found:
+            _say(f"{path}: kept nodes that were not found: {folded(not_found)}")
+    unavailable = grouped((node.why_not, node.name) for node in nodes if node.why_not)
+    for reason, names in unavailable.items():
+        _say(f"now {reason}: {folded(names)}")

@@ -1,11 +1,13 @@
-"""What commands print: tables that fit the screen, and lines that are never broken.
+"""Output of the commands: tables that fit the terminal, and lines that are never broken.
 
-    screen = Screen()                                    Screen(stderr=True) where standard output is for JSON
-    screen.table([Column("NIC"), Column("rate", right=True), Column("PCI", drop=1)], rows, title="NICs of a0")
+    screen = Screen()    # Screen(stderr=True) if standard output is for JSON
+    columns = [Column("NIC"), Column("rate", right=True), Column("PCI", drop=1)]
+    screen.table(columns, rows, title="NICs of a0")
     screen.line("note: no usable NIC", "yellow")
 
-COLUMNS is the width where it is set, else the terminal's; a pipe or a file gets all. In a wider table words
-are wrapped where columns allow it, then columns are left out, the greatest `drop` first, and named below.
+The width is that of the variable COLUMNS, or else of the terminal. A pipe or a file has no limit. A
+table that is too wide is changed in two steps: words are wrapped in columns that allow it, then
+columns are left out, the largest `drop` first. A line below the table names them.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.cells import cell_len
@@ -21,42 +24,55 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table as Grid
 from rich.text import Text
 
-#: Of a pipe or a file: no table is that wide.
+#: Width of a pipe or a file: no table is as wide.
 UNLIMITED = 100_000
-_BETWEEN = 2  # characters after a column (rich pads the last one, too)
+#: Characters between two columns (rich adds them after the last column, too).
+_GAP = 2
 
 
 @dataclass(frozen=True)
 class Column:
-    """right: flush right, for numbers; wrap: characters that it gets at least, its words wrapped (0: never
-    broken); drop: 0 where it must stay, else the greatest goes first."""
+    """Column of a table."""
 
     name: str
-    right: bool = False
-    wrap: int = 0
-    drop: int = 0
+    right: bool = False  # align right, for numbers
+    wrap: int = 0  # smallest width to which words may be wrapped, in characters; 0: never wrapped
+    drop: int = 0  # the column with the largest value is left out first; 0: always shown
+
+
+class _Width(NamedTuple):
+    """Width of a column in characters."""
+
+    least: int  # with words wrapped
+    full: int  # without any wrapping
 
 
 class Screen:
-    """Standard output (or standard error), as wide as it is."""
+    """Standard output or standard error, with its width."""
 
     def __init__(self, stderr: bool = False):
+        """Open standard output, or standard error if `stderr` is true."""
         stream = sys.stderr if stderr else sys.stdout
-        sized = stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
+        has_width = stream.isatty() or os.environ.get("COLUMNS", "").isdecimal()
         self.console = Console(
-            stderr=stderr, width=None if sized else UNLIMITED, highlight=False, emoji=False
+            stderr=stderr, width=None if has_width else UNLIMITED, highlight=False, emoji=False
         )
 
     @property
     def width(self) -> int:
-        """Characters of a line."""
+        """Width of a line in characters."""
         return self.console.width
 
     def line(self, text: object = "", style: str = "") -> None:
-        """One line as it is, whatever its length: no markup, no break. A rich Text keeps its own styles."""
-        self.console.print(
-            text if isinstance(text, Text) else Text(_shown(str(text)), style), soft_wrap=True
-        )
+        """Print one line without markup and without a line break, whatever its length.
+
+        Args:
+            text: The line. A rich Text keeps its own styles.
+            style: Style of rich, such as "yellow".
+        """
+        if not isinstance(text, Text):
+            text = Text(_printable(str(text)), style)
+        self.console.print(text, soft_wrap=True)
 
     def table(
         self,
@@ -65,61 +81,101 @@ class Screen:
         title: str = "",
         styles: Sequence[str] = (),
     ) -> None:
-        """`rows` of plain text, a cell for each column, without the columns in which all cells are empty;
-        styles: of each row. A cell may have lines of its own."""
-        kept = [i for i in range(len(columns)) if not rows or any(row[i] for row in rows)]
-        least, whole = zip(
-            *(_characters(column, [row[i] for row in rows]) for i, column in enumerate(columns))
-        )
+        """Print a table. Columns whose cells are all empty are left out.
+
+        Args:
+            columns: All columns.
+            rows: The rows, each with a text for every column. A cell may have several lines.
+            title: Line above the table.
+            styles: Style of rich for each row.
+        """
+        widths = [
+            _width_of(column, [row[index] for row in rows]) for index, column in enumerate(columns)
+        ]
+        kept = [
+            index for index in range(len(columns)) if not rows or any(row[index] for row in rows)
+        ]
         left_out: list[int] = []
-        while (room := self.width - sum(least[i] + _BETWEEN for i in kept)) < 0:
-            last = max(kept, key=lambda i: (columns[i].drop, i))
+        spare = self._spare(widths, kept)
+        while spare < 0:
+            last = max(kept, key=lambda index: (columns[index].drop, index))
             if not columns[last].drop:
                 break
             kept.remove(last)
             left_out.append(last)
+            spare = self._spare(widths, kept)
+        final_widths = _share_out(max(spare, 0), {index: widths[index] for index in kept})
         grid = Grid(box=SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False)
-        widths = _share_out(max(room, 0), {i: (least[i], whole[i]) for i in kept})
-        for i in kept:
-            justify: JustifyMethod = "right" if columns[i].right else "left"
+        for index in kept:
+            column = columns[index]
+            justify: JustifyMethod = "right" if column.right else "left"
             grid.add_column(
-                Text(columns[i].name), justify=justify, width=widths[i], overflow="fold"
+                Text(column.name), justify=justify, width=final_widths[index], overflow="fold"
             )
         for row, style in zip(rows, styles or [""] * len(rows)):
-            grid.add_row(*(Text(_shown(row[i])) for i in kept), style=style)
+            grid.add_row(*(Text(_printable(row[index])) for index in kept), style=style)
         if title:
             self.line(title, "italic")
-        # what must stay is not cut
-        width, self.console.width = self.width, max(self.width, self.width - room)
-        self.console.print(grid)
-        self.console.width = width
+        self._print_whole(grid, missing=max(-spare, 0))
         if left_out:
-            names = ", ".join(columns[i].name for i in sorted(left_out))
-            wide = sum(whole[i] + _BETWEEN for i in {*kept, *left_out})
+            names = ", ".join(columns[index].name for index in sorted(left_out))
+            needed = sum(widths[index].full + _GAP for index in {*kept, *left_out})
             self.line(
-                f"too narrow for: {names}; COLUMNS={wide}, a wider terminal or --json shows all",
+                f"too narrow for: {names}; COLUMNS={needed}, a wider terminal or --json shows all",
                 "dim",
             )
 
+    def _spare(self, widths: Sequence[_Width], kept: Sequence[int]) -> int:
+        """Return how many characters of a line a table leaves if all words are wrapped.
 
-def _shown(text: str) -> str:
-    """Without what a terminal would obey, or cannot show: control characters that a file held become "?"."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "?" for c in text)
+        The number is negative if the table is too wide.
+
+        Args:
+            widths: Width of each column.
+            kept: Indices of the columns that are shown.
+        """
+        return self.width - sum(widths[index].least + _GAP for index in kept)
+
+    def _print_whole(self, grid: Grid, missing: int) -> None:
+        """Print a table without cutting it, even if the screen lacks `missing` characters."""
+        width = self.width
+        self.console.width = width + missing
+        self.console.print(grid)
+        self.console.width = width
 
 
-def _characters(column: Column, cells: Sequence[str]) -> tuple[int, int]:
-    """(what the column needs at least, what it would take)"""
-    whole = max(
-        cell_len(line) for cell in [column.name, *cells] for line in cell.splitlines() or [""]
-    )
-    return min(whole, max(column.wrap, cell_len(column.name))) if column.wrap else whole, whole
+def _printable(text: str) -> str:
+    """Return a text with "?" in place of characters that control the terminal."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
 
 
-def _share_out(room: int, needs: dict[int, tuple[int, int]]) -> dict[int, int]:
-    """What each column needs at least, and of `room` as much as it can use, in equal shares."""
+def _width_of(column: Column, cells: Sequence[str]) -> _Width:
+    """Return the width of a column with its cells."""
+    lines = [line for text in (column.name, *cells) for line in text.splitlines()]
+    full = max((cell_len(line) for line in lines), default=0)
+    if not column.wrap:
+        return _Width(least=full, full=full)
+    least = min(full, max(column.wrap, cell_len(column.name)))
+    return _Width(least=least, full=full)
+
+
+def _share_out(spare: int, columns: dict[int, _Width]) -> dict[int, int]:
+    """Return the final width of each column.
+
+    Each column gets its least width, and an equal share of the spare characters. A column gets no
+    more than it needs. Columns that need little come first, so that the others share the rest.
+
+    Args:
+        spare: Characters that the least widths leave.
+        columns: Index of a column -> its width.
+    """
     widths: dict[int, int] = {}
-    for more, i in sorted((whole - least, i) for i, (least, whole) in needs.items()):
-        share = min(more, room // (len(needs) - len(widths)))
-        widths[i] = needs[i][0] + share
-        room -= share
+    remaining = spare
+    for index, width in sorted(
+        columns.items(), key=lambda item: (item[1].full - item[1].least, item[0])
+    ):
+        share = remaining // (len(columns) - len(widths))
+        added = min(width.full - width.least, share)
+        widths[index] = width.least + added
+        remaining -= added
     return widths

@@ -1,4 +1,4 @@
-"""What `holmes plan` is to plan: model and layout, from options, files and a command line."""
+"""Input of `holmes plan`: the model and the parallel sizes, from options, files and a command line."""
 
 from __future__ import annotations
 
@@ -23,185 +23,261 @@ from holmes_ext.plan.shape import with_zero, zero_of
 from holmes_ext.plan.sizes import Sizes, parse_sizes
 from holmes_ext.words import did_you_mean
 
+#: Options that name parallel sizes.
 SIZES = ("pipeline", "tensor", "context", "expert", "order")
-#: How a line begins that says which nodes a job is faster without.
+#: Begin of a line that names nodes without which the job would be faster.
 LEAVE_OUT = "leave out "
+_WIDTH_OF_32_BITS = 4  # bytes
 
 
 @dataclass(frozen=True)
 class Training:
-    model: Model | None  # None where nothing names it
-    sizes: Sizes | None  # of the user's layout, not completed; None where nothing names them
-    said: CommandLine = CommandLine()  # the command line; an empty one where there is none
-    lines: tuple[str, ...] = ()  # what was assumed, and what was not read
-    options: Options = Options()  # the flags of holmes in the command line, and HOLMES_DISABLE
-    engine: EngineTraits = EngineTraits()  # what the framework does
-    direct: bool = False  # gloo carries the groups, not NCCL
-    overlap: bool = False  # gradients are reduced under the last backward
+    """Model, parallel sizes and flags of a training job."""
+
+    model: Model | None  # None if nothing names the model
+    sizes: Sizes | None  # the user's layout, not completed; None if nothing names sizes
+    said: CommandLine = CommandLine()  # the training command, an empty one without a command
+    lines: tuple[str, ...] = ()  # assumptions and arguments that were not read, for the user
+    options: Options = Options()  # holmes's flags in the command, and HOLMES_DISABLE
+    engine: EngineTraits = EngineTraits()  # capabilities of the framework
+    direct: bool = False  # gloo runs the groups, not NCCL
+    overlap: bool = False  # gradients are reduced under the last backward pass
 
     @property
     def known_model(self) -> Model:
-        """Where it was checked that there is one."""
+        """Model of a job for which it was checked that there is a model."""
         assert self.model is not None
         return self.model
 
     @property
     def zero_and_chunks(self) -> tuple[int, ...]:
-        """ZeRO stage and chunks of a pipeline stage, as the command line says them; () where it does not."""
+        """ZeRO stage and number of virtual pipeline chunks in the command, () if it names no model."""
         return (self.said.zero, self.said.virtual) if self.said.model else ()
 
     def show(self, screen: Screen) -> None:
+        """Print the lines for the user."""
         for line in self.lines:
-            of_note = line.startswith(LEAVE_OUT)
-            screen.line(line, "bold" if of_note else "yellow" if line.startswith("not ") else "dim")
+            if line.startswith(LEAVE_OUT):
+                style = "bold"
+            elif line.startswith("not "):
+                style = "yellow"
+            else:
+                style = "dim"
+            screen.line(line, style)
 
 
 def sizes_given(args: argparse.Namespace) -> bool:
-    """Whether options (not the command line after --) name parallel sizes."""
+    """Return whether options name parallel sizes. The command after -- does not count."""
     return args.sizes is not None or any(getattr(args, name) is not None for name in SIZES)
 
 
 def training_of(args: argparse.Namespace, spec: SiteSpec) -> Training:
-    """HolmesError: what is given is bad, or the command line tells a part of a model only."""
-    said = _said(args.command) if args.command else CommandLine()
-    model = load_model(args.model) if args.model else said.model
-    if model is None and said.trouble:
-        raise HolmesError(said.trouble.replace("--holmes-model", "--model"))
-    lines = _told(said, args.model or "") if args.command else []
-    if model is not None and args.command and args.model:
-        model = _overlaid(model, dict(said.training))
-    if args.global_batch is not None and args.global_batch < 1:
-        raise HolmesError(f"--global-batch is {args.global_batch}; it must be 1 or more")
-    if model is not None and args.global_batch is not None:
-        model = replace(model, global_batch=args.global_batch, micro_batches=0)
+    """Return the job that the arguments of `holmes plan` describe.
+
+    Args:
+        args: Arguments of `holmes plan`.
+        spec: The clusters, which say how fast their GPUs are.
+
+    Raises:
+        HolmesError: an argument or file is wrong, or the command names only a part of a model.
+    """
+    command_line = _command_line(args.command) if args.command else CommandLine()
+    model = _model(args, command_line)
+    lines: list[str] = []
+    if args.command:
+        lines = _command_lines_read(command_line, args.model or "")
     if model is not None:
-        lines = [*_unknown_gpus(spec), *lines]
-        unknown = [
-            cluster.name
-            for cluster in spec.clusters
-            if not (
-                cluster.accelerator.flops
-                or accelerator_of(cluster.gpu)
-                or cluster.name in model.gpus
-            )
-        ]
-        if unknown and not args.model:
-            rate = f"{model.gpu.flops / 1e12:.0f} TFLOP/s and no memory limit"
-            lines.insert(
-                0,
-                f"assumed: GPUs of {', '.join(unknown)} reach {rate} (key 'gpu' of cluster.toml "
-                f"tells)",
-            )
+        lines = [*_assumed_gpus(args, model, spec), *_unknown_gpus(spec), *lines]
         model = on_clusters(model, spec)
-    sizes = _sizes(args, said)
-    if sizes and said.sizes and sizes.pipeline != said.sizes.pipeline:
-        said = replace(said, stage_layers=(), virtual=1)  # those of other stages than are asked for
-    for word in said.unknown:
-        if near := meant(word):
+    sizes = _sizes(args, command_line)
+    if sizes and command_line.sizes and sizes.pipeline != command_line.sizes.pipeline:
+        # The command's layers and chunks are for its own number of stages.
+        command_line = replace(command_line, stage_layers=(), virtual=1)
+    for word in command_line.unknown:
+        near = meant(word)
+        if near:
             raise HolmesError(f"{word}: did you mean {near}?")
     options = _options(args)
-    overlap = args.overlap == "on" and options.overlap != "off"
-    engine = engine_of(args.framework or said.framework, args.command or ())
     return Training(
-        model, sizes, said, tuple(lines), options, engine, said.backend == "gloo", overlap
+        model=model,
+        sizes=sizes,
+        said=command_line,
+        lines=tuple(lines),
+        options=options,
+        engine=engine_of(args.framework or command_line.framework, args.command or ()),
+        direct=command_line.backend == "gloo",
+        overlap=args.overlap == "on" and options.overlap != "off",
     )
 
 
-def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
-    """A line for each cluster whose GPU's name says nothing, where numbers of it are missing."""
+def _model(args: argparse.Namespace, command_line: CommandLine) -> Model | None:
+    """Return the model of --model or of the training command, None if nothing names a model.
+
+    --global-batch, and with --model the batch sizes of the command, replace those of the model.
+
+    Raises:
+        HolmesError: the model file or --global-batch is wrong, or the command names only a part of
+            a model.
+    """
+    model = load_model(args.model) if args.model else command_line.model
+    if model is None and command_line.trouble:
+        raise HolmesError(command_line.trouble.replace("--holmes-model", "--model"))
+    if model is not None and args.command and args.model:
+        model = _with_command(model, dict(command_line.training))
+    if args.global_batch is None:
+        return model
+    if args.global_batch < 1:
+        raise HolmesError(f"--global-batch is {args.global_batch}; it must be 1 or more")
+    if model is not None:
+        model = replace(model, global_batch=args.global_batch, micro_batches=0)
+    return model
+
+
+def _assumed_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) -> Iterator[str]:
+    """Yield a line with the assumed speed of GPUs of which nothing is known.
+
+    A model file (--model) states the speed itself.
+    """
+    if args.model:
+        return
+    unknown = []
     for cluster in spec.clusters:
-        known = cluster.accelerator
-        missing = {
-            "gpu_flops": known.flops,
-            "gpu_memory_bytes": known.memory_bytes,
-            "nvlink": known.link_bps,
+        has_flops = bool(cluster.accelerator.flops or accelerator_of(cluster.gpu))
+        if not has_flops and cluster.name not in model.gpus:
+            unknown.append(cluster.name)
+    if unknown:
+        yield (
+            f"assumed: GPUs of {', '.join(unknown)} reach {model.gpu.flops / 1e12:.0f} TFLOP/s and "
+            "no memory limit (key 'gpu' of cluster.toml tells)"
+        )
+
+
+def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
+    """Yield a line for each cluster with an unknown GPU model and without some of the GPU's numbers."""
+    for cluster in spec.clusters:
+        if not cluster.gpu or accelerator_of(cluster.gpu) is not None:
+            continue
+        value_of_key = {
+            "gpu_flops": cluster.accelerator.flops,
+            "gpu_memory_bytes": cluster.accelerator.memory_bytes,
+            "nvlink": cluster.accelerator.link_bps,
         }
-        keys = [key for key, value in missing.items() if not value]
-        if cluster.gpu and keys and accelerator_of(cluster.gpu) is None:
-            what = f"gpu {cluster.gpu!r} of cluster {cluster.name}: {did_you_mean(cluster.gpu, KNOWN_GPUS)}"
-            yield f"not known: {what}; without {', '.join(keys)} in cluster.toml these are not counted"
+        missing = [key for key, value in value_of_key.items() if not value]
+        if missing:
+            hint = did_you_mean(cluster.gpu, KNOWN_GPUS)
+            yield (
+                f"not known: gpu {cluster.gpu!r} of cluster {cluster.name}: {hint}; "
+                f"without {', '.join(missing)} in cluster.toml these are not counted"
+            )
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """Of the command line, with what HOLMES_DISABLE switches off."""
+    """Return holmes's options: the flags in the training command, HOLMES_DISABLE, and --inflight, --schedule."""
     options, _ = parse_flags(list(args.command or ()), os.environ)
-    off = disabled_features(os.environ, features())
     if args.inflight == "off":
         options = replace(options, inflight="off")
     if args.schedule == "auto":
         options = replace(options, schedule="auto")
-    return replace(options, off=off)
+    return replace(options, off=disabled_features(os.environ, features()))
 
 
-def _overlaid(model: Model, step: dict[str, Any]) -> Model:
-    """`model` with what a command line says of its step."""
-    zero = step.pop("zero", zero_of(model))
-    if "global_batch" in step:
-        step["micro_batches"] = 0
-    elif "micro_batches" in step:
-        step["global_batch"] = 0
-    return with_zero(replace(model, **step), zero)
+def _with_command(model: Model, values: dict[str, Any]) -> Model:
+    """Return a model with the batch sizes and the ZeRO stage of a training command.
+
+    Args:
+        model: The model.
+        values: Field of the model (or "zero") -> value in the command.
+    """
+    zero = values.pop("zero", zero_of(model))
+    # Each of the two follows from the other.
+    if "global_batch" in values:
+        values["micro_batches"] = 0
+    elif "micro_batches" in values:
+        values["global_batch"] = 0
+    return with_zero(replace(model, **values), zero)
 
 
-def _said(words: list[str]) -> CommandLine:
-    """Of a script's arguments, with or without a launcher; --holmes-sizes and -partition count too."""
+def _command_line(words: list[str]) -> CommandLine:
+    """Return what a training command says about the job. --holmes-sizes and --holmes-partition count, too.
+
+    Args:
+        words: The command with its launcher, or the script's arguments alone.
+    """
     try:
-        words = list(split_command(words).arguments)
-    except HolmesError:
-        pass
-    options, rest = parse_flags(words, {})
-    said = describe(rest)
-    sizes = parse_sizes(options.sizes, "--holmes-sizes") if options.sizes else said.sizes
-    return replace(said, sizes=sizes, stage_layers=options.stage_layers or said.stage_layers)
+        arguments = list(split_command(words).arguments)
+    except HolmesError:  # no launcher
+        arguments = words
+    options, others = parse_flags(arguments, {})
+    command_line = describe(others)
+    sizes = command_line.sizes
+    if options.sizes:
+        sizes = parse_sizes(options.sizes, "--holmes-sizes")
+    stage_layers = options.stage_layers or command_line.stage_layers
+    return replace(command_line, sizes=sizes, stage_layers=stage_layers)
 
 
-def _sizes(args: argparse.Namespace, said: CommandLine) -> Sizes | None:
-    base = said.sizes or (Sizes() if said.model else None)  # no sizes: all ranks are data-parallel
+def _sizes(args: argparse.Namespace, command_line: CommandLine) -> Sizes | None:
+    """Return the parallel sizes of the options or of the training command, None if nothing names any.
+
+    A command with a model and without sizes is data-parallel.
+    """
+    sizes = command_line.sizes
+    if sizes is None and command_line.model:
+        sizes = Sizes()
     if not sizes_given(args):
-        return base
+        return sizes
     if args.sizes is not None:
-        base = parse_sizes(args.sizes, "--sizes")
-    options = {name: value for name in SIZES if (value := getattr(args, name)) is not None}
-    return replace(base or Sizes(), **options)
+        sizes = parse_sizes(args.sizes, "--sizes")
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    return replace(sizes or Sizes(), **given)
 
 
-def _told(said: CommandLine, file: str) -> list[str]:
-    """Lines about a command line: what it says, what is assumed, not read, not known."""
+def _command_lines_read(command_line: CommandLine, model_file: str) -> list[str]:
+    """Return lines for the user: what was read from the training command, and what was not.
+
+    Args:
+        command_line: The training command.
+        model_file: File of --model, "" if the command names the model.
+    """
     lines = []
-    if file:
-        step = ", ".join(
-            f"{name.replace('_', ' ')} {value}" for name, value in said.training.items()
-        )
-        lines.append(
-            f"read: the model from {file}, from the command line sizes"
-            + (f", {step}" if step else "")
-        )
-    elif said.model is not None:
-        lines.append(f"read: {_summary(said.model, said)}")
-    lines += [f"assumed: {line}" for line in (said.assumed if not file else ())]
-    lines += [f"not counted: {line}" for line in said.not_read]
-    if said.unknown:
-        lines.append(f"not known to holmes, taken to change nothing: {', '.join(said.unknown)}")
+    if model_file:
+        line = f"read: the model from {model_file}, from the command line sizes"
+        for name, value in command_line.training.items():
+            line += f", {name.replace('_', ' ')} {value}"
+        lines.append(line)
+    else:
+        if command_line.model is not None:
+            lines.append(f"read: {_summary(command_line.model, command_line)}")
+        lines += [f"assumed: {line}" for line in command_line.assumed]
+    lines += [f"not counted: {line}" for line in command_line.not_read]
+    if command_line.unknown:
+        words = ", ".join(command_line.unknown)
+        lines.append(f"not known to holmes, taken to change nothing: {words}")
     return lines
 
 
-def _summary(model: Model, said: CommandLine) -> str:
-    """ "24 layers, 1.3e9 parameters, ..., ZeRO 1", in the order of plan/cost/model.py."""
-    precision = "32-bit" if model.activation_width == 4 else "16-bit"
-    parts = [
-        f"{model.layers} layers, {model.parameters:.3g} parameters",
-        f"{model.experts} experts, {model.experts_per_token} a token" if model.experts else "",
-        f"{precision} with {8 * model.gradient_width}-bit gradients",
-        f"micro-batch {model.micro_batch}",
-        f"global batch {model.global_batch}"
-        if model.global_batch
-        else f"{model.micro_batches} micro-batches",
-        f"recompute {model.recompute}",
-        "sequence parallel" if model.sequence_parallel else "",
-        f"ZeRO {said.zero}",
-        f"{said.virtual} chunks a stage" if said.virtual > 1 else "",
-        f"layers {' '.join(map(str, said.stage_layers))}" if said.stage_layers else "",
-        f"reductions overlapped ({said.overlap})" if said.overlap != "off" else "",
-        "weights gathered under the forward" if said.gather_overlap else "",
-    ]
-    return ", ".join(filter(None, parts))
+def _summary(model: Model, command_line: CommandLine) -> str:
+    """Return a training command's model and settings: "24 layers, 1.3e+09 parameters, ..., ZeRO 1"."""
+    precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
+    parts = [f"{model.layers} layers, {model.parameters:.3g} parameters"]
+    if model.experts:
+        parts.append(f"{model.experts} experts, {model.experts_per_token} a token")
+    parts.append(f"{precision} with {8 * model.gradient_width}-bit gradients")
+    parts.append(f"micro-batch {model.micro_batch}")
+    if model.global_batch:
+        parts.append(f"global batch {model.global_batch}")
+    else:
+        parts.append(f"{model.micro_batches} micro-batches")
+    parts.append(f"recompute {model.recompute}")
+    if model.sequence_parallel:
+        parts.append("sequence parallel")
+    parts.append(f"ZeRO {command_line.zero}")
+    if command_line.virtual > 1:
+        parts.append(f"{command_line.virtual} chunks a stage")
+    if command_line.stage_layers:
+        parts.append(f"layers {' '.join(map(str, command_line.stage_layers))}")
+    if command_line.overlap != "off":
+        parts.append(f"reductions overlapped ({command_line.overlap})")
+    if command_line.gather_overlap:
+        parts.append("weights gathered under the forward")
+    return ", ".join(parts)

@@ -4,7 +4,8 @@
                    a1 ib h100 x 8 fabric "spine"          cluster "roce": b0
                    b0 roce h100 x 8 fabric "spine"
 
-The program may have no rates, or no labels that name the kind of NIC. Those values come from the user.
+The program may have no rates, or no labels that name the kind of NIC. Those values come from the
+user.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def gpu_name(text: str) -> str:
 
 
 def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
-    """Return the clusters that nodes with the same hardware form, in the order of their first nodes.
+    """Return the clusters that nodes with the same hardware form, by their first nodes.
 
     Raises:
         HolmesError: there is no node, or two have the same name.
@@ -120,9 +121,10 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
 
 
 def _shares_fabric(hardware: _Hardware, every: Iterable[_Hardware]) -> bool:
-    """Return whether several clusters are on the fabric of one, all with the same known kind of NIC.
+    """Return whether a cluster shares its fabric with others of the same kind of NIC.
 
-    Clusters of different kinds cannot communicate over a fabric, even if the program says that they share it.
+    Clusters of different kinds cannot communicate over a fabric, even if the program says that they
+    share it.
 
     Args:
         hardware: Hardware of one cluster.
@@ -136,8 +138,8 @@ def _shares_fabric(hardware: _Hardware, every: Iterable[_Hardware]) -> bool:
 def _cluster_names(groups: Sequence[Sequence[FoundNode]]) -> list[str]:
     """Return a name for each group of nodes with the same hardware.
 
-    The first of these that no earlier group has: the program's name for exactly these nodes, the kind of NIC and
-    the GPU if no other group has both, the fabric, or a number.
+    The first of these that no earlier group has: the program's name for exactly these nodes, the
+    kind of NIC and the GPU if no other group has both, the fabric, or a number.
     """
     nodes_of_label: dict[str, set[str]] = {}  # the program's group -> names of its nodes
     for group in groups:
@@ -188,7 +190,7 @@ class Completed(NamedTuple):
 def completed(
     clusters: Sequence[FoundCluster], kinds: Mapping[str, str], rates: Mapping[str, int]
 ) -> Completed:
-    """Return `clusters` with the kinds and rates that the user gave, and the list of missing values.
+    """Return clusters with the kinds and rates that the user gave, and the missing values.
 
     Args:
         kinds: Name of a cluster -> kind of its fast NICs.

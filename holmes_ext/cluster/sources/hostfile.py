@@ -5,8 +5,8 @@
     gpu01:8                      MPICH, Intel MPI
     gpu01                        a slot for each line with the host
 
-A hostfile says nothing about NICs. Hosts form a cluster if they have as many slots and the same name up to the
-last number.
+A hostfile says nothing about NICs. Hosts form a cluster if they have as many slots and the same
+name up to the last number.
 """
 
 from __future__ import annotations
@@ -69,7 +69,10 @@ def _setting(words: Sequence[str], name: str) -> str:
 
 
 def _family(host: str) -> str:
-    """Return the name of a host up to its last number: "gpu" for gpu01, "rack1-ib" for rack1-ib-7.site.org."""
+    """Return the name of a host up to its last number.
+
+    "gpu01" gives "gpu", and "rack1-ib-7.site.org" gives "rack1-ib".
+    """
     short_name = host.partition(".")[0]
     match = _NUMBERED.fullmatch(short_name)
     if match is None or not match[1]:

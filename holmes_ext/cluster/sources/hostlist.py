@@ -1,7 +1,8 @@
-"""Host lists, as Slurm and cluster.toml write them: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
+"""Reader and writer of host lists: "gpu[003-005,012],login1", "rack[0-1]node[00-15]".
 
-Brackets hold numbers and ranges. A number keeps its leading zeros. With several brackets, the last one counts
-fastest. The format is documented in Slurm's manual of scontrol, under `show hostnames`.
+Slurm and cluster.toml use them. Brackets hold numbers and ranges. A number keeps its leading zeros.
+With several brackets, the last one counts fastest. The format is documented in Slurm's manual of
+scontrol, under `show hostnames`.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def _numbers(inside: str, text: str, where: str) -> Iterator[str]:
 def folded(names: Iterable[str]) -> str:
     """Return the shortest list that names the hosts, such as "a[0-2,5],b1".
 
-    Hosts whose names differ only in the last number, with as many digits, share brackets. Numbers in brackets
-    are sorted; brackets are in the order of their first hosts.
+    Hosts whose names differ only in the last number, with as many digits, share brackets. Numbers
+    in brackets are sorted; brackets are in the order of their first hosts.
     """
     items = []
     for group in _grouped(names):

@@ -1,9 +1,10 @@
-"""Reader of `kubectl get nodes -o json`: labels and resources that operators and clouds give to nodes.
+"""Reader of Kubernetes nodes: the labels and resources in `kubectl get nodes -o json`.
 
-GPUs      labels nvidia.com/gpu.product and .count (GPU feature discovery), or resource nvidia.com/gpu
-kind      label backend.coreweave.cloud/flavor, or resources rdma/... and labels that name the kind. An NVIDIA
-          NIC that supports RDMA (feature.node.kubernetes.io/rdma.capable, pci-15b3) may be InfiniBand or
-          RoCE, so then the kind comes from the user
+GPUs      labels nvidia.com/gpu.product and .count (GPU feature discovery), or resource
+          nvidia.com/gpu
+kind      label backend.coreweave.cloud/flavor, or resources rdma/... and labels that name the kind.
+          The label of an NVIDIA NIC that supports RDMA (feature.node.kubernetes.io/rdma.capable,
+          pci-15b3) does not: the NIC may be InfiniBand or RoCE, so the kind comes from the user
 rate      label ib.coreweave.cloud/speed or backend.coreweave.cloud/speed
 fabric    the first label of FABRICS that the node has
 """
@@ -20,8 +21,8 @@ from holmes_ext.cluster.sources.found import FoundNode, gpu_name, kind_of
 from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
 
-#: Labels with the same value on nodes of one network, the most reliable first: fabrics themselves, then blocks
-#: and islands of clouds, which their RDMA networks do not leave, then the zone.
+#: Labels with the same value on nodes of one network, the most reliable first: fabrics themselves,
+#: then blocks and islands of clouds, which their RDMA networks do not leave, then the zone.
 FABRICS = (
     "backend.coreweave.cloud/fabric",
     "ib.coreweave.cloud/fabric",
@@ -121,7 +122,7 @@ def _node(item: Mapping[str, Any], path: str) -> FoundNode | None:
 
 
 def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the JSON object of a key, an empty one if the key is missing or holds another value."""
+    """Return the JSON object of a key, {} if the key is missing or holds another value."""
     value = values.get(key)
     return value if isinstance(value, dict) else {}
 

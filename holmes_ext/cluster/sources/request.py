@@ -32,7 +32,8 @@ class ChosenNodes:
 def sbatch_lines(parts: Sequence[ChosenNodes], features: Features | None = None) -> list[str]:
     """Return the sbatch options of one job on all chosen nodes.
 
-    If each cluster has a feature of its own, Slurm chooses the nodes by features. Otherwise the nodes are named.
+    If each cluster has a feature of its own, Slurm chooses the nodes by features. Otherwise the
+    nodes are named.
 
     Args:
         parts: The chosen nodes of each cluster, with the same number of processes per node.
@@ -72,7 +73,7 @@ def hetjob_lines(parts: Sequence[ChosenNodes], features: Features | None = None)
 
 
 def _feature(part: ChosenNodes, features: Features | None) -> str:
-    """Return a feature that all nodes of the cluster have and no other node, "" if there is none."""
+    """Return a feature that all nodes of a cluster have and no other node, "" without one."""
     features = features or {}
     members = set(part.all_nodes)
     for name in features.get(part.nodes[0], ()):

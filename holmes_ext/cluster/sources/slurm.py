@@ -3,8 +3,8 @@
 kind of NIC    a feature names it (ib, hdr, roce, ...); otherwise it comes from the user
 processes      one for each GPU of the node's generic resources (gres)
 GPU            type of the gres; otherwise a feature (h100)
-fabric         the topmost switch above the node in the topology. If that switch connects nodes of different
-               kinds, it is a switch that the site invented for Slurm
+fabric         the topmost switch above the node in the topology. If that switch connects nodes of
+               different kinds, it is a switch that the site invented for Slurm
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from holmes_ext.words import why
 
 #: Oldest supported Slurm: the first that calls heterogeneous jobs "hetjob".
 OLDEST = Version("20.02")
-#: Seconds that a Slurm command may take. The command itself waits for a controller that does not answer.
+#: Seconds that a Slurm command may take. The command itself waits for a controller that does not
+#: answer.
 PATIENCE = 60.0
 #: Socket of Slurm's authentication service munge (MUNGE_SOCKET_NAME in its source).
 _MUNGE_SOCKET = "/run/munge/munge.socket.2"
@@ -64,7 +65,7 @@ class _Gpus(NamedTuple):
     """GPUs of one node."""
 
     model: str  # "" if the resources do not name it
-    count: int
+    number: int
 
 
 def run_command(*argv: str) -> str:
@@ -74,7 +75,8 @@ def run_command(*argv: str) -> str:
         argv: The command and its arguments.
 
     Raises:
-        HolmesError: Slurm is not installed, its controller or munge does not answer, or the command fails.
+        HolmesError: Slurm is not installed, its controller or munge does not answer, or the command
+            fails.
     """
     command = " ".join(argv)
     try:
@@ -171,12 +173,12 @@ def parse_nodes(text: str, topology: Topology, partitions: Sequence[str] = ()) -
         features = _features(record)
         gpus = _gpus(record.get("Gres", ""))
         gpu = gpus.model
-        if gpus.count and not gpu:
+        if gpus.number and not gpu:
             gpu = _gpu_in_features(features)
         nodes.append(
             FoundNode(
                 name,
-                processes=gpus.count,
+                processes=gpus.number,
                 kind=kind_of(features),
                 gpu=gpu_name(gpu),
                 fabric=fabric_of.get(name, ""),
@@ -235,7 +237,7 @@ def _fields(line: str) -> dict[str, str]:
 
 
 def _words(text: str | None) -> list[str]:
-    """Return the words of a comma-separated value, for which Slurm writes "(null)" if it is empty."""
+    """Return the words of a comma-separated value, [] for Slurm's empty value "(null)"."""
     return [word for word in (text or "").split(",") if word and word != "(null)"]
 
 
@@ -244,7 +246,7 @@ def _features(record: Mapping[str, str]) -> list[str]:
 
 
 def _gpus(gres: str) -> _Gpus:
-    """Return the GPUs in the generic resources of a node: the first model, and the number of all models."""
+    """Return the first GPU model in the gres of a node, and the number of all its GPUs."""
     models: list[str] = []
     count = 0
     for item in _ITEM.findall(gres):
@@ -256,7 +258,7 @@ def _gpus(gres: str) -> _Gpus:
 
 
 def _gpu_in_features(features: Sequence[str]) -> str:
-    """Return the known GPU model that the features of a node name, "" if they name none or several."""
+    """Return the GPU model that the features of a node name, "" for none or several."""
     models = {gpu_name(feature) for feature in features}.intersection(KNOWN_GPUS)
     if len(models) != 1:
         return ""
@@ -267,8 +269,9 @@ def _why_not(state: str) -> str:
     """Return the reason why a node cannot start a job, "" if it can.
 
     Args:
-        state: State of the node in Slurm: "IDLE", "MIXED", "IDLE+DRAIN", "DOWN*". The star marks a node that does
-            not respond; other characters at the end concern power saving and reservations.
+        state: State of the node in Slurm: "IDLE", "MIXED", "IDLE+DRAIN", "DOWN*". The star marks a
+            node that does not respond; other characters at the end concern power saving and
+            reservations.
     """
     base, *flags = state.rstrip("*~#!%$@^-").split("+")
     if base not in _FREE_STATES:

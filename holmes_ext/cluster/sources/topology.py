@@ -3,12 +3,14 @@
 There are three formats:
 
     scontrol show topology     SwitchName=leaf1 Level=0 LinkSpeed=1 Nodes=gpu[01-16]
-                               SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32] Switches=leaf[1-2]
-                               BlockName=b1 BlockIndex=0 Nodes=gpu[01-18] BlockSize=18
+                               SwitchName=spine Level=1 LinkSpeed=1 Nodes=gpu[01-32]
+                               Switches=leaf[1-2] BlockName=b1 BlockIndex=0 Nodes=gpu[01-18]
+                               BlockSize=18
     topology.conf              the same without levels; an upper switch has only Switches
     topology.yaml              a list of topologies, each a tree or blocks (Slurm 25.05 and newer)
 
-Two nodes are on the same fabric if some switch is above both. All nodes in blocks are on one fabric.
+Two nodes are on the same fabric if some switch is above both. All nodes in blocks are on one
+fabric.
 """
 
 from __future__ import annotations
@@ -87,8 +89,9 @@ class Topology:
 
     @cached_property
     def fabric_of(self) -> dict[str, str]:
-        """Node -> its fabric: the topmost switch above the node, or BLOCKS for a node in a block."""
-        # Union-find: each switch points to a switch of the same fabric, the root of a fabric to itself.
+        """Node -> its fabric: the topmost switch above it, or BLOCKS for a node in a block."""
+        # Union-find: each switch points to a switch of the same fabric, the root of a fabric to
+        # itself.
         parents = {unit.name: unit.name for unit in self.units}
 
         def root(name: str) -> str:
@@ -107,10 +110,10 @@ class Topology:
 
 
 def parse_topology(text: str, source: str) -> Topology:
-    """Return the topology in the output of `scontrol show topology`, or in topology.conf or topology.yaml.
+    """Return the topology that a file or the output of a command describes.
 
     Args:
-        text: The output, or the content of the file.
+        text: Output of `scontrol show topology`, or content of topology.conf or topology.yaml.
         source: The command, or the path of the file. Its end tells YAML from the other formats.
 
     Raises:
@@ -194,7 +197,7 @@ def _units_of_yaml(text: str, source: str) -> Iterator[Unit]:
 
 
 def _default_topology(text: str, source: str) -> dict[str, Any]:
-    """Return the default topology of a topology.yaml, or the first if none is marked as the default.
+    """Return the topology that is marked as the default in a topology.yaml, or the first.
 
     Args:
         text: Content of the file.

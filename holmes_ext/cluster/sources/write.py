@@ -1,7 +1,7 @@
-"""Writer of a cluster.toml from clusters that another program lists: a new file, or additions to a file.
+"""Writer of cluster.toml files from nodes that another program lists.
 
-Existing text stays byte for byte. New nodes are added to the cluster that already has nodes of the same kind, or
-form new clusters at the end of the file.
+The text of an existing file stays byte for byte. New nodes are added to the cluster that already
+has nodes of the same kind, or form new clusters at the end of the file.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ def _rate(bits_per_second: int) -> str:
 def split(spec: SiteSpec, clusters: Sequence[FoundCluster]) -> Additions:
     """Return the nodes that a cluster.toml does not have yet.
 
-    If the file has other nodes of a listed cluster, new nodes go to the file's cluster with most of those. Otherwise
-    they form a new cluster, whose name gets a number if the file has the name already.
+    If the file has other nodes of a listed cluster, new nodes go to the file's cluster with most of
+    those. Otherwise they form a new cluster, whose name gets a number if the file has the name
+    already.
 
     Args:
         spec: Content of the file.
@@ -169,7 +170,7 @@ def _with_nodes(text: str, source: str, name: str, nodes: Sequence[str]) -> str:
 
 
 def _end_of_list(text: str, name: str) -> int | None:
-    """Return the position after the last item in a cluster's list of nodes, None if it is not found.
+    """Return the position after the last item in a cluster's list of nodes, None without one.
 
     Args:
         text: Content of a cluster.toml.

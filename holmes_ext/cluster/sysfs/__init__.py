@@ -1,1 +1,1 @@
-"""Reader of the NICs in a /sys tree, of this node or captured on another; node.py is the entry point."""
+"""Reader of the NICs in a /sys tree; node.py is the entry point."""

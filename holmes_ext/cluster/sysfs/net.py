@@ -3,17 +3,19 @@
 Each device has a category:
 
     physical  the device has a `device` link (PCI, virtio, a virtual function, ...)
-    stacked   bond, VLAN, bridge, team, macvlan: `lower_NAME` links name the devices below. A macvlan or ipvlan in
-              a container has its lower device in another namespace and looks like a veth
+    stacked   bond, VLAN, bridge, team, macvlan: `lower_NAME` links name the devices below. A
+              macvlan or ipvlan in a container has its lower device in another namespace and looks
+              like a veth
     vrf       a routing table; the devices in it are used as without it
-    veth      a cable to another network namespace: the NIC of a container, or of a node of `holmes lab`
+    veth      a cable to another network namespace: the NIC of a container, or of a node of `holmes
+              lab`
     virtual   all other devices without a `device` link: dummy, tap, tunnels, switches
 
 Layout: drivers/net/core/net-sysfs.c of Linux and Documentation/ABI/testing/sysfs-class-net.
 
-Default rules exclude devices that a training job should not use, with a reason in `Nic.skipped`. A user who names
-a NIC in `include` overrules them. /sys does not show which network a NIC is cabled to (such as storage), so the
-rules use names, and the user excludes other NICs with `exclude`.
+Default rules exclude devices that a training job should not use, with a reason in `Nic.skipped`. A
+user who names a NIC in `include` overrules them. /sys does not show which network a NIC is cabled
+to (such as storage), so the rules use names, and the user excludes other NICs with `exclude`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _PCIE_CODING = {
 
 @dataclass(frozen=True)
 class Function:
-    """PCI function, or device on another bus, to which a port belongs. The fields are those of a `Nic`."""
+    """PCI function, or device on another bus, of a port. The fields are those of a `Nic`."""
 
     max_rate_bps: int = 0  # rate of the PCIe link, 0 if unknown (no PCIe, a virtual function)
     numa: int = -1  # NUMA node, -1 if unknown
@@ -182,8 +184,9 @@ def _category(tree: Tree, path: str, names: Sequence[str], devtype: str, speed: 
         masters = [tree.link_name(f"class/net/{lower}/master", "INTERFACE") for lower in lowers]
         return "team" if name in masters else "macvlan"
     if not devtype and "tun_flags" not in names:
-        # /sys does not mark a veth. Its peer is another device (iflink). If both happen to have the same number
-        # in two namespaces, the veth still has a speed, which dummy and ifb devices do not have.
+        # /sys does not mark a veth. Its peer is another device (iflink). If both happen to have the
+        # same number in two namespaces, the veth still has a speed, which dummy and ifb devices do
+        # not have.
         peer = tree.needed_number(f"{path}/iflink")
         if peer != tree.needed_number(f"{path}/ifindex") or speed is not None:
             return "veth"
@@ -252,9 +255,10 @@ def _port_index(tree: Tree, path: str) -> int:
 
 
 def top_device(name: str, devices: dict[str, NetDevice]) -> str:
-    """Return the device to which sockets bind: the topmost bond or bridge above a device, or the device itself.
+    """Return the network device to which sockets bind.
 
-    A virtual switch (Open vSwitch) does not count: it has no address.
+    It is the topmost bond or bridge above a device, or the device itself. A virtual switch (Open
+    vSwitch) does not count: it has no address.
 
     Args:
         name: Name of the device.
@@ -311,13 +315,14 @@ def read_function(tree: Tree, path: str) -> Function:
 
 
 def _pcie_bps(tree: Tree, device: str) -> int:
-    """Return the rate of a device's PCIe link in bits/s: speed x width x line coding; 0 if it is unknown."""
+    """Return the rate of a device's PCIe link in bits/s, 0 if it is unknown."""
     speed = tree.text(f"{device}/current_link_speed") or ""
     width = tree.text(f"{device}/current_link_width") or ""
     match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9])?) GT/s(?: PCIe)?", speed)
     if not match or not re.fullmatch("[0-9]{1,2}", width, re.ASCII):
         return 0
     transfers = float(match[1])  # GT/s of one lane
+    # speed x share of data x lanes
     return int(transfers * 1e9 * _PCIE_CODING.get(transfers, 0) * int(width))
 
 

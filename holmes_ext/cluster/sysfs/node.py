@@ -5,9 +5,10 @@
     class/net ───────> net.py ───┘        │
     addresses.py ─────────────────────────┘
 
-Every port is listed once for each use: a RoCE port as "roce", and its network device as "ethernet" with the port's
-name in `rdma`. IPoIB network devices belong to their InfiniBand port, because they do not reach Ethernet. The list
-includes ports that are down, and ports that the default rules exclude, with the reason in `skipped`.
+Every port is listed once for each use: a RoCE port as "roce", and its network device as "ethernet"
+with the port's name in `rdma`. IPoIB network devices belong to their InfiniBand port, because they
+do not reach Ethernet. The list includes ports that are down, and ports that the default rules
+exclude, with the reason in `skipped`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from holmes_ext.errors import HolmesError
 def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> tuple[Nic, ...]:
     """Return all NIC ports of a tree: InfiniBand, then RoCE, then Ethernet, each sorted by name.
 
-    If a captured tree has no addresses, the GIDs of RoCE ports give theirs. Their prefix length is unknown: /32 and
-    /128 claim the least, because no other node is in such a subnet.
+    If a captured tree has no addresses, the GIDs of RoCE ports give theirs. Their prefix length is
+    unknown: /32 and /128 claim the least, because no other node is in such a subnet.
 
     Args:
         root: Root of the /sys tree.
-        addresses: Network device -> its addresses, such as ("10.0.0.1/16",). None reads those of this node for
-            /sys, and those in ip_addr.json for a captured tree.
+        addresses: Network device -> its addresses, such as ("10.0.0.1/16",). None reads those of
+            this node for /sys, and those in ip_addr.json for a captured tree.
 
     Raises:
         HolmesError: a file is damaged, or /sys shows another network namespace than this process's.
@@ -81,7 +82,7 @@ def read_nics(root: str | Path = "/sys", addresses: Addresses | None = None) -> 
 def _read_rdma_ports(
     tree: Tree, devices: dict[str, NetDevice], addresses: Addresses | None
 ) -> list[Nic]:
-    """Return the InfiniBand and RoCE ports of a tree, with addresses and names of physical functions.
+    """Return the InfiniBand and RoCE ports of a tree with their IP addresses.
 
     Args:
         tree: The /sys tree.
@@ -217,15 +218,16 @@ def select(
 ) -> tuple[Nic, ...]:
     """Return the NICs that a job may use, in the order given. Ports that are down stay in the list.
 
-    A pattern (fnmatch, case-sensitive) matches the device ("mlx5_0"), the port ("mlx5_0:1") or a network device of
-    the port ("ens1f0").
+    A pattern (fnmatch, case-sensitive) matches the device ("mlx5_0"), the port ("mlx5_0:1") or a
+    network device of the port ("ens1f0").
 
     Args:
         nics: All NICs of a node.
-        include: Patterns of the NICs to use. Without a pattern, those are used that the default rules do not
-            exclude. A name without wildcards overrules the default rules; a pattern with wildcards does not
-            ("en*" is not meant to bring back the members of a bond).
-        exclude: Patterns of NICs not to use. The name of a RoCE port excludes its network devices, too.
+        include: Patterns of the NICs to use. Without a pattern, those are used that the default
+            rules do not exclude. A name without wildcards overrules the default rules; a pattern
+            with wildcards does not ("en*" is not meant to bring back the members of a bond).
+        exclude: Patterns of NICs not to use. The name of a RoCE port excludes its network devices,
+            too.
 
     Raises:
         HolmesError: a pattern matches no NIC, or only NICs that the default rules exclude.
@@ -277,7 +279,8 @@ def _included(nics: Sequence[Nic], pattern: str) -> list[Nic]:
     """Return the NICs that a pattern of `include` selects.
 
     Raises:
-        HolmesError: the pattern has wildcards, and the default rules exclude all NICs that it matches.
+        HolmesError: the pattern has wildcards, and the default rules exclude all NICs that it
+            matches.
     """
     matched = [nic for nic in nics if _is_included(nic, pattern)]
     has_wildcards = any(letter in pattern for letter in "*?[")

@@ -1,6 +1,7 @@
 """Reader of class/infiniband: the InfiniBand and RoCE ports of a /sys tree.
 
-Layout: drivers/infiniband/core/sysfs.c of Linux and Documentation/ABI/stable/sysfs-class-infiniband.
+Layout: drivers/infiniband/core/sysfs.c of Linux and
+Documentation/ABI/stable/sysfs-class-infiniband.
 
     class/infiniband/mlx5_0/node_type              "1: CA"
                            /device/                the PCI function: numa_node, physfn, net/ENS1F0
@@ -52,9 +53,9 @@ _LAST_PORT = 255
 def read_rdma_ports(tree: Tree, devices: dict[str, NetDevice]) -> tuple[Nic, ...]:
     """Return the InfiniBand and RoCE ports of a tree, without IP addresses.
 
-    `parent` of a virtual function is a PCI address. iWARP ("4: RNIC") and vendor fabrics (link layer "Unspecified"
-    or "Unknown") are left out, because the IB transport of the collective libraries does not support them. Their
-    network devices count as Ethernet.
+    `parent` of a virtual function is a PCI address. iWARP ("4: RNIC") and vendor fabrics (link
+    layer "Unspecified" or "Unknown") are left out, because the IB transport of the collective
+    libraries does not support them. Their network devices count as Ethernet.
 
     Args:
         tree: The /sys tree.
@@ -116,7 +117,7 @@ def _read_port(
     if is_physical:
         names = _netdevs_of_function(tree, f"{hca_path}/device", port, port_count, devices) + names
     netdevs = _top_netdevs(names, kind, devices)
-    members = []
+    members: list[str] = []
     for netdev in netdevs:
         if devices[netdev].category in ("bond", "team"):
             members += devices[netdev].lowers

@@ -1,10 +1,11 @@
 """Reader of the files in a /sys tree: this machine's, or one that was captured on another machine.
 
-The attributes of the kernel are short text files of one line. A captured tree may be damaged in any way. So each
-method returns a value, or None if the kernel itself has no value, or raises a HolmesError that names the file.
+The attributes of the kernel are short text files of one line. A captured tree may be damaged in any
+way. So each method returns a value, or None if the kernel itself has no value, or raises a
+HolmesError that names the file.
 
-`tar` pads files of /sys with NULs up to the 4096 bytes that the kernel reports as their size, and stores nothing but
-NULs for a file that cannot be read (EINVAL). Both are accepted.
+`tar` pads files of /sys with NULs up to the 4096 bytes that the kernel reports as their size, and
+stores nothing but NULs for a file that cannot be read (EINVAL). Both are accepted.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from holmes_ext.words import why
 T = TypeVar("T")
 #: Largest file in bytes: the kernel writes at most one page, and pages have at most 64 KiB.
 _LARGEST = 65536
-#: Errors of the kernel for an attribute that has no value now, such as the speed of a port without a link.
+#: Errors of the kernel for an attribute that has no value now, such as the speed of a port without
+#: a link.
 _NO_VALUE = {errno.ENOENT, errno.EINVAL, errno.EOPNOTSUPP, errno.ENODEV, errno.ENETDOWN}
 
 
@@ -95,8 +97,8 @@ class Tree:
         """Return the text of an attribute without surrounding space, None if it has no value.
 
         Raises:
-            HolmesError: the path is no readable regular file of text (a folder, a link, binary data), or the file is
-                longer than a page.
+            HolmesError: the path is no readable regular file of text (a folder, a link, binary
+                data), or the file is longer than a page.
         """
         data = (self._read(path) or b"").rstrip(b"\0")
         if len(data) > _LARGEST:
@@ -122,7 +124,9 @@ class Tree:
         return value
 
     def _read(self, path: str) -> bytes | None:
-        """Return the first _LARGEST + 1 bytes of a regular file, None if the kernel has no value for it.
+        """Return the content of a regular file, None if the kernel has no value for it.
+
+        Longer content is cut after _LARGEST + 1 bytes.
 
         Raises:
             HolmesError: the path is not a regular file, or it cannot be read.
@@ -182,7 +186,7 @@ class Tree:
         return self._needed(path, self.number(path, pattern))
 
     def uevent(self, path: str) -> dict[str, str]:
-        """Return the KEY=VALUE lines in the uevent file of a folder, {} if the folder has no such file.
+        """Return the KEY=VALUE lines in the uevent file of a folder, {} without the file.
 
         Raises:
             HolmesError: a line is not KEY=VALUE, or `text()` raises the error.
@@ -206,7 +210,8 @@ class Tree:
             key: Key in the uevent of such a folder that has the device name.
 
         Raises:
-            HolmesError: the path is neither a link nor a folder, or the name is not a possible device name.
+            HolmesError: the path is neither a link nor a folder, or the name is not a possible
+                device name.
         """
         try:
             name = os.path.basename(os.readlink(self._absolute(path)))
@@ -235,8 +240,8 @@ class Tree:
         """Return a path with all links followed, relative to the root.
 
         Raises:
-            HolmesError: a link points to nothing, in a circle, or out of the tree. (An absolute link in a captured
-                tree would read the wrong machine.)
+            HolmesError: a link points to nothing, in a circle, or out of the tree. (An absolute
+                link in a captured tree would read the wrong machine.)
         """
         try:
             real_path = os.path.realpath(self._absolute(path), strict=True)
@@ -248,7 +253,7 @@ class Tree:
         return os.path.relpath(real_path, self.real_root)
 
     def pci_address(self, device: str) -> str:
-        """Return the PCI address of a device, or of the nearest PCI device above it; "" if there is none.
+        """Return the PCI address of a device or of the nearest device above it, "" without one.
 
         Args:
             device: Path of the device.

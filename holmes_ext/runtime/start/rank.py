@@ -17,10 +17,15 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from holmes_ext import __version__
-from holmes_ext.cluster.node_report import NodeReport, node_identity, node_name, report_node
+from holmes_ext.cluster.node_report import (
+    NodeReport,
+    nccl_remarks,
+    node_identity,
+    node_name,
+    report_node,
+)
 from holmes_ext.cluster.resolve import (
     apart_by_subnet,
-    nccl_remarks,
     slower_than_declared,
 )
 from holmes_ext.cluster.site import Site

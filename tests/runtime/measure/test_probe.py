@@ -7,14 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from holmes_ext.cli.main import main
+from holmes_ext.cluster.measured import measured_tables, with_measured_values, write_measured_values
 from holmes_ext.cluster.site import site_from_spec
 from holmes_ext.cluster.spec import load_spec, parse_spec
-from holmes_ext.cluster.wan import (
-    MeasuredLink,
-    measured_tables,
-    with_measured_values,
-    write_measured_values,
-)
+from holmes_ext.cluster.wan import MeasuredLink
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.runtime.measure import probe
