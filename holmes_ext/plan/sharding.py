@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.reductions import Sharded, inside_clusters, owners
-from holmes_ext.plan.decide import site_of
 from holmes_ext.plan.placement import family_of
-from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.plan import Plan, site_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.words import some_of

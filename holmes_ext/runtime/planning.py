@@ -40,7 +40,7 @@ class JobRequest(Protocol):
 
 
 class PlanMaker(Protocol):
-    """Functions that derive a Plan from another: the module plan/decide.py."""
+    """Functions that derive a Plan from another: the module plan/maker.py."""
 
     def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
         """Return the plan for the ports that `site` has left."""

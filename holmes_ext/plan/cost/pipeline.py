@@ -69,13 +69,13 @@ def in_flight(
 
     With k[s] micro-batches in flight, stage s runs the backward of micro-batch n after the forward of
     n + k[s] - 1. A micro-batch travels from stage s to a later stage t, an earlier micro-batch's backward
-    follows there, and its gradient travels back. Stage s needs it k[s] - k[t] + 1 micro-batches later. In this
-    time the stages s..t compute and the stage links between them are used twice, so
+    follows there, and its gradient travels back. Stage s needs it k[s] - k[t] + 1 micro-batches later. In
+    this time the stages s..t compute and the stage links between them are used twice, so
 
         (k[s] - k[t] + 1) pace  >=  sum of busy[s..t]  +  2 x sum of transfer[s..t-1]
 
     The pace is the time between two micro-batches: that of the slowest stage or stage link. With free stage
-    links and equal stages the result is that of 1F1B, p - s for stage s of p, which is also the least possible.
+    links and equal stages the result is that of 1F1B: p - s for stage s of p. No schedule needs fewer.
 
     Args:
         busy: Seconds of a forward and a backward pass together.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_grid(current: Session, sizes: Sizes, instances: int = 1) -> None:
-    """For complete `sizes`; all ranks must call it. instances: see plan/decide.py, spanning()."""
+    """For complete `sizes`; all ranks must call it. instances: see plan/maker.py, spanning()."""
     try:
         refuse_other_sizes(current, sizes)
     except HolmesError as error:
