@@ -103,7 +103,7 @@ def cut(
     return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
 
 
-#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
+#: Bytes of a chunk for each rank of the smallest cluster: the bytes that its Ethernet NIC carries at a time.
 CHUNK_SHARE_BYTES = 512 * 2**10
 
 

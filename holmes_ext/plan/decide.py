@@ -1,7 +1,7 @@
 """Decisions that follow from a plan's node order, sizes and networks: the plan's `traffic`.
 
 `derive_traffic` adds the decisions to a plan. `holmes plan` calls it, a job at its start, and a job when
-a port fails. `Decisions` makes them for one network API (verbs or sockets): how gradients are summed, how
+a port fails. `Decisions` makes them for a network API (verbs or sockets): how gradients are summed, how
 stages send, and in which order passes run.
 """
 
@@ -45,7 +45,7 @@ from holmes_ext.plan.traffic import (
 )
 from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
-#: Bucket size of a group inside one node: bucket_cap_mb of torch's DistributedDataParallel.
+#: Bucket size of a group inside a node: bucket_cap_mb of torch's DistributedDataParallel.
 INSIDE_BYTES = 25 * 2**20
 #: Larger sums are reduced like one of this size.
 LARGE_BYTES = float(2**30)
@@ -131,7 +131,7 @@ class Decisions:
         ]
 
     def reduction(self, stage: int, overlap: bool) -> ReductionSpec:
-        """Return how the gradients of one stage are summed.
+        """Return how the gradients of a stage are summed.
 
         Args:
             stage: Number of the stage.
@@ -408,7 +408,7 @@ def derive_traffic(
         site: Nodes with the ports that work.
         options: Options of the user.
         links: Measured rates of networks that the plan has no rate of. A new plan has none.
-        workload: What a rank does in a step, for a new plan; one that has networks keeps its own.
+        workload: Work of a rank in a step, for a new plan; one that has networks keeps its own.
         basis: Where `workload` comes from.
         engine: Abilities of the training engine.
     """
@@ -435,7 +435,7 @@ def derive_traffic(
 def decisions(
     plan: Plan, network_api: str, options: Options, engine: EngineTraits = EngineTraits()
 ) -> Decisions:
-    """Return the decisions of `plan` for one network API, on the networks in the plan."""
+    """Return the decisions of `plan` for a network API, on the networks in the plan."""
     return Decisions(plan, network_api, site_of(plan, network_api), options, engine)
 
 

@@ -39,7 +39,7 @@ from holmes_ext.plan.workload import Workload
 
 @dataclass
 class PlanRequest:
-    """The options and files of one rank, before it communicates with the other ranks."""
+    """The options and files of a rank, before it communicates with the other ranks."""
 
     options: Options
     sizes: Sizes | None = None  # None if neither an option nor the command line gives them
@@ -112,7 +112,7 @@ class PlanRequest:
         return site, with_loads(plan, options, model, engine)
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over what the previous start of the job has left in its store.
+        """Take over the layers and sizes that the previous start of the job has left in its store.
 
         Args:
             layers: Layers of each stage, as --holmes-partition takes them; "" if it left nothing.
@@ -198,7 +198,7 @@ def with_loads(
 
 
 def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
-    """Return the work of one rank on an average stage.
+    """Return the work of a rank on an average stage.
 
     Returns:
         None if model or sizes are not known, or if the batch is not divisible (the framework refuses that).

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations
 from math import comb, floor, inf
-from typing import NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.pipeline import uniform
@@ -44,13 +43,8 @@ _SHARE_ROUNDING = 1e-9
 _SHORTEST_S = 1e-30
 #: Layers of each stage.
 Split = tuple[int, ...]
-
-
-class Move(NamedTuple):
-    """A change of a split: one block moves from a stage to another."""
-
-    giver: int
-    taker: int
+#: A change of a split, in which one block moves to another stage: (stage that gives it, stage that takes it).
+Move = tuple[int, int]
 
 
 def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
@@ -120,7 +114,7 @@ def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
 
 
 def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
-    """Return the splits of the other methods, and what moving single blocks makes of them.
+    """Return the splits of the other methods, and the splits that result from moving single blocks.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -313,8 +307,8 @@ def _moved(split: Split, giver: int, taker: int) -> Split:
 def _over_borders(split: Split) -> Iterator[Move]:
     """Yield the moves between neighbouring stages."""
     for stage in range(len(split) - 1):
-        yield Move(stage + 1, stage)
-        yield Move(stage, stage + 1)
+        yield (stage + 1, stage)
+        yield (stage, stage + 1)
 
 
 def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
@@ -331,7 +325,7 @@ def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
     four_emptiest = stages[:4]
     givers = dict.fromkeys((*three_fullest, 0, last))
     takers = dict.fromkeys((*four_emptiest, 0, last // 2, last))
-    return (Move(giver, taker) for giver in givers for taker in takers if giver != taker)
+    return ((giver, taker) for giver in givers for taker in takers if giver != taker)
 
 
 def _too_large(costs: StageCosts) -> str:

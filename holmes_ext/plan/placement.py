@@ -11,7 +11,7 @@ Prices and simulations need not look at all ranks. A Fold finds equal ranks and 
 
     pipeline   one rank of every stage. Pipelines of one kind have equal nodes, groups and stage links.
     node       Nodes of one class hold ranks of the same kinds of pipelines, so their NICs are equally busy.
-    family     equal groups of one stage
+    family     equal groups of a stage
 
 A Fold looks at one unit of ranks in a run of equal nodes: the shortest piece that contains whole nodes and
 whole groups. If a node holds several neighbours of a tensor-parallel group, it looks at one of them.
@@ -77,7 +77,7 @@ class Placement:
         # The ranks consist of blocks with all stages, and each component has a piece of each block.
         blocks = ranks // (sizes.strides()["pp"] * sizes.pipeline)
         piece = nodes // blocks
-        kinds = []
+        kinds: list[int] = []
         for start in range(0, nodes, piece):
             for part in parts:
                 kinds += part[start : start + piece]
@@ -90,7 +90,7 @@ class Placement:
 
     @cached_property
     def stage_ranks(self) -> int:
-        """Return the number of ranks of one stage."""
+        """Return the number of ranks of a stage."""
         return self.nodes * self.processes // self.sizes.pipeline
 
     @cached_property
@@ -191,14 +191,14 @@ class GroupPart:
     node: int  # class of the nodes
     kind: int  # kind of the nodes
     nodes: int  # number of such nodes in one group
-    ranks_per_node: int  # ranks of one group on each of these nodes
+    ranks_per_node: int  # ranks of a group on each of these nodes
     groups: int  # groups of the family on each node
     concurrent_groups: int  # groups of all families and stages on each node
 
 
 @dataclass(frozen=True)
 class GroupFamily:
-    """Equal groups of one stage."""
+    """Equal groups of a stage."""
 
     stage: int
     ranks: int  # of each group
@@ -214,13 +214,13 @@ class GroupFamily:
 
     @cached_property
     def nodes(self) -> int:
-        """Return the number of nodes of one group."""
+        """Return the number of nodes of a group."""
         return sum(part.nodes for part in self.parts)
 
 
 @dataclass(frozen=True)
 class StageMessages:
-    """Messages from one stage to another, in pipelines of one kind."""
+    """Messages from a stage to another, in pipelines of one kind."""
 
     sender: int  # class of the sending nodes
     receiver: int  # class of the receiving nodes
@@ -301,7 +301,7 @@ class Fold:
 
     def __init__(self, placement: Placement):
         self.of = placement
-        #: Neighbours of a tensor-parallel group on one node, of which the fold looks at one.
+        #: Neighbours of a tensor-parallel group on a node, of which the fold looks at one.
         self.tensor_neighbours = _tensor_neighbours(placement)
         processes = placement.processes // self.tensor_neighbours
         sizes = placement.sizes
@@ -413,7 +413,7 @@ class Fold:
         Args:
             stage: Number of the sending stage.
             other: Number of the receiving stage.
-            fabric: Returns the fabric between two kinds of nodes. Kinds of pipelines on one fabric send at
+            fabric: Returns the fabric between two kinds of nodes. Kinds of pipelines on a fabric send at
                 the same time, and their messages are counted together.
         """
         pipelines = range(len(self.kinds))
@@ -477,7 +477,7 @@ class Fold:
 
         Args:
             stage: Number of the stage.
-            kind: Kind of group, a key of plan/sizes.py's KINDS. Groups of one rank are left out unless this
+            kind: Kind of group, a key of plan/sizes.py's KINDS. Groups of a rank are left out unless this
                 is "data".
         """
         if (stage, kind) not in self._families_of:
@@ -568,7 +568,7 @@ class Fold:
             slots: Slot of each rank, in the order of the ring.
             nodes_like: Slot -> number of nodes that it stands for.
         """
-        visited = [slot for slot, _ in groupby(slots)]  # neighbours on one node count once
+        visited = [slot for slot, _ in groupby(slots)]  # neighbours on a node count once
         return joined((self._kind_of_slot[slot], nodes_like[slot]) for slot in visited)
 
     def _groups(self, kind: str) -> dict[Hashable, list[int]]:
@@ -608,7 +608,7 @@ def _tensor_neighbours(placement: Placement) -> int:
 
 
 def _strides(placement: Placement) -> dict[str, int]:
-    """Return the distance between neighbours along each axis, among the ranks of one stage."""
+    """Return the distance between neighbours along each axis, among the ranks of a stage."""
     sizes = placement.sizes
     strides = sizes.strides()
     del strides["pp"]
@@ -624,7 +624,7 @@ def _unit(placement: Placement, strides: Mapping[str, int]) -> int:
 
     Args:
         placement: The placement.
-        strides: Distance between neighbours along each axis, among the ranks of one stage.
+        strides: Distance between neighbours along each axis, among the ranks of a stage.
     """
     sizes = placement.sizes
     processes = placement.processes

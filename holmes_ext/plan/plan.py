@@ -51,7 +51,7 @@ class SpanningGroups:
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, networks, reductions and stages of one job on one site."""
+    """Node order, networks, reductions and stages of a job on one site."""
 
     site_digest: str
     nodes: tuple[str, ...]  # in the order of the ranks
@@ -114,7 +114,7 @@ class Plan:
         return result
 
     def fabric_of(self, ranks: Iterable[int], network_api: str = VERBS) -> Fabric | None:
-        """Return the fabric of a group: the first that all its nodes can use; None inside one node."""
+        """Return the fabric of a group: the first that all its nodes can use; None inside a node."""
         nodes = {self.node_of(rank) for rank in ranks}
         if len(nodes) == 1:
             return None

@@ -133,7 +133,7 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
 
 @dataclass(frozen=True)
 class Link:
-    """Measured times of one fabric's messages."""
+    """Measured times of a fabric's messages."""
 
     name: str  # of the fabric
     send: Curve  # one message between two nodes

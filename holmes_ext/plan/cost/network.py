@@ -295,7 +295,7 @@ class Network:
     def message(
         self, stage_link: StageMessages, inside_bps: float = 0.0, crossing: float = 0
     ) -> Load:
-        """Return the load of the messages from one pipeline stage to another.
+        """Return the load of the messages from a pipeline stage to another.
 
         Args:
             stage_link: Messages of one kind of pipeline.

@@ -16,7 +16,7 @@ With p stages, m micro-batches and v chunks per stage, the schedules are:
                    by chunk                 (Lamy-Poirier 2022, arXiv 2211.05953)
 
 All times are in seconds, in sequences by stage. `transfer` has one entry for each stage link (from a stage to
-the next one): the time of one activation, which is also the time of its gradient.
+the next one): the time of an activation, which is also the time of its gradient.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
 
 
 def pace(busy: Seconds, transfer: Seconds) -> float:
-    """Return the seconds from one micro-batch to the next under 1F1B.
+    """Return the seconds from a micro-batch to the next under 1F1B.
 
     The slowest run of neighbouring stages s..t decides: the maximum over all runs of
 
@@ -409,7 +409,7 @@ class Estimate:
     """Predicted times of one step; tuples are by stage."""
 
     compute_s: tuple[float, ...]  # of all micro-batches
-    transfer_s: tuple[float, ...]  # of one activation, by stage link
+    transfer_s: tuple[float, ...]  # of an activation, by stage link
     reduction_s: tuple[float, ...]  # the whole reduction, hidden or not
     exposed_s: tuple[float, ...]  # reduction and tied weights after the stage's last backward pass
     end_s: tuple[float, ...]  # when the stage has ended everything

@@ -65,11 +65,11 @@ class _StageKey(NamedTuple):
 
 
 class StageSums:
-    """Prices of the gradient reductions of one job on one network, for placements of the same sizes.
+    """Prices of the gradient reductions of a job on one network, for placements of the same sizes.
 
     Args:
         network: The site.
-        job: Layers and bytes of one rank.
+        job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
         on_best_fabrics: Kind of group, such as "data", to price as if each node could use the best of its
             fabrics (Network.on_best_fabrics): the step time if no group of this kind spanned networks.
@@ -271,7 +271,7 @@ class StageSums:
 
 
 class Prices(StageSums):
-    """Costs of one job on one network, for any placement of the same sizes."""
+    """Costs of a job on one network, for any placement of the same sizes."""
 
     def costs(
         self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
@@ -325,7 +325,7 @@ class Prices(StageSums):
         )
 
     def step_s(self, placement: Placement) -> float:
-        """Return the step time in closed form, in seconds, with one block on each stage."""
+        """Return the step time in closed form, in seconds, with a block on each stage."""
         costs = self.costs(placement)
         return estimate(costs, (1,) * costs.stages).step_s
 
@@ -340,7 +340,7 @@ class Prices(StageSums):
     def _layer_costs_of(
         self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
-        """Return the costs of each kind of layer on one stage, computed once for equal stages."""
+        """Return the costs of each kind of layer on a stage, computed once for equal stages."""
         key, folded = self._stages(placement, stage)
         return self.remember(
             "layers",
@@ -588,14 +588,14 @@ class Prices(StageSums):
 
 
 class _StageLimits(NamedTuple):
-    """Clusters and memory of one stage."""
+    """Clusters and memory of a stage."""
 
     clusters: str  # names, for messages
     memory_bytes: float  # of the smallest GPU; inf: no limit
 
 
 class _LayerCosts(NamedTuple):
-    """Seconds of each kind of layer on one stage."""
+    """Seconds of each kind of layer on a stage."""
 
     forward_s: Row
     backward_s: Row
@@ -630,7 +630,7 @@ def price(
     Args:
         network: The site.
         placement: Nodes of each stage.
-        job: Layers and bytes of one rank.
+        job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
         reductions: Reduction of each stage; by default the fastest.
     """

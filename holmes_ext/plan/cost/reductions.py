@@ -236,7 +236,7 @@ class Hierarchical(PricedReduction):
     def _chain(
         self, size: float, across_s: float, tag: Tag, chunk: int, is_last: bool
     ) -> Iterator[Flow]:
-        """Yield the transfers of one chunk: inside, across, back across, inside.
+        """Yield the transfers of a chunk: inside, across, back across, inside.
 
         Args:
             size: Bytes of the chunk.
@@ -267,7 +267,7 @@ class Hierarchical(PricedReduction):
         """Return how many TCP streams between two ranks fill the measured links between clusters.
 
         Args:
-            network: The site, with measured rates of links and of one stream.
+            network: The site, with measured rates of links and of a stream.
             crossing: Number of groups that cross at the same time.
         """
         assert self.there.fabric is not None
@@ -456,7 +456,7 @@ def _relay_byte_s(
     """
 
     def message_s(pair: Pair) -> float:
-        """Return the seconds of one message between two clusters, per byte of the sum."""
+        """Return the seconds of a message between two clusters, per byte of the sum."""
         rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
         return 8 * route.part / min(rates_bps)
@@ -493,6 +493,7 @@ def _inside(
         part.node: float(part.concurrent_groups if request.groups else part.groups)
         for part in parts
     }
+    posts = 0.0
     if request.direct:
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
@@ -501,7 +502,6 @@ def _inside(
     else:
         volume = ring_volume
         messages = ranks - 1
-        posts = 0.0
     return Load(
         nics=network.both_ways(fabric, flows),
         fabric=network.line(fabric),
@@ -613,7 +613,7 @@ class Sharded(PricedReduction):
             backward: The same in the backward pass.
             sizes: Bytes of the gradients of each kind of layer.
             repeats: Number of layers of each kind.
-            prefetch: Whether the collectives of one layer overlap with the computation of another.
+            prefetch: Whether the collectives of a layer overlap with the computation of another.
         """
         if self.zero < _ZERO_GRADIENTS:
             return forward, backward

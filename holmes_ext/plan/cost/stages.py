@@ -35,7 +35,7 @@ _TOO_LONG_S = 1e30
 
 
 class Kinds(NamedTuple):
-    """The three kinds of layers of a model on one rank."""
+    """The three kinds of layers of a model on a rank."""
 
     layers: tuple[Layer, Layer, Layer]  # embedding, block, output
     working_bytes: float  # of the block that is recomputed at the moment
@@ -63,12 +63,12 @@ def kinds_of(model: Model, sizes: Sizes) -> Kinds:
 
 @dataclass(frozen=True)
 class RankModel:
-    """Layers of one rank by kind, and the bytes that the rank reduces, keeps and sends."""
+    """Layers of a rank by kind, and the bytes that the rank reduces, keeps and sends."""
 
     layers: tuple[Layer, ...]  # one of each kind, in the order of the forward pass
     repeats: tuple[int, ...]  # number of layers of each kind
-    reduced_bytes: tuple[float, ...]  # gradients of one layer of each kind
-    state_bytes: tuple[float, ...]  # weights, gradients and optimizer of one layer of each kind
+    reduced_bytes: tuple[float, ...]  # gradients of a layer of each kind
+    state_bytes: tuple[float, ...]  # weights, gradients and optimizer of a layer of each kind
     micro_batches: int
     before: int = 1  # layers before the first block
     after: int = 1  # layers after the last block
@@ -84,7 +84,7 @@ class RankModel:
     def of(
         cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1
     ) -> RankModel:
-        """Return the layers of one rank of a job.
+        """Return the layers of a rank of a job.
 
         Args:
             model: The model.
@@ -120,7 +120,7 @@ class RankModel:
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
-        """Return a model with one block on each stage, which computes and sends what `work` says."""
+        """Return a model with a block on each stage, with the computation and messages of `work`."""
         block = Layer(
             kind="block",
             tensors=(work.gradient_bytes,),
@@ -153,7 +153,7 @@ class RankModel:
 
     @property
     def block(self) -> Layer:
-        """Return the costs of one block."""
+        """Return the costs of a block."""
         return self.layers[1 if self.before else 0]
 
     @property
@@ -200,8 +200,8 @@ class StageCosts:
     """
 
     # By stage and kind of layer.
-    forward_s: Rows  # of one micro-batch
-    backward_s: Rows  # of one micro-batch
+    forward_s: Rows  # of a micro-batch
+    backward_s: Rows  # of a micro-batch
     reduction_s: Rows  # of the layer's gradients, without latency
     transfer_s: Rows  # of the layer's output to the next stage
     micro_batches: int
@@ -427,7 +427,7 @@ class StageCosts:
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """Return the step of a partition, calculated pass by pass, with one chunk per stage.
+    """Return the step of a partition, calculated pass by pass, with a chunk per stage.
 
     Args:
         costs: Costs of every layer on every stage.
