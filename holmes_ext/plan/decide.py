@@ -85,7 +85,7 @@ class Decisions:
         self.prices = Prices(self.network, job, rules)
 
     def traffic(self) -> Traffic:
-        """Return all decisions."""
+        """Return the decisions: networks of groups, reductions, stage links and the order of passes."""
         fabrics_of: dict[str, list[str]] = {}  # kind of group -> fabric of each group
         for kind, ranks in self.plan.groups():
             fabric = self.plan.fabric_of(ranks, self.network_api)

@@ -137,11 +137,15 @@ class PlanRequest:
                 f"{plan.source}: key 'sizes' is {sizes_text(plan.sizes)}, "
                 f"but the job runs {sizes_text(sizes)}"
             )
-        wanted = "explicit" if options.stage_layers else options.partition
-        other = wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)
-        if "partition" in options.given and other:
-            wanted = f"but --holmes-partition asks for {options.partition!r}"
-            raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, {wanted}")
+        if "partition" not in options.given:
+            return
+        partition = "explicit" if options.stage_layers else options.partition
+        has_other_layers = options.stage_layers not in ((), plan.stage_layers)
+        if partition != plan.partition or has_other_layers:
+            raise HolmesError(
+                f"{plan.source}: key 'partition' is {plan.partition!r}, "
+                f"but --holmes-partition asks for {options.partition!r}"
+            )
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:

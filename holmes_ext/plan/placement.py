@@ -109,7 +109,7 @@ class Placement:
 
     @cached_property
     def stages(self) -> tuple[Content, ...]:
-        """Return the kinds of nodes of each stage, with their numbers of ranks.
+        """Return the kinds of nodes of each stage, in order, with the number of ranks on each.
 
         Ranks come in blocks of pipeline x stride ranks. In a block, each stage has `stride` ranks that follow
         each other.
@@ -209,7 +209,7 @@ class GroupFamily:
 
     @cached_property
     def kinds(self) -> frozenset[int]:
-        """Return the kinds of the nodes of a group."""
+        """Return the kinds of nodes in a group; equal nodes are of one kind."""
         return frozenset(part.kind for part in self.parts)
 
     @cached_property
@@ -279,7 +279,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
-    """Return a number for each key; keys with equal values get equal numbers, in the order of appearance."""
+    """Return a number (0, 1, ...) for each key: {a: x, b: y, c: x} -> {a: 0, b: 1, c: 0}."""
     number_of = {look: number for number, look in enumerate(dict.fromkeys(looks.values()))}
     return {key: number_of[look] for key, look in looks.items()}
 
@@ -379,7 +379,7 @@ class Fold:
         return kinds, tuple(slot == other for slot, other in zip(slots, following))
 
     def kind_at(self, position: int) -> int:
-        """Return the kind of the pipeline at a position of the whole placement."""
+        """Return the kind of the pipeline that consists of the ranks at a position of every stage."""
         at = position // self.tensor_neighbours
         if at not in self.kind_of:
             run_start = max(border for border in self.placement.borders if border <= at)

@@ -205,6 +205,12 @@ def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
 
 
 def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int, ...]]:
+    """Return the ranks of every expert-parallel group, in the order of their first ranks.
+
+    Args:
+        sizes: Parallel sizes, with the data size.
+        rank_strides: Axis -> distance between neighbours in the grid of all ranks.
+    """
     grid, strides = expert_grid(sizes)
     first_stage = _span(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
     members = _span(strides, {"ep": grid["ep"]})

@@ -51,7 +51,9 @@ OpenComponents = frozenset[tuple[str, int]]
 def pack(
     counts: Mapping[int, int], homes: Mapping[int, Sequence[str]], size: int
 ) -> list[tuple[int, ...]] | None:
-    """Divide nodes into components whose nodes share a fabric.
+    """Divide nodes into components of equal size whose nodes share a fabric.
+
+    A component is a set of nodes that hold the same pipeline stages. Nodes on the same fabrics form a class.
 
     Whether that is possible depends on the numbers modulo `size` only. So the search goes over the
     classes, and its state is the number of nodes that each fabric has beyond whole components. If most
@@ -264,7 +266,7 @@ class _Search:
         return Placement.of_parts(sizes, self.network.processes, parts)
 
     def score_of(self, parts: Sequence[Part]) -> _Score:
-        """Return the score of an order."""
+        """Return the score of an order, given as the classes of each component's nodes."""
         placement = self.placement(parts)
         step_s = flat_s = self.prices.step_s(placement)
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):

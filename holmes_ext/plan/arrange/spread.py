@@ -41,7 +41,10 @@ def spread(
     tries: int,
     chain: Sequence[int] = (),
 ) -> tuple[Stages, float]:
-    """Return the best distribution found, and its time in seconds.
+    """Return the best distribution of units (nodes or GPUs) over pipeline stages, and its time in seconds.
+
+    The search first changes groups of clusters whose units are mixed evenly, then exchanges single units of
+    the best results. Both use simulated annealing.
 
     Args:
         units: Number of units of each cluster.

@@ -217,7 +217,10 @@ class Links:
 
     @property
     def core_bps(self) -> float:
-        """Return the bits/s that keep a core busy, on the fabric with the cheapest bytes; 1 if none costs."""
+        """Return the bits/s that keep a CPU core busy, on the fabric that needs least CPU time per byte.
+
+        The result is 1 if no fabric uses shared cores.
+        """
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 
     def scaled(self, name: str, factor: float) -> Links:

@@ -378,7 +378,7 @@ class Network:
         return len({tuple(self.homes(kind)) for kind in kinds}) > 1
 
     def across(self, kinds: Iterable[int]) -> bool:
-        """Return whether nodes of these kinds lie in several clusters."""
+        """Return whether nodes of these kinds lie in more than one cluster."""
         return len(set(map(self.cluster, kinds))) > 1
 
     def link(self, load: Load) -> Link:

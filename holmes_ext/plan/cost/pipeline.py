@@ -131,8 +131,8 @@ def quickest_in_flight(
         backward: Seconds of a backward pass, by stage.
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
-        load: As in in_flight.
-        most: As in in_flight.
+        load: Part of `transfer` in which a stage link carries nothing else.
+        most: Largest number of micro-batches that fits each stage's memory.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     counts = in_flight(busy, transfer, micro_batches, load, most)
@@ -153,11 +153,12 @@ def quickest_in_flight(
 def both_ways(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of stage links, longer if two of them share a busy NIC.
+    """Return the times of stage links, longer if two stage links share a busy NIC.
 
-    A NIC that sends to both sides carries two messages for each micro-batch. If this takes longer than the
-    slowest stage computes, nearly every message meets one of the other stage link, and takes longer by the
-    shorter of both. (The longer one may be limited by a link, not by the NIC.)
+    A NIC that sends both to the previous and to the next stage carries two messages for each micro-batch. If
+    both together take longer than the slowest stage computes, nearly every message shares the NIC with a
+    message of the other stage link. It then takes longer by the time of the shorter message. (The longer
+    message may be limited by a link, not by the NIC.)
 
     Args:
         transfer: Seconds of an activation over each stage link.
@@ -166,7 +167,7 @@ def both_ways(
         busy_s: Seconds of a forward and a backward pass on the slowest stage.
 
     Returns:
-        `transfer` and `load`, changed.
+        The new `transfer` and the new `load`.
     """
     transfer_s = list(transfer)
     load_s = list(load)
@@ -191,7 +192,13 @@ def schedule(
 ) -> tuple[int, ...]:
     """Return the micro-batches in flight on each stage that make the step shortest.
 
-    The arguments are those of quickest_in_flight.
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of an activation over each stage link.
+        micro_batches: Micro-batches per step.
+        load: Part of `transfer` in which a stage link carries nothing else.
+        most: Largest number of micro-batches that fits each stage's memory.
 
     Returns:
         () if stage links take little time and the framework's own schedule is as fast.
@@ -389,12 +396,15 @@ def _least_end_s(
     before = first - 1
     link_before_s = transfer[before]
     messages_s = micro_batches * (load[before] + load[final])
-    # Time without messages in the NIC's outgoing direction, before its first and after its last one.
-    not_sending_s = sum(forward[: final + 1]) + sum(transfer[:final]) + link_before_s - load[before]
-    # The same in the incoming direction.
+    # From its first activation (of stage `final`) to its last gradient (of stage `first`), the NIC only
+    # sends.
+    until_first_send_s = sum(forward[: final + 1]) + sum(transfer[:final])
+    not_sending_s = until_first_send_s + link_before_s - load[before]
+    # It receives from the first activation for stage `first` to the last gradient for stage `final`,
+    # which then travels through the stages `final` to `first`.
+    until_first_receive_s = sum(forward[:first]) + sum(transfer[:before])
     not_receiving_s = (
-        sum(forward[:first])
-        + sum(transfer[:before])
+        until_first_receive_s
         + transfer[final]
         - load[final]
         + sum(backward[first : final + 1])

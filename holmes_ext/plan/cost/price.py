@@ -95,7 +95,20 @@ class StageSums:
     def _stages(
         self, placement: Placement, *stages: int
     ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
-        """Return a key that equal stages share, and a function that folds the nodes of the stages."""
+        """Return a key that equal stages share, and a function that analyses the nodes of the stages.
+
+        A component is a set of stages that share nodes. Stages are equal if their components have nodes of
+        the same kinds, and if they have the same numbers within their components. So prices are computed only
+        once for equal stages.
+
+        Args:
+            placement: Nodes of each stage.
+            stages: Numbers of the stages.
+
+        Returns:
+            The key, and a function that returns a Fold (kinds of pipelines, families of groups) of the
+            components, with the numbers of the stages in it.
+        """
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
         folded_stages = tuple(
@@ -119,11 +132,11 @@ class StageSums:
         placement: Placement,
         *stages: int,
     ) -> T:
-        """Return make(fold, stages), computed once for all stages that are equal.
+        """Return make(fold, stages), computed once for all stages on equal nodes.
 
         Args:
             name: Name of the result.
-            make: Computes the result from a fold and the stages' numbers in it.
+            make: Computes the result from a Fold (plan/placement.py) and the stages' numbers in it.
             placement: The placement.
             stages: Numbers of the stages.
         """

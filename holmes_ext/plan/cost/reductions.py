@@ -744,12 +744,12 @@ def twins(fold: Fold) -> Iterator[GroupFamily]:
 def by_pairs(
     network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
 ) -> PricedReduction:
-    """Return the all-reduce of a tied weight between one rank of the first and one of the last stage.
+    """Return the all-reduce of a tied weight between pairs of ranks of the first and the last stage.
 
     Args:
         network: The site.
         fold: The placement.
-        pipeline: Kind of pipeline (see Fold).
+        pipeline: Kind of pipeline: pipelines of one kind run on equal nodes.
         inside_bps: Bits/s between the GPUs of a node.
     """
     stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])

@@ -361,7 +361,7 @@ class StageCosts:
     def exposed_s(self, stage: int, low: int, high: int) -> float:
         """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
 
-        With overlap this is the formula of the module. Its maximum is at a layer where the kind changes.
+        With overlap: the maximum over layers l, where the kind changes, of reduction[low..l] - backward[low..l-1].
         """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:
