@@ -74,7 +74,7 @@ def cut(
     """Divide gradients into buckets.
 
     Args:
-        sizes: Bytes of each gradient, in the order in which the gradients become final.
+        sizes: Bytes of each gradient, in the order of becoming final.
         limit_bytes: Largest size of a bucket.
         keys: Key of each gradient (dtype, device); gradients with different keys never share a bucket.
         exceed: Whether a bucket ends with the gradient that reaches the limit, not before it (as

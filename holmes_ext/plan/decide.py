@@ -55,7 +55,7 @@ class LinkTimes(NamedTuple):
     """Times of an activation over each stage link, in seconds."""
 
     transfer_s: tuple[float, ...]  # until it has arrived
-    occupied_s: tuple[float, ...]  # in which the stage link carries nothing else
+    occupied_s: tuple[float, ...]  # that occupy the stage link
 
 
 class Decisions:

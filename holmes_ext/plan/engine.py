@@ -41,16 +41,13 @@ class EngineTraits:
 
     name: str = ""
     sends: str = PAIRED  # one of SENDS
-    norm: bool = (
-        True  # whether the gradients' norm is summed over the pipeline before the optimizer
-    )
-    averages_loss: bool = (
-        False  # whether the last stage's ranks average the loss at the end of a step
-    )
+    #: Whether the gradients' norm is summed over the pipeline before the optimizer.
+    norm: bool = True
+    #: Whether the last stage's ranks average the loss at the end of a step.
+    averages_loss: bool = False
     reports_loss: bool = True  # whether all stages then receive the loss
-    buckets_exceed: bool = (
-        True  # whether a bucket ends with the gradient that reaches the limit, not before it
-    )
+    #: Whether a bucket ends with the gradient that reaches the limit, not before it.
+    buckets_exceed: bool = True
     #: Whether a tied weight's gradient is summed before the stage's other gradients. It is then final
     #: only after the backward pass.
     tied_first: bool = False
@@ -98,9 +95,8 @@ class Rules:
     """Assumptions of prices and decisions; the defaults are the behaviour without options."""
 
     reductions: tuple[str, ...] = REDUCTIONS  # ways to sum gradients that are allowed
-    direct: bool = (
-        False  # whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings
-    )
+    #: Whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings.
+    direct: bool = False
     compress: str = "off"  # compression of gradients across clusters
     bucket_bytes: int = 0  # 0: the size that suits the network
     zero: int = 0  # ZeRO stage
@@ -109,12 +105,10 @@ class Rules:
     prefetch: bool = False  # whether gathers and scatters travel while other layers compute
     virtual: int = 1  # chunks per stage
     overlap: bool = False  # whether gradients are reduced during the last backward pass
-    hide_stage_links: bool = (
-        True  # whether enough micro-batches are in flight to hide the stage links
-    )
-    splits: bool = (
-        False  # whether backward passes may be split, and passes follow the best order found
-    )
+    #: Whether enough micro-batches are in flight to hide the stage links.
+    hide_stage_links: bool = True
+    #: Whether backward passes may be split, and passes follow the best order found.
+    splits: bool = False
     slices: bool = True  # whether tensor-parallel ranks share the messages between stages
     tied: bool = True  # whether tied weights may be reduced hierarchically
     compression: str = "off"  # of activations on the slow network: "off", "bf16" or "int8"

@@ -28,7 +28,7 @@ from holmes_ext.plan.cost.stages import Row, StageCosts, estimate, predict
 from holmes_ext.units import format_bytes
 
 METHODS = ("uniform", "speed", "balanced")
-#: Relative difference up to which times are equal.
+#: Times with a smaller relative difference are equal.
 ROUNDING = 1e-12
 #: Largest number of passes of micro-batches that `balanced` calculates (about 0.1 s).
 WALKED_PASSES = 100_000

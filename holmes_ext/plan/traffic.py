@@ -118,9 +118,8 @@ class ReductionSpec:
     chunk_bytes: int = 0
     compress: str = "off"  # compression across clusters: "off", "bf16" or "int8"
     across: CrossClusterAlgorithm | None = None  # None: direct exchanges
-    streams: int = (
-        1  # connections between two ranks that share the bytes between clusters (gloo groups)
-    )
+    #: Connections between two ranks that share the bytes between clusters (gloo groups).
+    streams: int = 1
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,7 @@ class StageLoad:
     limit_bytes: float = 0.0  # memory of the stage's smallest GPU; 0: not known
     #: Seconds of an activation to the next stage, as measured; 0: predicted from the networks.
     stage_link_s: float = 0.0
-    weights_s: float = (
-        0.0  # part of backward_s that computes weight gradients, which can be delayed
-    )
+    weights_s: float = 0.0  # part of backward_s that can be delayed: weight gradients
 
     @property
     def busy_s(self) -> float:

@@ -156,7 +156,7 @@ STAGE_BUDGET = 4_000
 MOST_CHAINED = 64
 #: A swap that saves less than this part of a step is not worth a less regular placement.
 SWAP_GAIN = 1e-3
-#: Relative difference up to which times are equal.
+#: Times with a smaller relative difference are equal.
 ROUNDING = 1e-9
 #: Largest number of ways to mix the nodes that do not fill components of their class.
 MIXTURES = 24
@@ -228,9 +228,7 @@ class _Score(NamedTuple):
 
     spans: bool  # whether a group spans networks
     step_s: float  # predicted step
-    flat_s: (
-        float  # step with flat rings only, which decides between orders that are equal otherwise
-    )
+    flat_s: float  # step with flat rings only, to compare orders that are equal otherwise
 
 
 class _Search:

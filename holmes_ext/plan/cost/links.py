@@ -27,7 +27,7 @@ from holmes_ext.errors import HolmesError
 
 #: Name, among the NICs, of the CPU cores that all nodes of a lab share.
 CORES = "cores"
-#: Rates in bits/s, and sizes in bytes, above which a number is a mistake.
+#: Rates in bits/s, and sizes in bytes, that are too large to be true.
 _TOO_LARGE = 1e18
 _TOO_LONG_S = 1e6
 _SHORTEST_S = 1e-300  # above 0

@@ -61,7 +61,7 @@ from holmes_ext.plan.workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
-#: Limits above which a number in a model file is a mistake.
+#: Numbers in a model file that are too large to be true.
 _MOST_LAYERS = 100_000  # every plan holds the cost of each layer
 _MOST_ELEMENTS = 10**12
 _MOST_BYTES_PER_PARAMETER = 1e6

@@ -81,7 +81,7 @@ def in_flight(
         busy: Seconds of a forward and a backward pass together.
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step; the results are never larger.
-        load: Part of `transfer` in which a stage link carries nothing else (without latency).
+        load: Part of `transfer` that occupies the stage link (without latency).
         most: Largest number that fits each stage's memory. If the needed numbers do not fit, the result is
             that of the shortest pace that fits. 1F1B's own numbers always count as fitting.
         pace_s: A longer pace than that of the slowest stage, in seconds; 0: the slowest stage's.
@@ -131,7 +131,7 @@ def quickest_in_flight(
         backward: Seconds of a backward pass, by stage.
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
-        load: Part of `transfer` in which a stage link carries nothing else.
+        load: Part of `transfer` that occupies the stage link.
         most: Largest number of micro-batches that fits each stage's memory.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
@@ -162,7 +162,7 @@ def both_ways(
 
     Args:
         transfer: Seconds of an activation over each stage link.
-        load: Part of `transfer` in which a stage link carries nothing else.
+        load: Part of `transfer` that occupies the stage link.
         nics: (first, last) of stages that send to both sides through one NIC.
         busy_s: Seconds of a forward and a backward pass on the slowest stage.
 
@@ -197,7 +197,7 @@ def schedule(
         backward: Seconds of a backward pass, by stage.
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
-        load: Part of `transfer` in which a stage link carries nothing else.
+        load: Part of `transfer` that occupies the stage link.
         most: Largest number of micro-batches that fits each stage's memory.
 
     Returns:
@@ -290,8 +290,8 @@ def formula_ends(
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
         virtual: Chunks per stage.
-        load_s: Seconds in which a NIC sends one micro-batch of all chunks of a stage.
-        hidden: Part of `transfer` in which a stage link carries nothing else, if enough micro-batches are in
+        load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage.
+        hidden: Part of `transfer` that occupies the stage link, if enough micro-batches are in
             flight to hide the stage links; None under the framework's own schedule.
         nics: (first, last) of stages that send to both sides through one NIC.
     """
@@ -332,7 +332,7 @@ def walked_ends(
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
         in_flight: Micro-batches in flight on each stage; (): those of 1F1B.
-        load: Part of `transfer` in which a stage link carries nothing else; (): sends block.
+        load: Part of `transfer` that occupies the stage link; (): sends block.
         nics: (first, last) of stages that send to both sides through one NIC.
     """
     stages = len(forward)

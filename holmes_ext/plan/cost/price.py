@@ -1,6 +1,6 @@
 """Cost of every layer on every stage of a placement, with the reductions that the stages use.
 
-    StageSums               prices the ways in which the groups of a stage can sum gradients
+    StageSums               prices the possible reductions of a stage's groups
     StageSums.reductions    chooses one for each stage: that of its slowest group
     Prices.costs, price     -> StageCosts, the input of partition, search, bounds and plans
 
@@ -48,7 +48,7 @@ class FoldedStages(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """Ways in which the groups of a family can sum their gradients, priced."""
+    """Possible reductions of the groups of a family, priced."""
 
     family: GroupFamily
     flat: PricedReduction
@@ -405,7 +405,7 @@ class Prices(StageSums):
         )
 
     def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
-        """Return the seconds in which the slowest group of a kind exchanges `size` bytes."""
+        """Return the seconds that the slowest group of a kind needs to exchange `size` bytes."""
         network = self.groups[kind]
         slowest_s = 0.0
         for family in fold.families(stage, kind):
@@ -510,7 +510,7 @@ class Prices(StageSums):
         return self.job.copies or placement.sizes.tensor
 
     def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
-        """Return the seconds in which the busiest NIC sends one micro-batch of an interleaved schedule.
+        """Return the seconds that the busiest NIC needs to send one micro-batch of an interleaved schedule.
 
         With v chunks per stage, a stage sends v activations down and v gradients up. The last stage sends
         v - 1 activations to the first one, which sends as many gradients back. Messages inside a cluster and
@@ -538,7 +538,7 @@ class Prices(StageSums):
     # ------------------------------------------------------------------- tied weights, spanning groups
 
     def tied_s(self, placement: Placement) -> float:
-        """Return the seconds in which the first and last stage sum a tied embedding's gradient."""
+        """Return the seconds that the first and last stage need to sum a tied embedding's gradient."""
         size = self.job.tied_bytes
         last = placement.sizes.pipeline - 1
         if not size or not last:

@@ -30,7 +30,7 @@ from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
 #: Bytes of a compressed activation element (runtime/groups/wire.py), without the scales of int8.
 COMPRESSED_BYTES = {"bf16": 2, "int8": 1}
-#: Seconds above which a time is a mistake.
+#: A time in seconds that is too large to be true.
 _TOO_LONG_S = 1e30
 
 
@@ -217,9 +217,9 @@ class StageCosts:
     repeats: tuple[int, ...] = ()  # number of layers of each kind; (): one of each
     working_bytes: float = 0.0  # buffers that every stage needs for a moment
     virtual: int = 1  # chunks per stage
-    load_s: float = 0.0  # seconds in which a NIC sends one micro-batch of all chunks of a stage
+    load_s: float = 0.0  # seconds that a NIC needs to send one micro-batch of all chunks of a stage
     places: tuple[str, ...] = ()  # by stage: names of its clusters
-    #: By stage link: part of transfer_s in which the link carries nothing else, if enough micro-batches are
+    #: By stage link: part of transfer_s that occupies the link, if enough micro-batches are
     #: in flight to hide the stage links (plan/cost/pipeline.py, in_flight). None: the framework's schedule.
     hidden: Row | None = None
     #: (first, last) of neighbouring stages that share NICs for the stage links before and after them.
@@ -361,7 +361,7 @@ class StageCosts:
     def exposed_s(self, stage: int, low: int, high: int) -> float:
         """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
 
-        With overlap: the maximum over layers l, where the kind changes, of reduction[low..l] - backward[low..l-1].
+        With overlap: the maximum of reduction[low..l] - backward[low..l-1], at some l where the kind changes.
         """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:
