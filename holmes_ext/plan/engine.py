@@ -122,7 +122,7 @@ def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **mor
     Args:
         engine: The training engine.
         options: Options of the user.
-        direct: As in Rules.
+        direct: Whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings.
         more: Further fields of Rules.
     """
 

@@ -260,7 +260,7 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         plan: The plan of the job.
         site: The nodes of the job, in the launcher's order.
         sizes: The parallel sizes that the framework has reported.
-        instances: See spanning().
+        instances: Number of slices of each data-parallel group within which megatron-core reduces first.
 
     Returns:
         "" if no group spans, or if the line at the start of the job has said so.

@@ -229,7 +229,11 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
 
 
 def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
-    """Return the split of the method "speed" (see the module); every stage gets at least one layer.
+    """Return the split in which stages have layers in proportion to their speed, at least one each.
+
+    Stage i gets floor(alpha N S_i / sum of S) of N layers (Holmes, arXiv 2312.03549). Layers that are
+    left go one by one to the stage that lost most by rounding; layers that are too many come from the
+    slowest stages.
 
     Args:
         layers: Number of layers.

@@ -173,7 +173,7 @@ class Placement:
         )
 
     def alone(self, *components: int) -> Placement:
-        """Return a placement of these components only."""
+        """Return a placement of some components (stages that share nodes) without the others."""
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.tied)
@@ -391,7 +391,7 @@ class Fold:
         return self._kind_of_slot[self.kinds[pipeline][stage]]
 
     def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
-        """Return all ranks of a stage in the pipelines of a kind."""
+        """Return all ranks of a stage that belong to pipelines of a kind (those on equal nodes)."""
         ranks: list[int] = []
         for at, kind in self.kind_of.items():
             if kind != pipeline:

@@ -212,7 +212,7 @@ def parse_plan(text: str, source: str) -> Plan:
         source: Name of its origin, for messages.
 
     Raises:
-        HolmesError: As in load_plan.
+        HolmesError: The JSON is bad, a key has a bad value, or the plan was edited.
     """
     return _parsed(parse_json(text, source, ADVICE), traffic=True)
 
@@ -327,7 +327,7 @@ def _carries(port: Port, network_api: str) -> bool:
 
 
 def name_of(fabric: Fabric | None) -> str:
-    """Return a fabric's name, or "local" for None, which stands for inside a node."""
+    """Return the name of a group's fabric; "local" for None, the fabric of a group inside a node."""
     return LOCAL if fabric is None else fabric.name
 
 

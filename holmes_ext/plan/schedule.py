@@ -163,7 +163,7 @@ class PassOrder:
                 )
 
     def _check_leads(self, stage_link: int, leads: Sequence[int]) -> None:
-        """Raise HolmesError if the order of a stage link's messages contradicts the passes."""
+        """Raise HolmesError if the passes of both stages do not allow an order of a stage link's messages."""
         earliest = self._sent[stage_link + 1]
         latest = self._sent[stage_link]
         is_possible = (
@@ -244,7 +244,14 @@ class PassOrder:
     def _has_message(
         self, stage: int, letter: str, number: int, ended: Collection[tuple[int, str, int]]
     ) -> bool:
-        """Return whether the pass has ended whose message a pass needs."""
+        """Return whether the message that a pass needs has been sent, or whether it needs none.
+
+        Args:
+            stage: Stage of the pass.
+            letter: Letter of the pass.
+            number: Micro-batch of the pass.
+            ended: (stage, letter, micro-batch) of the passes that have ended.
+        """
         if letter == "F" and stage > 0:
             return (stage - 1, "F", number) in ended
         if letter in "BI" and stage < len(self.stages) - 1:
@@ -274,18 +281,18 @@ class PassOrder:
         ready: Ends = {}
         for stage, (letter, number) in self.in_order():
             begin = clock[stage]
-            sender = stage - 1 if letter == "F" else stage + 1
+            sender = stage - 1 if letter == "F" else stage + 1  # of the message that the pass needs
             if letter != "W" and 0 <= sender <= last:
                 stage_link = min(stage, sender)
                 message = "F" if letter == "F" else "B"
                 transfer_s = times.transfer[stage_link]
-                departs = ready[sender, _key(message), number]
+                leaves = ready[sender, _key(message), number]
                 after = self.posted_after(stage_link, message, number) if self.leads else None
                 if after is not None:
                     sent_letter, sent_number = after
-                    posted = ready[stage, _key(sent_letter), sent_number] + transfer_s
-                    departs = max(departs, posted)
-                begin = max(begin, departs + transfer_s)
+                    posted_at = ready[stage, _key(sent_letter), sent_number]
+                    leaves = max(leaves, posted_at + transfer_s)
+                begin = max(begin, leaves + transfer_s)
             end = begin + times.of(letter, stage)
             clock[stage] = end
             ready[stage, _key(letter), number] = end
@@ -325,7 +332,7 @@ class PassOrder:
 
 
 def _key(letter: str) -> str:
-    """Return the letter of a pass in Ends."""
+    """Return "I" for "B", and other letters unchanged: both passes send a gradient to the previous stage."""
     return "I" if letter == "B" else letter
 
 

@@ -174,9 +174,11 @@ class Sizes:
 def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
     """Return the ranks of every group of a kind, in the order of their first ranks.
 
+    The ranks of a group differ only in their coordinates on the axes KINDS[kind] of the grid of ranks.
+
     Args:
         sizes: Parallel sizes, with the data size.
-        kind: A key of KINDS.
+        kind: "data", "tensor", "context", "expert" or "pipeline".
     """
     strides = sizes.strides()
     if kind == "expert":

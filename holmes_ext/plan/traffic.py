@@ -40,9 +40,9 @@ def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
 
 @dataclass(frozen=True)
 class CrossClusterAlgorithm:
-    """Algorithm that adds up the sums of whole clusters (see plan/across.py).
+    """Algorithm that adds up the sums of whole clusters (plan/across.py).
 
-    It has two halves: the first adds up, the second distributes the total.
+    It has two halves: the first adds up the sums, the second distributes the total.
     """
 
     algorithm: str  # "direct", "ring" or "tree"
@@ -72,7 +72,7 @@ class CrossClusterAlgorithm:
         return exchange, exchange
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:
-        """Return the latency of a half, in seconds.
+        """Return the latency until the sums have arrived, in seconds; the way back takes as long.
 
         Args:
             of: Returns the latency between two clusters, in seconds.
@@ -94,7 +94,7 @@ class CrossClusterAlgorithm:
 
     @property
     def rounds(self) -> int:
-        """Return the number of messages that follow each other in a half."""
+        """Return the number of messages that follow each other until the sums have arrived."""
         if self.algorithm == "direct":
             return 1
         if self.algorithm == "ring":
@@ -161,5 +161,5 @@ class Traffic:
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the first value only, if all values are equal."""
+    """Return a tuple with the first value only, if all values are equal; else all values."""
     return values[:1] if len(set(values)) == 1 else values

@@ -109,5 +109,5 @@ class StageLoad:
 
 
 def passes_s(loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the seconds of a forward pass, and those of a backward pass, by stage."""
+    """Return two tuples by stage: seconds of a forward pass, and seconds of a backward pass."""
     return tuple(load.forward_s for load in loads), tuple(load.backward_s for load in loads)

@@ -253,7 +253,7 @@ class _Search:
         self.score = self.score_of(self.best)
 
     def cut(self, order: Sequence[int]) -> tuple[Part, ...]:
-        """Return the classes of each component, from the class of each slot."""
+        """Return the classes of each component's nodes, from the classes of all nodes in order."""
         return tuple(tuple(order[slot] for slot in slots) for slots in self.components)
 
     def placement(self, parts: Sequence[Part]) -> Placement:
@@ -304,7 +304,11 @@ class _Search:
         return self.offer(parts, SWAP_GAIN)
 
     def run(self, budget: int | None) -> None:
-        """Search for the best order; budget: as in place()."""
+        """Search for the best order of the nodes.
+
+        Args:
+            budget: Number of orders to try; None: as many as take about half a second.
+        """
         if len(self.counts) == 1:
             return
         new_orders = budget or max(4, RANK_BUDGET // self.work)
@@ -343,7 +347,9 @@ class _Search:
         )
 
     def line_up(self, size: int, limit: int) -> None:
-        """Try orders with all nodes of one cluster after the other, if clusters do not fill components.
+        """Try orders in which the nodes of each cluster follow each other.
+
+        This is for clusters whose nodes do not fill whole components (nodes with the same pipeline stages).
 
         Args:
             size: Nodes of a component.

@@ -445,7 +445,7 @@ class Model:
     def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
         """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.
 
-        The terms are those of arXiv 2205.05198, equations 2 and 4 and table 2 (see the module).
+        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2.
         """
         h = self.hidden
         unsplit_parts = tensor if self.sequence_parallel else 1

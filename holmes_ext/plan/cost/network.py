@@ -160,7 +160,7 @@ class Network:
         return list(dict.fromkeys(self.cluster(kind) for kind, _ in content))
 
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
-        """Return the placement with these nodes in the order of the ranks."""
+        """Return the placement of a job on these nodes, given in the order of the ranks."""
         kinds = [self.kind_of[name] for name in names]
         return replace(Placement.of(sizes, self.processes, kinds), names=tuple(names))
 
@@ -177,7 +177,7 @@ class Network:
     def fabric(self, kinds: Iterable[int]) -> Fabric:
         """Return the fabric that a group of nodes of these kinds uses, as cluster.toml describes it.
 
-        This is the fastest that they share, unless the arguments of the class say otherwise.
+        This is the fastest fabric that they share, unless `only` or `on_best_fabrics` is set.
         """
         if self.only is not None:
             return self.only
@@ -266,7 +266,9 @@ class Network:
         )
 
     def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
-        """Return the load of bytes that the ranks of a group exchange in parts that follow each other.
+        """Return the load of an all-to-all in each group of a family, or of passing bytes around a ring.
+
+        The ranks exchange the bytes in parts that follow each other.
 
         Args:
             family: Groups that are equal.

@@ -219,14 +219,21 @@ def schedule(
 
 
 def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
-    """Return the micro-batches in flight on each stage that in_flight's inequality needs for one pace.
+    """Return the micro-batches in flight on each stage with which no stage link delays a given pace.
 
-    A stage that takes longer than the pace counts as if it took the pace.
+    These are the least numbers k with (k[s] - k[t] + 1) pace >= busy[s..t] + 2 x transfer[s..t-1] for all
+    stages s < t (see in_flight), and at least those of 1F1B. A stage that takes longer than the pace
+    counts as if it took the pace.
+
+    Args:
+        busy: Seconds of a forward and a backward pass together, by stage.
+        transfer: Seconds of an activation over each stage link.
+        pace_s: Seconds from one micro-batch to the next.
     """
     stages = len(busy)
     counts = [1] * stages
     for stage in reversed(range(stages - 1)):
-        trip_s = min(busy[stage], pace_s)
+        trip_s = min(busy[stage], pace_s)  # of a micro-batch from `stage` to `other` and back
         for other in range(stage + 1, stages):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
             needed = counts[other] - 1 + ceil(trip_s / pace_s - _ROUNDING_PASS)

@@ -568,7 +568,7 @@ class Prices(StageSums):
 
         Args:
             fold: The placement.
-            kind: Kind of pipeline.
+            kind: Kind of pipeline: pipelines of one kind run on equal nodes.
             alone: Whether no other group sends at the same time.
         """
         node_kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])

@@ -416,7 +416,15 @@ def _by_route(
     route: CrossClusterAlgorithm,
     insides: tuple[Load, ...],
 ) -> Hierarchical:
-    """Return the hierarchical all-reduce with one route across clusters."""
+    """Return the hierarchical all-reduce whose sums take one route across clusters.
+
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Members of a group by cluster.
+        route: Algorithm that adds up the clusters' sums.
+        insides: Loads of the steps inside the clusters.
+    """
     there, back = (_half(network, request, members, volumes) for volumes in route.halves)
     fabric = there.fabric
     assert fabric is not None
@@ -468,7 +476,12 @@ def _relay_byte_s(
 
 
 def _senders(part: GroupPart, groups: float) -> float:
-    """Return how many ranks of a node send at the same time; groups: as in `hierarchical`."""
+    """Return how many ranks of a node send at the same time.
+
+    Args:
+        part: Nodes of a group.
+        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
+    """
     return part.ranks_per_node * (part.concurrent_groups if groups else part.groups)
 
 
@@ -772,8 +785,8 @@ def tied_hierarchical(
         network: The site.
         family: Groups of the first and last stage together (see `twins`).
         size: Bytes of the gradient.
-        direct: As in `hierarchical`.
-        groups: As in `hierarchical`.
+        direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
+        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
         inside_bps: Bits/s between the GPUs of a node.
     """
     clusters = [network.cluster(kind) for kind, _ in family.ring]

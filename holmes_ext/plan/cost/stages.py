@@ -193,7 +193,7 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes of every kind of layer on every stage.
+    """Seconds and bytes of every kind of layer (embedding, block, output) on every pipeline stage.
 
     Raises:
         HolmesError: A number is negative or infinite, or there are more stages than blocks.
@@ -352,7 +352,7 @@ class StageCosts:
 
     @cached_property
     def _corners(self) -> list[int]:
-        """Return the first and last layer of each kind; all costs are linear between them."""
+        """Return the numbers of the first and last layer of each kind; costs are linear between them."""
         corners = set()
         for end, count in zip(accumulate(self.repeats), self.repeats):
             corners |= {end - 1, end - count}
@@ -427,7 +427,7 @@ class StageCosts:
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """Return the step of a partition, calculated pass by pass, with a chunk per stage.
+    """Return the predicted times of a step, calculated pass by pass, with one chunk per stage.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -449,7 +449,7 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
 def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
-    """Return the step of a partition.
+    """Return the predicted times of a step, for a partition of the layers over the stages.
 
     Args:
         costs: Costs of every layer on every stage.
