@@ -36,9 +36,9 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import walked_ends
 from holmes_ext.plan.cost.price import Prices
 from holmes_ext.plan.cost.stages import RankModel
-from holmes_ext.plan.decide import decisions, site_of
+from holmes_ext.plan.decide import decisions
 from holmes_ext.plan.engine import rules_of
-from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.plan import Plan, site_of
 from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS, ReductionSpec

@@ -1,14 +1,15 @@
-"""How sums of whole clusters are added up across clusters: which sends how much to which, in what order.
+"""Algorithms that add up the sums of whole clusters: which cluster sends how much to which, in which order.
 
-    direct   every cluster sends each other one its part, and gets the sums back          two exchanges
-    ring     parts go round the clusters in an order, twice                               2 (C - 1) rounds
-    tree     sums go up a tree of clusters to its root, the total comes down again        2 x depth rounds
+    direct   every cluster sends each other cluster one part, and gets the sums back      two exchanges
+    ring     parts go around the clusters twice, in an order                              2 (C - 1) rounds
+    tree     sums go up a tree of clusters to its root, and the total comes down again    2 x depth rounds
 
-                 slow      a tree with b as its root leaves the slow link alone; direct sends 1/3 of the bytes
-           a ---------- c  over every link, each way, twice
+With C clusters, direct sends 1 / C of the bytes over every link, twice in each direction. A tree does not
+use all links. In this example, a tree with root b does not use the slow link:
+
+                 slow
+           a ---------- c
             \\__ b ____/
-
-Of the bytes that are summed; `halves`: the way to the sum, and the way back.
 """
 
 from __future__ import annotations
@@ -25,12 +26,17 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-#: Up to so many clusters every order of a ring is looked at.
+#: Largest number of clusters for which every order of a ring is tried.
 ALL_ORDERS = 7
 
 
 def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
-    """What passes each hop between clusters, in the unit of `pairs`."""
+    """Return the load of each link between clusters.
+
+    Args:
+        wan: Network between the clusters.
+        pairs: (from cluster, to cluster) -> load, such as bytes or flows.
+    """
     loads: dict[Hop, float] = {}
     for (source, target), amount in pairs.items():
         for hop in wan.hops(source, target):
@@ -39,7 +45,10 @@ def hop_loads(wan: Wan, pairs: Mapping[Pair, float]) -> dict[Hop, float]:
 
 
 def ways_across(wan: Wan, names: Sequence[str]) -> tuple[CrossClusterAlgorithm, ...]:
-    """Algorithms worth comparing: direct; also the best ring and trees where the network is not flat."""
+    """Return the algorithms that are worth pricing for these clusters, direct first.
+
+    If the links between clusters differ, these include the best ring and several trees.
+    """
     if wan and len(names) > 1:
         return _ways(wan, tuple(names))
     return (CrossClusterAlgorithm("direct", tuple(names)),)
@@ -55,29 +64,54 @@ def _ways(wan: Wan, names: tuple[str, ...]) -> tuple[CrossClusterAlgorithm, ...]
 def best_order(
     names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]], closed: bool = False
 ) -> tuple[T, ...]:
-    """Of a ring (closed) or a chain: the order with the cheapest worst link, then the least sum; above
-    ALL_ORDERS names by 2-opt (Croes 1958). cost: numbers of a link, the first counts first."""
+    """Return the names in the order with the cheapest worst link, then the least sum of all links.
+
+    With more than ALL_ORDERS names the order is improved by 2-opt (Croes 1958), and may not be the best.
+
+    Args:
+        names: Clusters, or other nodes of a complete graph.
+        cost: Returns two numbers for a link; the second one decides between equal first ones.
+        closed: Whether the order is a ring; else it is a chain.
+    """
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
         pairs = neighbours(order) if closed else list(zip(order, order[1:]))
         costs = [cost(pair) for pair in pairs]
-        return max(c[0] for c in costs), sum(c[0] for c in costs), sum(c[1] for c in costs)
+        worst = max(first for first, _ in costs)
+        return worst, sum(first for first, _ in costs), sum(second for _, second in costs)
 
-    first, *others = names
-    if len(names) <= ALL_ORDERS:
-        orders = permutations(others) if closed else permutations(names)
-        return min(((first, *rest) if closed else rest for rest in orders), key=total)
-    order = [first]
+    if len(names) > ALL_ORDERS:
+        return _two_opt(_nearest_neighbours(names, cost), total, closed)
+    if closed:
+        first, *others = names
+        return min(((first, *order) for order in permutations(others)), key=total)
+    return min(permutations(names), key=total)
+
+
+def _nearest_neighbours(
+    names: Sequence[T], cost: Callable[[tuple[T, T]], tuple[float, float]]
+) -> list[T]:
+    """Return the names in an order in which the cheapest link leads to each next name."""
+    order = [names[0]]
     while remaining := [name for name in names if name not in order]:
         order.append(min(remaining, key=lambda name: cost((order[-1], name))))
-    improved = True
-    while improved:  # 2-opt
-        improved = False
-        for low in range(1 if closed else 0, len(order) - 1):
+    return order
+
+
+def _two_opt(
+    order: list[T], total: Callable[[Sequence[T]], tuple[float, float, float]], closed: bool
+) -> tuple[T, ...]:
+    """Return the order after reversing parts of it while that reduces its total."""
+    first_low = 1 if closed else 0  # a ring may begin anywhere
+    is_improved = True
+    while is_improved:
+        is_improved = False
+        for low in range(first_low, len(order) - 1):
             for high in range(low + 2, len(order) + 1):
-                turned = order[:low] + order[low:high][::-1] + order[high:]
-                if total(turned) < total(order):
-                    order, improved = turned, True
+                reversed_part = order[:low] + order[low:high][::-1] + order[high:]
+                if total(reversed_part) < total(order):
+                    order = reversed_part
+                    is_improved = True
     return tuple(order)
 
 
@@ -87,17 +121,26 @@ def _trees(
     ring: Sequence[str],
     cost: Callable[[Pair], tuple[float, float]],
 ) -> Iterator[CrossClusterAlgorithm]:
-    """The spanning tree of the best links (Prim 1957), the star, and the ring's chain, with this root."""
-    order, parents = [root], [""]
+    """Yield trees with this root: the minimum spanning tree (Prim 1957), the star, and a chain.
+
+    Args:
+        root: Cluster at the root.
+        names: All clusters.
+        ring: The clusters in the order of the best ring, which the chain follows.
+        cost: Returns two numbers for a link; the second one decides between equal first ones.
+    """
+    order = [root]
+    parents = [""]
     while remaining := [name for name in names if name not in order]:
-        child, parent = min(
-            ((c, p) for c in remaining for p in order), key=lambda pair: (cost(pair), pair)
-        )
+        links = ((child, parent) for child in remaining for parent in order)
+        child, parent = min(links, key=lambda link: (cost(link), link))
         order.append(child)
         parents.append(parent)
     yield CrossClusterAlgorithm("tree", tuple(order), tuple(parents))
-    rest = [name for name in names if name != root]
-    yield CrossClusterAlgorithm("tree", (root, *rest), ("", *[root] * len(rest)))
-    at = ring.index(root)
-    chain = [*ring[at:], *ring[:at]]
+
+    leaves = [name for name in names if name != root]
+    yield CrossClusterAlgorithm("tree", (root, *leaves), ("", *[root] * len(leaves)))
+
+    start = ring.index(root)
+    chain = [*ring[start:], *ring[:start]]
     yield CrossClusterAlgorithm("tree", tuple(chain), ("", *chain[:-1]))

@@ -1,7 +1,8 @@
-"""Which gradients travel together: how large a bucket should be, and where a list of them is cut.
+"""Sizes of gradient buckets and of chunks, and the division of gradients into buckets.
 
-A bucket is one flat buffer and one reduction. Small ones start early and pay the latency often; the last of
-large ones is what no overlap hides. The running job (runtime/reduce/) and the simulation cut alike.
+A bucket is one flat buffer and one reduction. Small buckets start early, but pay the latency often; the
+last one of large buckets is the part of the reduction that no overlap hides. A running job
+(runtime/reduce/) and the simulation use the same division.
 """
 
 from __future__ import annotations
@@ -13,32 +14,53 @@ if TYPE_CHECKING:
     from holmes_ext.cluster.fabric import Fabric
 
 
-#: Below this gloo spends most of its time in the CPU (measured, 12 MiB on 4 ranks: 42 ms in 256 KiB buckets,
-#: 27 in 1 MiB, 22 in one); a group that reduces less than FEWEST of these is cut into so many parts.
+#: With smaller buckets gloo spends most of its time on the CPU (measured on 4 ranks, 12 MiB of gradients:
+#: 42 ms in buckets of 256 KiB, 27 ms in 1 MiB, 22 ms in a single one).
 SMALLEST_BYTES = 2**20
+#: A group with less than FEWEST x SMALLEST_BYTES is divided into this many buckets.
 FEWEST = 8
 LARGEST_BYTES = 256 * 2**20
 LATENCY_SHARE = 0.1
-#: Buckets on a GPU that have memory of their own at once (filled, reduced, on a hierarchical
-#: all-reduce in three steps,
-#: stored): the reducer fills no other before the first is stored.
+#: Largest number of buckets on a GPU that have separate memory at the same time: filled, reduced (a
+#: hierarchical all-reduce has three steps), stored. The reducer fills no further bucket before the first
+#: one is stored.
 BUCKETS_IN_FLIGHT = 4
 
 
 def bucket_bytes(
     fabric: Fabric, ranks: int, total_bytes: float, share: float = LATENCY_SHARE
 ) -> int:
-    """Bytes for which latency is at most `share` of an all-reduce among `ranks` ranks: a ring takes 2 (n-1)
-    steps of latency + B / (n rate) (Thakur et al. 2005, section 4.4), so B >= n rate latency (1 - share) /
-    share. At least 1 MiB (or an eighth of total_bytes, if that is less), at most 256 MiB."""
+    """Return the size of a bucket for which latency is at most `share` of an all-reduce.
+
+    A ring of n ranks takes 2 (n - 1) steps of latency + B / (n rate) each (Thakur et al. 2005, section
+    4.4). So
+
+        B >= n rate latency (1 - share) / share
+
+    The result is at least 1 MiB (or an eighth of total_bytes, if that is less) and at most 256 MiB.
+
+    Args:
+        fabric: Network of the group.
+        ranks: Number of ranks of the group.
+        total_bytes: Bytes of all gradients.
+        share: Largest part of the time that latency may take.
+    """
     assert 0 < share < 1 and ranks >= 1
-    wanted = ranks * (fabric.rate_bps / 8) * fabric.latency_s * (1 - share) / share
-    return int(min(max(wanted, min(SMALLEST_BYTES, total_bytes / FEWEST), 1), LARGEST_BYTES))
+    bytes_per_s = fabric.rate_bps / 8
+    wanted = ranks * bytes_per_s * fabric.latency_s * (1 - share) / share
+    least = min(SMALLEST_BYTES, total_bytes / FEWEST)
+    return int(min(max(wanted, least, 1), LARGEST_BYTES))
 
 
 def buffer_bytes(gradient_bytes: float) -> float:
-    """At most, of the buckets of a rank that reduces so many bytes. (Gradients that travel as they are need
-    less: they become views. A larger gradient than the limit counts as LARGEST_BYTES.)"""
+    """Return an upper bound on the memory of the buckets of a rank, in bytes.
+
+    Gradients that are reduced without conversion need less memory: they become views of the buckets. A
+    gradient larger than a bucket counts as LARGEST_BYTES.
+
+    Args:
+        gradient_bytes: Bytes of all gradients of the rank.
+    """
     return min(gradient_bytes, BUCKETS_IN_FLIGHT * LARGEST_BYTES)
 
 
@@ -49,41 +71,64 @@ def cut(
     exceed: bool = False,
     first_bytes: float = 0,
 ) -> tuple[tuple[int, ...], ...]:
-    """Places in `sizes` (bytes, in the order in which gradients become final), bucket by bucket, the first
-    complete one first. keys: of each gradient (dtype, device); different ones never share a bucket. A bucket
-    holds at most limit_bytes (the first: first_bytes); with `exceed` it ends with the gradient that reaches
-    them (megatron-core's _ParamAndGradBuffer, torch's compute_bucket_assignment_by_size)."""
-    done: list[tuple[int, ...]] = []
-    open_: dict[Hashable, list[int]] = {}
-    filled: dict[Hashable, float] = {}
-    for place, size in enumerate(sizes):
-        key = keys[place] if keys else None
-        filled_bytes, limit = (
-            filled.get(key, 0.0),
-            limit_bytes if done else first_bytes or limit_bytes,
-        )
-        if key in open_ and (filled_bytes >= limit if exceed else filled_bytes + size > limit):
-            done.append(tuple(open_.pop(key)))
-            filled_bytes = 0.0
-        open_.setdefault(key, []).append(place)
-        filled[key] = filled_bytes + size
-    return tuple(sorted([*done, *map(tuple, open_.values())], key=lambda bucket: bucket[-1]))
+    """Divide gradients into buckets.
+
+    Args:
+        sizes: Bytes of each gradient, in the order of becoming final.
+        limit_bytes: Largest size of a bucket.
+        keys: Key of each gradient (dtype, device); gradients with different keys never share a bucket.
+        exceed: Whether a bucket ends with the gradient that reaches the limit, not before it (as
+            megatron-core's _ParamAndGradBuffer and torch's compute_bucket_assignment_by_size do).
+        first_bytes: Limit of the first bucket; 0: limit_bytes.
+
+    Returns:
+        Indices into `sizes` for each bucket. The bucket that is complete first comes first.
+    """
+    complete: list[tuple[int, ...]] = []
+    open_buckets: dict[Hashable, list[int]] = {}
+    filled_bytes: dict[Hashable, float] = {}
+    for index, size in enumerate(sizes):
+        key = keys[index] if keys else None
+        filled = filled_bytes.get(key, 0.0)
+        limit = limit_bytes
+        if first_bytes and not complete:
+            limit = first_bytes
+        is_full = filled >= limit if exceed else filled + size > limit
+        if key in open_buckets and is_full:
+            complete.append(tuple(open_buckets.pop(key)))
+            filled = 0.0
+        open_buckets.setdefault(key, []).append(index)
+        filled_bytes[key] = filled + size
+    buckets = [*complete, *map(tuple, open_buckets.values())]
+    return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
 
 
-#: Bytes of a chunk for each rank of the smallest cluster: what its Ethernet NIC carries at a time.
+#: Bytes of a chunk for each rank of the smallest cluster: the bytes that its Ethernet NIC carries at a time.
 CHUNK_SHARE_BYTES = 512 * 2**10
 
 
-#: NCCL's collectives need some MiB to reach a network's rate, and more only fills the pipeline later.
+#: Smallest and largest chunk with NCCL: its collectives need some MiB to reach a network's rate, and with
+#: larger chunks the pipeline fills later.
 NCCL_CHUNK_BYTES = 4 * 2**20, 16 * 2**20
 
 
 def chunk_bytes(ranks: int, direct: bool) -> int:
-    """Of a chunk; ranks: of the group in the smallest cluster."""
-    size, (least, most) = CHUNK_SHARE_BYTES * ranks, NCCL_CHUNK_BYTES
-    return size if direct else min(max(size, least), most)
+    """Return the size of a chunk of a hierarchical all-reduce, in bytes.
+
+    Args:
+        ranks: Number of ranks of the group in the smallest cluster.
+        direct: Whether the steps are gloo's direct exchanges; else they are NCCL's collectives.
+    """
+    size = CHUNK_SHARE_BYTES * ranks
+    if direct:
+        return size
+    least, most = NCCL_CHUNK_BYTES
+    return min(max(size, least), most)
 
 
 def chunks_of(size: float, chunk_bytes: float) -> int:
-    """Of a sum of `size` bytes, all alike: what is left beside whole ones costs nearly as much as one."""
+    """Return the number of chunks of a sum of `size` bytes.
+
+    All have the same size: a small chunk for the remainder would cost nearly as much as a whole one.
+    """
     return max(1, int(size // chunk_bytes))

@@ -1,4 +1,4 @@
-"""The Plan of a job: placement, the decisions that follow from it, and what to expect."""
+"""Makes the Plan of a job: node order, partition, the decisions that follow, and predicted times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from holmes_ext.cluster.site import Site
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
-from holmes_ext.plan import partition as stages
 from holmes_ext.plan.arrange.orders import launched
 from holmes_ext.plan.arrange.place import fastest_first, place
 from holmes_ext.plan.cost.links import Links
@@ -19,6 +18,8 @@ from holmes_ext.plan.cost.price import Prices, price
 from holmes_ext.plan.cost.stages import RankModel, StageCosts, estimate, predict
 from holmes_ext.plan.decide import asked_in_flight, derive_traffic
 from holmes_ext.plan.engine import EngineTraits, rules_of
+from holmes_ext.plan.partition import METHODS
+from holmes_ext.plan.partition import partition as split_layers
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.plan import NOMINAL, Plan
 from holmes_ext.plan.profile import Profile, check_profile, measured_costs
@@ -41,36 +42,40 @@ def build_plan(
     basis: str = "",
     engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """The plan for a job of `sizes` on `site`; with sizes None only the order of the nodes, and what follows
-    for the group of all ranks.
+    """Return the plan of a job on a site.
+
+    `predicted` of the plan has seconds per step: step_seconds, reduction_seconds (of the slowest stage),
+    exposed_reduction_seconds (after the first stage's last backward pass). The first two also exist with the
+    prefix stock_, for the launcher's order of the nodes with all traffic on stock_fabric(site).
 
     Args:
-        workload: What a rank does, where no model is given; basis: where that comes from.
-        partition: How layers go to stages (plan/partition.py), of `model`; "uniform" leaves them to
-            the framework. alpha: of "speed".
-        overlap: Gradients are reduced under the last backward.
-        stage_layers: The layers of each stage, as the user lists them.
-        profile: What a job measured; its seconds in place of the model's.
-        links: What was measured of the networks; times and the choice among them follow it.
-        options: What the user asked of reductions and stage links.
+        site: Nodes and fabrics.
+        sizes: Parallel sizes. With None, only the order of the nodes is planned, and the group of all ranks.
+        workload: Work of a rank, if no model is given.
+        partition: How layers are distributed over stages, one of plan/partition.py's METHODS; "uniform"
+            leaves that to the framework.
+        model: The model.
+        alpha: Factor of the partition "speed".
+        overlap: Whether predictions assume that gradients are reduced during the last backward pass.
+        stage_layers: Layers of each stage, if the user lists them.
+        profile: Times that a job measured, used in place of the model's.
+        links: Measured rates and latencies of the networks.
+        options: Options of the user.
+        basis: Where `workload` comes from.
+        engine: Traits of the training engine.
 
-    predicted, in seconds for each step: step_seconds, reduction_seconds (of the slowest stage),
-    exposed_reduction_seconds (after the first stage's last backward), and the first two with the prefix
-    stock_ for the launcher's order with all traffic on stock_fabric(site). HolmesError when the sizes do not
-    multiply to the world size, or the partition cannot be made.
+    Raises:
+        HolmesError: The sizes do not multiply to the world size, or the partition is not possible.
     """
     if profile is not None:
         check_profile(profile, site, sizes, model)
-        sizes, workload, basis = sizes or profile.sizes, profile.workload(), "measured"
+        sizes = sizes or profile.sizes
+        workload = profile.workload()
+        basis = "measured"
     if stage_layers or partition != "uniform":
-        _check(partition, sizes, model or profile, stage_layers)
-    sizes = sizes.complete(site.world_size, site.processes) if sizes is not None else None
-    if workload is None and model is not None and sizes is not None:
-        workload, basis = model.workload(sizes), model.source
-    network, plan = (
-        Network(site, links),
-        Plan(site.digest, tuple(node.name for node in site.nodes), site.processes),
-    )
+        _check_partition(partition, sizes, model or profile, stage_layers)
+    network = Network(site, links)
+    plan = Plan(site.digest, tuple(node.name for node in site.nodes), site.processes)
     if sizes is None:
         plan = replace(
             plan,
@@ -79,31 +84,31 @@ def build_plan(
             partition=partition,
         )
         return derive_traffic(plan, site, options, links, workload, basis or NOMINAL, engine)
+    sizes = sizes.complete(site.world_size, site.processes)
+    if workload is None and model is not None:
+        workload = model.workload(sizes)
+        basis = model.source
     rules = rules_of(engine, options)
-    if workload is None:  # nobody knows what hides stage links then, and what fits
+    if workload is None:
+        # Without a workload neither the micro-batches that hide stage links nor the memory is known.
         rules = replace(rules, hide_stage_links=False)
     prices = Prices(network, RankModel.of_workload(workload or Workload(), sizes), rules)
     placement = place(prices, sizes)
-    predicted, loads, split = (
-        _compared(prices, placement),
-        tuple[StageLoad, ...](),
-        tuple(stage_layers),
-    )
+    predicted = _predicted(prices, placement)
+    split = tuple(stage_layers)
+    loads: tuple[StageLoad, ...] = ()
     if stage_layers:
         partition = "explicit"
     elif model is not None or profile is not None:
         costs = costs_of(prices, placement, model, profile, overlap)
-        split = stages.partition(partition, costs, alpha)
+        split = split_layers(partition, costs, alpha)
         loads = costs.loads(split)
-        asked = asked_in_flight(options, sizes.pipeline, costs.micro_batches)
-        predicted |= _times(predict(costs, split, asked))
+        in_flight = asked_in_flight(options, sizes.pipeline, costs.micro_batches)
+        predicted |= _times(predict(costs, split, in_flight))
         if profile is None and model is not None:
-            by_stage = price(*_stock(prices, sizes), RankModel.of(model, sizes))
-            times = _times(predict(by_stage, uniform(by_stage.blocks, by_stage.stages)))
-            predicted |= {
-                key: value for name, value in times.items() if (key := f"stock_{name}") in predicted
-            }
-        split = split if partition != "uniform" else ()
+            predicted |= _stock_times(_stock_step(prices, RankModel.of(model, sizes), sizes))
+        if partition == "uniform":
+            split = ()  # the framework decides
     plan = replace(
         plan,
         nodes=placement.names,
@@ -117,25 +122,30 @@ def build_plan(
     return derive_traffic(plan, site, options, links, workload, basis, engine)
 
 
-def _compared(prices: Prices, placement: Placement) -> dict[str, float]:
-    """The step, and stock's."""
+def _predicted(prices: Prices, placement: Placement) -> dict[str, float]:
+    """Return predicted times with a block per stage, for the planned and for the launcher's order."""
     sizes = placement.sizes
-    costs, split = prices.costs(placement), (1,) * sizes.pipeline
-    result = _times(estimate(costs, split))
-    stock, order = _stock(prices, sizes)
-    times = _times(estimate(Prices(stock, prices.job).costs(order), split))
-    result |= {
-        f"stock_{name}": value
-        for name, value in times.items()
-        if name != "exposed_reduction_seconds"
-    }
-    return result
+    step = estimate(prices.costs(placement), (1,) * sizes.pipeline)
+    stock_network, stock_placement = _stock(prices, sizes)
+    stock_costs = Prices(stock_network, prices.job).costs(stock_placement)
+    stock_step = estimate(stock_costs, (1,) * sizes.pipeline)
+    return {**_times(step), **_stock_times(stock_step)}
+
+
+def _stock_step(prices: Prices, job: RankModel, sizes: Sizes) -> Estimate:
+    """Return the step of a model without holmes, with a uniform partition."""
+    network, placement = _stock(prices, sizes)
+    costs = price(network, placement, job)
+    return predict(costs, uniform(costs.blocks, costs.stages))
 
 
 def _stock(prices: Prices, sizes: Sizes) -> tuple[Network, Placement]:
-    """The launcher's order, with all traffic on the network that all nodes share."""
-    site, links = prices.network.site, prices.network.links
-    network = Network(site, links, stock_fabric(site))
+    """Return the network and placement without holmes.
+
+    The nodes are in the launcher's order, and all traffic uses the fastest fabric that all nodes share.
+    """
+    site = prices.network.site
+    network = Network(site, prices.network.links, only=stock_fabric(site))
     return network, launched(network, sizes)
 
 
@@ -146,55 +156,80 @@ def costs_of(
     profile: Profile | None,
     overlap: bool,
 ) -> StageCosts:
-    """Of `model`, or as measured (one is given); the memory always comes from the model."""
-    network, sizes, rules = prices.network, placement.sizes, replace(prices.rules, overlap=overlap)
-    if model is not None and model.layers < sizes.pipeline:
-        what = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
-        raise HolmesError(f"{model.source}: {what}; every stage needs one")
-    memory = (
-        price(network, placement, RankModel.of(model, sizes), rules) if model is not None else None
-    )
+    """Return the costs of every layer on every stage, measured or predicted.
+
+    Args:
+        prices: Prices of the job, for its network and rules.
+        placement: Nodes of each stage.
+        model: The model; memory always comes from it.
+        profile: Measured times, used in place of the model's. Either model or profile is given.
+        overlap: Whether gradients are reduced during the last backward pass.
+
+    Raises:
+        HolmesError: There are fewer layers than stages, or the profile has no such stages.
+    """
+    network = prices.network
+    sizes = placement.sizes
+    rules = replace(prices.rules, overlap=overlap)
+    predicted = None
+    if model is not None:
+        if model.layers < sizes.pipeline:
+            problem = f"{model.layers} layers are too few for {sizes.pipeline} pipeline stages"
+            raise HolmesError(f"{model.source}: {problem}; every stage needs one")
+        predicted = price(network, placement, RankModel.of(model, sizes), rules)
     if profile is None:
-        assert memory is not None
-        return memory
-    costs = measured_costs(
-        profile, [network.clusters(content) for content in placement.stages], overlap
-    )
-    costs = costs if rules.hide_stage_links else replace(costs, hidden=None)
-    if memory is None:
+        assert predicted is not None
+        return predicted
+    clusters = [network.clusters(content) for content in placement.stages]
+    costs = measured_costs(profile, clusters, overlap)
+    if not rules.hide_stage_links:
+        costs = replace(costs, hidden=None)
+    if predicted is None:
         return costs
-    state, kept = (tuple(memory.by_layer(row)) for row in (memory.state_bytes, memory.kept_bytes))
-    limits, working = memory.limit_bytes, memory.working_bytes
+    # Measured costs have a number for each layer, not for each kind of layer.
     return replace(
-        costs, state_bytes=state, kept_bytes=kept, limit_bytes=limits, working_bytes=working
+        costs,
+        state_bytes=tuple(predicted.by_layer(predicted.state_bytes)),
+        kept_bytes=tuple(predicted.by_layer(predicted.kept_bytes)),
+        limit_bytes=predicted.limit_bytes,
+        working_bytes=predicted.working_bytes,
     )
 
 
-def _check(
+def _check_partition(
     partition: str, sizes: Sizes | None, model: Model | Profile | None, stage_layers: Sequence[int]
 ) -> None:
-    """What a partition that is not the framework's needs."""
-    if partition not in stages.METHODS:
-        raise HolmesError(f"partition {partition!r} is not one of {', '.join(stages.METHODS)}")
-    what = (
-        f"layers {','.join(map(str, stage_layers))}" if stage_layers else f"partition {partition!r}"
-    )
+    """Raise HolmesError if a partition is unknown, or if something that it needs is missing."""
+    if partition not in METHODS:
+        raise HolmesError(f"partition {partition!r} is not one of {', '.join(METHODS)}")
+    name = f"partition {partition!r}"
+    if stage_layers:
+        name = f"layers {','.join(map(str, stage_layers))}"
     if sizes is None:
         raise HolmesError(
-            f"{what}: the number of stages is not known; give --holmes-sizes pipeline=N"
+            f"{name}: the number of stages is not known; give --holmes-sizes pipeline=N"
         )
     if stage_layers and (len(stage_layers) != sizes.pipeline or min(stage_layers) < 1):
         count = f"{len(stage_layers)} numbers for {sizes.pipeline} pipeline stages"
-        raise HolmesError(f"{what}: {count}; give one for each stage, all 1 or more")
+        raise HolmesError(f"{name}: {count}; give one for each stage, all 1 or more")
     if not stage_layers and model is None:
         raise HolmesError(
-            f"{what} needs to know the model: give --holmes-model FILE (examples/models has some)"
+            f"{name} needs to know the model: give --holmes-model FILE (examples/models has some)"
         )
 
 
-def _times(outcome: Estimate) -> dict[str, float]:
+def _times(step: Estimate) -> dict[str, float]:
+    """Return the times of a step by their names in Plan.predicted."""
     return {
-        "step_seconds": outcome.step_s,
-        "reduction_seconds": max(outcome.reduction_s),
-        "exposed_reduction_seconds": outcome.waited_s,
+        "step_seconds": step.step_s,
+        "reduction_seconds": max(step.reduction_s),
+        "exposed_reduction_seconds": step.waited_s,
+    }
+
+
+def _stock_times(step: Estimate) -> dict[str, float]:
+    """Return the times of a step without holmes by their names in Plan.predicted."""
+    return {
+        "stock_step_seconds": step.step_s,
+        "stock_reduction_seconds": max(step.reduction_s),
     }

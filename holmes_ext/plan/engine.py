@@ -1,9 +1,9 @@
-"""What an engine does, as far as a plan needs it, and what a job may do by engine, options and network API.
+"""Traits of training engines, and the rules that follow from engine, options and network API.
 
-    EngineTraits                         a value that the engine's room in patches/ supplies
-    rules_of(engine, options, direct)    ->  Rules: what prices and decisions may count on
+    EngineTraits                        differences between engines; patches/ has a value for each engine
+    rules_of(engine, options, direct)   -> Rules: assumptions of prices and decisions
 
-plan/ knows no engine by name. What differs between them is a field of EngineTraits.
+plan/ does not know any engine by name.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from holmes_ext.errors import HolmesError
 if TYPE_CHECKING:
     from holmes_ext.options import Options
 
-#: How a stage awaits what it sends and receives: each operation by itself; those of a pass together with what
-#: the next one needs; or receives are posted beforehand and nobody waits for sends.
+#: How a stage waits for its sends and receives: for each operation by itself; for those of a pass
+#: together with the receives of the next pass; or receives are posted beforehand, and no stage waits for
+#: sends.
 SENDS = AWAITED, PAIRED, POSTED = "awaited", "paired", "posted"
-#: What holmes can do in an engine: reduce under the last backward; sum hierarchically, of a tied weight too;
-#: have more micro-batches in flight; cut what crosses into slices; round it; run a plan's own passes,
-#: backward passes in two among them.
+#: Abilities of holmes in an engine: reduce during the last backward pass; reduce hierarchically, also tied
+#: weights; have more micro-batches in flight; divide messages between stages among ranks; compress them;
+#: run the passes of a plan, with split backward passes.
 ABILITIES = (
     "overlap",
     "hierarchical",
@@ -36,40 +37,39 @@ ABILITIES = (
 
 @dataclass(frozen=True)
 class EngineTraits:
-    """The defaults are megatron-core's: what most engines do."""
+    """Behaviour of a training engine; the defaults are those of megatron-core and most other engines."""
 
     name: str = ""
-    sends: str = PAIRED
-    #: The gradients' norm is summed over a pipeline's stages before the optimizer.
+    sends: str = PAIRED  # one of SENDS
+    #: Whether the gradients' norm is summed over the pipeline before the optimizer.
     norm: bool = True
-    #: The loss is averaged over the last stage's data-parallel ranks at a step's end.
+    #: Whether the last stage's ranks average the loss at the end of a step.
     averages_loss: bool = False
-    #: Then every stage is told it.
-    reports_loss: bool = True
-    #: A bucket ends with the gradient that reaches the limit, not before it.
+    reports_loss: bool = True  # whether all stages then receive the loss
+    #: Whether a bucket ends with the gradient that reaches the limit, not before it.
     buckets_exceed: bool = True
-    #: A tied gradient is summed before the stage's own, and is final after the backward pass only.
+    #: Whether a tied weight's gradient is summed before the stage's other gradients. It is then final
+    #: only after the backward pass.
     tied_first: bool = False
-    #: Reductions that it puts under the last backward without holmes: "off", "first" (of the first stage),
-    #: "on".
+    #: Stages that reduce during the last backward pass without holmes: "off", "first" (the first stage)
+    #: or "on".
     overlaps: str = "off"
-    #: The next layer's sharded weights, and the last one's gradients, travel while a layer computes (NCCL;
-    #: gloo's collectives on CPUs are waited for).
+    #: Whether the next layer's sharded weights and the previous layer's gradients travel while a layer
+    #: computes (NCCL only: gloo's collectives on CPUs block).
     prefetches: bool = False
-    #: ZeRO 1 scatters gradients; else it all-reduces them.
-    scatters: bool = True
-    #: Ability -> features of holmes (HOLMES_DISABLE's names) that it takes. What is missing cannot be done.
+    scatters: bool = True  # whether ZeRO 1 reduce-scatters gradients; else it all-reduces them
+    #: Ability -> features of holmes (names in HOLMES_DISABLE) that it needs. An ability that is missing
+    #: is not available.
     features: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(ABILITIES, ()), hash=False
     )
-    #: Its checkpoints load where stages have other layers.
-    resplits: bool = True
-    #: Of what a search may choose (planner/search/space.py, NAMES), what it can run.
+    resplits: bool = True  # whether its checkpoints load if stages have other layers
+    #: Choice of a search (NAMES of planner/search/space.py) -> values that the engine can run.
     limits: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    #: ZeRO stages under which it sums hierarchically itself, by flags of its own: all stages over as many
-    #: clusters, or none. None: holmes does it, stage by stage.
+    #: ZeRO stages under which the engine itself reduces hierarchically, by flags that apply to all stages
+    #: on as many clusters. None: holmes does it, stage by stage.
     hierarchical_zero: tuple[int, ...] | None = None
-    #: It has schedules that run all micro-batches of a chunk before the next one (LoopedBFS).
+    #: Whether it has schedules that run all micro-batches of a chunk before the next chunk (LoopedBFS).
     breadth_first: bool = False
 
     def __post_init__(self) -> None:
@@ -83,7 +83,7 @@ class EngineTraits:
                 raise HolmesError(f"engine {self.name}: features {ability!r} is none of {known}")
 
     def can(self, ability: str, off: Collection[str] = ()) -> bool:
-        """off: features that are switched off."""
+        """Return whether the engine has an ability, if the features in `off` are disabled."""
         return ability in self.features and not set(self.features[ability]) & set(off)
 
 
@@ -92,60 +92,57 @@ FLAT, HIERARCHICAL = REDUCTIONS = "flat", "hierarchical"
 
 @dataclass(frozen=True)
 class Rules:
-    """The defaults: all that holmes can do without being asked."""
+    """Assumptions of prices and decisions; the defaults are the behaviour without options."""
 
-    #: Ways to sum gradients that are allowed, of REDUCTIONS.
-    reductions: tuple[str, ...] = REDUCTIONS
-    #: gloo's exchanges; else NCCL's rings.
+    reductions: tuple[str, ...] = REDUCTIONS  # ways to sum gradients that are allowed
+    #: Whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings.
     direct: bool = False
-    compress: str = "off"
-    #: Of a bucket; 0: as suits the network.
-    bucket_bytes: int = 0
-    zero: int = 0
-    #: ZeRO 1 all-reduces gradients, hierarchically too, and gathers updated weights over all ranks.
-    gathers: bool = False
-    #: FSDP's shards inside clusters.
-    hybrid: bool = False
-    #: Gathers and scatters travel while other layers compute.
-    prefetch: bool = False
-    #: Chunks of a stage.
-    virtual: int = 1
-    #: Gradients are reduced under the last backward.
-    overlap: bool = False
-    #: As many micro-batches are in flight as hide the pipeline's stage links.
+    compress: str = "off"  # compression of gradients across clusters
+    bucket_bytes: int = 0  # 0: the size that suits the network
+    zero: int = 0  # ZeRO stage
+    gathers: bool = False  # whether ZeRO 1 all-reduces gradients and gathers updated weights
+    hybrid: bool = False  # whether FSDP shards inside clusters only
+    prefetch: bool = False  # whether gathers and scatters travel while other layers compute
+    virtual: int = 1  # chunks per stage
+    overlap: bool = False  # whether gradients are reduced during the last backward pass
+    #: Whether enough micro-batches are in flight to hide the stage links.
     hide_stage_links: bool = True
-    #: Backward passes may be in two, and passes follow the order with the least step that is found.
+    #: Whether backward passes may be split, and passes follow the best order found.
     splits: bool = False
-    #: Tensor ranks share out what crosses; tied weights are summed hierarchically.
-    slices: bool = True
-    tied: bool = True
-    #: What activations are rounded to on the slow network: "off", "bf16", "int8".
-    compression: str = "off"
-    #: Of every GPU; 0: what the GPUs have.
-    memory_bytes: float = 0.0
-    #: All stages that lie on as many clusters reduce alike.
-    alike: bool = False
+    slices: bool = True  # whether tensor-parallel ranks share the messages between stages
+    tied: bool = True  # whether tied weights may be reduced hierarchically
+    compression: str = "off"  # of activations on the slow network: "off", "bf16" or "int8"
+    memory_bytes: float = 0.0  # limit for every GPU; 0: the GPUs' memory
+    alike: bool = False  # whether all stages on as many clusters reduce in the same way
 
 
 def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:
-    """direct: see Rules; more: its other fields."""
+    """Return the rules for an engine and the user's options.
 
-    def able(ability: str) -> bool:
+    Args:
+        engine: The training engine.
+        options: Options of the user.
+        direct: Whether a hierarchical all-reduce uses gloo's direct exchanges; else NCCL's rings.
+        more: Further fields of Rules.
+    """
+
+    def can(ability: str) -> bool:
         return engine.can(ability, options.off)
 
+    compression = options.compress_activations if can("compressed-activations") else "off"
+    is_hierarchical = can("hierarchical") and engine.hierarchical_zero is None
+
     return Rules(
-        reductions=REDUCTIONS
-        if able("hierarchical") and engine.hierarchical_zero is None
-        else (FLAT,),
+        reductions=REDUCTIONS if is_hierarchical else (FLAT,),
         direct=direct,
         compress=options.compress_gradients,
         bucket_bytes=options.bucket_bytes or 0,
         gathers=not engine.scatters,
         prefetch=engine.prefetches and not direct,
-        hide_stage_links=able("in-flight") and options.inflight != "off",
-        splits=able("schedule") and options.schedule == "auto",
-        slices=able("slices"),
-        tied=able("tied"),
-        compression=options.compress_activations if able("compressed-activations") else "off",
+        hide_stage_links=can("in-flight") and options.inflight != "off",
+        splits=can("schedule") and options.schedule == "auto",
+        slices=can("slices"),
+        tied=can("tied"),
+        compression=compression,
         **more,
     )

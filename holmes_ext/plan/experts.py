@@ -1,10 +1,14 @@
-"""Which experts tokens go to, as a router's log counts them; and the file with each expert's place.
+"""Two files about experts: tokens that a router sent to them, and the rank that holds each of them.
 
-{"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     tokens of rank r that go to expert e
-{"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    tokens that go to expert
-                                                                   i and to expert j
-{"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}      for each MoE layer of
-                                                                   its own (counted from 1)
+The token counts of a router's log have one of these forms:
+
+    {"version": 1, "rows": "rank", "counts": [[812, 5, ...], ...]}     row r, column e: tokens of rank r
+    that go to
+                                                                       expert e
+    {"version": 1, "rows": "expert", "counts": [[0, 31, ...], ...]}    row i, column j: tokens that go to both
+                                                                       experts i and j
+    {"version": 1, "rows": "rank", "layers": {"2": [[...], ...]}}      a table for each MoE layer (counted
+    from 1)
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from holmes_ext.document import Table, digest_of, load_json, save
 from holmes_ext.errors import HolmesError
 
 RANK, EXPERT = "rank", "expert"
-#: Number of "all layers alike".
+#: Layer number that stands for all layers.
 EVERY = 0
 _ADVICE = (
     'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
@@ -30,38 +34,40 @@ _MADE_BY = "`holmes plan --experts TRAFFIC --experts-output FILE` writes one"
 
 @dataclass(frozen=True)
 class Counts:
-    """rows: RANK or EXPERT, what a row is of; table: [ranks or experts, experts] tokens."""
+    """Tokens that go to each expert."""
 
-    rows: str
+    rows: str  # RANK or EXPERT: the meaning of a row
+    #: [ranks or experts, experts] tokens.
     table: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
         width = len(self.table[0]) if self.table else 0
         if not width or any(len(row) != width for row in self.table):
             raise HolmesError("its rows differ in length; each needs one number per expert")
-        bad = next(
-            (
-                (i, j)
-                for i, row in enumerate(self.table)
-                for j, n in enumerate(row)
-                if not (math.isfinite(n) and n >= 0)
-            ),
-            None,
-        )
-        if bad is not None:
-            raise HolmesError(
-                f"row {bad[0]}, expert {bad[1]}: tokens must be 0 or more, and finite"
-            )
+        for row_number, row in enumerate(self.table):
+            for expert, tokens in enumerate(row):
+                if not (math.isfinite(tokens) and tokens >= 0):
+                    raise HolmesError(
+                        f"row {row_number}, expert {expert}: tokens must be 0 or more, and finite"
+                    )
         if self.rows == EXPERT and len(self.table) != width:
             problem = f"it is not square: {len(self.table)} rows of {width} experts"
             raise HolmesError(f'{problem}; give "rows": "rank" where a row is a rank')
 
     @property
     def experts(self) -> int:
+        """Return the number of experts."""
         return len(self.table[0])
 
     def folded(self, ranks: int) -> tuple[tuple[float, ...], ...]:
-        """[ranks, experts]: rows of all expert-parallel groups added up by their place in the group."""
+        """Return the tokens of all expert-parallel groups together, as a table [ranks, experts].
+
+        Args:
+            ranks: Number of ranks of an expert-parallel group. Row r is the sum of all rows r, r + ranks, ...
+
+        Raises:
+            HolmesError: The number of rows is not a multiple of `ranks`.
+        """
         if len(self.table) % ranks:
             raise HolmesError(
                 f"its {len(self.table)} rows are not a multiple of the {ranks} expert-parallel ranks"
@@ -70,7 +76,14 @@ class Counts:
 
 
 def load_traffic(path: str | Path) -> dict[int, Counts]:
-    """Layer -> its counts, EVERY where all are alike; HolmesError names the file and the key."""
+    """Read the token counts of a router.
+
+    Returns:
+        Number of the layer -> its counts; EVERY if one table stands for all layers.
+
+    Raises:
+        HolmesError: The file cannot be read, or a key has a bad value.
+    """
     top = load_json(path, _ADVICE)
     top.version(1)
     rows = top.take("rows", str)
@@ -87,35 +100,42 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
 
 
 def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
-    """Number -> (where it stands, what stands there): key `alone` for all layers, or table "layers"."""
+    """Return number of the layer -> (name of the value in messages, value).
+
+    Args:
+        top: The file.
+        alone: Key of a value for all layers; without it, the table "layers" has a value for each layer.
+    """
     if alone in top.values:
         result = {EVERY: (top.at(alone), top.take(alone, list))}
     else:
         table = top.table("layers")
-        wrong = next((key for key in table.values if not key.isdecimal() or not int(key)), None)
-        if wrong is not None or not table.values:
-            problem = f"{wrong!r} is not a layer number, 1 or more" if wrong else "names no layer"
-            raise HolmesError(
-                f"{top.at('layers')}: {problem}; give {alone!r} for all layers, or layers by number"
-            )
+        way_out = f"give {alone!r} for all layers, or layers by number"
+        if not table.values:
+            raise HolmesError(f"{top.at('layers')}: names no layer; {way_out}")
+        for key in table.values:
+            if not key.isdecimal() or not int(key):
+                problem = f"{key!r} is not a layer number, 1 or more" if key else "names no layer"
+                raise HolmesError(f"{top.at('layers')}: {problem}; {way_out}")
         result = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
     top.done()
     return result
 
 
 def _numbers(table: list[Any]) -> tuple[tuple[float, ...], ...]:
-    if not all(
-        isinstance(row, list) and all(type(n) in (int, float) for n in row) for row in table
-    ):
-        raise HolmesError("is not a list of rows of numbers")
+    """Return a table as floats; raise HolmesError if it is not a list of rows of numbers."""
+    for row in table:
+        if not isinstance(row, list) or any(type(number) not in (int, float) for number in row):
+            raise HolmesError("is not a list of rows of numbers")
     return tuple(tuple(map(float, row)) for row in table)
 
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """layers: number (EVERY: all) -> the expert in each slot; slots [i n, (i + 1) n) are those of rank i."""
+    """Experts that each rank of an expert-parallel group holds."""
 
     ranks: int
+    #: Number of the layer (EVERY: all) -> experts in the order of the ranks; each rank has as many.
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,24 +147,29 @@ class ExpertOrder:
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of what it says."""
+        """Return the SHA-256 digest (hex) of the ranks and layers."""
         return digest_of([self.ranks, sorted(self.layers.items())])
 
     def of(self, layer: int) -> tuple[int, ...] | None:
+        """Return the experts of a layer in the order of the ranks; None: the layer is not listed."""
         return self.layers.get(layer, self.layers.get(EVERY))
 
     def save(self, path: str | Path) -> None:
-        orders: dict[str, Any] = {str(number): order for number, order in self.layers.items()}
-        content = {"order": orders[str(EVERY)]} if EVERY in self.layers else {"layers": orders}
-        save(
-            path,
-            json.dumps({"version": 1, "ranks": self.ranks, **content}) + "\n",
-            "the experts' order",
-        )
+        """Write the order to a file, completely or not at all."""
+        content: dict[str, Any] = {"version": 1, "ranks": self.ranks}
+        if EVERY in self.layers:
+            content["order"] = self.layers[EVERY]
+        else:
+            content["layers"] = {str(number): order for number, order in self.layers.items()}
+        save(path, json.dumps(content) + "\n", "the experts' order")
 
 
 def load_order(path: str | Path) -> ExpertOrder:
-    """What save() wrote; HolmesError names the file and the key."""
+    """Read a file that ExpertOrder.save() wrote.
+
+    Raises:
+        HolmesError: The file cannot be read, or a key has a bad value.
+    """
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)

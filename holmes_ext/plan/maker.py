@@ -1,14 +1,17 @@
 """Makes the Plan of a job, and derives other Plans from it.
 
-PlanRequest makes the Plan when the job starts, from the options, the files they name, and the nodes'
-reports. The functions derive one Plan from another while the job starts and runs. job.py hands this module
-to the runtime, for which it implements holmes_ext.runtime.planning.PlanMaker.
+PlanRequest makes the plan at the start of the job, from options, files and the reports of the nodes. The
+functions derive a plan from another one: for the ports that still work, or for the sizes that a framework
+reports when it starts. job.py hands this module to the runtime, for which it implements
+holmes_ext.runtime.planning.PlanMaker.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,47 +21,42 @@ from holmes_ext.cluster.site import Site
 from holmes_ext.cluster.spec import SiteSpec, load_spec
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
+from holmes_ext.plan.buckets import FEWEST, SMALLEST_BYTES
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.model import Model, load_model, on_clusters
-from holmes_ext.plan.decide import (
-    complete_plan,
-    derive_traffic,
-    spanning,
-    spec_of_group,
-    with_loads,
-    workload_of,
-)
+from holmes_ext.plan.cost.network import Network
+from holmes_ext.plan.cost.pipeline import uniform
+from holmes_ext.plan.cost.price import Prices
+from holmes_ext.plan.cost.stages import RankModel
+from holmes_ext.plan.decide import decisions, derive_traffic, with_traffic
 from holmes_ext.plan.engine import EngineTraits
-from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan
-from holmes_ext.plan.sizes import Sizes, sizes_text
+from holmes_ext.plan.plan import NOMINAL, Plan, check_plan, load_plan, site_of
+from holmes_ext.plan.sizes import INSIDE, Sizes, groups, sizes_text
+from holmes_ext.plan.traffic import ReductionSpec
+from holmes_ext.plan.workload import Workload
 
 
 @dataclass
 class PlanRequest:
-    """What one rank knows of the job before it has heard of the others."""
+    """The options and files of a rank, before it communicates with the other ranks."""
 
     options: Options
-    sizes: Sizes | None = (
-        None  # parallel sizes; None if neither an option nor the command line gives them
-    )
+    sizes: Sizes | None = None  # None if neither an option nor the command line gives them
     model: Model | None = None  # None if neither an option nor the command line describes it
-    overlap: bool = (
-        False  # whether predictions assume that gradients are reduced during the last backward pass
-    )
+    #: Whether predictions assume that gradients are reduced during the last backward pass.
+    overlap: bool = False
     engine: EngineTraits = EngineTraits()
     spec: SiteSpec | None = None  # of --holmes-cluster, set by read_files()
     plan: Plan | None = None  # of --holmes-plan, set by read_files()
-    digests: dict[str, str] = field(
-        default_factory=dict
-    )  # name for messages -> digest of each file
+    digests: dict[str, str] = field(default_factory=dict)  # name for messages -> digest of a file
     counted: bool = True  # whether nodes must start as many processes as cluster.toml says
 
     def read_files(self) -> None:
         """Read the files that the options name.
 
         Raises:
-            HolmesError: a file cannot be read, or its content is bad.
+            HolmesError: A file cannot be read, or its content is bad.
         """
         given = self.options
         if given.cluster:
@@ -80,15 +78,17 @@ class PlanRequest:
             The site as the nodes have reported it, and the plan.
 
         Raises:
-            HolmesError: the given plan is for other nodes, sizes or layers, or no plan is possible.
+            HolmesError: The given plan is for other nodes, sizes or layers, or no plan is possible.
         """
-        options, model, engine = self.options, self.model, self.engine
+        options = self.options
+        model = self.model
+        engine = self.engine
         spec = part_of(self.spec, nodes) if self.spec is not None else None
         site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
-        sizes = (
-            self.sizes.complete(site.world_size, site.processes) if self.sizes is not None else None
-        )
+        sizes = None
+        if self.sizes is not None:
+            sizes = self.sizes.complete(site.world_size, site.processes)
         if self.plan is not None:
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
@@ -101,16 +101,18 @@ class PlanRequest:
                 "overlap": self.overlap,
             }
         else:
-            # a model from the command line is good for decisions; whether it fits is the program's to say
+            # A model from the command line is good enough for decisions. The training program itself checks
+            # whether it fits.
             workload = workload_of(model, sizes)
-            shape = {"workload": workload, "basis": model.source if model and workload else NOMINAL}
+            basis = model.source if model and workload else NOMINAL
+            shape = {"workload": workload, "basis": basis}
         if options.stage_layers:
             shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
         plan = build_plan(site, sizes, links=links, options=options, engine=engine, **shape)
         return site, with_loads(plan, options, model, engine)
 
     def start_again(self, layers: str, sizes: Sizes | None) -> tuple[Options, list[str]]:
-        """Take over what the previous start of the job has left in its store.
+        """Take over the layers and sizes that the previous start of the job has left in its store.
 
         Args:
             layers: Layers of each stage, as --holmes-partition takes them; "" if it left nothing.
@@ -121,7 +123,8 @@ class PlanRequest:
         """
         if not layers:
             return self.options, []
-        self.options, self.sizes = replace(self.options, partition=layers), self.sizes or sizes
+        self.options = replace(self.options, partition=layers)
+        self.sizes = self.sizes or sizes
         return self.options, [
             f"--holmes-restart auto: started again with --holmes-partition {layers}"
         ]
@@ -134,19 +137,120 @@ class PlanRequest:
                 f"{plan.source}: key 'sizes' is {sizes_text(plan.sizes)}, "
                 f"but the job runs {sizes_text(sizes)}"
             )
-        wanted = "explicit" if options.stage_layers else options.partition
-        other = wanted != plan.partition or options.stage_layers not in ((), plan.stage_layers)
-        if "partition" in options.given and other:
-            wanted = f"but --holmes-partition asks for {options.partition!r}"
-            raise HolmesError(f"{plan.source}: key 'partition' is {plan.partition!r}, {wanted}")
-
-
-__all__ = ["advice_on_spanning", "complete_plan", "on_ports", "spec_of_group"]
+        if "partition" not in options.given:
+            return
+        partition = "explicit" if options.stage_layers else options.partition
+        has_other_layers = options.stage_layers not in ((), plan.stage_layers)
+        if partition != plan.partition or has_other_layers:
+            raise HolmesError(
+                f"{plan.source}: key 'partition' is {plan.partition!r}, "
+                f"but --holmes-partition asks for {options.partition!r}"
+            )
 
 
 def on_ports(plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
     """Return the plan for the ports that `site` has left."""
     return derive_traffic(plan, site, options, engine=engine)
+
+
+def complete_plan(
+    plan: Plan,
+    sizes: Sizes,
+    options: Options,
+    model: Model | None = None,
+    engine: EngineTraits = EngineTraits(),
+) -> Plan:
+    """Return `plan` with the decisions for other parallel sizes; the order of the nodes stays."""
+    changed = replace(
+        plan,
+        sizes=sizes,
+        workload=workload_of(model, sizes) or plan.workload,
+        loads=(),
+        stage_layers=(),
+        spanning=(),
+        predicted={},
+    )
+    return with_loads(with_traffic(changed, options, engine), options, model, engine)
+
+
+def with_loads(
+    plan: Plan, options: Options, model: Model | None, engine: EngineTraits = EngineTraits()
+) -> Plan:
+    """Return `plan` with the work of each stage and the micro-batches in flight that follow.
+
+    The plan stays as it is if it has the loads, if the model is not known, or if the framework will refuse
+    the sizes.
+    """
+    sizes = plan.sizes
+    if plan.loads or model is None or sizes is None or workload_of(model, sizes) is None:
+        return plan
+    if model.layers < sizes.pipeline:
+        return plan
+    network = Network(site_of(plan))
+    prices = Prices(network, RankModel.of(model, sizes))
+    costs = prices.costs(network.placement(plan.nodes, sizes))
+    layers = plan.stage_layers
+    has_layers_of_stages = len(layers) == costs.stages and sum(layers) == model.layers
+    if not has_layers_of_stages:  # no partition, or layers of chunks
+        layers = uniform(model.layers, costs.stages)
+    plan = replace(plan, loads=costs.loads(layers))
+    traffic = [
+        decisions(plan, decided.network_apis[0], options, engine).with_order(decided)
+        for decided in plan.traffic
+    ]
+    return replace(plan, traffic=tuple(traffic))
+
+
+def workload_of(model: Model | None, sizes: Sizes | None) -> Workload | None:
+    """Return the work of a rank on an average stage.
+
+    Returns:
+        None if model or sizes are not known, or if the batch is not divisible (the framework refuses that).
+    """
+    if model is None or sizes is None:
+        return None
+    try:
+        return model.workload(sizes)
+    except HolmesError:
+        return None
+
+
+def spec_of_group(
+    plan: Plan,
+    ranks: Sequence[int],
+    network_api: str,
+    options: Options,
+    total_bytes: float = inf,
+    engine: EngineTraits = EngineTraits(),
+) -> ReductionSpec:
+    """Return how a group sums its gradients: as the plan says for its stage, if that fits.
+
+    The decision is made anew for the stage if latencies between clusters matter and the plan did not know the
+    model's size. It is made for the group alone if the plan has no such group, if the group is to compress
+    otherwise, or if it has too few bytes for the planned buckets.
+
+    Args:
+        plan: The plan.
+        ranks: The group.
+        network_api: "verbs" or "sockets".
+        options: Options of the user.
+        total_bytes: Bytes of the group's gradients per step.
+        engine: Abilities of the training engine.
+    """
+    planned = plan.traffic_of(network_api).reductions
+    stage = plan.stage_of(ranks)
+    if stage is None:
+        overlap = options.overlap != "off"
+        return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
+    overlap = planned[stage].overlap
+    is_nominal = plan.basis == NOMINAL and plan.sizes is not None
+    if plan.wan and is_nominal and total_bytes < inf:
+        resized = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
+        return decisions(resized, network_api, options, engine).reduction(stage, overlap)
+    fills_buckets = total_bytes >= FEWEST * SMALLEST_BYTES
+    if planned[stage].compress == options.compress_gradients and fills_buckets:
+        return planned[stage]
+    return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
 
 
 def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> str:
@@ -156,13 +260,13 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         plan: The plan of the job.
         site: The nodes of the job, in the launcher's order.
         sizes: The parallel sizes that the framework has reported.
-        instances: See spanning().
+        instances: Number of slices of each data-parallel group within which megatron-core reduces first.
 
     Returns:
         "" if no group spans, or if the line at the start of the job has said so.
     """
-    found = spanning(plan, sizes, instances)
-    if not found or (plan.sizes == sizes and instances == 1):
+    spanning_groups = spanning(plan, sizes, instances)
+    if not spanning_groups or (plan.sizes == sizes and instances == 1):
         return ""
     measured = replace(site, fabrics=plan.fabrics)
     starts = {
@@ -175,16 +279,41 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
     }
     best = min(counts, key=lambda start: sum(counts[start].values()))
     avoidable = {}
-    for kind, count in found.items():
+    for kind, count in spanning_groups.items():
         fewer = count - counts[best].get(kind, 0)
         if fewer > 0:
             avoidable[kind] = fewer
     way_out = ""
     if avoidable:
-        which = " and" if avoidable == found else f", {_counts(avoidable)}"
+        which = " and" if avoidable == spanning_groups else f", {_counts(avoidable)}"
         way_out = f"{which} need not: start {best}"
-    return f"{_counts(found)} span clusters (on ethernet){way_out}"
+    return f"{_counts(spanning_groups)} span clusters (on ethernet){way_out}"
 
 
-def _counts(groups: dict[str, int]) -> str:
-    return ", ".join(f"{count} {kind} groups" for kind, count in groups.items())
+def spanning(plan: Plan, sizes: Sizes, instances: int = 1) -> dict[str, int]:
+    """Return kind of group -> how many groups span networks (see Plan.spans_networks).
+
+    Args:
+        plan: The plan of the job.
+        sizes: Parallel sizes, with the data size.
+        instances: Number of slices of each data-parallel group within which megatron-core reduces first.
+            With more than one, the slices count instead of the whole groups.
+    """
+    result = {}
+    for kind in INSIDE:
+        members = groups(sizes, kind)
+        if kind == "data" and instances > 1:
+            slice_size = len(members[0]) // instances
+            members = [
+                ranks[start : start + slice_size]
+                for ranks in members
+                for start in range(0, len(ranks), slice_size)
+            ]
+        count = sum(plan.spans_networks(ranks) for ranks in members)
+        if count:
+            result[kind] = count
+    return result
+
+
+def _counts(spanning_groups: dict[str, int]) -> str:
+    return ", ".join(f"{count} {kind} groups" for kind, count in spanning_groups.items())

@@ -1,14 +1,18 @@
-"""How many layers each pipeline stage gets.
+"""Number of layers that each pipeline stage gets.
 
-    uniform     N / p each, the first N mod p stages one more (DeepSpeed's and Megatron's rule)
-    speed       floor(alpha N S_i / sum S) (Holmes, arXiv 2312.03549). The paper leaves the remainder open:
-                layers that are left go, one by one, where most was cut off; those that are too many (alpha >
-                1) come from the slowest stages. S_i: the steps a second of a job whose stages were all like i
-    balanced    the least predicted step: of all splits where those are few; else from the best of uniform,
-                speed and levelled on (the slowest stage as fast as can be) one block at a time is moved from
-                a stage to another while the step gets shorter, by the closed form first, then pass by pass
+    uniform     N / p each; the first N mod p stages get one more (DeepSpeed's and Megatron's rule)
+    speed       floor(alpha N S_i / sum of S) (Holmes, arXiv 2312.03549). S_i is the number of steps per
+    second of
+                a job with stages like stage i only. The paper leaves the remainder open: here, layers
+                that are left go one by one to the stage that lost most by rounding; layers that are too
+                many (alpha > 1) are taken from the slowest stages
+    balanced    the shortest predicted step. If there are few splits, all are tried. Otherwise the search
+    begins
+                with uniform, speed and the split with the fastest slowest stage, and moves one block at a
+                time from a stage to another while the step gets shorter: in closed form first, then pass
+                by pass
 
-So balanced is never predicted to be slower than the other two.
+So the step of `balanced` is never predicted to be longer than those of the other two.
 """
 
 from __future__ import annotations
@@ -24,19 +28,36 @@ from holmes_ext.plan.cost.stages import Row, StageCosts, estimate, predict
 from holmes_ext.units import format_bytes
 
 METHODS = ("uniform", "speed", "balanced")
-#: Times that differ by less than this fraction are equal.
+#: Times with a smaller relative difference are equal.
 ROUNDING = 1e-12
-#: Passes of micro-batches that balanced walks through at most (0.1 s or so), and closed forms that it works
-#: out.
-WALKED_PASSES, FORMULAS = 100_000, 1500
-#: Of all splits by the closed form, those that are walked.
+#: Largest number of passes of micro-batches that `balanced` calculates (about 0.1 s).
+WALKED_PASSES = 100_000
+#: Largest number of predictions in closed form that `balanced` makes.
+FORMULAS = 1500
+#: Number of the best splits in closed form that `balanced` calculates pass by pass.
 FIRST = 20
-#: Split of the layers.
+_BISECTIONS = 40
+#: A share of layers that is this close to the next whole number is rounded up.
+_SHARE_ROUNDING = 1e-9
+#: Step time below which a speed would be infinite.
+_SHORTEST_S = 1e-30
+#: Layers of each stage.
 Split = tuple[int, ...]
+#: A change of a split, in which one block moves to another stage: (stage that gives it, stage that takes it).
+Move = tuple[int, int]
 
 
 def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
-    """Blocks of each stage. HolmesError: unknown method, bad alpha, nothing fits (balanced)."""
+    """Return the number of blocks of each stage.
+
+    Args:
+        method: One of METHODS.
+        costs: Costs of every layer on every stage.
+        alpha: Factor of the method "speed".
+
+    Raises:
+        HolmesError: The method is unknown, alpha is bad, or ("balanced") no split fits the memory.
+    """
     if method == "uniform":
         return uniform(costs.blocks, costs.stages)
     if method == "speed":
@@ -47,129 +68,183 @@ def partition(method: str, costs: StageCosts, alpha: float = 1.0) -> Split:
 
 
 def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
-    """HolmesError where no split fits the memory."""
-    walk_s = 2 * costs.stages * costs.micro_batches
-    if (count := comb(costs.blocks - 1, costs.stages - 1)) <= FORMULAS:
-        splits = list(_every(costs.blocks, costs.stages))
-        if count * walk_s > WALKED_PASSES:
+    """Return the split with the shortest predicted step.
+
+    Args:
+        costs: Costs of every layer on every stage.
+        alpha: Factor of the method "speed", whose split is one of those that the search begins with.
+
+    Raises:
+        HolmesError: No split fits the memory.
+    """
+    passes = 2 * costs.stages * costs.micro_batches  # that the prediction of one split calculates
+    split_count = comb(costs.blocks - 1, costs.stages - 1)
+    if split_count <= FORMULAS:
+        splits = list(_all_splits(costs.blocks, costs.stages))
+        if split_count * passes > WALKED_PASSES:
             splits = sorted(splits, key=lambda split: in_closed_form(costs, split))[:FIRST]
     else:
         splits = by_moves(costs, alpha)
     best = min(splits, key=lambda split: walked(costs, split))
     if walked(costs, best) == inf:
-        raise HolmesError(_too_big(costs))
+        raise HolmesError(_too_large(costs))
     return improved(
-        best, lambda split: walked(costs, split), _over_borders, WALKED_PASSES // walk_s
+        best,
+        seconds_of=lambda split: walked(costs, split),
+        moves_of=_over_borders,
+        tries=WALKED_PASSES // passes,
     )
 
 
 def in_closed_form(costs: StageCosts, split: Sequence[int]) -> float:
-    """Seconds; inf where it does not fit."""
+    """Return the step time of a split in closed form, in seconds; inf if it does not fit the memory."""
     step = estimate(costs, split)
     return step.step_s if all(step.fits) else inf
 
 
 def walked(costs: StageCosts, split: Sequence[int]) -> float:
-    """The same pass by pass."""
+    """Return the step time of a split pass by pass, in seconds; inf if it does not fit the memory."""
     step = predict(costs, split)
     return step.step_s if all(step.fits) else inf
 
 
-def _every(blocks: int, stages: int) -> Iterator[Split]:
+def _all_splits(blocks: int, stages: int) -> Iterator[Split]:
     for borders in combinations(range(1, blocks), stages - 1):
         yield tuple(high - low for low, high in zip((0, *borders), (*borders, blocks)))
 
 
 def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
-    """The other methods' splits and the levelled one, and what moving blocks makes of them."""
-    level = levelled(costs)
+    """Return the splits of the other methods, and the splits that result from moving single blocks.
+
+    Args:
+        costs: Costs of every layer on every stage.
+        alpha: Factor of the method "speed".
+    """
     starts = [uniform(costs.blocks, costs.stages), by_speed(costs.blocks, speeds(costs), alpha)]
-    starts += [level] if level else []
+    level = levelled(costs)
+    if level:
+        starts.append(level)
+    # Mean time of a layer on each stage.
     layer_s = [sum(row) / costs.layers for row in map(costs.by_layer, _busy(costs))]
 
-    def pairs(split: Split) -> Iterator[tuple[int, int]]:
-        yield from full_to_empty([count * seconds for count, seconds in zip(split, layer_s)])
+    def moves(split: Split) -> Iterator[Move]:
+        stage_s = [count * seconds for count, seconds in zip(split, layer_s)]
+        yield from full_to_empty(stage_s)
         yield from _over_borders(split)
         yield from full_to_empty(layer_s)
 
     tries = FORMULAS // len(starts)
     moved = [
-        improved(start, lambda split: in_closed_form(costs, split), pairs, tries)
+        improved(start, lambda split: in_closed_form(costs, split), moves, tries)
         for start in starts
     ]
     return list(dict.fromkeys((*starts, *moved)))
 
 
 def _busy(costs: StageCosts) -> list[Row]:
-    """Seconds of a micro-batch by kind of layer, of each stage."""
+    """Return the seconds of a forward and a backward pass, by stage and kind of layer."""
     return [tuple(map(sum, zip(*rows))) for rows in zip(costs.forward_s, costs.backward_s)]
 
 
 def levelled(costs: StageCosts) -> Split:
-    """The split whose slowest stage is as fast as can be, of those that fit; () where none does."""
-    stages, blocks = costs.stages, costs.blocks
-    busy = [
-        [f + b for f, b in zip(costs.sums["forward_s"][stage], costs.sums["backward_s"][stage])]
-        for stage in range(stages)
-    ]
+    """Return the split with the fastest slowest stage, of those that fit the memory; () if none fits.
 
-    def filled(limit_s: float) -> Split:
-        """From the first stage on each takes as much as it can, and leaves the others one block each."""
-        counts, start = [], 0
-        for stage in range(stages):
-            memory, room = costs.sums["memory"][stage], costs.room_bytes[stage]
-            most, stop = blocks - (stages - stage - 1), start
-            while stop < most:
-                low, high = costs.bounds(start, stop + 1)
-                fits = memory[high] - memory[low] <= room
-                if not fits or busy[stage][high] - busy[stage][low] > limit_s:
-                    break
-                stop += 1
-            if stop == start:
-                return ()
-            counts.append(stop - start)
-            start = stop
-        return tuple(counts) if start == blocks else ()
-
-    slow = max(sums[-1] for sums in busy)
-    best = filled(slow)
+    This is a bisection on the time of the slowest stage.
+    """
+    busy_totals = [
+        [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
+        for forward, backward in zip(costs.sums["forward_s"], costs.sums["backward_s"])
+    ]  # by stage and number of layers
+    slow_s = max(totals[-1] for totals in busy_totals)
+    best = _filled(costs, busy_totals, slow_s)
     if not best:
         return ()
-    fast = 0.0
-    for _ in range(40):
-        middle = (fast + slow) / 2
-        if split := filled(middle):
-            best, slow = split, middle
+    fast_s = 0.0
+    for _ in range(_BISECTIONS):
+        middle_s = (fast_s + slow_s) / 2
+        split = _filled(costs, busy_totals, middle_s)
+        if split:
+            best = split
+            slow_s = middle_s
         else:
-            fast = middle
+            fast_s = middle_s
     return best
 
 
+def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: float) -> Split:
+    """Return the split in which each stage has as many blocks as fit, from the first stage on.
+
+    Args:
+        costs: Costs of every layer on every stage.
+        busy_totals: Stage -> seconds of the first 0, 1, 2, ... layers, if the stage had them.
+        limit_s: Largest time of a stage, in seconds.
+
+    Returns:
+        () if a stage has no room for a block, or if blocks are left.
+    """
+    counts = []
+    start = 0
+    for stage in range(costs.stages):
+        memory = costs.sums["memory"][stage]
+        busy_s = busy_totals[stage]
+        stages_after = costs.stages - stage - 1
+        most = costs.blocks - stages_after  # every later stage needs a block
+        stop = start
+        while stop < most:
+            low, high = costs.bounds(start, stop + 1)
+            is_too_large = memory[high] - memory[low] > costs.room_bytes[stage]
+            if is_too_large or busy_s[high] - busy_s[low] > limit_s:
+                break
+            stop += 1
+        if stop == start:
+            return ()
+        counts.append(stop - start)
+        start = stop
+    return tuple(counts) if start == costs.blocks else ()
+
+
 def speeds(costs: StageCosts) -> tuple[float, ...]:
-    """Steps a second of the uniform partition if every stage were like stage i: the paper's S."""
+    """Return the speed S_i of every stage, in steps per second.
+
+    This is the speed of a job with a uniform partition, all of whose stages are like stage i.
+    """
+    count = costs.stages
+    free_transfer = ((0.0,) * len(costs.repeats),) * count
     stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
-    free, known = ((0.0,) * len(costs.repeats),) * costs.stages, {}
-    for rows in dict.fromkeys(stages):
-        forward, backward, reduction, latency_s = rows
-        count = costs.stages
-        alike = replace(
+    speed_of = {}
+    for stage in dict.fromkeys(stages):
+        forward_s, backward_s, reduction_s, latency_s = stage
+        equal_stages = replace(
             costs,
-            forward_s=(forward,) * count,
-            backward_s=(backward,) * count,
-            transfer_s=free,
-            reduction_s=(reduction,) * count,
+            forward_s=(forward_s,) * count,
+            backward_s=(backward_s,) * count,
+            transfer_s=free_transfer,
+            reduction_s=(reduction_s,) * count,
             latency_s=(latency_s,) * count,
             tied_s=0.0,
         )
-        step_s = estimate(alike, uniform(costs.blocks, costs.stages)).step_s
-        known[rows] = 1 / max(step_s, 1e-30)
-    return tuple(known[stage] for stage in stages)
+        step_s = estimate(equal_stages, uniform(costs.blocks, count)).step_s
+        speed_of[stage] = 1 / max(step_s, _SHORTEST_S)
+    return tuple(speed_of[stage] for stage in stages)
 
 
 def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
-    """The paper's formula with the module's rule for the remainder; every stage gets one layer at least."""
+    """Return the split in which stages have layers in proportion to their speed, at least one each.
+
+    Stage i gets floor(alpha N S_i / sum of S) of N layers (Holmes, arXiv 2312.03549). Layers that are
+    left go one by one to the stage that lost most by rounding; layers that are too many come from the
+    slowest stages.
+
+    Args:
+        layers: Number of layers.
+        speed: Speed of each stage, in steps per second.
+        alpha: Factor of the paper's formula.
+
+    Raises:
+        HolmesError: There are fewer layers than stages, or a speed or alpha is not above 0.
+    """
     stages = len(speed)
-    uniform(layers, stages)  # or says that they are too few
+    uniform(layers, stages)  # raises the error for too few layers
     for stage, value in enumerate(speed):
         if not 0 < value < inf:
             raise HolmesError(f"stage {stage}: a speed of {value}; it must be above 0, and finite")
@@ -178,34 +253,51 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
             f"alpha is {alpha}; it must be above 0, and finite (the paper: 1 to 1.05)"
         )
     shares = [alpha * layers * value / sum(speed) for value in speed]
-    blocks = [min(layers, max(1, floor(share + 1e-9))) for share in shares]
-    while sum(blocks) < layers:
-        blocks[max(range(stages), key=lambda stage: round(shares[stage] - blocks[stage], 9))] += 1
-    while sum(blocks) > layers:
-        several = (stage for stage in range(stages) if blocks[stage] > 1)
-        blocks[min(several, key=lambda stage: (speed[stage], -blocks[stage], -stage))] -= 1
-    return tuple(blocks)
+    counts = [min(layers, max(1, floor(share + _SHARE_ROUNDING))) for share in shares]
+
+    def missing(stage: int) -> float:
+        return round(shares[stage] - counts[stage], 9)
+
+    def slowness(stage: int) -> tuple[float, int, int]:
+        return (speed[stage], -counts[stage], -stage)
+
+    while sum(counts) < layers:
+        counts[max(range(stages), key=missing)] += 1
+    while sum(counts) > layers:
+        with_several = [stage for stage in range(stages) if counts[stage] > 1]
+        counts[min(with_several, key=slowness)] -= 1
+    return tuple(counts)
 
 
 def improved(
     split: Split,
     seconds_of: Callable[[Split], float],
-    pairs_of: Callable[[Split], Iterable[tuple[int, int]]],
+    moves_of: Callable[[Split], Iterable[Move]],
     tries: int,
 ) -> Split:
-    """`split` after single blocks were moved wherever that takes something off, for so many tries.
-    seconds_of: inf where a split does not fit; pairs_of: (giver, taker), the most promising first."""
-    best_s, best, better = seconds_of(split), split, True
-    while better and tries > 0:
-        better = False
-        for giver, taker in list(pairs_of(best))[:tries]:
+    """Return `split` after moving single blocks while that makes the step shorter.
+
+    Args:
+        split: Split to begin with.
+        seconds_of: Returns the step time of a split; inf if it does not fit the memory.
+        moves_of: Returns the moves to try for a split, the most promising first.
+        tries: Largest number of moves to try.
+    """
+    best = split
+    best_s = seconds_of(split)
+    is_improved = True
+    while is_improved and tries > 0:
+        is_improved = False
+        for giver, taker in list(moves_of(best))[:tries]:
             tries -= 1
             if best[giver] == 1:
                 continue
             moved = _moved(best, giver, taker)
-            seconds = seconds_of(moved)
-            if seconds < best_s * (1 - ROUNDING):
-                best_s, best, better = seconds, moved, True
+            moved_s = seconds_of(moved)
+            if moved_s < best_s * (1 - ROUNDING):
+                best = moved
+                best_s = moved_s
+                is_improved = True
     return best
 
 
@@ -216,38 +308,59 @@ def _moved(split: Split, giver: int, taker: int) -> Split:
     return tuple(counts)
 
 
-def _over_borders(split: Split) -> Iterator[tuple[int, int]]:
+def _over_borders(split: Split) -> Iterator[Move]:
+    """Yield the moves between neighbouring stages."""
     for stage in range(len(split) - 1):
-        yield from ((stage + 1, stage), (stage, stage + 1))
+        yield (stage + 1, stage)
+        yield (stage, stage + 1)
 
 
-def full_to_empty(work: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Pairs of stages: the fullest give, the emptiest take, and the ends (whose reductions may be
-    exposed)."""
+def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
+    """Yield moves from the stages with most work to those with least.
+
+    The first, middle and last stage take part in any case, because their reductions may be exposed.
+
+    Args:
+        work: Seconds of each stage.
+    """
     last = len(work) - 1
     stages = sorted(range(len(work)), key=work.__getitem__)
-    givers = dict.fromkeys((*stages[:-4:-1], 0, last))
-    takers = dict.fromkeys((*stages[:4], 0, last // 2, last))
+    three_fullest = stages[:-4:-1]
+    four_emptiest = stages[:4]
+    givers = dict.fromkeys((*three_fullest, 0, last))
+    takers = dict.fromkeys((*four_emptiest, 0, last // 2, last))
     return ((giver, taker) for giver in givers for taker in takers if giver != taker)
 
 
-def _too_big(costs: StageCosts) -> str:
+def _too_large(costs: StageCosts) -> str:
+    """Return the error message if no split fits the memory."""
     advice = "tensor parallelism, recomputation or smaller micro-batches"
-    most = []
-    for stage, room in enumerate(costs.room_bytes):
-        memory, count, used = costs.sums["memory"][stage], 0, 0.0
+    most_blocks = []
+    for stage in range(costs.stages):
+        count = 0
         while count <= costs.blocks - costs.stages:
-            start = 0 if not stage else costs.blocks - count - 1 if stage == costs.stages - 1 else 1
-            low, high = costs.bounds(start, start + count + 1)
-            used = memory[high] - memory[low]
-            if used > room:
+            used_bytes = _memory_of(costs, stage, count + 1)
+            if used_bytes > costs.room_bytes[stage]:
                 break
             count += 1
         if not count:
-            needs = f"one layer needs {format_bytes(used + costs.working_bytes)}"
+            needs = f"one layer needs {format_bytes(used_bytes + costs.working_bytes)}"
             has = f"its GPUs have {format_bytes(costs.limit_bytes[stage])}"
             return f"{costs.names[stage]}: {needs} and {has}; use more {advice}"
-        most.append(count)
-    total = "+".join(map(str, most))
-    what = f"no split of {costs.blocks} layers fits the GPUs' memory: the stages hold at most {total} layers"
-    return f"{what}; use more stages, {advice}"
+        most_blocks.append(count)
+    total = "+".join(map(str, most_blocks))
+    problem = f"no split of {costs.blocks} layers fits the GPUs' memory"
+    return f"{problem}: the stages hold at most {total} layers; use more stages, {advice}"
+
+
+def _memory_of(costs: StageCosts, stage: int, blocks: int) -> float:
+    """Return the memory of a stage's layers with this number of blocks, in bytes."""
+    if stage == 0:
+        start = 0
+    elif stage == costs.stages - 1:
+        start = costs.blocks - blocks
+    else:
+        start = 1
+    low, high = costs.bounds(start, start + blocks)
+    memory = costs.sums["memory"][stage]
+    return memory[high] - memory[low]

@@ -1,46 +1,48 @@
-"""Which ranks hold which stage, cluster by cluster, in order; and what of that is alike.
+"""Nodes of each pipeline stage, and the groups of ranks on them.
 
     rank       0 1 | 2 3 | 4 5 | 6 7      rank r runs on slot r // processes
-    slot        0     1     2     3       a slot is a place for a node
-    slots      (a, 2), (b, 2)             runs of nodes that are alike (Network.kinds)
-    stages     ((a, 4),), ((b, 4),)       pipeline 2: for each stage its ranks, run by run
+    slot        0     1     2     3       a position in the order of the nodes
+    slots      (a, 2), (b, 2)             the kinds of the nodes in the slots, as runs of equal kinds
+    stages     ((a, 4),), ((b, 4),)       pipeline 2: the kinds of the nodes of each stage, with ranks
 
-A Fold counts ranks that are alike once: what prices and simulations of a placement look at.
+Nodes of one kind are equal for the network (Network.kinds): in the same cluster, on the same fabrics.
 
-    pipeline   one rank on every stage; those of a kind have like nodes, groups and stage links
-    node       those of a class hold the same kinds of ranks: one NIC stands for all of theirs
-    family     groups of one stage that are alike
+Prices and simulations need not look at all ranks. A Fold finds equal ranks and counts them:
 
-Of a run of like nodes one `unit` of ranks is looked at: the shortest piece that holds whole nodes and whole
-groups. Where a node holds `times` neighbours of a tensor group, one stands for all.
+    pipeline   one rank of every stage. Pipelines of one kind have equal nodes, groups and stage links.
+    node       Nodes of one class hold ranks of the same kinds of pipelines, so their NICs are equally busy.
+    family     equal groups of a stage
+
+A Fold looks at one unit of ranks in a run of equal nodes: the shortest piece that contains whole nodes and
+whole groups. If a node holds several neighbours of a tensor-parallel group, it looks at one of them.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, groupby
 from math import gcd, lcm
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from holmes_ext.plan.sizes import AXES, KINDS, Sizes, expert_grid
 
-#: (kind of node, how many nodes, or ranks)
+#: (kind of node, number of nodes or ranks)
 Run = tuple[int, int]
-#: Of one stage, in the order of its ranks.
+#: Runs of a stage, in the order of its ranks.
 Content = tuple[Run, ...]
 
 
 def runs(kinds: Iterable[int]) -> Content:
-    """Neighbours of one kind taken together."""
-    return tuple((kind, len(list(alike))) for kind, alike in groupby(kinds))
+    """Return runs of equal kinds: 0 0 1 -> (0, 2), (1, 1)."""
+    return tuple((kind, len(list(equal))) for kind, equal in groupby(kinds))
 
 
 def joined(parts: Iterable[Run]) -> Content:
-    """The same for runs, of which neighbours may be of one kind."""
+    """Join neighbouring runs of one kind: (0, 2), (0, 1), (1, 1) -> (0, 3), (1, 1)."""
     merged: list[Run] = []
     for kind, count in parts:
         if merged and merged[-1][0] == kind:
@@ -51,97 +53,108 @@ def joined(parts: Iterable[Run]) -> Content:
 
 @dataclass(frozen=True)
 class Placement:
-    """sizes: complete.  processes: of each node.  slots: nodes in the order of ranks."""
+    """Order of the nodes of a job, as kinds of nodes."""
 
-    sizes: Sizes
-    processes: int
-    slots: Content
-    #: Node names by slot, where a user gave them; else those of a kind stand as the launcher has them.
+    sizes: Sizes  # parallel sizes, with the data size
+    processes: int  # of each node
+    slots: Content  # kinds of the nodes, in the order of the ranks
+    #: Names of the nodes in the order of the ranks, if a user chose them. Otherwise the nodes of a kind stand
+    #: in the launcher's order.
     names: tuple[str, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, sizes: Sizes, processes: int, kinds: Iterable[int]) -> Placement:
-        """kinds: of the node in each slot."""
+        """Return the placement with these kinds of nodes, in the order of the ranks."""
         return cls(sizes, processes, runs(kinds))
 
     @classmethod
     def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
-        """parts: kinds of the nodes of each component."""
+        """Return the placement with these kinds of nodes in each component (see `components`)."""
         if len(parts) == 1:
             return cls.of(sizes, processes, parts[0])
-        ranks, size = sum(map(len, parts)) * processes, len(parts[0])
+        ranks = sum(map(len, parts)) * processes
+        nodes = len(parts[0])
+        # The ranks consist of blocks with all stages, and each component has a piece of each block.
         blocks = ranks // (sizes.strides()["pp"] * sizes.pipeline)
-        piece = size // blocks  # nodes of a component that follow each other
-        kinds = (
-            kind for at in range(0, size, piece) for part in parts for kind in part[at : at + piece]
-        )
+        piece = nodes // blocks
+        kinds: list[int] = []
+        for start in range(0, nodes, piece):
+            for part in parts:
+                kinds += part[start : start + piece]
         return cls.of(sizes, processes, kinds)
 
     @cached_property
     def nodes(self) -> int:
+        """Return the number of nodes."""
         return sum(count for _, count in self.slots)
 
     @cached_property
     def stage_ranks(self) -> int:
-        """Ranks of one stage."""
+        """Return the number of ranks of a stage."""
         return self.nodes * self.processes // self.sizes.pipeline
 
     @cached_property
     def stride(self) -> int:
-        """Ranks from one stage to the next."""
+        """Return the distance, in ranks, from a rank to the same position of the next stage."""
         return self.sizes.strides()["pp"]
 
     def kinds(self) -> list[int]:
-        """By slot."""
+        """Return the kind of the node in each slot."""
         return [kind for kind, count in self.slots for _ in range(count)]
 
     def rank(self, position: int, stage: int) -> int:
-        """The rank that stands at `position` among those of a stage."""
-        block, place = divmod(position, self.stride)
-        return (block * self.sizes.pipeline + stage) * self.stride + place
+        """Return the rank at a position (0, 1, ...) among the ranks of a stage."""
+        block, offset = divmod(position, self.stride)
+        return (block * self.sizes.pipeline + stage) * self.stride + offset
 
     @cached_property
     def stages(self) -> tuple[Content, ...]:
-        """Kinds of nodes and how many ranks, of each stage."""
-        block, stages = self.stride * self.sizes.pipeline, range(self.sizes.pipeline)
-        parts: list[list[Run]] = [[] for _ in stages]
-        begin = 0
-        for kind, count in self.slots:
-            end = begin + count * self.processes
-            while begin < end:
-                stage, place = divmod(begin % block, self.stride)
-                whole_blocks = 0 if begin % block else (end - begin) // block
-                if whole_blocks:  # blocks of all stages
+        """Return the kinds of nodes of each stage, in order, with the number of ranks on each.
+
+        Ranks come in blocks of pipeline x stride ranks. In a block, each stage has `stride` ranks that follow
+        each other.
+        """
+        block_ranks = self.stride * self.sizes.pipeline
+        parts: list[list[Run]] = [[] for _ in range(self.sizes.pipeline)]
+        rank = 0
+        for kind, nodes in self.slots:
+            end = rank + nodes * self.processes
+            while rank < end:
+                stage, offset = divmod(rank % block_ranks, self.stride)
+                is_at_block_start = rank % block_ranks == 0
+                whole_blocks = (end - rank) // block_ranks if is_at_block_start else 0
+                if whole_blocks:
                     for part in parts:
                         part.append((kind, whole_blocks * self.stride))
-                    begin += whole_blocks * block
-                    continue
-                ranks = min(self.stride - place, end - begin)
-                parts[stage].append((kind, ranks))
-                begin += ranks
-        known: dict[Content, Content] = {}
-        return tuple(known.setdefault(content, content) for content in map(joined, parts))
+                    rank += whole_blocks * block_ranks
+                else:
+                    ranks = min(self.stride - offset, end - rank)
+                    parts[stage].append((kind, ranks))
+                    rank += ranks
+        # Equal stages share one object, which makes comparisons fast.
+        shared: dict[Content, Content] = {}
+        return tuple(shared.setdefault(content, content) for content in map(joined, parts))
 
     @cached_property
     def borders(self) -> list[int]:
-        """Positions in a stage between which no stage's kind of node changes, 0 and the end among them."""
+        """Return the positions at which the kind of node changes in some stage, with 0 and the end."""
         contents = dict.fromkeys(self.stages)
         ends = {end for content in contents for end in accumulate(ranks for _, ranks in content)}
         return [0, *sorted(ends)]
 
     @cached_property
     def tied(self) -> int:
-        """Stages that share nodes.
+        """Return the number of neighbouring stages that share nodes and form a component.
 
-        A stage begins on a node of its own after every `count` stages. If that divides the pipeline, they are
-        a component: only stage links leave it. All components are alike.
+        A stage begins on a new node after every `count` stages. If `count` divides the pipeline, that many
+        stages are a component. All components are equal, and only stage links leave them.
         """
         count = self.processes // gcd(self.stride, self.processes)
         return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
 
     @cached_property
     def components(self) -> tuple[tuple[int, ...], ...]:
-        """The slots of each, in the order of stages."""
+        """Return the slots of each component, in the order of the stages."""
         slots_of: dict[int, list[int]] = {}
         for slot in range(self.nodes):
             stage = slot * self.processes // self.stride % self.sizes.pipeline
@@ -150,22 +163,23 @@ class Placement:
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
-        """The nodes of each component."""
-        if self.tied == 1:
-            return tuple(
-                tuple((kind, ranks // self.processes) for kind, ranks in content)
-                for content in self.stages
-            )
-        kinds = self.kinds()
-        return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
+        """Return the kinds of the nodes of each component."""
+        if self.tied > 1:
+            kinds = self.kinds()
+            return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
+        return tuple(
+            tuple((kind, ranks // self.processes) for kind, ranks in content)
+            for content in self.stages
+        )
 
     def alone(self, *components: int) -> Placement:
-        """These components by themselves."""
+        """Return a placement of some components (stages that share nodes) without the others."""
         if len(components) == len(self.parts):
             return self
         sizes = replace(self.sizes, pipeline=len(components) * self.tied)
         kinds = [
-            [kind for kind, count in self.parts[at] for _ in range(count)] for at in components
+            [kind for kind, count in self.parts[component] for _ in range(count)]
+            for component in components
         ]
         return Placement.of_parts(sizes, self.processes, kinds)
 
@@ -174,78 +188,90 @@ class Placement:
 class GroupPart:
     """Nodes of one class in a group."""
 
-    node: int
-    kind: int
-    #: In one group.
-    nodes: int
-    #: Ranks of one group on each node.
-    ranks_per_node: int
-    #: Groups of the family on each node.
-    groups: int
-    #: Groups of all families and stages on each node.
-    concurrent_groups: int
+    node: int  # class of the nodes
+    kind: int  # kind of the nodes
+    nodes: int  # number of such nodes in one group
+    ranks_per_node: int  # ranks of a group on each of these nodes
+    groups: int  # groups of the family on each node
+    concurrent_groups: int  # groups of all families and stages on each node
 
 
 @dataclass(frozen=True)
 class GroupFamily:
-    """Groups of one stage that are alike."""
+    """Equal groups of a stage."""
 
     stage: int
-    #: Of each group.
-    ranks: int
-    #: How many groups.
-    count: int
+    ranks: int  # of each group
+    count: int  # number of groups
     parts: tuple[GroupPart, ...]
-    #: Kinds of pipelines whose ranks are in them.
-    pipelines: tuple[int, ...]
-    #: Nodes round a ring of all ranks, in runs of one kind.
-    ring: Content
+    pipelines: tuple[int, ...]  # kinds of pipelines whose ranks are in the groups
+    ring: Content  # nodes on a ring of all ranks of a group
 
     @cached_property
     def kinds(self) -> frozenset[int]:
+        """Return the kinds of nodes in a group; equal nodes are of one kind."""
         return frozenset(part.kind for part in self.parts)
 
     @cached_property
     def nodes(self) -> int:
-        """Of one group."""
+        """Return the number of nodes of a group."""
         return sum(part.nodes for part in self.parts)
 
 
 @dataclass(frozen=True)
 class StageMessages:
-    """Messages from a stage to another of one kind of pipeline."""
+    """Messages from a stage to another, in pipelines of one kind."""
 
-    #: Classes of the nodes, and their kinds.
-    sender: int
-    receiver: int
-    kinds: tuple[int, int]
-    #: How many leave a node, reach one, in all.
-    leaving: int
-    reaching: int
-    count: int
-    #: Inside one node.
-    local: bool = False
+    sender: int  # class of the sending nodes
+    receiver: int  # class of the receiving nodes
+    kinds: tuple[int, int]  # kinds of the sending and the receiving nodes
+    leaving: int  # messages that leave a sending node at once
+    reaching: int  # messages that reach a receiving node at once
+    count: int  # messages of all pipelines of this kind
+    local: bool = False  # whether they stay inside a node
 
     @property
     def turned(self) -> StageMessages:
-        """The way back."""
-        sender, receiver = self.kinds
-        kinds = receiver, sender
+        """Return the messages in the opposite direction."""
+        sender_kind, receiver_kind = self.kinds
         return StageMessages(
-            self.receiver, self.sender, kinds, self.reaching, self.leaving, self.count, self.local
+            sender=self.receiver,
+            receiver=self.sender,
+            kinds=(receiver_kind, sender_kind),
+            leaving=self.reaching,
+            reaching=self.leaving,
+            count=self.count,
+            local=self.local,
         )
 
 
 def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
-    """A group of any ranks, as if the others of its nodes were in groups like it."""
-    kinds, here = placement.kinds(), Counter(rank // placement.processes for rank in ranks)
-    alike = Counter((kinds[slot], count) for slot, count in here.items())
+    """Return a group of arbitrary ranks as a family.
+
+    The other ranks of its nodes are assumed to be in groups like this one.
+    """
+    kinds = placement.kinds()
+    ranks_on = Counter(rank // placement.processes for rank in ranks)  # slot -> ranks on it
+    nodes_like = Counter((kinds[slot], count) for slot, count in ranks_on.items())
     parts = []
-    for number, ((kind, count), nodes) in enumerate(alike.items()):
-        together = max(1, placement.processes // count)
-        parts.append(GroupPart(number, kind, nodes, count, together, together))
+    for node_class, ((kind, ranks_per_node), nodes) in enumerate(nodes_like.items()):
+        groups = max(1, placement.processes // ranks_per_node)
+        part = GroupPart(
+            node=node_class,
+            kind=kind,
+            nodes=nodes,
+            ranks_per_node=ranks_per_node,
+            groups=groups,
+            concurrent_groups=groups,
+        )
+        parts.append(part)
     return GroupFamily(
-        0, len(ranks), 1, tuple(parts), (), joined((kinds[slot], 1) for slot in here)
+        stage=0,
+        ranks=len(ranks),
+        count=1,
+        parts=tuple(parts),
+        pipelines=(),
+        ring=joined((kinds[slot], 1) for slot in ranks_on),
     )
 
 
@@ -253,245 +279,367 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def numbered(looks: Mapping[Key, Hashable]) -> dict[Key, int]:
-    """Equal looks get equal numbers, in the order of appearance."""
-    known = {look: number for number, look in enumerate(dict.fromkeys(looks.values()))}
-    return {key: known[look] for key, look in looks.items()}
+    """Return a number (0, 1, ...) for each key: {a: x, b: y, c: x} -> {a: 0, b: 1, c: 0}."""
+    number_of = {look: number for number, look in enumerate(dict.fromkeys(looks.values()))}
+    return {key: number_of[look] for key, look in looks.items()}
+
+
+class _Copies(NamedTuple):
+    """Ranks and groups that stand for one position and one group of a Fold."""
+
+    ranks: int
+    groups: int
 
 
 class Fold:
-    """kinds: of pipelines, the slots of one that stands for them; count: pipelines of each kind."""
+    """Kinds of pipelines, classes of nodes and families of groups of a placement.
+
+    A position is a rank's place among the ranks of its stage. The pipeline at a position consists of the
+    ranks at this position in all stages. The fold looks at some positions only, each with a weight: the
+    number of positions like it.
+    """
 
     def __init__(self, placement: Placement):
-        self.of, self.times = placement, _times(placement)
-        sizes, processes = placement.sizes, placement.processes // self.times
-        if self.times > 1:
-            sizes = replace(sizes, tensor=sizes.tensor // self.times)
-        self.placement = Placement(sizes, processes, placement.slots)
+        self.of = placement
+        #: Neighbours of a tensor-parallel group on a node, of which the fold looks at one.
+        self.tensor_neighbours = _tensor_neighbours(placement)
+        processes = placement.processes // self.tensor_neighbours
+        sizes = placement.sizes
+        if self.tensor_neighbours > 1:
+            sizes = replace(sizes, tensor=sizes.tensor // self.tensor_neighbours)
+        self.placement = Placement(sizes, processes, placement.slots)  # of the ranks looked at
         self.stages = range(sizes.pipeline)
-        self._step = _strides(self.placement)
-        self._unit = _unit(self.placement, self._step)
-        self._weight = dict(self._positions())
-        self._ends = list(accumulate(count for _, count in placement.slots))
-        rank = self.placement.rank
+        self._strides = _strides(self.placement)
+        self._unit = _unit(self.placement, self._strides)
+        self._weight = dict(self._positions())  # position -> how many positions are like it
         self._slots = {
-            at: tuple(rank(at, stage) // processes for stage in self.stages) for at in self._weight
-        }
+            at: tuple(self.placement.rank(at, stage) // processes for stage in self.stages)
+            for at in self._weight
+        }  # position -> slot of each stage
+        ends = list(accumulate(count for _, count in placement.slots))
         self._kind_of_slot = {
-            slot: self._kind(slot) for slots in self._slots.values() for slot in slots
+            slot: placement.slots[bisect_right(ends, slot)][0]
+            for slots in self._slots.values()
+            for slot in slots
         }
-        looks = {at: self._look(slots) for at, slots in self._slots.items()}
-        self._group = {at: at // self._step["tp"] % sizes.tensor for at in self._weight}
-        mixed: dict[int, Counter[Hashable]] = {}
-        for at, look in looks.items():
-            mixed.setdefault(self._group[at], Counter())[look] += self._weight[at]
-        made_of = {group: frozenset(counts.items()) for group, counts in mixed.items()}
-        self.kind_of = numbered(
-            {at: (look, made_of[self._group[at]]) for at, look in looks.items()}
-        )
-        self.count: Counter[int] = Counter()
+        tensor_stride = self._strides["tp"]
+        self._data_group = {at: at // tensor_stride % sizes.tensor for at in self._weight}
+        self.kind_of = self._kinds_of_pipelines()  # position -> kind of pipeline
+        self.count: Counter[int] = Counter()  # kind of pipeline -> number of pipelines
         for at, kind in self.kind_of.items():
-            self.count[kind] += self._weight[at] * self.times
-        first = {kind: at for at, kind in reversed(self.kind_of.items())}
-        self.kinds = [self._slots[first[kind]] for kind in sorted(first)]
-        self._on: dict[int, Counter[tuple[int, int]]] = {}
+            self.count[kind] += self._weight[at] * self.tensor_neighbours
+        first_position = {kind: at for at, kind in reversed(self.kind_of.items())}
+        #: By kind of pipeline: the slots of one that stands for all.
+        self.kinds = [self._slots[first_position[kind]] for kind in sorted(first_position)]
+        #: Slot -> (kind of pipeline, stage) -> ranks.
+        self._ranks_on: dict[int, Counter[tuple[int, int]]] = {}
         for at, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                self._on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
+                self._ranks_on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
         contents = {
-            slot: (self._kind_of_slot[slot], frozenset(on.items())) for slot, on in self._on.items()
+            slot: (self._kind_of_slot[slot], frozenset(ranks.items()))
+            for slot, ranks in self._ranks_on.items()
         }
-        self.node_of = numbered(contents)
-        self._family: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
-        self._apart: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
+        self.node_of = numbered(contents)  # slot -> class of node
+        # Results that are computed once.
+        self._families_of: dict[tuple[int, str], tuple[GroupFamily, ...]] = {}
+        self._leaving_between: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
 
-    def _positions(self) -> Iterable[tuple[int, int]]:
-        """Of a stage's ranks those that are looked at, and how many like each there are."""
+    def _positions(self) -> Iterator[tuple[int, int]]:
+        """Yield the positions that the fold looks at, each with the number of positions like it."""
         borders = self.placement.borders
         for low, high in zip(borders, borders[1:]):
-            stop, like = high, 1
+            stop = high
+            weight = 1
             if low % self._unit == 0 and high % self._unit == 0:
-                stop, like = low + self._unit, (high - low) // self._unit
-            yield from ((at, like) for at in range(low, stop))
+                stop = low + self._unit
+                weight = (high - low) // self._unit
+            for at in range(low, stop):
+                yield at, weight
 
-    def _kind(self, slot: int) -> int:
-        return self.placement.slots[bisect_right(self._ends, slot)][0]
+    def _kinds_of_pipelines(self) -> dict[int, int]:
+        """Return the kind of the pipeline at each position.
+
+        Pipelines of one kind have equal nodes, cross between nodes at the same stages, and have data-parallel
+        groups with the same mixture of pipelines.
+        """
+        looks = {at: self._look(slots) for at, slots in self._slots.items()}
+        mixture: dict[int, Counter[Hashable]] = {}  # data-parallel group -> look -> pipelines
+        for at, look in looks.items():
+            mixture.setdefault(self._data_group[at], Counter())[look] += self._weight[at]
+        group_looks = {group: frozenset(counts.items()) for group, counts in mixture.items()}
+        return numbered(
+            {at: (look, group_looks[self._data_group[at]]) for at, look in looks.items()}
+        )
 
     def _look(self, slots: tuple[int, ...]) -> Hashable:
-        pairs = zip(slots, (*slots[1:], slots[0]))
-        return tuple(self._kind_of_slot[slot] for slot in slots), tuple(a == b for a, b in pairs)
+        """Return the kinds of a pipeline's nodes, and whether each stage's next stage is on its node."""
+        following = (*slots[1:], slots[0])
+        kinds = tuple(self._kind_of_slot[slot] for slot in slots)
+        return kinds, tuple(slot == other for slot, other in zip(slots, following))
 
     def kind_at(self, position: int) -> int:
-        """The kind of pipeline whose ranks stand at a position of every stage."""
-        at = position // self.times
+        """Return the kind of the pipeline that consists of the ranks at a position of every stage."""
+        at = position // self.tensor_neighbours
         if at not in self.kind_of:
-            first = max(border for border in self.placement.borders if border <= at)
-            at = first + (at - first) % self._unit
+            run_start = max(border for border in self.placement.borders if border <= at)
+            at = run_start + (at - run_start) % self._unit
         return self.kind_of[at]
 
     def kind_on(self, pipeline: int, stage: int) -> int:
-        """The kind of node that holds a stage of a kind of pipeline."""
+        """Return the kind of the node that holds a stage of a kind of pipeline."""
         return self._kind_of_slot[self.kinds[pipeline][stage]]
 
     def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
-        """All ranks of a stage of a kind of pipeline."""
-        ranks = []
+        """Return all ranks of a stage that belong to pipelines of a kind (those on equal nodes)."""
+        ranks: list[int] = []
         for at, kind in self.kind_of.items():
-            if kind == pipeline:
-                places = range(at, at + self._weight[at] * self._unit, self._unit)
-                firsts = [self.placement.rank(place, stage) * self.times for place in places]
-                ranks += [first + more for first in firsts for more in range(self.times)]
+            if kind != pipeline:
+                continue
+            for position in range(at, at + self._weight[at] * self._unit, self._unit):
+                first = self.placement.rank(position, stage) * self.tensor_neighbours
+                ranks += range(first, first + self.tensor_neighbours)
         return tuple(sorted(ranks))
 
     def stage_link(self, pipeline: int, stage: int, other: int) -> StageMessages:
-        """From `stage` to `other` of a kind of pipeline."""
-        return self._stage_link(pipeline, stage, other, {pipeline})
+        """Return the messages from `stage` to `other` in a kind of pipeline, if no other kind sends."""
+        return self._stage_link(pipeline, stage, other, concurrent={pipeline})
 
     def stage_links(
         self, stage: int, other: int, fabric: Callable[[Sequence[int]], Hashable]
     ) -> list[StageMessages]:
-        """Of each kind of pipeline, with all that leaves and reaches a node; fabric: of two kinds of node."""
+        """Return the messages from `stage` to `other` of each kind of pipeline.
+
+        Args:
+            stage: Number of the sending stage.
+            other: Number of the receiving stage.
+            fabric: Returns the fabric between two kinds of nodes. Kinds of pipelines on a fabric send at
+                the same time, and their messages are counted together.
+        """
         pipelines = range(len(self.kinds))
-        on = {
-            kind: fabric((self.kind_on(kind, stage), self.kind_on(kind, other)))
-            for kind in pipelines
+        fabric_of = {
+            pipeline: fabric((self.kind_on(pipeline, stage), self.kind_on(pipeline, other)))
+            for pipeline in pipelines
         }
-        together = {name: {kind for kind in pipelines if on[kind] == name} for name in on.values()}
-        return [self._stage_link(kind, stage, other, together[on[kind]]) for kind in pipelines]
+        pipelines_on: dict[Hashable, set[int]] = {}
+        for pipeline, name in fabric_of.items():
+            pipelines_on.setdefault(name, set()).add(pipeline)
+        return [
+            self._stage_link(pipeline, stage, other, pipelines_on[fabric_of[pipeline]])
+            for pipeline in pipelines
+        ]
 
     def _stage_link(
-        self, pipeline: int, stage: int, other: int, together: Collection[int]
+        self, pipeline: int, stage: int, other: int, concurrent: Collection[int]
     ) -> StageMessages:
-        """together: kinds of pipelines that are counted."""
-        source, target = self.kinds[pipeline][stage], self.kinds[pipeline][other]
-        kinds = self._kind_of_slot[source], self._kind_of_slot[target]
-        leaving = sum(self._leaving(stage, other)[source, kind] for kind in together)
-        reaching = sum(self._leaving(other, stage)[target, kind] for kind in together)
-        leaving, reaching = (max(1, self.times * count) for count in (leaving, reaching))
-        sender, receiver, count = self.node_of[source], self.node_of[target], self.count[pipeline]
+        """Return the messages from `stage` to `other`; concurrent: kinds of pipelines that send at once."""
+        source = self.kinds[pipeline][stage]
+        target = self.kinds[pipeline][other]
+        leaving_from = self._leaving(stage, other)
+        leaving = sum(leaving_from[source, kind] for kind in concurrent)
+        returning_from = self._leaving(other, stage)
+        reaching = sum(returning_from[target, kind] for kind in concurrent)
         return StageMessages(
-            sender, receiver, kinds, leaving, reaching, count, local=source == target
+            sender=self.node_of[source],
+            receiver=self.node_of[target],
+            kinds=(self._kind_of_slot[source], self._kind_of_slot[target]),
+            leaving=max(1, self.tensor_neighbours * leaving),
+            reaching=max(1, self.tensor_neighbours * reaching),
+            count=self.count[pipeline],
+            local=source == target,
         )
 
     def _leaving(self, stage: int, other: int) -> Counter[tuple[int, int]]:
-        """(slot, kind of pipeline) -> ranks of a stage whose next one is on another node."""
-        if (stage, other) not in self._apart:
-            apart = (
-                (at, slots[stage])
+        """Return (slot, kind of pipeline) -> ranks of `stage` whose `other` stage is on another node."""
+        key = (stage, other)
+        if key not in self._leaving_between:
+            self._leaving_between[key] = Counter(
+                (slots[stage], self.kind_of[at])
                 for at, slots in self._slots.items()
                 if slots[stage] != slots[other]
             )
-            self._apart[stage, other] = Counter((slot, self.kind_of[at]) for at, slot in apart)
-        return self._apart[stage, other]
+        return self._leaving_between[key]
 
     @cached_property
     def data_groups(self) -> dict[int, int]:
-        """Class of node -> data-parallel groups of all stages on it."""
-        groups_on: dict[int, set[tuple[int, int]]] = {}
+        """Return class of node -> number of data-parallel groups, of all stages, on such a node."""
+        groups_on: dict[int, set[tuple[int, int]]] = {}  # slot -> (stage, group)
         for at, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                groups_on.setdefault(slot, set()).add((stage, self._group[at]))
-        return {self.node_of[slot]: len(groups) * self.times for slot, groups in groups_on.items()}
-
-    def families(self, stage: int, kind: str = "data") -> tuple[GroupFamily, ...]:
-        """Groups of a kind (sizes.py's KINDS) of a stage, those of one rank left out."""
-        if (stage, kind) not in self._family:
-            self._family[stage, kind] = tuple(self._families(stage, kind))
-        return self._family[stage, kind]
-
-    def _families(self, stage: int, kind: str) -> Iterable[GroupFamily]:
-        groups = self._groups(kind)
-        slot_of = {at: slots[stage] for at, slots in self._slots.items()}
-        on: dict[int, set[Hashable]] = {}
-        for name, members in groups.items():
-            for at in members:
-                on.setdefault(slot_of[at], set()).add(name)
-        is_data = kind == "data"  # its groups hold all units of a run, others one of them
-        ranks_of, groups_of = (self.times, 1) if kind == "tensor" else (1, self.times)
-        alike: dict[Hashable, list[Hashable]] = {}
-        for name, members in groups.items():
-            ranks_on = Counter(slot_of[at] for at in members)
-            look = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
-            kinds = frozenset(self.kind_of[at] for at in members)
-            alike.setdefault((frozenset(look.items()), kinds), []).append(name)
-        for names in alike.values():
-            members = groups[names[0]]
-            ranks_on = Counter(slot_of[at] for at in members)
-            like = {slot_of[at]: self._weight[at] for at in members}
-            count = len(names) if is_data else sum(self._weight[groups[name][0]] for name in names)
-            nodes_of: Counter[GroupPart] = Counter()
-            for slot, ranks in ranks_on.items():
-                node, groups_here = (
-                    self.node_of[slot],
-                    groups_of * sum(name in on[slot] for name in names),
-                )
-                stages_there = {stage for _, stage in self._on[slot]}
-                crowd = groups_of * len(on[slot]) * len(stages_there)
-                crowd = self.data_groups[node] if is_data else crowd
-                part = GroupPart(
-                    node, self._kind_of_slot[slot], 0, ranks_of * ranks, groups_here, crowd
-                )
-                nodes_of[part] += like[slot] if is_data else 1
-            parts = tuple(replace(part, nodes=nodes) for part, nodes in nodes_of.items())
-            turns = [
-                at
-                for at, before in zip(members, (None, *members))
-                if before is None or slot_of[at] != slot_of[before]
-            ]
-            ring = joined(
-                (self._kind_of_slot[slot_of[at]], like[slot_of[at]] if is_data else 1)
-                for at in turns
-            )
-            ranks = sum(part.nodes * part.ranks_per_node for part in parts)
-            pipelines = tuple(sorted({self.kind_of[at] for at in members}))
-            yield GroupFamily(stage, ranks, groups_of * count, parts, pipelines, ring)
-
-    def _groups(self, kind: str) -> dict[Hashable, list[int]]:
-        """Positions of every group's members, in their order, by what they have in common."""
-        sizes, members_of = self.placement.sizes, dict[Hashable, list[int]]()
-        if kind == "expert":
-            grid, strides = expert_grid(sizes)
-            steps = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]
-        else:
-            axes = [axis for axis in AXES if axis != "pp" and axis not in KINDS[kind]]
-            steps = [(self._step[axis], sizes.size(axis)) for axis in axes]
-        for at in self._weight:
-            members_of.setdefault(tuple(at // step % size for step, size in steps), []).append(at)
-        skip_single = kind != "data" and (kind != "tensor" or self.times == 1)
+                groups_on.setdefault(slot, set()).add((stage, self._data_group[at]))
         return {
-            key: members
-            for key, members in members_of.items()
-            if len(members) > 1 or not skip_single
+            self.node_of[slot]: len(groups) * self.tensor_neighbours
+            for slot, groups in groups_on.items()
         }
 
+    def families(self, stage: int, kind: str = "data") -> tuple[GroupFamily, ...]:
+        """Return the groups of a stage, as families of equal groups.
 
-def _times(placement: Placement) -> int:
+        Args:
+            stage: Number of the stage.
+            kind: Kind of group, a key of plan/sizes.py's KINDS. Groups of a rank are left out unless this
+                is "data".
+        """
+        if (stage, kind) not in self._families_of:
+            self._families_of[stage, kind] = tuple(self._families(stage, kind))
+        return self._families_of[stage, kind]
+
+    def _families(self, stage: int, kind: str) -> Iterator[GroupFamily]:
+        members_of = self._groups(kind)
+        slot_of = {at: slots[stage] for at, slots in self._slots.items()}
+        groups_on: dict[int, set[Hashable]] = {}  # slot -> groups with a rank on it
+        for group, members in members_of.items():
+            for at in members:
+                groups_on.setdefault(slot_of[at], set()).add(group)
+        equal_groups: dict[Hashable, list[Hashable]] = {}
+        for group, members in members_of.items():
+            ranks_on = Counter(slot_of[at] for at in members)
+            nodes = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
+            pipelines = frozenset(self.kind_of[at] for at in members)
+            look = (frozenset(nodes.items()), pipelines)
+            equal_groups.setdefault(look, []).append(group)
+        for groups in equal_groups.values():
+            yield self._family(stage, kind, groups, members_of, slot_of, groups_on)
+
+    def _family(
+        self,
+        stage: int,
+        kind: str,
+        groups: Sequence[Hashable],
+        members_of: Mapping[Hashable, Sequence[int]],
+        slot_of: Mapping[int, int],
+        groups_on: Mapping[int, Collection[Hashable]],
+    ) -> GroupFamily:
+        """Return the family of equal groups, counted by the first of them.
+
+        Args:
+            stage: Number of the stage.
+            kind: Kind of group.
+            groups: The equal groups.
+            members_of: Group -> positions of its ranks, in order.
+            slot_of: Position -> slot in this stage.
+            groups_on: Slot -> groups of this kind on it.
+        """
+        # A data-parallel group contains all units of a run of nodes, other groups lie within one unit.
+        is_data = kind == "data"
+        copies = self._copies(kind)
+        members = members_of[groups[0]]
+        nodes_like = {slot_of[at]: self._weight[at] if is_data else 1 for at in members}
+        count = len(groups)
+        if not is_data:
+            count = sum(self._weight[members_of[group][0]] for group in groups)
+        nodes_of: Counter[GroupPart] = Counter()
+        for slot, ranks in Counter(slot_of[at] for at in members).items():
+            groups_here = copies.groups * sum(group in groups_on[slot] for group in groups)
+            if is_data:
+                concurrent_groups = self.data_groups[self.node_of[slot]]
+            else:
+                stages_on_node = {stage for _, stage in self._ranks_on[slot]}
+                concurrent_groups = copies.groups * len(groups_on[slot]) * len(stages_on_node)
+            part = GroupPart(
+                node=self.node_of[slot],
+                kind=self._kind_of_slot[slot],
+                nodes=0,  # counted in nodes_of
+                ranks_per_node=copies.ranks * ranks,
+                groups=groups_here,
+                concurrent_groups=concurrent_groups,
+            )
+            nodes_of[part] += nodes_like[slot]
+        parts = tuple(replace(part, nodes=nodes) for part, nodes in nodes_of.items())
+        return GroupFamily(
+            stage=stage,
+            ranks=sum(part.nodes * part.ranks_per_node for part in parts),
+            count=copies.groups * count,
+            parts=parts,
+            pipelines=tuple(sorted({self.kind_of[at] for at in members})),
+            ring=self._ring([slot_of[at] for at in members], nodes_like),
+        )
+
+    def _copies(self, kind: str) -> _Copies:
+        """Return how many ranks and groups stand for one of each that the fold looks at."""
+        if kind == "tensor":
+            return _Copies(ranks=self.tensor_neighbours, groups=1)
+        return _Copies(ranks=1, groups=self.tensor_neighbours)
+
+    def _ring(self, slots: Sequence[int], nodes_like: Mapping[int, int]) -> Content:
+        """Return the kinds of nodes on a ring of ranks.
+
+        Args:
+            slots: Slot of each rank, in the order of the ring.
+            nodes_like: Slot -> number of nodes that it stands for.
+        """
+        visited = [slot for slot, _ in groupby(slots)]  # neighbours on a node count once
+        return joined((self._kind_of_slot[slot], nodes_like[slot]) for slot in visited)
+
+    def _groups(self, kind: str) -> dict[Hashable, list[int]]:
+        """Return the positions of the members of every group of a kind, in order.
+
+        A group is named by its coordinates on the axes along which its members do not differ.
+        """
+        sizes = self.placement.sizes
+        if kind == "expert":
+            grid, strides = expert_grid(sizes)
+            axes = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]
+        else:
+            axes = [
+                (self._strides[axis], sizes.size(axis))
+                for axis in AXES
+                if axis != "pp" and axis not in KINDS[kind]
+            ]
+        members_of: dict[Hashable, list[int]] = {}
+        for at in self._weight:
+            coordinates = tuple(at // stride % size for stride, size in axes)
+            members_of.setdefault(coordinates, []).append(at)
+        # A position may stand for several ranks of a tensor-parallel group.
+        keep_single = kind == "data" or (kind == "tensor" and self.tensor_neighbours > 1)
+        if keep_single:
+            return members_of
+        return {group: members for group, members in members_of.items() if len(members) > 1}
+
+
+def _tensor_neighbours(placement: Placement) -> int:
+    """Return how many neighbours of a tensor-parallel group every node holds; 1 if they may differ."""
     sizes = placement.sizes
-    dense = sizes.expert == 1 or expert_grid(sizes)[0]["tp"] == sizes.tensor
-    return gcd(sizes.tensor, placement.processes) if sizes.axes[0] == "tp" and dense else 1
+    is_innermost = sizes.axes[0] == "tp"
+    experts_keep_tensor = sizes.expert == 1 or expert_grid(sizes)[0]["tp"] == sizes.tensor
+    if not is_innermost or not experts_keep_tensor:
+        return 1
+    return gcd(sizes.tensor, placement.processes)
 
 
 def _strides(placement: Placement) -> dict[str, int]:
-    """From one coordinate to the next of each axis, among the ranks of one stage."""
+    """Return the distance between neighbours along each axis, among the ranks of a stage."""
     sizes = placement.sizes
-    strides, outer = sizes.strides(), sizes.axes.index("pp")
+    strides = sizes.strides()
     del strides["pp"]
-    beyond = sizes.axes[outer:]
+    outside_pipeline = sizes.axes[sizes.axes.index("pp") :]
     return {
-        axis: step // sizes.pipeline if axis in beyond else step for axis, step in strides.items()
+        axis: stride // sizes.pipeline if axis in outside_pipeline else stride
+        for axis, stride in strides.items()
     }
 
 
-def _unit(placement: Placement, step: Mapping[str, int]) -> int:
-    """Ranks of a stage in the shortest piece that repeats; all of them where none does."""
-    sizes, processes, stage_ranks = placement.sizes, placement.processes, placement.stage_ranks
-    stride, unit = placement.stride, step["dp"]
-    if unit * sizes.data != stage_ranks:
+def _unit(placement: Placement, strides: Mapping[str, int]) -> int:
+    """Return the ranks of a stage in the shortest piece that repeats, or all if no piece does.
+
+    Args:
+        placement: The placement.
+        strides: Distance between neighbours along each axis, among the ranks of a stage.
+    """
+    sizes = placement.sizes
+    processes = placement.processes
+    stage_ranks = placement.stage_ranks
+    unit = strides["dp"]
+    is_data_outermost = unit * sizes.data == stage_ranks
+    if not is_data_outermost:
         return stage_ranks
     if sizes.expert > 1:
-        grid, strides = expert_grid(sizes)
-        unit = lcm(
-            unit, strides["dp"] if strides["dp"] * grid["dp"] == stage_ranks else stage_ranks
-        )
+        grid, expert_strides = expert_grid(sizes)
+        expert_unit = expert_strides["dp"]
+        if expert_unit * grid["dp"] != stage_ranks:
+            return stage_ranks
+        unit = lcm(unit, expert_unit)
+    stride = placement.stride
     if stride % processes == 0:
         unit = lcm(unit, processes)
     elif stride < stage_ranks:

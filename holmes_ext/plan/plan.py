@@ -1,9 +1,9 @@
-"""The Plan: what goes where, and how. One JSON file that every rank follows.
+"""The Plan of a job: order of the nodes, networks, reductions and stages, in a file that all ranks follow.
 
-Rank r of the job runs on nodes[r // processes], so the framework's own layout lands on the planned placement.
-`fabrics` and `traffic` are what a running job looks up; the rest says why, and what to expect. plan.json
-has no traffic: a job derives it from the rest, its ports and its options (derive_traffic() of
-plan/decide.py).
+Rank r of the job runs on nodes[r // processes], so the framework's own layout of ranks produces the planned
+placement. A running job looks up `fabrics` and `traffic`. The other fields contain reasons and predictions.
+plan.json does not contain `traffic`: a job derives it from the other fields, its ports and its options
+(derive_traffic() of plan/decide.py).
 """
 
 from __future__ import annotations
@@ -15,16 +15,24 @@ from pathlib import Path
 from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
-from holmes_ext.cluster.site import Site
+from holmes_ext.cluster.site import Node, Port, Site
 from holmes_ext.cluster.wan import Wan
 from holmes_ext.document import Table, digest_of, load_json, parse_json, save, with_digest
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import KINDS, Sizes, groups
-from holmes_ext.plan.traffic import LOCAL, NETWORK_APIS, VERBS, PlannedFabric, Traffic, neighbours
+from holmes_ext.plan.traffic import (
+    LOCAL,
+    NETWORK_APIS,
+    SOCKETS,
+    VERBS,
+    PlannedFabric,
+    Traffic,
+    neighbours,
+)
 from holmes_ext.plan.workload import StageLoad, Workload
 
 VERSION = 4
-#: `basis` of a plan whose model nobody told.
+#: Value of `basis` if the model is not known.
 NOMINAL = "nominal"
 ADVICE = "`holmes plan` writes one"
 _UPGRADE = "make the plan again with `holmes plan`"
@@ -32,42 +40,35 @@ _UPGRADE = "make the plan again with `holmes plan`"
 
 @dataclass(frozen=True)
 class SpanningGroups:
-    """Groups of one kind that no single fast fabric holds, and what that costs: seconds a step, predicted."""
+    """Groups of one kind whose nodes share no fast fabric, and the predicted cost."""
 
-    kind: str
-    groups: int
-    example: tuple[str, ...]
-    fabric: str
-    seconds: float
+    kind: str  # such as "data"
+    groups: int  # number of such groups
+    example: tuple[str, ...]  # nodes of one of the groups
+    fabric: str  # that they have to use
+    seconds: float  # by which a step is longer
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Node order, networks, reductions and stages of one job on one site."""
+    """Node order, networks, reductions and stages of a job on one site."""
 
     site_digest: str
-    nodes: tuple[str, ...]
-    processes: int
-    sizes: Sizes | None = None
-    #: In the order of preference; () until derive_traffic().
-    fabrics: tuple[PlannedFabric, ...] = ()
-    #: Nodes of each, and the network between them.
-    clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    wan: Wan = Wan()
-    #: () until derive_traffic().
-    traffic: tuple[Traffic, ...] = ()
-    #: The decisions were made with it; basis: NOMINAL, or where the model came from.
-    workload: Workload = Workload()
-    basis: str = NOMINAL
-    #: Of each stage; () where the model is not known.
-    loads: tuple[StageLoad, ...] = ()
+    nodes: tuple[str, ...]  # in the order of the ranks
+    processes: int  # of each node
+    sizes: Sizes | None = None  # parallel sizes; None: not known before the framework starts
+    fabrics: tuple[PlannedFabric, ...] = ()  # the preferred one first; () until derive_traffic()
+    clusters: dict[str, tuple[str, ...]] = field(default_factory=dict)  # cluster -> its nodes
+    wan: Wan = Wan()  # links between clusters
+    traffic: tuple[Traffic, ...] = ()  # () until derive_traffic()
+    workload: Workload = Workload()  # that the decisions were made with
+    basis: str = NOMINAL  # NOMINAL, or where the model came from
+    loads: tuple[StageLoad, ...] = ()  # of each stage; (): the model is not known
     spanning: tuple[SpanningGroups, ...] = ()
-    #: Of each pipeline stage; () where the framework decides.
-    stage_layers: tuple[int, ...] = ()
+    stage_layers: tuple[int, ...] = ()  # layers of each stage; (): the framework decides
     partition: str = "uniform"
-    #: Seconds, by name.
-    predicted: dict[str, float] = field(default_factory=dict)
-    source: str = "computed at start-up"
+    predicted: dict[str, float] = field(default_factory=dict)  # name -> seconds
+    source: str = "computed at start-up"  # file of the plan, for messages
 
     def __post_init__(self) -> None:
         if self.processes < 1 or not self.nodes:
@@ -93,26 +94,27 @@ class Plan:
 
     @property
     def world_size(self) -> int:
+        """Return the number of ranks."""
         return len(self.nodes) * self.processes
 
     def node_of(self, rank: int) -> str:
-        """Name of the node on which `rank` (as renumbered) runs."""
+        """Return the node of a rank, as holmes numbers the ranks."""
         return self.nodes[rank // self.processes]
 
     @cached_property
     def reach(self) -> dict[str, dict[str, frozenset[str]]]:
-        """Carrier -> node -> names of the fabrics that it can use."""
-        return {
-            network_api: {
-                node: frozenset(f.name for f in self.fabrics if node in of[f.name])
+        """Return network API -> node -> names of the fabrics that the node can use."""
+        result: dict[str, dict[str, frozenset[str]]] = {}
+        for network_api in NETWORK_APIS:
+            nodes_of = {fabric.name: set(getattr(fabric, network_api)) for fabric in self.fabrics}
+            result[network_api] = {
+                node: frozenset(name for name, nodes in nodes_of.items() if node in nodes)
                 for node in self.nodes
             }
-            for network_api in NETWORK_APIS
-            for of in [{f.name: set(getattr(f, network_api)) for f in self.fabrics}]
-        }
+        return result
 
     def fabric_of(self, ranks: Iterable[int], network_api: str = VERBS) -> Fabric | None:
-        """The network of a group: the first fabric that all its nodes can use; None inside one node."""
+        """Return the fabric of a group: the first that all its nodes can use; None inside a node."""
         nodes = {self.node_of(rank) for rank in ranks}
         if len(nodes) == 1:
             return None
@@ -120,13 +122,14 @@ class Plan:
         return next(fabric for fabric in self.fabrics if fabric.name in shared)
 
     def spans_networks(self, ranks: Collection[int], network_api: str = VERBS) -> bool:
-        """Whether a group is left to Ethernet although one of its nodes has better."""
-        used = self.fabric_of(ranks, network_api)
-        better = (len(self.reach[network_api][self.node_of(rank)]) > 1 for rank in ranks)
-        return used is not None and used.name == ETHERNET and any(better)
+        """Return whether a group has to use Ethernet although one of its nodes has a faster fabric."""
+        fabric = self.fabric_of(ranks, network_api)
+        if fabric is None or fabric.name != ETHERNET:
+            return False
+        return any(len(self.reach[network_api][self.node_of(rank)]) > 1 for rank in ranks)
 
     def by_cluster(self, ranks: Iterable[int]) -> dict[str, list[int]]:
-        """Cluster -> those of `ranks` that run on it, in their order."""
+        """Return cluster -> those of `ranks` that run on it, in the given order."""
         result: dict[str, list[int]] = {}
         for rank in ranks:
             result.setdefault(self.cluster_of[self.node_of(rank)], []).append(rank)
@@ -134,37 +137,41 @@ class Plan:
 
     @cached_property
     def cluster_of(self) -> dict[str, str]:
-        """Of each node."""
+        """Return node -> its cluster."""
         return {node: name for name, nodes in self.clusters.items() for node in nodes}
 
     def groups(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """(kind, ranks) of every group, that of all ranks last; expert groups where there are experts."""
-        if (sizes := self.sizes) is not None:
-            kinds = (kind for kind in KINDS if kind != "expert" or sizes.expert > 1)
-            yield from ((kind, ranks) for kind in kinds for ranks in groups(sizes, kind))
+        """Yield (kind, ranks) of every group, the group of all ranks ("world") last."""
+        if self.sizes is not None:
+            for kind in KINDS:
+                if kind == "expert" and self.sizes.expert == 1:
+                    continue
+                for ranks in groups(self.sizes, kind):
+                    yield kind, ranks
         yield "world", tuple(range(self.world_size))
 
     def stage_of(self, ranks: Iterable[int]) -> int | None:
-        """The pipeline stage whose gradients the group of `ranks` reduces; None: no such group."""
-        return self._reducing.get(tuple(sorted(ranks)))
+        """Return the pipeline stage whose gradients a group reduces; None: it is no such group."""
+        return self._stage_of_group.get(tuple(sorted(ranks)))
 
     @cached_property
-    def _reducing(self) -> dict[tuple[int, ...], int]:
+    def _stage_of_group(self) -> dict[tuple[int, ...], int]:
         sizes = self.sizes or Sizes().complete(self.world_size)
         stride = sizes.strides()["pp"]
         return {ranks: ranks[0] // stride % sizes.pipeline for ranks in groups(sizes, "data")}
 
     def traffic_of(self, network_api: str = VERBS) -> Traffic:
+        """Return the decisions for the groups that a network API carries."""
         return next(traffic for traffic in self.traffic if network_api in traffic.network_apis)
 
     @property
     def transports(self) -> dict[str, tuple[str, ...]]:
-        """Of NCCL's groups (for gloo's: traffic_of); {} in a plan that is not settled."""
+        """Return kind of group -> fabrics of NCCL's groups; {} before derive_traffic()."""
         return self.traffic_of().transports if self.traffic else {}
 
     @property
     def digest(self) -> str:
-        """sha256 (hex) of all that the plan says; `source` does not count."""
+        """Return the SHA-256 digest (hex) of all fields except `source`."""
         return digest_of(self._content())
 
     def _content(self) -> dict[str, Any]:
@@ -174,33 +181,49 @@ class Plan:
         }
 
     def to_json(self) -> str:
-        """All of it, for other ranks and for people."""
+        """Return the whole plan as JSON, with `traffic`."""
         return with_digest(self._content())
 
     def save(self, path: str | Path) -> None:
-        """Write plan.json whole or not at all; HolmesError when the place cannot be written."""
+        """Write plan.json, completely or not at all.
+
+        Raises:
+            HolmesError: The file cannot be written.
+        """
         content = self._content()
         del content["traffic"]
         save(path, with_digest(content), "the plan")
 
 
 def load_plan(path: str | Path) -> Plan:
-    """Read and validate plan.json, without traffic; HolmesError names file and key, and tells an edited
-    file."""
-    return _plan(load_json(path, ADVICE), traffic=False)
+    """Read and validate plan.json; the plan has no `traffic`.
+
+    Raises:
+        HolmesError: The file cannot be read, a key has a bad value, or the file was edited.
+    """
+    return _parsed(load_json(path, ADVICE), traffic=False)
 
 
 def parse_plan(text: str, source: str) -> Plan:
-    """What Plan.to_json() made; see load_plan."""
-    return _plan(parse_json(text, source, ADVICE), traffic=True)
+    """Return the plan that Plan.to_json() wrote, with its `traffic`.
+
+    Args:
+        text: The JSON.
+        source: Name of its origin, for messages.
+
+    Raises:
+        HolmesError: The JSON is bad, a key has a bad value, or the plan was edited.
+    """
+    return _parsed(parse_json(text, source, ADVICE), traffic=True)
 
 
-def _plan(top: Table, traffic: bool) -> Plan:
+def _parsed(top: Table, traffic: bool) -> Plan:
+    """Return the plan in a JSON document; traffic: whether to read the key of this name."""
     top.version(VERSION, _UPGRADE)
     digest = top.take("digest", str)
     given: dict[str, Any] = {"source": top.source}
     if not traffic:
-        top.tables("traffic")  # what `holmes plan --json` prints has it; the job derives it again
+        top.tables("traffic")  # in the output of `holmes plan --json`; the job derives it again
         given["traffic"] = ()
     plan = top.into(Plan, **given)
     if digest != digest_of({key: value for key, value in top.values.items() if key != "digest"}):
@@ -210,18 +233,23 @@ def _plan(top: Table, traffic: bool) -> Plan:
 
 
 def check_plan(plan: Plan, site: Site) -> Plan:
-    """`plan` itself, after making sure that it was made for `site`; HolmesError names the difference."""
-    here, planned = {node.name for node in site.nodes}, set(plan.nodes)
-    if here != planned:
-        parts = [
-            f"the plan has node {name!r}, which did not report"
-            for name in sorted(planned - here)[:1]
-        ]
-        parts += [
-            f"node {name!r} reported but is not in the plan" for name in sorted(here - planned)[:1]
-        ]
+    """Return `plan` if it was made for `site`.
+
+    Raises:
+        HolmesError: The nodes, processes, clusters or rates differ.
+    """
+    reported = {node.name for node in site.nodes}
+    planned = set(plan.nodes)
+    if reported != planned:
+        missing = sorted(planned - reported)
+        surplus = sorted(reported - planned)
+        problems = []
+        if missing:
+            problems.append(f"the plan has node {missing[0]!r}, which did not report")
+        if surplus:
+            problems.append(f"node {surplus[0]!r} reported but is not in the plan")
         way_out = "make the plan for these nodes with `holmes plan`"
-        raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(parts)}; {way_out}")
+        raise HolmesError(f"{plan.source}: key 'nodes': {'; '.join(problems)}; {way_out}")
     if plan.processes != site.processes:
         raise HolmesError(
             f"{plan.source}: key 'processes' is {plan.processes}, but {site.processes} were started on each "
@@ -235,24 +263,101 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     return plan
 
 
+def site_of(plan: Plan, network_api: str = VERBS) -> Site:
+    """Return the networks in the plan as a site, as one network API reaches them.
+
+    The nodes are in the order of the plan.
+    """
+    fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
+
+    def node(name: str) -> Node:
+        reachable = plan.reach[network_api][name]
+        fast_ports = (Port(fabric) for fabric in fast if fabric in reachable)
+        return Node(name, plan.cluster_of[name], plan.processes, (*fast_ports, Port(ETHERNET)))
+
+    return Site(tuple(map(node, plan.nodes)), plan.fabrics, wan=plan.wan)
+
+
+def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabric, ...]:
+    """Return the fabrics of a site, the preferred one first, with the nodes that can use each.
+
+    Args:
+        plan: Plan whose rates are kept, if it has any.
+        site: Nodes with the ports that work.
+        measured: The same site with measured rates.
+    """
+    nodes = [site.node_by_name[name] for name in plan.nodes]
+    planned = {fabric.name: fabric for fabric in plan.fabrics}
+
+    def able(fabric: Fabric, network_api: str) -> tuple[str, ...]:
+        return tuple(
+            node.name
+            for node in nodes
+            for port in node.ports
+            if port.fabric == fabric.name and _carries(port, network_api)
+        )
+
+    fabrics: list[Fabric] = [planned.get(fabric.name, fabric) for fabric in measured.fabrics]
+    fabrics.sort(key=lambda fabric: fabric.preference, reverse=True)
+    net_of = {fabric.name: fabric.net for fabric in site.fabrics}
+    return tuple(
+        PlannedFabric(
+            fabric.name,
+            fabric.kind,
+            fabric.rate_bps,
+            fabric.latency_s,
+            able(fabric, VERBS),
+            able(fabric, SOCKETS),
+            net=net_of[fabric.name],
+        )
+        for fabric in fabrics
+    )
+
+
+def _carries(port: Port, network_api: str) -> bool:
+    """Return whether a network API can use `port`; a port without a known NIC is assumed to work."""
+    if not port.usable:
+        return False
+    is_known = bool(port.interface or port.address or port.hcas)
+    if port.fabric == ETHERNET or not is_known:
+        return True
+    if network_api == VERBS:
+        return bool(port.hcas) and not port.no_verbs
+    return bool(port.address)
+
+
 def name_of(fabric: Fabric | None) -> str:
+    """Return the name of a group's fabric; "local" for None, the fabric of a group inside a node."""
     return LOCAL if fabric is None else fabric.name
 
 
 def pair_needs_group(
     plan: Plan, pair: Sequence[int], over: Sequence[int], network_api: str
 ) -> bool:
-    """Whether two ranks that would send over `over` get a group: what they share is faster."""
+    """Return whether two ranks need a group of their own, because they share a faster network.
+
+    Args:
+        plan: The plan.
+        pair: The two ranks.
+        over: Group that they would send over otherwise.
+        network_api: "verbs" or "sockets".
+    """
     return name_of(plan.fabric_of(pair, network_api)) != name_of(plan.fabric_of(over, network_api))
 
 
 def pairs_with_group(plan: Plan, ranks: Sequence[int], network_api: str) -> list[tuple[int, int]]:
-    """The neighbours that get a group each where a framework sends batches over their pipeline group.
+    """Return the pairs of neighbouring stages that need groups, if a framework sends over `ranks`.
 
-    All or none: NCCL makes a group's communicator among all its ranks at the first batch over it (where no
-    device is bound), and a rank whose pairs all have their own would never come to it.
+    The result contains all pairs or none. NCCL creates a group's communicator at the first batch over it,
+    among all its ranks (if no device is bound), and a rank whose pairs all had groups would never take part.
+
+    Args:
+        plan: The plan.
+        ranks: A pipeline group, in the order of the stages.
+        network_api: "verbs" or "sockets".
     """
-    pairs = sorted(
-        {(min(pair), max(pair)) for pair in neighbours(ranks)}
-    )  # with chunks last and first, too
-    return pairs if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs) else []
+    # Includes the last and the first stage, between which interleaved schedules send.
+    pairs = sorted({(min(pair), max(pair)) for pair in neighbours(ranks)})
+    if any(pair_needs_group(plan, pair, ranks, network_api) for pair in pairs):
+        return pairs
+    return []

@@ -1,21 +1,26 @@
-"""The passes of every pipeline stage, in order: planned, priced by the simulation, run by an engine.
+"""Passes of every pipeline stage in order, which are planned, priced by the simulation and run by an engine.
 
-    F    forward              one letter and micro-batch for each pass: "F0 F1 I0 F2 W0 ..."
-    B    backward, whole
-    I W  backward in two: the gradient of the input, which the stage before waits for; and the weights', which
-         nobody waits for and which fills what would be idle (zero bubble; Qi et al. 2024, arXiv 2401.10241)
+A text has a letter and the number of a micro-batch for each pass, such as "F0 F1 I0 F2 W0 ...". The
+letters are those of torch.distributed.pipelining:
 
-Letters are those of torch.distributed.pipelining. A stage runs the micro-batches of each kind in ascending
-order, so weights' gradients are summed in the order of the engine's own schedule.
+    F    forward pass
+    B    whole backward pass
+    I    first part of a split backward pass: gradients of the input, which the previous stage waits for
+    W    second part: gradients of the weights. No stage waits for them, so they can fill idle time
+         (zero bubble; Qi et al. 2024, arXiv 2401.10241)
+    g    not a pass: the stage posts the receive of a gradient
 
-    g    posts the receive of a gradient. Where these are listed (NCCL), each stage link's messages
-         have one order, by which both ends launch (runtime/groups/receive_order.py)
+A stage runs the micro-batches of each kind of pass in ascending order, so weight gradients are summed in
+the same order as in the engine's own schedule.
+
+With NCCL, the messages of each stage link need an order in which both ends launch them
+(runtime/groups/receive_order.py). The "g" entries define it. With gloo there are none.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,169 +30,241 @@ from holmes_ext.errors import HolmesError
 #: (letter, micro-batch)
 OnePass = tuple[str, int]
 LETTERS = "FBIW"
-#: (stage, "F", "I" (or B's) or "W", micro-batch) -> seconds.
+#: (stage, letter, micro-batch) -> seconds. The letter is "F", "I" or "W"; "I" also stands for "B",
+#: because both send a gradient to the previous stage.
 Ends = dict[tuple[int, str, int], float]
+#: Change in the number of micro-batches whose activations a stage holds, by pass.
 _HELD = {"F": 1, "B": -1, "I": 0, "W": -1}
+#: Pass of a micro-batch that must come before each pass, on the same stage.
+_NEEDED = {"B": "F", "I": "F", "W": "I"}
 
 
 def before(order: Sequence[OnePass], counted: str, of_letters: str) -> tuple[int, ...]:
-    """For each pass whose letter is in `of_letters`: how many before it have a letter in `counted`."""
+    """Return, for some passes of a stage, how many passes of some kinds come before them.
+
+    Args:
+        order: Passes of the stage.
+        counted: Letters of the passes that are counted.
+        of_letters: Letters of the passes that get a number.
+    """
     counts = accumulate(letter in counted for letter, _ in order)
     return tuple(count for (letter, _), count in zip(order, counts) if letter in of_letters)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of a micro-batch by stage; transfer: of each stage link, one way. most: micro-batches whose
-    activations a stage's memory holds, from F to B or W."""
+    """Times of passes and messages of a micro-batch, in seconds, by stage."""
 
     forward: tuple[float, ...]
-    inputs: tuple[float, ...]
-    weights: tuple[float, ...]
-    transfer: tuple[float, ...]
+    inputs: tuple[float, ...]  # gradients of the input
+    weights: tuple[float, ...]  # gradients of the weights
+    transfer: tuple[float, ...]  # of an activation, by stage link
     micro_batches: int
-    most: tuple[float, ...]
+    most: tuple[float, ...]  # micro-batches whose activations fit the memory, from F to B or W
 
     def of(self, letter: str, stage: int) -> float:
-        """Seconds of a pass."""
+        """Return the seconds of a pass on a stage."""
         if letter == "F":
             return self.forward[stage]
-        return self.inputs[stage] * (letter in "BI") + self.weights[stage] * (letter in "BW")
+        inputs_s = self.inputs[stage] if letter in "BI" else 0.0
+        weights_s = self.weights[stage] if letter in "BW" else 0.0
+        return inputs_s + weights_s
 
 
 @dataclass(frozen=True)
 class PassOrder:
-    """By stage. leads: of each stage link, by micro-batch, the activations that go before its
-    gradient; () where receives hold up nothing (gloo). HolmesError where an engine could not run it."""
+    """Passes of every stage in order, and optionally one order of each stage link's messages.
+
+    Raises:
+        HolmesError: An engine could not run these passes.
+    """
 
     stages: tuple[tuple[OnePass, ...], ...]
+    #: By stage link and micro-batch: number of activations that are sent before its gradient. (): the
+    #: messages need no order (gloo).
     leads: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> PassOrder:
-        """Of one text a stage, as str() and plan.json have them."""
+        """Return the passes in a plan's texts, one text for each stage.
 
-        def step(stage: int, word: str) -> OnePass:
-            if word[:1] not in {*LETTERS, "g"} or not word[1:].isdecimal():
+        Raises:
+            HolmesError: A text is bad, or an engine could not run the passes.
+        """
+
+        def parse_entry(stage: int, word: str) -> OnePass:
+            letter = word[:1]
+            number = word[1:]
+            if letter not in {*LETTERS, "g"} or not number.isdecimal():
                 raise HolmesError(
                     f"passes of stage {stage}: {word!r} is not a pass such as F0, B0, I0 or W0"
                 )
-            return word[0], int(word[1:])
+            return letter, int(number)
 
-        orders = [[step(stage, word) for word in text.split()] for stage, text in enumerate(texts)]
+        orders = [
+            [parse_entry(stage, word) for word in text.split()] for stage, text in enumerate(texts)
+        ]
         leads = tuple(before(order, "F", "g") for order in orders[:-1])
-        stages = (tuple(entry for entry in order if entry[0] != "g") for order in orders)
-        return cls(tuple(stages), leads if any(leads) else ())
+        passes_of = (tuple(entry for entry in order if entry[0] != "g") for order in orders)
+        return cls(tuple(passes_of), leads if any(leads) else ())
 
     @property
     def texts(self) -> tuple[str, ...]:
+        """Return the text of each stage, which parse() reads."""
         result = []
         for stage, order in enumerate(self.stages):
-            leads, words = self.leads[stage] if stage < len(self.leads) else (), list[str]()
+            leads = self.leads[stage] if stage < len(self.leads) else ()
+            words: list[str] = []
             for letter, number in order:
                 words.append(f"{letter}{number}")
                 if letter == "F":
-                    posted = range(bisect_left(leads, number + 1), bisect_right(leads, number + 1))
-                    words += [f"g{gradient}" for gradient in posted]
+                    sent = number + 1  # activations
+                    first = bisect_left(leads, sent)
+                    stop = bisect_right(leads, sent)
+                    words += [f"g{gradient}" for gradient in range(first, stop)]
             result.append(" ".join(words))
         return tuple(result)
 
     @property
     def micro_batches(self) -> int:
+        """Return the number of micro-batches per step."""
         return sum(letter == "F" for letter, _ in self.stages[0])
 
     @property
     def splits(self) -> bool:
-        """Whether a backward is in two."""
+        """Return whether a backward pass is split."""
         return any(letter == "W" for order in self.stages for letter, _ in order)
 
     def __post_init__(self) -> None:
-        wanted = [*range(self.micro_batches)]
         for stage, order in enumerate(self.stages):
-            for letters in ("F", "BI", "BW"):
-                numbers = [number for letter, number in order if letter in letters]
-                if numbers != wanted:
-                    what = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}[
-                        letters
-                    ]
-                    count = f"micro-batches 0 to {len(wanted) - 1}, each once, in order"
-                    raise HolmesError(f"passes of stage {stage}: its {what} passes must be {count}")
-            at = {step: place for place, step in enumerate(order)}
-            for letter, number in order:
-                needed = {"F": None, "B": "F", "I": "F", "W": "I"}[letter]
-                if needed and at[letter, number] < at[needed, number]:
-                    raise HolmesError(
-                        f"passes of stage {stage}: {letter}{number} comes before {needed}{number}"
-                    )
+            self._check_stage(stage, order)
         for _ in self.in_order():
-            pass
+            pass  # raises if the stages would wait for each other
         for stage_link, leads in enumerate(self.leads):
-            earliest, latest = self._sent[stage_link + 1], self._sent[stage_link]
-            if not (
-                len(leads) == len(latest)
-                and list(leads) == sorted(leads)
-                and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))
-            ):
+            self._check_leads(stage_link, leads)
+
+    def _check_stage(self, stage: int, order: Sequence[OnePass]) -> None:
+        """Raise HolmesError if a stage lacks passes, or if a pass comes before one that it needs."""
+        wanted = [*range(self.micro_batches)]
+        kinds = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}
+        for letters, name in kinds.items():
+            numbers = [number for letter, number in order if letter in letters]
+            if numbers != wanted:
+                needed = f"micro-batches 0 to {len(wanted) - 1}, each once, in order"
+                raise HolmesError(f"passes of stage {stage}: its {name} passes must be {needed}")
+        position_of = {entry: position for position, entry in enumerate(order)}
+        for letter, number in order:
+            if letter not in _NEEDED:
+                continue
+            needed = _NEEDED[letter]
+            if position_of[letter, number] < position_of[needed, number]:
                 raise HolmesError(
-                    f"passes of stage {stage_link}: a gradient's receive (g) must follow the "
-                    f"forwards that the next stage needs to send it, and precede its backward"
+                    f"passes of stage {stage}: {letter}{number} comes before {needed}{number}"
                 )
+
+    def _check_leads(self, stage_link: int, leads: Sequence[int]) -> None:
+        """Raise HolmesError if the passes of both stages do not allow an order of a stage link's messages."""
+        earliest = self._sent[stage_link + 1]
+        latest = self._sent[stage_link]
+        is_possible = (
+            len(leads) == len(latest)
+            and list(leads) == sorted(leads)
+            and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))
+        )
+        if not is_possible:
+            raise HolmesError(
+                f"passes of stage {stage_link}: a gradient's receive (g) must follow the "
+                f"forwards that the next stage needs to send it, and precede its backward"
+            )
 
     @cached_property
     def _sent(self) -> tuple[tuple[int, ...], ...]:
-        """Of each stage, by micro-batch: forward passes before its backward."""
+        """Return, by stage and micro-batch, the number of forward passes before its backward pass."""
         return tuple(before(order, "F", "BI") for order in self.stages)
 
     def posted(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """By which the two ends post their receives, each a gradient's lead (see leads): the later stage
-        those of activations, the earlier one those of gradients. Without an order of the messages as early
-        as the other end may send."""
-        listed = self.leads or self._sent
-        return listed[stage_link], self.leads[stage_link] if self.leads else self._sent[
-            stage_link + 1
-        ]
+        """Return when the two ends of a stage link post their receives, as numbers of leads (see `leads`).
+
+        Without an order of the messages, a receive is posted as early as the other end may send.
+
+        Returns:
+            By gradient: the activations that come before it, as the later stage counts them (for its receives
+            of activations) and as the earlier stage counts them (for its receives of gradients).
+        """
+        if self.leads:
+            return self.leads[stage_link], self.leads[stage_link]
+        return self._sent[stage_link], self._sent[stage_link + 1]
 
     def posted_after(self, stage_link: int, kind: str, number: int) -> OnePass | None:
-        """What the receiver has sent over the stage link when it posts the receive of an activation
-        ("F") or a gradient ("B"); None: the step begins."""
+        """Return the pass after whose message the receiver posts a receive.
+
+        Args:
+            stage_link: Number of the stage link.
+            kind: "F" for the receive of an activation, "B" for that of a gradient.
+            number: Micro-batch of the received message.
+
+        Returns:
+            The pass of the receiver that sends over the same stage link; None: the receive is posted at the
+            beginning of the step.
+        """
         of_activations, of_gradients = self.posted(stage_link)
         if kind == "B":
             return "F", of_gradients[number] - 1
-        gradients = bisect_right(of_activations, number)
-        return ("B", gradients - 1) if gradients else None
+        gradients_before = bisect_right(of_activations, number)
+        return ("B", gradients_before - 1) if gradients_before else None
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
-        """(stage, pass), each after all that it needs. HolmesError where stages wait for ever."""
-        place, last = [0] * len(self.stages), len(self.stages) - 1
-        done: set[tuple[int, str, int]] = set()
-        while any(place[stage] < len(order) for stage, order in enumerate(self.stages)):
-            progress = sum(place)
+        """Yield (stage, pass) of all passes, each after those that it needs.
+
+        Raises:
+            HolmesError: Stages would wait for each other for ever.
+        """
+        position = [0] * len(self.stages)  # of the next pass of each stage
+        ended: set[tuple[int, str, int]] = set()  # (stage, letter, micro-batch)
+        while any(position[stage] < len(order) for stage, order in enumerate(self.stages)):
+            is_stuck = True
             for stage, order in enumerate(self.stages):
-                while place[stage] < len(order):
-                    letter, number = order[place[stage]]
-                    if letter == "F" and stage and (stage - 1, "F", number) not in done:
+                while position[stage] < len(order):
+                    letter, number = order[position[stage]]
+                    if not self._has_message(stage, letter, number, ended):
                         break
-                    if letter in "BI" and stage < last and (stage + 1, "I", number) not in done:
-                        break
-                    done.add((stage, "I" if letter == "B" else letter, number))
-                    place[stage] += 1
+                    ended.add((stage, _key(letter), number))
+                    position[stage] += 1
+                    is_stuck = False
                     yield stage, (letter, number)
-            if sum(place) == progress:
+            if is_stuck:
                 stage = next(
-                    stage for stage, order in enumerate(self.stages) if place[stage] < len(order)
+                    stage for stage, order in enumerate(self.stages) if position[stage] < len(order)
                 )
-                letter, number = self.stages[stage][place[stage]]
+                letter, number = self.stages[stage][position[stage]]
                 raise HolmesError(
                     f"passes of stage {stage}: {letter}{number} deadlocks with a neighbouring stage"
                 )
 
+    def _has_message(
+        self, stage: int, letter: str, number: int, ended: Collection[tuple[int, str, int]]
+    ) -> bool:
+        """Return whether the message that a pass needs has been sent, or whether it needs none.
+
+        Args:
+            stage: Stage of the pass.
+            letter: Letter of the pass.
+            number: Micro-batch of the pass.
+            ended: (stage, letter, micro-batch) of the passes that have ended.
+        """
+        if letter == "F" and stage > 0:
+            return (stage - 1, "F", number) in ended
+        if letter in "BI" and stage < len(self.stages) - 1:
+            return (stage + 1, "I", number) in ended
+        return True
+
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Micro-batches whose activations each stage holds at most: from their F to their B or W."""
+        """Return the largest number of micro-batches whose activations each stage holds at once."""
         return tuple(max(accumulate(_HELD[letter] for letter, _ in order)) for order in self.stages)
 
     def ends(self, times: Times) -> list[float]:
-        """Seconds at which each stage has ended its last pass; sends take no stage's time."""
+        """Return when each stage has ended its last pass, in seconds; sends take no time of a stage."""
         ready = self._ready(times)
         return [
             ready[stage, _key(order[-1][0]), order[-1][1]]
@@ -195,40 +272,56 @@ class PassOrder:
         ]
 
     def _ready(self, times: Times) -> Ends:
-        """When each pass ends. Where messages have an order, one leaves once its sender knows that its
-        receive is posted (rendezvous)."""
-        clock, last, ready = [0.0] * len(self.stages), len(self.stages) - 1, Ends()
+        """Return when each pass ends.
+
+        If the messages have an order, a message leaves only after its receive was posted (rendezvous).
+        """
+        clock = [0.0] * len(self.stages)  # when each stage has ended its latest pass
+        last = len(self.stages) - 1
+        ready: Ends = {}
         for stage, (letter, number) in self.in_order():
-            begin, peer = clock[stage], stage - 1 if letter == "F" else stage + 1
-            if letter != "W" and 0 <= peer <= last:
-                stage_link, kind = min(stage, peer), "F" if letter == "F" else "B"
-                departs, seconds = ready[peer, _key(kind), number], times.transfer[stage_link]
-                if self.leads and (after := self.posted_after(stage_link, kind, number)):
-                    departs = max(departs, ready[stage, _key(after[0]), after[1]] + seconds)
-                begin = max(begin, departs + seconds)
-            clock[stage] = ready[stage, _key(letter), number] = begin + times.of(letter, stage)
+            begin = clock[stage]
+            sender = stage - 1 if letter == "F" else stage + 1  # of the message that the pass needs
+            if letter != "W" and 0 <= sender <= last:
+                stage_link = min(stage, sender)
+                message = "F" if letter == "F" else "B"
+                transfer_s = times.transfer[stage_link]
+                leaves = ready[sender, _key(message), number]
+                after = self.posted_after(stage_link, message, number) if self.leads else None
+                if after is not None:
+                    sent_letter, sent_number = after
+                    posted_at = ready[stage, _key(sent_letter), sent_number]
+                    leaves = max(leaves, posted_at + transfer_s)
+                begin = max(begin, leaves + transfer_s)
+            end = begin + times.of(letter, stage)
+            clock[stage] = end
+            ready[stage, _key(letter), number] = end
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
-        """With one order of each stage link's messages: by the moment halfway between the end of the
-        pass that
-        makes each and the begin of the pass that needs it, as far as both stages' passes allow."""
-        ready, begins, leads = self._ready(times), Ends(), []
+        """Return these passes with an order of each stage link's messages.
+
+        A message's place is decided by the moment halfway between the end of the pass that makes it and the
+        beginning of the pass that needs it, as far as the passes of both stages allow.
+        """
+        ready = self._ready(times)
+        begins: Ends = {}
         for stage, order in enumerate(self.stages):
             for letter, number in order:
-                key = stage, _key(letter), number
+                key = (stage, _key(letter), number)
                 begins[key] = ready[key] - times.of(letter, stage)
+
+        def moments(sender: int, receiver: int, letter: str) -> list[float]:
+            """Return twice the moment of each micro-batch's message."""
+            return [
+                ready[sender, letter, number] + begins[receiver, letter, number]
+                for number in range(self.micro_batches)
+            ]
+
+        leads = []
         for stage_link, (latest, earliest) in enumerate(zip(self._sent, self._sent[1:])):
-            activations, gradients = (
-                [
-                    ready[sender, kind, number] + begins[receiver, kind, number]
-                    for number in range(self.micro_batches)
-                ]
-                for sender, receiver, kind in (
-                    (stage_link, stage_link + 1, "F"),
-                    (stage_link + 1, stage_link, "I"),
-                )
-            )
+            activations = moments(stage_link, stage_link + 1, "F")
+            gradients = moments(stage_link + 1, stage_link, "I")
             leads.append(
                 tuple(
                     min(max(bisect_left(activations, moment), low), high)
@@ -239,7 +332,12 @@ class PassOrder:
 
 
 def _key(letter: str) -> str:
+    """Return "I" for "B", and other letters unchanged: both passes send a gradient to the previous stage."""
     return "I" if letter == "B" else letter
+
+
+#: (kind "F" or "B", micro-batch, chunk)
+Pass = tuple[str, int, int]
 
 
 def passes(
@@ -250,44 +348,61 @@ def passes(
     in_flight: int = 0,
     breadth_first: bool = False,
 ) -> list[Pass]:
-    """Of one stage, in order. virtual: chunks; in_flight: micro-batches, if not 1F1B's stages - stage;
-    breadth_first: as torch's ScheduleLoopedBFS (whose backward order differs, which changes no time)."""
+    """Return the passes of a stage in order: 1F1B, interleaved or breadth-first.
+
+    Args:
+        stage: Number of the stage.
+        stages: Number of stages.
+        micro_batches: Micro-batches per step.
+        virtual: Chunks per stage.
+        in_flight: Micro-batches in flight under 1F1B; 0: stages - stage.
+        breadth_first: Whether all micro-batches of a chunk run before the next chunk, as in torch's
+            ScheduleLoopedBFS (which has another backward order; that changes no time).
+
+    Raises:
+        HolmesError: Interleaved, and the micro-batches are not divisible by the stages.
+    """
     if breadth_first:
-        chunks = [
-            (kind, chunk) for kind in "FB" for chunk in range(virtual)[:: 1 if kind == "F" else -1]
-        ]
+        forward_chunks = [("F", chunk) for chunk in range(virtual)]
+        backward_chunks = [("B", chunk) for chunk in reversed(range(virtual))]
         return [
             (kind, micro_batch, chunk)
-            for kind, chunk in chunks
+            for kind, chunk in (*forward_chunks, *backward_chunks)
             for micro_batch in range(micro_batches)
         ]
     if virtual == 1:
-        total, ahead = micro_batches, min((in_flight or stages - stage) - 1, micro_batches)
-    elif micro_batches % stages:
+        warm_up = min((in_flight or stages - stage) - 1, micro_batches)
+        return _one_forward_one_backward(
+            forward=[("F", micro_batch, 0) for micro_batch in range(micro_batches)],
+            backward=[("B", micro_batch, 0) for micro_batch in range(micro_batches)],
+            warm_up=warm_up,
+        )
+    if micro_batches % stages:
         raise HolmesError(
             f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages"
         )
-    else:
-        total = micro_batches * virtual
-        ahead = (
-            min(total, (stages - stage - 1) * 2 + (virtual - 1) * stages)
-            if micro_batches > stages
-            else total
-        )
-
-    def unit(kind: str, index: int) -> Pass:
-        if virtual == 1:
-            return kind, index, 0
+    total = micro_batches * virtual
+    warm_up = total
+    if micro_batches > stages:
+        warm_up = min(total, (stages - stage - 1) * 2 + (virtual - 1) * stages)
+    forward = []
+    backward = []
+    for index in range(total):
+        # Each chunk runs as many micro-batches as there are stages before the next chunk follows.
         chunk = index % (stages * virtual) // stages
         micro_batch = index // (stages * virtual) * stages + index % stages
-        return kind, micro_batch, chunk if kind == "F" else virtual - 1 - chunk
+        forward.append(("F", micro_batch, chunk))
+        backward.append(("B", micro_batch, virtual - 1 - chunk))
+    return _one_forward_one_backward(forward, backward, warm_up)
 
-    order = [unit("F", index) for index in range(ahead)]
-    for index in range(total):
-        order += [unit("F", index + ahead)] if index + ahead < total else []
-        order += [unit("B", index)]
+
+def _one_forward_one_backward(
+    forward: Sequence[Pass], backward: Sequence[Pass], warm_up: int
+) -> list[Pass]:
+    """Return `warm_up` forward passes, then a forward and a backward pass in turn."""
+    order = list(forward[:warm_up])
+    for index, backward_pass in enumerate(backward):
+        if index + warm_up < len(forward):
+            order.append(forward[index + warm_up])
+        order.append(backward_pass)
     return order
-
-
-#: (kind "F" or "B", micro-batch, chunk)
-Pass = tuple[str, int, int]

@@ -1,4 +1,4 @@
-"""Shape of a job: its sizes, micro-batches, recomputation and ZeRO stage."""
+"""Shape of a job: parallel sizes, micro-batches, recomputation and ZeRO stage."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.model import Model, states
 from holmes_ext.plan.sizes import DEFAULT_ORDER, Sizes
 
+_ZERO_STAGES = 4  # 0 to 3
+
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """One choice of everything but the order of nodes, the partition and how each group reduces."""
+    """Choice of everything except the order of nodes, the partition and the reductions."""
 
     pipeline: int
     tensor: int
     context: int
     expert: int
     data: int
-    virtual: int
-    micro_batch: int
-    micro_batches: int
-    recompute: str
-    zero: int
-    #: Under ZeRO 3: of the weights, which are sharded over as many parts of the ranks: clusters (FSDP's
-    #: hybrid).
+    virtual: int  # chunks per stage
+    micro_batch: int  # sequences in a micro-batch
+    micro_batches: int  # per step on each rank
+    recompute: str  # "none", "selective" or "full"
+    zero: int  # ZeRO stage
+    #: Copies of the sharded weights (ZeRO 3), each in some of the clusters (FSDP's hybrid sharding).
     replicas: int = 1
 
     def sizes(self, order: str = DEFAULT_ORDER) -> Sizes:
+        """Return the parallel sizes, with an order of the axes."""
         return Sizes(self.pipeline, self.tensor, self.context, self.expert, self.data, order)
 
     def model(self, model: Model) -> Model:
-        """`model` with this micro-batch, recomputation and ZeRO stage (as state_bytes and sharded_bytes)."""
+        """Return `model` with this micro-batch, recomputation and ZeRO stage."""
         return replace(
             with_zero(model, self.zero),
             micro_batch=self.micro_batch,
@@ -42,36 +44,66 @@ class Shape:
 
 
 def zero_of(model: Model) -> int:
-    """The ZeRO stage that the model's sharded_bytes come nearest to."""
-    return min(range(4), key=lambda stage: abs(_shared(model, stage) - model.sharded_bytes))
+    """Return the ZeRO stage whose sharded bytes are nearest to the model's sharded_bytes."""
+    return min(
+        range(_ZERO_STAGES),
+        key=lambda stage: abs(_sharded_bytes(model, stage) - model.sharded_bytes),
+    )
 
 
 def with_zero(model: Model, zero: int) -> Model:
-    """`model` with state_bytes and sharded_bytes as that stage of ZeRO divides them."""
-    total, shared = model.state_bytes + model.sharded_bytes, _shared(model, zero)
-    return replace(model, state_bytes=total - shared, sharded_bytes=shared)
+    """Return `model` with state_bytes and sharded_bytes as a ZeRO stage divides them."""
+    total = model.state_bytes + model.sharded_bytes
+    sharded = _sharded_bytes(model, zero)
+    return replace(model, state_bytes=total - sharded, sharded_bytes=sharded)
 
 
-def _shared(model: Model, zero: int) -> float:
-    parts = states(model)
-    return sum(parts[name] for name in ("optimizer", "gradients", "weights")[:zero])
+def _sharded_bytes(model: Model, zero: int) -> float:
+    """Return the bytes per parameter that a ZeRO stage shards."""
+    bytes_of = states(model)
+    sharded = ("optimizer", "gradients", "weights")[:zero]
+    return sum(bytes_of[name] for name in sharded)
 
 
 def shape_of(model: Model, sizes: Sizes, zero: int | None = None, virtual: int = 1) -> Shape:
-    """Of complete `sizes`; zero: None for what the model says. HolmesError: batch or chunks do not divide."""
-    steps, experts = model.micro_batches_of(sizes.data), model.experts or 1
+    """Return the shape of a job.
+
+    Args:
+        model: The model and its training settings.
+        sizes: Parallel sizes, with the data size.
+        zero: ZeRO stage; None: as the model says.
+        virtual: Chunks per stage.
+
+    Raises:
+        HolmesError: The batch, layers or experts do not fit these sizes.
+    """
+    micro_batches = model.micro_batches_of(sizes.data)
+    experts = model.experts or 1
+    chunks = sizes.pipeline * virtual
     if sizes.expert > experts:
         raise HolmesError(
             f"{model.source}: expert size {sizes.expert} is more than the {experts} experts"
         )
-    if model.layers < sizes.pipeline * virtual:
-        what = f"{model.layers} layers are too few for {sizes.pipeline} stages of {virtual} chunks"
-        raise HolmesError(f"{model.source}: {what}; every chunk needs one")
-    if virtual > 1 and (steps % sizes.pipeline or model.layers % (sizes.pipeline * virtual)):
-        units = f"{sizes.pipeline} stages, and {model.layers} layers by {sizes.pipeline} x {virtual} chunks"
-        raise HolmesError(
-            f"{model.source}: interleaved: {steps} micro-batches must be divisible by {units}"
+    if model.layers < chunks:
+        problem = (
+            f"{model.layers} layers are too few for {sizes.pipeline} stages of {virtual} chunks"
         )
-    axes = sizes.pipeline, sizes.tensor, sizes.context, sizes.expert, sizes.data
-    zero = zero_of(model) if zero is None else zero
-    return Shape(*axes, virtual, model.micro_batch, steps, model.recompute, zero)
+        raise HolmesError(f"{model.source}: {problem}; every chunk needs one")
+    if virtual > 1 and (micro_batches % sizes.pipeline or model.layers % chunks):
+        layers = f"{model.layers} layers by {sizes.pipeline} x {virtual} chunks"
+        raise HolmesError(
+            f"{model.source}: interleaved: {micro_batches} micro-batches must be divisible by "
+            f"{sizes.pipeline} stages, and {layers}"
+        )
+    return Shape(
+        pipeline=sizes.pipeline,
+        tensor=sizes.tensor,
+        context=sizes.context,
+        expert=sizes.expert,
+        data=sizes.data,
+        virtual=virtual,
+        micro_batch=model.micro_batch,
+        micro_batches=micro_batches,
+        recompute=model.recompute,
+        zero=zero_of(model) if zero is None else zero,
+    )

@@ -1,4 +1,4 @@
-"""What collectives of sharded weights (FSDP, ZeRO 3) take, over all clusters or inside each."""
+"""Time of the collectives of sharded weights (FSDP, ZeRO 3), over all clusters or inside each of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.reductions import Sharded, inside_clusters, owners
-from holmes_ext.plan.decide import site_of
 from holmes_ext.plan.placement import family_of
-from holmes_ext.plan.plan import Plan
+from holmes_ext.plan.plan import Plan, site_of
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.plan.traffic import SOCKETS
 from holmes_ext.words import some_of
@@ -18,21 +17,30 @@ from holmes_ext.words import some_of
 
 @dataclass(frozen=True)
 class ShardedWeights:
-    """What is sharded."""
+    """Weights and gradients of a model that is sharded."""
 
-    #: That are gathered one by one.
-    units: int
-    #: Of all units, as they travel.
-    weight_bytes: float
-    gradient_bytes: float
-    #: Part of the weights that the backward pass gathers again.
-    again: float = 1.0
+    units: int  # parts of the model that are gathered one by one
+    weight_bytes: float  # of all units, in the dtype in which they travel
+    gradient_bytes: float  # of all units, in the dtype in which they travel
+    again: float = 1.0  # part of the weights that the backward pass gathers again
 
 
 def sharded_seconds(
-    plan: Plan, ranks: Sequence[int], what: ShardedWeights, network_api: str, hybrid: bool = False
+    plan: Plan,
+    ranks: Sequence[int],
+    sharded: ShardedWeights,
+    network_api: str,
+    hybrid: bool = False,
 ) -> float:
-    """Of a step's gathers and reduce-scatters; hybrid: shards inside clusters, sums across."""
+    """Return the time of all gathers and reduce-scatters of a step, in seconds.
+
+    Args:
+        plan: The plan.
+        ranks: Ranks that the weights are sharded over.
+        sharded: Size of the model.
+        network_api: "verbs" or "sockets".
+        hybrid: Whether each cluster has all shards, and gradients are summed across clusters.
+    """
     network = Network(site_of(plan, network_api))
     sizes = Sizes().complete(plan.world_size)
     family = family_of(network.placement(plan.nodes, sizes), ranks)
@@ -43,19 +51,26 @@ def sharded_seconds(
     reduction = Sharded(
         max(rings, key=lambda ring: ring.price.byte_s),
         zero=3,
-        again=what.again,
-        weights=what.weight_bytes / what.gradient_bytes,
+        again=sharded.again,
+        weights=sharded.weight_bytes / sharded.gradient_bytes,
+        # gloo's reduce-scatter takes as long as its all-reduce.
         scatter_part=1.0 if network_api == SOCKETS else 0.5,
         across=network.ring(owners(network, family), 1) if parts else None,
         shards=parts[0].ranks if parts else 1,
     )
-    unit = what.gradient_bytes / what.units
-    (forward_s,), (backward_s,) = reduction.passes((0.0,), (0.0,), (unit,), (1,), prefetch=False)
-    return what.units * (forward_s + backward_s)
+    unit_bytes = sharded.gradient_bytes / sharded.units
+    (forward_s,), (backward_s,) = reduction.passes(
+        forward=(0.0,), backward=(0.0,), sizes=(unit_bytes,), repeats=(1,), prefetch=False
+    )
+    return sharded.units * (forward_s + backward_s)
 
 
 def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
-    """`ranks` by cluster, as many in each; HolmesError where that cannot be."""
+    """Return `ranks` by cluster.
+
+    Raises:
+        HolmesError: The clusters have different numbers of these ranks.
+    """
     clusters = plan.by_cluster(ranks)
     if len({len(members) for members in clusters.values()}) > 1:
         held = ", ".join(f"{name} {len(members)}" for name, members in clusters.items())
@@ -67,8 +82,17 @@ def equal_groups(plan: Plan, ranks: Sequence[int]) -> list[list[int]]:
 
 
 def spanning_rows(plan: Plan, rows: Sequence[Sequence[int]]) -> str:
-    """ "ranks 0 to 3 lie in clusters a, b" of the first row that lies in several; "" where none does."""
+    """Return a text such as "ranks 0 to 3 lie in clusters a, b", for the first row that spans clusters.
+
+    Args:
+        plan: The plan.
+        rows: Groups of ranks.
+
+    Returns:
+        "" if each row lies in one cluster.
+    """
     for row in rows:
-        if len(clusters := plan.by_cluster(row)) > 1:
+        clusters = plan.by_cluster(row)
+        if len(clusters) > 1:
             return f"ranks {some_of(row)} lie in clusters {', '.join(clusters)}"
     return ""

@@ -1,8 +1,8 @@
-"""The parallel sizes of a job, and which ranks they put together.
+"""Parallel sizes of a job, and the groups of ranks that follow from them.
 
-Both engines lay ranks out as one grid, first axis of `order` innermost
-(megatron.core.parallel_state.RankGenerator's `order`; DeepSpeed's ProcessTopology has pipe outermost, then
-data, then model):
+Training engines lay ranks out as a grid, with the first axis of `order` innermost. This is the `order` of
+megatron.core.parallel_state.RankGenerator; DeepSpeed's ProcessTopology has pipe outermost, then data,
+then model. For example:
 
     order "tp-cp-ep-dp-pp", world 8, tensor 2, pipeline 2:   grid[pp, dp, tp] = arange(8).reshape(2, 2, 2)
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,7 +19,8 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.words import named_values
 
 AXES = {"tp": "tensor", "cp": "context", "dp": "data", "pp": "pipeline"}
-#: What each kind of group runs over. Gradients are reduced over data x context (megatron.core's dp_cp group).
+#: Kind of group -> axes along which its ranks differ. Gradients are reduced over data x context (the dp_cp
+#: group of megatron.core).
 KINDS = {
     "data": ("dp", "cp"),
     "tensor": ("tp",),
@@ -27,25 +28,33 @@ KINDS = {
     "expert": (),
     "pipeline": ("pp",),
 }
-#: The kinds that placement keeps inside one fabric.
+#: Kinds of groups that a placement keeps inside a fabric.
 INSIDE = ("data", "tensor", "context", "expert")
+#: Largest tensor size, and number of pipeline sizes, that an error message proposes.
+_MOST_TENSOR = 64
+_MOST_NAMED = 6
+_MOST_DIGITS = 9
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
-#: Where whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
+#: Order in which whole pipelines follow each other (Megatron-LM's --use-tp-pp-dp-mapping).
 PIPELINES_FIRST = "tp-cp-ep-pp-dp"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """data = 0: what the world size leaves. expert divides data x context x tensor."""
+    """Parallel sizes of a job."""
 
     pipeline: int = 1
     tensor: int = 1
     context: int = 1
-    expert: int = 1
-    data: int = 0
-    order: str = DEFAULT_ORDER
+    expert: int = 1  # divides data x context x tensor
+    data: int = 0  # 0: the world size divided by the other sizes
+    order: str = DEFAULT_ORDER  # axes of the grid of ranks, innermost first
 
     def __post_init__(self) -> None:
+        self._check_sizes()
+        self._check_order()
+
+    def _check_sizes(self) -> None:
         for name in ("pipeline", "tensor", "context", "expert"):
             if getattr(self, name) < 1:
                 raise HolmesError(
@@ -54,6 +63,8 @@ class Sizes:
         if self.data < 0:
             least = "it must be 1 or more, or 0 to derive it from the world size"
             raise HolmesError(f"parallel size data is {self.data}; {least}")
+
+    def _check_order(self) -> None:
         axes = self.order.split("-")
         unknown = [axis for axis in axes if axis not in (*AXES, "ep")]
         if unknown or len(set(axes)) != len(axes):
@@ -70,81 +81,105 @@ class Sizes:
 
     @cached_property
     def axes(self) -> tuple[str, ...]:
-        """Innermost first, without the expert axis (it subdivides the others)."""
+        """Return the axes, innermost first, without the expert axis (which subdivides others)."""
         named = [axis for axis in self.order.split("-") if axis != "ep"]
         return (*named, *(axis for axis in AXES if axis not in named))
 
     def complete(self, world_size: int, processes: int = 1) -> Sizes:
-        """With `data` worked out; HolmesError names sizes that multiply to `world_size`, and numbers of nodes
-        (of so many `processes`) that these would."""
-        model = self.pipeline * self.tensor * self.context
-        data = self.data or world_size // model
-        if model * data != world_size or data == 0:
+        """Return the sizes with the data size.
+
+        Args:
+            world_size: Number of ranks.
+            processes: Ranks of each node, for the error message.
+
+        Raises:
+            HolmesError: The sizes do not multiply to the world size. The message names sizes and numbers of
+                nodes that would.
+        """
+        model_ranks = self.pipeline * self.tensor * self.context
+        data = self.data or world_size // model_ranks
+        if model_ranks * data != world_size or data == 0:
             product = f"pipeline {self.pipeline} x tensor {self.tensor} x context {self.context}"
-            wrong = (
-                f"{product} x data {self.data} is not"
-                if self.data
-                else f"{product} does not divide"
-            )
-            raise HolmesError(
-                f"{wrong} the world size {world_size}; {self._fits(world_size, processes)}"
-            )
+            if self.data:
+                problem = f"{product} x data {self.data} is not"
+            else:
+                problem = f"{product} does not divide"
+            way_out = self._way_out(world_size, processes)
+            raise HolmesError(f"{problem} the world size {world_size}; {way_out}")
         if (data * self.context * self.tensor) % self.expert:
             raise HolmesError(
                 f"expert size {self.expert} does not divide data {data} x context x tensor"
             )
-        return Sizes(self.pipeline, self.tensor, self.context, self.expert, data, self.order)
+        return replace(self, data=data)
 
-    def _fits(self, world: int, processes: int) -> str:
-        """What would divide: "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4"."""
-        inner, model = self.tensor * self.context, self.tensor * self.context * self.pipeline
-        fixed = f"tensor {self.tensor}" + (f" x context {self.context}" if self.context > 1 else "")
-        unit = math.lcm(model, processes)
-        known = sorted(
-            {ranks for ranks in (world // unit * unit, -(-world // unit) * unit) if ranks} - {world}
-        )
-        counts = " or ".join(str(ranks // processes) for ranks in known)
-        others = (
-            f"{counts} {'nodes' if processes > 1 else 'processes'} for pipeline {self.pipeline}"
-        )
+    def _way_out(self, world_size: int, processes: int) -> str:
+        """Return sizes that fit, as "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4".
+
+        Args:
+            world_size: Number of ranks, which the sizes do not divide.
+            processes: Ranks of each node.
+        """
+        stage_ranks = self.tensor * self.context
+        # World sizes that fit consist of whole nodes and whole pipelines.
+        unit = math.lcm(stage_ranks * self.pipeline, processes)
+        below = world_size // unit * unit
+        above = -(-world_size // unit) * unit
+        world_sizes = sorted({ranks for ranks in (below, above) if ranks} - {world_size})
+        counts = " or ".join(str(ranks // processes) for ranks in world_sizes)
+        things = "nodes" if processes > 1 else "processes"
+        others = f"{counts} {things} for pipeline {self.pipeline}"
         if self.data:
-            return "leave data out" + (f"; or {others}" if counts else "")
-        if world % inner:
-            fitting = [
-                size for size in range(1, min(world, 64) + 1) if world % (size * self.context) == 0
+            return f"leave data out; or {others}" if counts else "leave data out"
+        if world_size % stage_ranks:
+            most = min(world_size, _MOST_TENSOR)
+            tensor_sizes = [
+                size for size in range(1, most + 1) if world_size % (size * self.context) == 0
             ]
-            return f"tensor {_listed(fitting)} would (context {self.context}); or {others}"
-        fitting = [size for size in range(1, world // inner + 1) if world // inner % size == 0]
-        near = sorted(sorted(fitting, key=lambda size: abs(math.log(size / self.pipeline)))[:6])
-        return f"for {fixed}: pipeline {_listed(near)}; or {others}"
+            return f"tensor {_listed(tensor_sizes)} would (context {self.context}); or {others}"
+        fixed = f"tensor {self.tensor}"
+        if self.context > 1:
+            fixed += f" x context {self.context}"
+        pipeline_sizes = divisors(world_size // stage_ranks)
+        pipeline_sizes.sort(key=lambda size: abs(math.log(size / self.pipeline)))
+        nearest = sorted(pipeline_sizes[:_MOST_NAMED])
+        return f"for {fixed}: pipeline {_listed(nearest)}; or {others}"
 
     def tensor_inside(self, processes: int) -> bool:
-        """Whether every tensor group lies in one node of so many processes."""
+        """Return whether every tensor-parallel group lies in one node with this number of processes."""
         return processes % (self.strides()["tp"] * self.tensor) == 0
 
     def size(self, axis: str) -> int:
+        """Return the size of an axis, such as "tp"."""
         size: int = getattr(self, AXES[axis])
         return size
 
     def strides(self) -> dict[str, int]:
-        """Distance in ranks between neighbours along each axis; of complete sizes."""
+        """Return the distance, in ranks, between neighbours along each axis; needs the data size."""
         assert self.data, "complete() first"
         sizes = [self.size(axis) for axis in self.axes]
         return {axis: math.prod(sizes[:index]) for index, axis in enumerate(self.axes)}
 
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` in coordinate `axis` alone ("dp": its data-parallel group)."""
-        stride, size = self.strides()[axis], self.size(axis)
+        """Return the ranks that differ from `rank` only along an axis, such as "dp"."""
+        stride = self.strides()[axis]
+        size = self.size(axis)
         first = rank - (rank // stride % size) * stride
         return tuple(first + index * stride for index in range(size))
 
     def stage(self, rank: int) -> int:
-        """Pipeline stage of `rank`."""
+        """Return the pipeline stage of a rank."""
         return rank // self.strides()["pp"] % self.pipeline
 
 
 def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
-    """The ranks of every group of `kind` (a key of KINDS), in the order of first ranks; of complete sizes."""
+    """Return the ranks of every group of a kind, in the order of their first ranks.
+
+    The ranks of a group differ only in their coordinates on the axes KINDS[kind] of the grid of ranks.
+
+    Args:
+        sizes: Parallel sizes, with the data size.
+        kind: "data", "tensor", "context", "expert" or "pipeline".
+    """
     strides = sizes.strides()
     if kind == "expert":
         return _expert_groups(sizes, strides)
@@ -154,32 +189,50 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
 
 
 def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
-    """(sizes, strides) of a second grid over the ranks of a stage, without a context axis, whose "ep" is an
-    expert-parallel group: megatron.core.parallel_state's, its tensor size 1 where expert x tensor does not
-    divide a stage."""
+    """Return the sizes and strides of the grid of experts over the ranks of a stage.
+
+    This is the second grid of megatron.core.parallel_state, without a context axis. An expert-parallel
+    group is a line along its axis "ep". Its tensor size is 1 if expert x tensor does not divide a stage.
+    """
     tensor = sizes.tensor if (sizes.data * sizes.context) % sizes.expert == 0 else 1
     ranks = sizes.data * sizes.context * sizes.tensor
     grid = {"tp": tensor, "ep": sizes.expert, "dp": ranks // (tensor * sizes.expert)}
     named = [axis for axis in sizes.order.split("-") if axis in grid]
-    strides, step = {}, 1
+    strides = {}
+    stride = 1
     for axis in dict.fromkeys((*named, *grid)):
-        strides[axis] = step
-        step *= grid[axis]
+        strides[axis] = stride
+        stride *= grid[axis]
     return grid, strides
 
 
 def _expert_groups(sizes: Sizes, rank_strides: dict[str, int]) -> list[tuple[int, ...]]:
+    """Return the ranks of every expert-parallel group, in the order of their first ranks.
+
+    Args:
+        sizes: Parallel sizes, with the data size.
+        rank_strides: Axis -> distance between neighbours in the grid of all ranks.
+    """
     grid, strides = expert_grid(sizes)
-    stage = _span(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
+    first_stage = _span(rank_strides, {axis: sizes.size(axis) for axis in AXES if axis != "pp"})
     members = _span(strides, {"ep": grid["ep"]})
     firsts = _span(strides, {"tp": grid["tp"], "dp": grid["dp"]})
-    local = [[stage[first + member] for member in members] for first in firsts]
-    shifts = [index * rank_strides["pp"] for index in range(sizes.pipeline)]
-    return sorted(tuple(rank + shift for rank in group) for group in local for shift in shifts)
+    result = []
+    for first in firsts:
+        group = [first_stage[first + member] for member in members]
+        for stage in range(sizes.pipeline):
+            shift = stage * rank_strides["pp"]
+            result.append(tuple(rank + shift for rank in group))
+    return sorted(result)
 
 
 def _span(strides: dict[str, int], sizes: dict[str, int]) -> list[int]:
-    """All sums of coordinate x stride, ascending."""
+    """Return the sums of coordinate x stride for all coordinates of a grid, ascending.
+
+    Args:
+        strides: Axis -> distance between neighbours.
+        sizes: Axis -> number of coordinates.
+    """
     ranks = [0]
     for axis, size in sizes.items():
         ranks = [rank + index * strides[axis] for rank in ranks for index in range(size)]
@@ -191,26 +244,40 @@ def _listed(values: Sequence[int]) -> str:
 
 
 def parse_sizes(text: str, where: str) -> Sizes:
-    """Sizes from "pipeline=2,tensor=1" (keys: pipeline, tensor, context, expert, data, order)."""
+    """Return sizes from a text such as "pipeline=2,tensor=1".
+
+    Args:
+        text: Fields of Sizes with their values.
+        where: Origin of the text, for messages.
+
+    Raises:
+        HolmesError: A key is unknown, or a value is bad.
+    """
     values: dict[str, Any] = {}
     named = named_values(text.split(","), [item.name for item in fields(Sizes)], where)
     for key, value in named.items():
-        if key != "order" and not (value.isdecimal() and len(value) < 10):
+        if key == "order":
+            values[key] = value
+            continue
+        if not value.isdecimal() or len(value) > _MOST_DIGITS:
             raise HolmesError(
                 f"{where}: {key} is {value!r:.80}, which is not a whole number below 10^9"
             )
-        values[key] = value if key == "order" else int(value)
+        values[key] = int(value)
     return Sizes(**values)
 
 
 def divisors(number: int) -> list[int]:
-    """Ascending."""
+    """Return the divisors of a number, ascending."""
     small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
     return small + [number // value for value in reversed(small) if value * value != number]
 
 
 def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
-    """Ranks with the same part of such a weight: of the first and of the last stage in turn."""
+    """Return the groups of ranks that hold the same part of a weight of the first and last stage.
+
+    In each group, ranks of the first and of the last stage alternate.
+    """
     group_of = {rank: group for group in groups(sizes, "data") for rank in group}
     ends = {(group_of[ranks[0]], group_of[ranks[-1]]) for ranks in groups(sizes, "pipeline")}
     return [
@@ -219,8 +286,12 @@ def tied_sums(sizes: Sizes) -> list[tuple[int, ...]]:
 
 
 def sizes_text(sizes: Sizes) -> str:
-    """ "pipeline=2, tensor=4": as --holmes-sizes takes it."""
-    axes = ("pipeline", "tensor", "context", "expert")
-    named = [f"{name}={size}" for name in axes if (size := getattr(sizes, name)) > 1]
-    named += [f"order={sizes.order}"] if sizes.order != DEFAULT_ORDER else []
+    """Return the sizes as --holmes-sizes takes them, such as "pipeline=2, tensor=4"."""
+    named = [
+        f"{name}={getattr(sizes, name)}"
+        for name in ("pipeline", "tensor", "context", "expert")
+        if getattr(sizes, name) > 1
+    ]
+    if sizes.order != DEFAULT_ORDER:
+        named.append(f"order={sizes.order}")
     return ", ".join(named) or "pipeline=1"

@@ -1,10 +1,11 @@
-"""What of a Plan a running job looks up: each group's network, reductions, how stages send.
+"""Parts of a Plan that a running job looks up: networks of groups, reductions, and how stages send.
 
-    fabrics    in the order of preference: the first that all nodes of a group can use is the group's
-    traffic    for each network API the decisions that follow; one entry where both come to the same
+    fabrics    in order of preference; a group uses the first that all its nodes can use
+    traffic    the decisions for each network API, or a single entry if they are equal for both
 
-What carries a group's tensors decides which ports it can use: NCCL needs HCAs ("verbs"), gloo an address
-("sockets", which InfiniBand without IPoIB has not). Ethernet carries both, so every node is on it.
+The network API of a group's backend decides which ports the group can use. NCCL needs HCAs ("verbs"),
+gloo an IP address ("sockets"), which InfiniBand without IPoIB lacks. Ethernet carries both, so every node
+is on it.
 """
 
 from __future__ import annotations
@@ -16,51 +17,54 @@ from typing import TypeVar
 from holmes_ext.cluster.fabric import Fabric
 
 VERBS, SOCKETS = NETWORK_APIS = ("verbs", "sockets")
-#: The "fabric" of a group that one node holds: memory, NVLink or loopback.
+#: The "fabric" of a group inside a node: memory, NVLink or loopback.
 LOCAL = "local"
-#: (cluster, cluster)
+#: (from cluster, to cluster)
 Pair = tuple[str, str]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlannedFabric(Fabric):
-    """A fabric as the plan reckons with it (measured where it was), and the nodes that can use it."""
+    """A fabric with the rate that the plan assumes (measured if possible), and the nodes that can use it."""
 
-    verbs: tuple[str, ...]
-    sockets: tuple[str, ...]
+    verbs: tuple[str, ...]  # nodes whose port has an HCA
+    sockets: tuple[str, ...]  # nodes whose port has an IP address
 
 
 def neighbours(order: Sequence[T]) -> list[tuple[T, T]]:
-    """(cluster, next cluster) round the ring, without pairs inside one cluster."""
-    return [
-        (first, second) for first, second in zip(order, (*order[1:], order[0])) if first != second
-    ]
+    """Return the pairs of different items that follow each other on a ring: a a b -> (a, b), (b, a)."""
+    following = (*order[1:], order[0])
+    return [(first, second) for first, second in zip(order, following) if first != second]
 
 
 @dataclass(frozen=True)
 class CrossClusterAlgorithm:
-    """How the sums of whole clusters are added up."""
+    """Algorithm that adds up the sums of whole clusters (plan/across.py).
 
-    #: "direct", "ring" or "tree".
-    algorithm: str
-    #: Names: of a ring in its order, of a tree with parents before their children.
-    order: tuple[str, ...]
-    #: Of a tree, for each of `order` the one that it sends to, "" for the root.
-    parents: tuple[str, ...] = ()
+    It has two halves: the first adds up the sums, the second distributes the total.
+    """
+
+    algorithm: str  # "direct", "ring" or "tree"
+    order: tuple[
+        str, ...
+    ]  # clusters; of a ring in its order, of a tree with parents before children
+    parents: tuple[str, ...] = ()  # of a tree: parent of each cluster in `order`, "" for the root
 
     @property
     def halves(self) -> tuple[dict[Pair, float], dict[Pair, float]]:
-        """(from, to) -> bytes for each byte that is summed."""
-        count = len(self.order)
+        """Return (from cluster, to cluster) -> bytes for each byte of the sum, for both halves."""
+        clusters = len(self.order)
         if self.algorithm == "tree":
-            up = {(child, parent): 1.0 for child, parent in zip(self.order, self.parents) if parent}
-            return up, {(parent, child): share for (child, parent), share in up.items()}
+            edges = [(child, parent) for child, parent in zip(self.order, self.parents) if parent]
+            up = dict.fromkeys(edges, 1.0)
+            down = {(parent, child): 1.0 for child, parent in edges}
+            return up, down
         if self.algorithm == "ring":
-            round_ = dict.fromkeys(neighbours(self.order), (count - 1) / count)
-            return round_, round_
+            around = dict.fromkeys(neighbours(self.order), (clusters - 1) / clusters)
+            return around, around
         exchange = {
-            (source, target): 1 / count
+            (source, target): 1 / clusters
             for source in self.order
             for target in self.order
             if source != target
@@ -68,93 +72,94 @@ class CrossClusterAlgorithm:
         return exchange, exchange
 
     def latency_s(self, of: Callable[[Pair], float]) -> float:
-        """Seconds of a half, for the first bytes; of: seconds from one cluster to another."""
+        """Return the latency until the sums have arrived, in seconds; the way back takes as long.
+
+        Args:
+            of: Returns the latency between two clusters, in seconds.
+        """
         if self.algorithm == "direct":
             return max(map(of, self.halves[0]))
         if self.algorithm == "ring":
-            hops = [of(pair) for pair in neighbours(self.order)]
-            return sum(hops) - min(hops)
-        depth = {"": 0.0}
+            links_s = [of(pair) for pair in neighbours(self.order)]
+            return sum(links_s) - min(links_s)
+        to_root_s: dict[str, float] = {}  # cluster -> latency from it to the root
         for child, parent in zip(self.order, self.parents):
-            depth[child] = depth[parent] + (of((child, parent)) if parent else 0.0)
-        return max(depth.values())
+            to_root_s[child] = to_root_s[parent] + of((child, parent)) if parent else 0.0
+        return max(to_root_s.values())
 
     @property
     def part(self) -> float:
-        """Of the bytes that are summed, what one message carries."""
+        """Return the part of the sum's bytes that one message carries."""
         return 1.0 if self.algorithm == "tree" else 1 / len(self.order)
 
     @property
     def rounds(self) -> int:
-        """Messages that follow each other in a half."""
-        if self.algorithm == "tree":
-            depth = {"": -1}
-            for child, parent in zip(self.order, self.parents):
-                depth[child] = depth[parent] + 1
-            return max(depth.values())
-        return len(self.order) - 1 if self.algorithm == "ring" else 1
+        """Return the number of messages that follow each other until the sums have arrived."""
+        if self.algorithm == "direct":
+            return 1
+        if self.algorithm == "ring":
+            return len(self.order) - 1
+        depth: dict[str, int] = {}  # cluster -> number of links between it and the root
+        for child, parent in zip(self.order, self.parents):
+            depth[child] = depth[parent] + 1 if parent else 0
+        return max(depth.values())
 
 
 @dataclass(frozen=True)
 class ReductionSpec:
-    """How the gradients of one pipeline stage are averaged."""
+    """How the gradients of a pipeline stage are averaged."""
 
-    #: Under the last backward pass.
-    overlap: bool
-    #: Of gradients that travel together in one ring.
-    bucket_bytes: int
-    #: A group that lies on several of them sums hierarchically; () for one ring.
-    clusters: tuple[str, ...] = ()
-    #: What it has in a step, from which on that is worth it; in buckets of chunk_bytes.
+    overlap: bool  # whether they are reduced during the last backward pass
+    bucket_bytes: int  # gradients that travel together in one ring
+    clusters: tuple[str, ...] = ()  # groups on several of these reduce hierarchically; (): one ring
+    #: Least bytes per step for which a hierarchical reduction is worth it; it is cut into chunks of
+    #: chunk_bytes.
     hierarchical_from: int = 0
     chunk_bytes: int = 0
-    #: What crosses then: "off", "bf16", "int8".
-    compress: str = "off"
-    #: How it crosses, where that is not directly.
-    across: CrossClusterAlgorithm | None = None
-    #: Connections over which each pair of ranks shares out what crosses (gloo groups).
+    compress: str = "off"  # compression across clusters: "off", "bf16" or "int8"
+    across: CrossClusterAlgorithm | None = None  # None: direct exchanges
+    #: Connections between two ranks that share the bytes between clusters (gloo groups).
     streams: int = 1
 
 
 @dataclass(frozen=True)
 class StageLink:
-    """Two neighbouring stages; by pipeline group, in their order, or one entry where all are the same."""
+    """Messages between two neighbouring stages.
+
+    `fabrics` and `pair_groups` have an entry for each pipeline group, in their order, or a single entry
+    if all are equal.
+    """
 
     stages: tuple[int, ...]
-    #: Of the pair of ranks.
-    fabrics: tuple[str, ...]
-    #: Where the pair gets a group of its own: "world" in frameworks that send over the group of all ranks,
-    #: "pipeline" in those that send over the pipeline group, "pipeline+world" in both, "" in none.
+    fabrics: tuple[str, ...]  # fabric between the two ranks
+    #: Frameworks in which the two ranks need a separate group: "world" for those that send over the group
+    #: of all ranks, "pipeline" for those that send over the pipeline group, "pipeline+world" for both, ""
+    #: for none.
     pair_groups: tuple[str, ...]
-    #: Tensor ranks that share out what each of them has to send.
-    slices: int = 1
-    #: What activations and gradients are rounded to on their way: "off", "bf16", "int8".
-    compression: str = "off"
+    slices: int = 1  # tensor-parallel ranks that share the message that each of them has
+    compression: str = "off"  # of activations and their gradients: "off", "bf16" or "int8"
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """The decisions for groups that one of `network_apis` carries."""
+    """Decisions of a plan for the groups that some network APIs carry."""
 
     network_apis: tuple[str, ...]
-    #: Kind of group -> the fabric of every group, in the order of first ranks; one entry where they share
-    #: one.
+    #: Kind of group -> fabric of every group, in the order of first ranks, or a single entry if all are
+    #: equal.
     transports: dict[str, tuple[str, ...]]
-    #: By stage; one entry where the sizes are not known.
-    reductions: tuple[ReductionSpec, ...]
-    #: Of the pipeline.
+    reductions: tuple[ReductionSpec, ...]  # by stage; a single entry if the sizes are not known
     stage_links: tuple[StageLink, ...] = ()
-    #: Micro-batches that each stage begins before its first backward ends, where sends do not block; () where
-    #: the framework's own schedule runs.
+    #: Micro-batches that each stage begins before its first backward pass ends, if sends do not block; ():
+    #: the framework's own schedule.
     in_flight: tuple[int, ...] = ()
-    #: Of every stage, such as "F0 F1 I0 F2 W0" (plan/schedule.py), in place of in_flight; () under
-    #: 1F1B.
+    #: Passes of each stage, such as "F0 F1 I0 F2 W0" (plan/schedule.py), in place of in_flight; (): 1F1B.
     schedule: tuple[str, ...] = ()
-    #: Of gradients of a weight that the first and the last stage share, hierarchically; None where each rank
-    #: sums with its twin, as frameworks do.
+    #: Hierarchical reduction of the gradient of a weight that the first and last stage share; None: each rank
+    #: sums with its counterpart in the other stage, as frameworks do.
     tied: ReductionSpec | None = None
 
 
 def same(values: tuple[str, ...]) -> tuple[str, ...]:
-    """One entry where all are equal."""
+    """Return a tuple with the first value only, if all values are equal; else all values."""
     return values[:1] if len(set(values)) == 1 else values

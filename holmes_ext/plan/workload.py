@@ -1,4 +1,4 @@
-"""What one rank of a job computes and sends, in a few numbers: what orders of nodes are compared with."""
+"""Work of a rank in a few numbers, with which orders of nodes are compared."""
 
 from __future__ import annotations
 
@@ -14,18 +14,27 @@ _Count = Annotated[int, InRange(0, 1e30)]
 
 
 def _option(default: float, name: str, text: str) -> Any:
-    """A field of Workload: of `holmes plan --NAME`, and of NAME in its TOML."""
+    """Return a dataclass field that `holmes plan --NAME` and its TOML file can set.
+
+    Args:
+        default: Value if it is not set.
+        name: Name of the option, without "--".
+        text: Help of the option.
+    """
     return field(default=default, metadata={"option": name, "help": text})
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Seconds and bytes of one micro-batch on one stage, both ways together unless said otherwise.
+    """Seconds and bytes of a micro-batch on a pipeline stage, on a rank.
 
-    The defaults are nominal, for when the model is unknown: 10^9 parameters in each rank (5 layers of hidden
-    size 4096), one sequence of 2048 tokens, 150 TFLOP/s (2 FLOPs a parameter and token forward, 4 backward),
-    16-bit activations, 32-bit gradients, four tensor all-reduces a layer (Shoeybi et al. 2019), K and V and
-    their gradients around the ring, four all-to-alls a layer.
+    Bytes are those of the forward and backward pass together. The defaults are for a model that is not known:
+
+        10^9 parameters on each rank (5 layers of hidden size 4096), one sequence of 2048 tokens
+        150 TFLOP/s; 2 FLOPs per parameter and token in the forward pass, 4 in the backward pass
+        16-bit activations, 32-bit gradients
+        four tensor-parallel all-reduces per layer (Shoeybi et al. 2019, arXiv 1909.08053), four all-to-alls
+        per layer, and keys, values and their gradients around the context ring
     """
 
     forward_s: _Amount = _option(
@@ -37,7 +46,7 @@ class Workload:
     micro_batches: Annotated[int, InRange(1, 1e30)] = _option(
         8, "micro-batches", "micro-batches in a step"
     )
-    gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
+    gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of a rank")
     activation_bytes: _Amount = _option(
         2048 * 4096 * 2,
         "activation-bytes",
@@ -46,17 +55,17 @@ class Workload:
     tensor_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2,
         "tensor-bytes",
-        "bytes all-reduced by a tensor group for one micro-batch on one stage",
+        "bytes all-reduced by a tensor group for a micro-batch on a stage",
     )
     context_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2,
         "context-bytes",
-        "bytes passed around a context ring for one micro-batch on one stage",
+        "bytes passed around a context ring for a micro-batch on a stage",
     )
     expert_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2,
         "expert-bytes",
-        "bytes sent by one rank in all-to-alls for one micro-batch on one stage",
+        "bytes sent by a rank in all-to-alls for a micro-batch on a stage",
     )
     copies: _Count = _option(
         0,
@@ -71,36 +80,34 @@ class Workload:
 
 @dataclass(frozen=True)
 class StageLoad:
-    """What a rank of one stage computes and holds. forward_s, backward_s: seconds of a micro-batch.
-    fixed_bytes: weights, gradients, optimizer and working memory; kept_bytes: activations of each micro-batch
-    under way; limit_bytes: of the stage's smallest GPU, 0 where nobody told. stage_link_s: seconds of
-    an activation to the next stage, as measured; 0: what the networks' price says."""
+    """Computation and memory of a rank of a pipeline stage."""
 
-    forward_s: float
-    backward_s: float
-    fixed_bytes: float = 0.0
-    kept_bytes: float = 0.0
-    limit_bytes: float = 0.0
+    forward_s: float  # of a micro-batch
+    backward_s: float  # of a micro-batch
+    fixed_bytes: float = 0.0  # weights, gradients, optimizer and working memory
+    kept_bytes: float = 0.0  # activations of each micro-batch in flight
+    limit_bytes: float = 0.0  # memory of the stage's smallest GPU; 0: not known
+    #: Seconds of an activation to the next stage, as measured; 0: predicted from the networks.
     stage_link_s: float = 0.0
-    #: Of backward_s, what makes weights' gradients and could wait.
-    weights_s: float = 0.0
+    weights_s: float = 0.0  # part of backward_s that can be delayed: weight gradients
 
     @property
     def busy_s(self) -> float:
+        """Return the seconds of a forward and a backward pass together."""
         return self.forward_s + self.backward_s
 
     @property
     def most(self) -> float:
-        """Micro-batches in flight that the memory holds; inf where no limit is known."""
+        """Return the number of micro-batches in flight that fit the memory; inf if no limit is known."""
         if not (self.limit_bytes and self.kept_bytes):
             return inf
         return floor((self.limit_bytes - self.fixed_bytes) / self.kept_bytes)
 
     def bytes_of(self, in_flight: float) -> float:
-        """Held with so many micro-batches in flight."""
+        """Return the bytes that the rank holds with this number of micro-batches in flight."""
         return self.fixed_bytes + in_flight * self.kept_bytes
 
 
 def passes_s(loads: Sequence[StageLoad]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Seconds of a forward and of a backward pass, by stage."""
+    """Return two tuples by stage: seconds of a forward pass, and seconds of a backward pass."""
     return tuple(load.forward_s for load in loads), tuple(load.backward_s for load in loads)

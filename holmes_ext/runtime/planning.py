@@ -40,7 +40,7 @@ class JobRequest(Protocol):
 
 
 class PlanMaker(Protocol):
-    """Functions that derive a Plan from another Plan; the module plan/decide.py has them."""
+    """Functions that derive a Plan from another Plan; the module plan/maker.py has them."""
 
     def on_ports(self, plan: Plan, site: Site, options: Options, *, engine: EngineTraits) -> Plan:
         """Return the plan for a site from which ports of NICs were excluded."""

@@ -16,8 +16,9 @@ from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.links import Link, Links
 from holmes_ext.plan.cost.model import load_model
 from holmes_ext.plan.cost.reductions import SHARES
-from holmes_ext.plan.decide import complete_plan, derive_traffic, spanning, spec_of_group
+from holmes_ext.plan.decide import derive_traffic
 from holmes_ext.plan.engine import EngineTraits
+from holmes_ext.plan.maker import complete_plan, spanning, spec_of_group
 from holmes_ext.plan.plan import Plan, pair_needs_group, pairs_with_group, parse_plan
 from holmes_ext.plan.sizes import Sizes, groups, tied_sums
 from holmes_ext.plan.traffic import NETWORK_APIS, SOCKETS, VERBS

@@ -9,7 +9,8 @@ from clusters import site
 from holmes_ext.options import Options
 from holmes_ext.plan.build import build_plan
 from holmes_ext.plan.cost.model import Gpu, load_model
-from holmes_ext.plan.decide import complete_plan, more_bytes, with_loads
+from holmes_ext.plan.decide import more_bytes
+from holmes_ext.plan.maker import complete_plan, with_loads
 from holmes_ext.plan.plan import parse_plan
 from holmes_ext.plan.sizes import Sizes
 

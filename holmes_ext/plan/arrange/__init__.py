@@ -1,1 +1,1 @@
-"""Search for the order of nodes, and for what goes to which stage."""
+"""Search for the order of the nodes and for the nodes of each stage."""

@@ -1,11 +1,13 @@
-"""Placements of given sizes that are worth a look: whole clusters one after the other, or sharing stages.
+"""Orders of whole clusters that are worth pricing, for given parallel sizes.
 
-    clusters A B, 4 stages    (A)(B)    A A B B        the pipeline crosses once, gradients stay inside
-                              (AB)      AB AB AB AB    whole pipelines in every cluster, gradients cross
+    clusters A B, 4 stages    (A)(B)    A A B B        the pipeline crosses between clusters once, gradients
+                                                       stay inside
+                              (AB)      AB AB AB AB    every cluster holds whole pipelines, gradients cross
     clusters A B C D          (AB)(CD)  AB AB CD CD    both
 
-Groups of equal numbers of kinds of nodes, in every order; kinds that are alike (nodes, GPUs, fabric, ways
-between clusters) are interchangeable, so only distinct orders are listed.
+An order divides the kinds of nodes into groups of equal numbers, which share stages, and puts the groups
+into a sequence. Kinds that are equal in nodes, GPUs, fabrics and links to other clusters are
+interchangeable, so only distinct orders are listed.
 """
 
 from __future__ import annotations
@@ -21,83 +23,112 @@ from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.placement import Placement, joined
 from holmes_ext.plan.sizes import PIPELINES_FIRST, Sizes
 
-#: Kinds of nodes that share stages, in the order of stages.
+#: Kinds of nodes that share stages, in the order of the stages.
 Groups = tuple[tuple[int, ...], ...]
-#: Distinct orders that are looked at for one way to group them, times stages.
+#: Largest number of distinct orders for one way to group the kinds, times the number of stages.
 MAX_ORDERS = 9600
-#: Orders where the network between clusters is not flat, which makes them all differ: chains over good links
-#: first.
+#: Least number of distinct orders that are listed, however many stages there are.
+_LEAST_ORDERS = 8
+#: Largest number of orders if there is a WAN, where all orders differ: chains over good links come first.
 MOST_CHAINED = 9
 
 
 class Orders:
-    """Of one network and the GPUs of its kinds of nodes."""
+    """Distinct orders of the kinds of nodes of a site.
+
+    Args:
+        network: The site.
+        gpus: GPU of each kind of node.
+    """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
-        self.network, self.gpus = network, tuple(gpus)
+        self.network = network
+        self.gpus = tuple(gpus)
         self.every = range(len(network.kinds))
-        self.nodes = [len(names) for names in network.names]
-        fabrics_by_kind = [fabrics for _, fabrics in network.kinds]
-        self._uses = Counter(name for fabrics in fabrics_by_kind for name in fabrics)
-        looks = [
-            (tuple(map(self._look, fabrics)), nodes, gpu)
-            for fabrics, nodes, gpu in zip(fabrics_by_kind, self.nodes, self.gpus)
+        self.nodes = [len(names) for names in network.names]  # by kind
+        fabrics_of = [fabrics for _, fabrics in network.kinds]
+        self._kinds_on = Counter(name for fabrics in fabrics_of for name in fabrics)  # by fabric
+        self._looks = [
+            (tuple(map(self._fabric_look, fabrics)), nodes, gpu)
+            for fabrics, nodes, gpu in zip(fabrics_of, self.nodes, self.gpus)
         ]
-        #: For each kind the first one that it can be exchanged with.
-        self.alike = tuple(
-            next(
-                first
-                for first in self.every
-                if looks[first] == looks[kind] and self._between_alike(kind, first)
-            )
-            for kind in self.every
-        )
+        #: By kind: the first kind that it is interchangeable with.
+        self.alike = tuple(self._first_equal(kind) for kind in self.every)
 
-    def _look(self, name: str) -> Hashable:
+    def _fabric_look(self, name: str) -> Hashable:
+        """Return a value that is equal for interchangeable fabrics: those of a single kind of node."""
+        if self._kinds_on[name] > 1:
+            return name
         fabric = self.network.line(self.network.site.fabric_by_name[name])
-        return name if self._uses[name] > 1 else (fabric.kind, fabric.rate_bps, fabric.latency_s)
+        return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
-    def _between_alike(self, first: int, second: int) -> bool:
-        """Whether exchanging these two kinds leaves all links between clusters as they are."""
-        wan, names = self.network.wan, self.network.site.clusters
-        a, b = self.network.cluster(first), self.network.cluster(second)
+    def _first_equal(self, kind: int) -> int:
+        for first in self.every:
+            if self._looks[first] == self._looks[kind] and self._have_equal_links(kind, first):
+                return first
+        raise AssertionError("every kind is equal to itself")
 
-        def look(pair: tuple[str, str]) -> Hashable:
-            return tuple((hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(*pair))
+    def _have_equal_links(self, first: int, second: int) -> bool:
+        """Return whether two kinds of nodes have equal links to all other clusters."""
+        wan = self.network.wan
+        first_cluster = self.network.cluster(first)
+        second_cluster = self.network.cluster(second)
+        if first_cluster == second_cluster or not wan:
+            return True
 
-        return (
-            a == b or not wan or all(look((a, n)) == look((b, n)) for n in names if n not in (a, b))
+        def look(source: str, target: str) -> Hashable:
+            return tuple(
+                (hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(source, target)
+            )
+
+        return all(
+            look(first_cluster, other) == look(second_cluster, other)
+            for other in self.network.site.clusters
+            if other not in (first_cluster, second_cluster)
         )
 
     def placements(self, sizes: Sizes) -> tuple[list[Placement], bool]:
-        """All of them for complete sizes in the default order of ranks, and whether none was left out."""
-        pipeline, complete = sizes.pipeline, True
+        """Return placements for parallel sizes, and whether they are all that exist.
+
+        Args:
+            sizes: Parallel sizes with the data size, in the default order of the axes.
+        """
+        stages = sizes.pipeline
+        most = max(_LEAST_ORDERS, MAX_ORDERS // stages)
+        most = min(MOST_CHAINED if self.network.wan else MAX_ORDERS, most)
+        if stages == 1:
+            most = 1  # a single stage holds all clusters, in any order
+        is_complete = True
         placements: list[Placement] = []
-        for together in (
-            size for size in range(1, len(self.every) + 1) if len(self.every) % size == 0
-        ):
-            if pipeline == 1 and together > 1:
-                break  # one stage holds all clusters anyhow
+        kinds = len(self.every)
+        for together in range(1, kinds + 1):
+            if kinds % together:
+                continue
+            if stages == 1 and together > 1:
+                break
             orders = chain(self._chained(together), self._distinct(together))
-            most = min(
-                MOST_CHAINED if self.network.wan else MAX_ORDERS, max(8, MAX_ORDERS // pipeline)
-            )
-            listed = list(dict.fromkeys(islice(orders, 1 if pipeline == 1 else most)))
-            complete = complete and (pipeline == 1 or next(orders, None) is None)
+            listed = dict.fromkeys(islice(orders, most))
+            if stages > 1 and next(orders, None) is not None:
+                is_complete = False
             for groups in listed:
                 placements += self.made(sizes, groups)
-        return placements, complete
+        return placements, is_complete
 
     def made(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """The placement of groups of equal numbers of kinds; none where that does not come out even."""
+        """Return the placement of groups with equal numbers of kinds, or [] if it is uneven."""
         if len(groups[0]) > 1:
             return self._shared(sizes, groups)
         slots = tuple((kind, self.nodes[kind]) for (kind,) in groups)
         return [Placement(sizes, self.network.processes, slots)]
 
     def _chained(self, together: int) -> Iterator[Groups]:
-        """On a WAN: the chain over the best links in groups of neighbours, both ways, and with one pair of
-        groups exchanged."""
+        """Yield orders in which clusters with good WAN links are neighbours.
+
+        These are the chain over the best links, its reverse, and the chain with two neighbours swapped.
+
+        Args:
+            together: Number of kinds that share stages.
+        """
         if not self.network.wan or len(self.every) < 3:
             return
 
@@ -106,78 +137,91 @@ class Orders:
             return self.network.wan.cost((source, target))
 
         order = self.network.remember("chain", lambda: best_order(self.every, cost))
-        groups = tuple(order[at : at + together] for at in range(0, len(order), together))
-        yield from (groups, groups[::-1])
-        for place in range(len(groups) - 1):
-            yield (*groups[:place], groups[place + 1], groups[place], *groups[place + 2 :])
+        groups = tuple(order[start : start + together] for start in range(0, len(order), together))
+        yield groups
+        yield groups[::-1]
+        for left in range(len(groups) - 1):
+            yield (*groups[:left], groups[left + 1], groups[left], *groups[left + 2 :])
 
     def _distinct(self, together: int) -> Iterator[Groups]:
-        """Distinct sequences of groups of so many kinds."""
-        members: dict[int, list[int]] = {}
+        """Yield all sequences of groups of `together` kinds, without those that only swap equal kinds."""
+        members: dict[int, list[int]] = {}  # first kind -> all kinds that are equal to it
         for kind, first in enumerate(self.alike):
             members.setdefault(first, []).append(kind)
-        used = dict.fromkeys(members, 0)
+        used = dict.fromkeys(members, 0)  # first kind -> how many equal kinds are in groups already
 
-        def choose(size: int, firsts: list[int]) -> Iterator[tuple[int, ...]]:
+        def choices(size: int, firsts: list[int]) -> Iterator[tuple[int, ...]]:
+            """Yield the multisets of `size` unused kinds, as first kinds."""
             if not size:
                 yield ()
             elif firsts:
-                available = len(members[firsts[0]]) - used[firsts[0]]
-                for amount in range(min(size, available), -1, -1):
-                    for rest in choose(size - amount, firsts[1:]):
-                        yield (firsts[0],) * amount + rest
+                first, *others = firsts
+                unused = len(members[first]) - used[first]
+                for amount in range(min(size, unused), -1, -1):
+                    for choice in choices(size - amount, others):
+                        yield (first,) * amount + choice
 
         def extend(groups: Groups) -> Iterator[Groups]:
+            """Yield all complete sequences that begin with `groups`."""
             if len(groups) * together == len(self.alike):
                 yield groups
                 return
-            for firsts in list(choose(together, list(members))):
+            for choice in list(choices(together, list(members))):
                 group = []
-                for first in firsts:
+                for first in choice:
                     group.append(members[first][used[first]])
                     used[first] += 1
                 yield from extend((*groups, tuple(group)))
-                for first in firsts:
+                for first in choice:
                     used[first] -= 1
 
         return extend(())
 
     def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Each kind of a group holds the same part of all its stages; [] where that is uneven."""
-        processes, slots, whole_nodes = self.network.processes, [], True
-        size, replica = self.network.world // sizes.pipeline, sizes.tensor * sizes.context
+        """Return the placement in which every kind of a group holds an equal part of each of its stages.
+
+        Returns:
+            [] if the kinds do not divide evenly among the stages.
+        """
+        processes = self.network.processes
+        stage_ranks = self.network.world // sizes.pipeline
+        replica_ranks = sizes.tensor * sizes.context
+        slots = []
+        has_whole_nodes = True  # whether a kind's part of each stage consists of whole nodes
         for group in groups:
-            ranks = [self.nodes[kind] * processes for kind in group]
-            stages = sum(ranks) // size
-            if sum(ranks) % size or any(count % (stages * replica) for count in ranks):
+            ranks_of = {kind: self.nodes[kind] * processes for kind in group}
+            group_ranks = sum(ranks_of.values())
+            stages = group_ranks // stage_ranks
+            if group_ranks % stage_ranks:
                 return []
-            whole_nodes = whole_nodes and all(count // stages % processes == 0 for count in ranks)
-            slots += [
-                (kind, count // stages // processes)
-                for _ in range(stages)
-                for kind, count in zip(group, ranks)
-            ]
-        if whole_nodes:
+            if any(ranks % (stages * replica_ranks) for ranks in ranks_of.values()):
+                return []
+            if any(ranks // stages % processes for ranks in ranks_of.values()):
+                has_whole_nodes = False
+            stage = [(kind, ranks // stages // processes) for kind, ranks in ranks_of.items()]
+            slots += stage * stages
+        if has_whole_nodes:
             return [Placement(sizes, processes, joined(slots))]
         if len(groups) > 1:
             return []
+        # Stages share nodes: whole pipelines follow each other.
         slots = [(kind, self.nodes[kind]) for kind in groups[0]]
         return [Placement(replace(sizes, order=PIPELINES_FIRST), processes, tuple(slots))]
 
 
 def launched(network: Network, sizes: Sizes) -> Placement:
-    """The order of the file, as without holmes."""
+    """Return the placement without holmes: the nodes in the order of the cluster file."""
     names = [node.name for node in network.site.nodes]
     return replace(network.placement(names, sizes), names=())
 
 
 def described(network: Network, placement: Placement) -> str:
-    """ "a -> b" where the pipeline goes from a to b, "a + b" where both hold the same stages."""
-    stages_of: dict[str, list[int]] = {}
+    """Return an order in words: "a -> b" if a holds the first stages, "a + b" if both hold the same."""
+    stages_of: dict[str, list[int]] = {}  # cluster -> its stages
     for stage, content in enumerate(placement.stages):
-        for name in dict.fromkeys(network.cluster(kind) for kind, _ in content):
-            stages_of.setdefault(name, []).append(stage)
-    groups: dict[tuple[int, ...], list[str]] = {}
-    for name, stages in stages_of.items():
-        groups.setdefault(tuple(stages), []).append(name)
-    return " -> ".join(" + ".join(names) for names in groups.values())
+        for cluster in network.clusters(content):
+            stages_of.setdefault(cluster, []).append(stage)
+    groups: dict[tuple[int, ...], list[str]] = {}  # stages -> clusters that hold them
+    for cluster, stages in stages_of.items():
+        groups.setdefault(tuple(stages), []).append(cluster)
+    return " -> ".join(" + ".join(clusters) for clusters in groups.values())

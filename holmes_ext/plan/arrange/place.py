@@ -1,17 +1,19 @@
-"""Order the nodes so that only stage links cross between fabrics.
+"""Order of the nodes for which only stage links cross between fabrics.
 
-    launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group on Ethernet
-    placed:   a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     each on its own fabric, one stage link on Ethernet
+    launcher: a0 b0 a1 b1     stages: [a0 b0] [a1 b1]     every data-parallel group uses Ethernet
+    planned:  a0 a1 b0 b1     stages: [a0 a1] [b0 b1]     groups use their own fabric, a stage link Ethernet
 
-Nodes that are on the same fast fabrics are interchangeable: a class. A component (placement.py) without
-groups that span is a component on one fabric, so such an order exists exactly when pack() finds one: it
-says which fabric each node serves, where some are on several.
-Among orders equally free of spanning the least predicted step wins, among equal steps the launcher's order:
-a site that gains nothing is left alone.
+Nodes on the same fast fabrics are interchangeable and form a class. A component (plan/placement.py) has no
+group that spans networks if all its nodes share a fabric. So such an order exists exactly if pack() finds
+one; it also decides which fabric a node serves that is on several.
 
-How sure: up to `budget` orders all are tried. Above, runs of equal components are permuted, then pairs are
-swapped while that helps: whether spanning can be avoided stays exact (with nodes on several fabrics: by
-whole components), and the step is never longer than the launcher's where that spans no less.
+Among orders without (or with) spanning groups, the shortest predicted step wins; if steps are equal, the
+launcher's order wins, so a site that gains nothing stays as it is.
+
+How exact the search is: up to `budget` distinct orders, all are tried. Above, runs of equal components are
+permuted, and then pairs are swapped while that helps. Whether spanning can be avoided is still exact (with
+nodes on several fabrics: by whole components), and the step is never longer than that of the launcher's
+order, unless that order spans more.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations, islice, permutations
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from holmes_ext.plan.across import best_order
 from holmes_ext.plan.cost.network import Network
@@ -30,324 +32,465 @@ from holmes_ext.plan.engine import FLAT, HIERARCHICAL
 from holmes_ext.plan.placement import Placement
 from holmes_ext.plan.sizes import Sizes
 
-#: Steps of pack()'s search at most.
+#: Largest number of steps of pack()'s search.
 PACK_BUDGET = 150_000
-#: (fabric, class of nodes, how many of them).
-Gift = tuple[str, int, int]
+
+
+class Assignment(NamedTuple):
+    """Nodes of one class that serve a fabric."""
+
+    fabric: str
+    node_class: int
+    nodes: int
+
+
+#: Open components of a packing: (fabric, nodes beyond whole components).
+OpenComponents = frozenset[tuple[str, int]]
 
 
 def pack(
     counts: Mapping[int, int], homes: Mapping[int, Sequence[str]], size: int
 ) -> list[tuple[int, ...]] | None:
-    """Components of `size` nodes, each sharing a fabric; None where there is no such packing. counts: nodes
-    of each class; homes: fabrics that a class can serve, one at least.
+    """Divide nodes into components of equal size whose nodes share a fabric.
 
-    Whether it fits depends on numbers modulo `size` only, so the search goes over the classes, and its state
-    is what each fabric that can still get nodes has beyond whole components. The parts come in the order of
-    classes. Where most nodes are on three fast fabrics or more the states can be too many; then only
-    PACK_BUDGET steps are looked at.
+    A component is a set of nodes that hold the same pipeline stages. Nodes on the same fabrics form a class.
+
+    Whether that is possible depends on the numbers modulo `size` only. So the search goes over the
+    classes, and its state is the number of nodes that each fabric has beyond whole components. If most
+    nodes are on three or more fast fabrics there can be too many states; then only PACK_BUDGET steps are
+    tried.
+
+    Args:
+        counts: Class of node -> number of nodes.
+        homes: Class of node -> fabrics that it can serve, at least one.
+        size: Nodes of a component.
+
+    Returns:
+        The classes of each component's nodes, in the order of the classes; None if no packing was found.
     """
     if size == 1:
-        return [(number,) for number, count in counts.items() for _ in range(count)]
-    states: dict[frozenset[tuple[str, int]], tuple[Gift, ...]] = {frozenset(): ()}
+        return [(node_class,) for node_class, count in counts.items() for _ in range(count)]
+    states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}
     waiting = list(counts)
     while waiting:
-        number = waiting.pop(0)
-        later = {home for other in waiting for home in homes[other]}
-        states = _next(
-            states, number, counts[number], homes[number], later, size, PACK_BUDGET // len(counts)
+        node_class = waiting.pop(0)
+        states = _with_class(
+            states,
+            node_class,
+            counts[node_class],
+            homes[node_class],
+            later={home for other in waiting for home in homes[other]},
+            size=size,
+            most=PACK_BUDGET // len(counts),
         )
     if not states:
         return None
-    nodes: dict[str, list[int]] = {}
-    for home, number, share in states[frozenset()]:
-        nodes.setdefault(home, []).extend([number] * share)
-    position = {number: place for place, number in enumerate(counts)}
-    parts = [
-        tuple(line[at : at + size]) for line in nodes.values() for at in range(0, len(line), size)
-    ]
-    return sorted(parts, key=lambda part: [position[number] for number in part])
+    nodes_on: dict[str, list[int]] = {}  # fabric -> class of each of its nodes
+    for assignment in states[frozenset()]:
+        nodes = [assignment.node_class] * assignment.nodes
+        nodes_on.setdefault(assignment.fabric, []).extend(nodes)
+    components = []
+    for nodes in nodes_on.values():
+        components += [tuple(nodes[start : start + size]) for start in range(0, len(nodes), size)]
+    position = {node_class: index for index, node_class in enumerate(counts)}
+    return sorted(components, key=lambda component: [position[number] for number in component])
 
 
-def _next(
-    states: Mapping[frozenset[tuple[str, int]], tuple[Gift, ...]],
-    number: int,
+def _with_class(
+    states: Mapping[OpenComponents, tuple[Assignment, ...]],
+    node_class: int,
     count: int,
     homes: Sequence[str],
     later: set[str],
     size: int,
     most: int,
-) -> dict[frozenset[tuple[str, int]], tuple[Gift, ...]]:
-    """States with one class more."""
-    result: dict[frozenset[tuple[str, int]], tuple[Gift, ...]] = {}
-    steps = ((rests, shares) for rests in states for shares in _shares(count, len(homes), size))
-    for rests, shares in islice(steps, most):
-        now = dict(rests)
+) -> dict[OpenComponents, tuple[Assignment, ...]]:
+    """Return the states of pack()'s search after the nodes of one class were assigned to fabrics.
+
+    Args:
+        states: Open components -> assignments so far, before this class.
+        node_class: The class.
+        count: Number of its nodes.
+        homes: Fabrics that it can serve.
+        later: Fabrics that the remaining classes can serve; only there may components stay open.
+        size: Nodes of a component.
+        most: Largest number of steps.
+    """
+    result: dict[OpenComponents, tuple[Assignment, ...]] = {}
+    steps = ((before, shares) for before in states for shares in _shares(count, len(homes), size))
+    for before, shares in islice(steps, most):
+        rest_of = dict(before)
         for home, share in zip(homes, shares):
-            now[home] = (now.get(home, 0) + share) % size
-        open_rests = frozenset((home, rest) for home, rest in now.items() if rest)
-        if open_rests not in result and all(home in later for home, _ in open_rests):
-            gifts = tuple((home, number, share) for home, share in zip(homes, shares) if share)
-            result[open_rests] = states[rests] + gifts
+            rest_of[home] = (rest_of.get(home, 0) + share) % size
+        after = frozenset((home, rest) for home, rest in rest_of.items() if rest)
+        can_be_completed = all(home in later for home, _ in after)
+        if after not in result and can_be_completed:
+            assignments = tuple(
+                Assignment(home, node_class, share) for home, share in zip(homes, shares) if share
+            )
+            result[after] = states[before] + assignments
     return result
 
 
 def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:
-    """Ways to share nodes among fabrics that differ modulo `size`; whole components stay with the first."""
+    """Yield the ways to divide nodes among fabrics that differ modulo `size`.
+
+    Whole components stay with the first fabric.
+    """
     if homes == 1:
         yield (count,)
         return
     for last in range(min(count, size - 1) + 1):
-        for rest in _shares(count - last, homes - 1, size):
-            yield (*rest, last)
+        for others in _shares(count - last, homes - 1, size):
+            yield (*others, last)
 
 
 T = TypeVar("T")
 #: Classes of the nodes of a component.
 Part = tuple[int, ...]
-#: Work of a search: ranks of components that are looked at anew, stages whose known costs are added up.
+#: Ranks of components that a search may look at anew.
 RANK_BUDGET = 30_000
+#: Stages whose known costs a search may add up.
 STAGE_BUDGET = 4_000
-#: Runs of equal components up to which chains over good links are looked for.
+#: Largest number of runs of equal components for which chains over good links are tried.
 MOST_CHAINED = 64
-#: A swap that gains less than this fraction of a step is not worth a less orderly placement.
+#: A swap that saves less than this part of a step is not worth a less regular placement.
 SWAP_GAIN = 1e-3
-#: Fraction up to which times are equal.
+#: Times with a smaller relative difference are equal.
 ROUNDING = 1e-9
-#: Ways to mix what is left of the classes.
+#: Largest number of ways to mix the nodes that do not fill components of their class.
 MIXTURES = 24
 
 
 def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
-    """The order of the nodes for complete sizes. budget: orders tried (default: about half a second's)."""
+    """Return the order of the nodes with the shortest predicted step.
+
+    Args:
+        prices: Costs of the job on the site.
+        sizes: Parallel sizes, with the data size.
+        budget: Number of orders to try; by default as many as take about half a second.
+    """
     search = _Search(prices, sizes)
     search.run(budget)
-    unused: dict[int, list[str]] = {}
-    for name, number in reversed(search.class_of.items()):
-        unused.setdefault(number, []).append(name)
-    names = [unused[number].pop() for number in search.placement(search.best).kinds()]
-    return prices.network.placement(names, sizes)
+    unused: dict[int, list[str]] = {}  # class -> its nodes, the last one first
+    for name, node_class in reversed(search.class_of.items()):
+        unused.setdefault(node_class, []).append(name)
+    order = search.placement(search.best).kinds()
+    return prices.network.placement([unused[node_class].pop() for node_class in order], sizes)
 
 
 def fastest_first(network: Network) -> tuple[str, ...]:
-    """For sizes that nobody knows yet: each cluster's nodes together, the fastest fabric first. Nothing
-    spans where stages divide the clusters, and the slowest reduction comes last."""
-    classes: dict[int, list[str]] = {}
-    for name, number in classes_of(network).items():
-        classes.setdefault(number, []).append(name)
-    ordered = sorted(classes, key=lambda number: -network.fabric([number]).rate_bps)
-    if network.wan:
-        clusters = list(dict.fromkeys(map(network.cluster, ordered)))
-        by_cluster = _chain(network, clusters)
-        return tuple(
-            node.name
-            for cluster in by_cluster
-            for node in network.site.nodes
-            if node.cluster == cluster
-        )
-    return tuple(name for number in ordered for name in classes[number])
+    """Return the order of the nodes for a job whose parallel sizes are not known.
+
+    The nodes of each cluster follow each other, the fastest fabric first. So no group spans networks if the
+    stages divide the clusters evenly, and the stage with the slowest reduction, which is the last one, starts
+    it first. With a WAN, clusters with good links are neighbours.
+    """
+    nodes_of: dict[int, list[str]] = {}  # class -> its nodes
+    for name, node_class in classes_of(network).items():
+        nodes_of.setdefault(node_class, []).append(name)
+    ordered = sorted(nodes_of, key=lambda node_class: -network.fabric([node_class]).rate_bps)
+    if not network.wan:
+        return tuple(name for node_class in ordered for name in nodes_of[node_class])
+    clusters = list(dict.fromkeys(map(network.cluster, ordered)))
+    return tuple(
+        node.name
+        for cluster in _chain(network, clusters)
+        for node in network.site.nodes
+        if node.cluster == cluster
+    )
 
 
 def classes_of(network: Network) -> dict[str, int]:
-    """Node -> the first kind that it is interchangeable with."""
-    first: dict[object, int] = {}
+    """Return node -> its class: the first kind of node that it is interchangeable with."""
+    first_kind: dict[object, int] = {}
     result = {}
     for name, kind in network.kind_of.items():
-        look = tuple(network.homes(kind)), network.cluster(kind) if network.wan else ""
-        result[name] = first.setdefault(look, kind)
+        cluster = network.cluster(kind) if network.wan else ""
+        look = (tuple(network.homes(kind)), cluster)
+        result[name] = first_kind.setdefault(look, kind)
     return result
 
 
 def _chain(network: Network, clusters: Sequence[str]) -> list[str]:
-    """Those with good links next to each other, begun at the end that stood nearer to the front."""
+    """Return the clusters in a chain with good links between neighbours.
+
+    Of the two directions, it takes that whose first cluster comes earlier in `clusters`.
+    """
     order = list(best_order(clusters, network.wan.cost))
-    return order if clusters.index(order[0]) < clusters.index(order[-1]) else order[::-1]
+    if clusters.index(order[0]) < clusters.index(order[-1]):
+        return order
+    return order[::-1]
+
+
+class _Score(NamedTuple):
+    """Quality of an order; smaller is better."""
+
+    spans: bool  # whether a group spans networks
+    step_s: float  # predicted step
+    flat_s: float  # step with flat rings only, to compare orders that are equal otherwise
 
 
 class _Search:
-    """best: the order found, as classes by component; at first the launcher's."""
+    """Search for the best order of the nodes, which begins with the launcher's order.
+
+    `best` and `score` are the best order found so far, as classes by component, and its score.
+    """
 
     def __init__(self, prices: Prices, sizes: Sizes):
-        self.prices, self.sizes, self.network = prices, sizes, prices.network
+        self.prices = prices
+        self.sizes = sizes
+        self.network = prices.network
         self.flat = Prices(prices.network, prices.job, replace(prices.rules, reductions=(FLAT,)))
         self.class_of = classes_of(prices.network)
         launcher = tuple(self.class_of.values())
-        self.counts = Counter(launcher)
-        first = Placement.of(sizes, self.network.processes, launcher)
-        self.components = first.components
-        self.work = first.stage_ranks * first.tied * len(self.components)
+        self.counts = Counter(launcher)  # class -> number of nodes
+        placement = Placement.of(sizes, self.network.processes, launcher)
+        self.components = placement.components
+        #: Ranks that an order makes the search look at.
+        self.work = placement.stage_ranks * placement.tied * len(self.components)
         self.best = self.cut(launcher)
         self.score = self.score_of(self.best)
 
     def cut(self, order: Sequence[int]) -> tuple[Part, ...]:
-        """Classes by slot as those of each component."""
+        """Return the classes of each component's nodes, from the classes of all nodes in order."""
         return tuple(tuple(order[slot] for slot in slots) for slots in self.components)
 
     def placement(self, parts: Sequence[Part]) -> Placement:
-        """Of components; those of few are a job of as many."""
+        """Return the placement with these components; with fewer than all, of a shorter pipeline."""
         sizes = self.sizes
         if len(parts) < len(self.components):
             sizes = replace(sizes, pipeline=len(parts) * sizes.pipeline // len(self.components))
         return Placement.of_parts(sizes, self.network.processes, parts)
 
-    def score_of(self, parts: Sequence[Part]) -> tuple[bool, float, float]:
-        """Whether it spans; seconds of the step, and of one with rings only (small sums)."""
+    def score_of(self, parts: Sequence[Part]) -> _Score:
+        """Return the score of an order, given as the classes of each component's nodes."""
         placement = self.placement(parts)
         step_s = flat_s = self.prices.step_s(placement)
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
             flat_s = self.flat.step_s(placement)
-        return self.prices.spans_networks(placement), step_s, flat_s
+        return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
-        """Take it if it spans less, or no more and is faster by more than the fraction `gain`."""
+        """Make an order the best one if it spans less, or if it is faster and spans no more.
+
+        Args:
+            parts: Classes of each component.
+            gain: Part of the time by which it must be faster.
+
+        Returns:
+            Whether the order was accepted.
+        """
         score = self.score_of(parts)
-        better = score[0] < self.score[0]
-        compared = zip(score[1:], self.score[1:]) if score[0] == self.score[0] else ()
-        for seconds, known in compared:
-            better = seconds < known * (1 - gain)
-            if better or seconds > known * (1 + ROUNDING):
-                break
-        if better:
-            self.best, self.score = tuple(parts), score
-        return better
+        is_better = self._is_better(score, gain)
+        if is_better:
+            self.best = tuple(parts)
+            self.score = score
+        return is_better
+
+    def _is_better(self, score: _Score, gain: float) -> bool:
+        if score.spans != self.score.spans:
+            return not score.spans
+        times = ((score.step_s, self.score.step_s), (score.flat_s, self.score.flat_s))
+        for seconds, best_s in times:
+            if seconds < best_s * (1 - gain):
+                return True
+            if seconds > best_s * (1 + ROUNDING):
+                return False
+        return False
 
     def swapped(self, parts: Sequence[Part]) -> bool:
+        """Make an order that results from a swap the best one if it is worth it."""
         return self.offer(parts, SWAP_GAIN)
 
     def run(self, budget: int | None) -> None:
+        """Search for the best order of the nodes.
+
+        Args:
+            budget: Number of orders to try; None: as many as take about half a second.
+        """
         if len(self.counts) == 1:
             return
-        fresh = budget or max(4, RANK_BUDGET // self.work)
-        known = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
-        size = len(self.components[0])
-        fabrics = {number: self.network.homes(number) for number in self.counts}
-        packed = pack(self.counts, fabrics, size)
-        several = any(len(fabric) > 1 for fabric in fabrics.values())
-        if (packed is None or several) and order_count(self.counts) <= fresh:
+        new_orders = budget or max(4, RANK_BUDGET // self.work)
+        known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
+        component_nodes = len(self.components[0])
+        homes = {node_class: self.network.homes(node_class) for node_class in self.counts}
+        packed = pack(self.counts, homes, component_nodes)
+        is_on_several = any(len(fabrics) > 1 for fabrics in homes.values())
+        is_small = order_count(self.counts) <= new_orders
+        if (packed is None or is_on_several) and is_small:
             for order in distinct_orders(self.counts):
                 self.offer(self.cut(order))
         elif packed is not None:
-            self.arrange(packed, known)
+            self.arrange(packed, known_orders)
         elif self.network.wan:
-            self.line_up(size, fresh)
+            self.line_up(component_nodes, new_orders)
         else:
-            mixture_count = min(MIXTURES, max(2, fresh // 2))
-            mixtures = list(islice(_with_leftovers(self.counts, size), mixture_count))
-            for parts in mixtures:
-                self.arrange(parts, min(known, fresh) // len(mixtures))
-            _swap(
-                self.placement(self.best).kinds(),
-                lambda order: self.swapped(self.cut(order)),
-                fresh,
-            )
+            self._arrange_mixtures(component_nodes, new_orders, known_orders)
+
+    def _arrange_mixtures(self, size: int, new_orders: int, known_orders: int) -> None:
+        """Try components of one class, and mixed components of the nodes that are left.
+
+        Args:
+            size: Nodes of a component.
+            new_orders: Largest number of orders with new components.
+            known_orders: Largest number of orders of components that were priced already.
+        """
+        mixture_count = min(MIXTURES, max(2, new_orders // 2))
+        mixtures = list(islice(_with_leftovers(self.counts, size), mixture_count))
+        for parts in mixtures:
+            self.arrange(parts, min(known_orders, new_orders) // len(mixtures))
+        _swap(
+            self.placement(self.best).kinds(),
+            lambda order: self.swapped(self.cut(order)),
+            limit=new_orders,
+        )
 
     def line_up(self, size: int, limit: int) -> None:
-        """Where clusters do not fill components: all nodes of one cluster after the other."""
-        of_cluster: dict[str, list[int]] = {}
-        for number in self.counts:
-            of_cluster.setdefault(self.network.cluster(number), []).append(number)
+        """Try orders in which the nodes of each cluster follow each other.
+
+        This is for clusters whose nodes do not fill whole components (nodes with the same pipeline stages).
+
+        Args:
+            size: Nodes of a component.
+            limit: Largest number of orders.
+        """
+        classes: dict[str, list[int]] = {}  # cluster -> classes of its nodes
+        for node_class in self.counts:
+            classes.setdefault(self.network.cluster(node_class), []).append(node_class)
 
         def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
-            numbers = [number for name in clusters for number in of_cluster[name]]
-            line = [number for number in numbers for _ in range(self.counts[number])]
-            return tuple(tuple(line[at : at + size]) for at in range(0, len(line), size))
+            nodes: list[int] = []
+            for cluster in clusters:
+                for node_class in classes[cluster]:
+                    nodes += [node_class] * self.counts[node_class]
+            return tuple(tuple(nodes[start : start + size]) for start in range(0, len(nodes), size))
 
-        chain = _chain(self.network, list(of_cluster))
+        chain = _chain(self.network, list(classes))
         self.offer(parts(chain))
         _swap(chain, lambda clusters: self.swapped(parts(clusters)), limit)
 
     def arrange(self, parts: Sequence[Part], limit: int) -> None:
-        """Orders of these components: all if they are few, else runs of equal ones permuted, then swaps."""
+        """Try orders of components: all if they are few, else permutations of equal ones and swaps.
+
+        Args:
+            parts: Classes of each component.
+            limit: Largest number of orders.
+        """
         counts = Counter(parts)
         if order_count(counts) <= limit:
             for order in distinct_orders(counts):
                 self.offer(order)
             return
 
-        def line(runs: Sequence[Part]) -> tuple[Part, ...]:
-            return tuple(part for part in runs for _ in range(counts[part]))
+        def line(distinct: Sequence[Part]) -> tuple[Part, ...]:
+            """Return all components, equal ones next to each other."""
+            return tuple(part for part in distinct for _ in range(counts[part]))
 
-        runs, few = list(counts), math.factorial(len(counts)) <= limit // 2
-        if few:
-            for order in permutations(runs):
+        distinct = list(counts)
+        has_few_permutations = math.factorial(len(counts)) <= limit // 2
+        if has_few_permutations:
+            for order in permutations(distinct):
                 self.offer(line(order))
         else:
-            self.offer(line(runs))
-            runs.sort(key=self._reduction_s)
-            self.offer(line(runs))
-        if self.network.wan and 2 < len(runs) <= MOST_CHAINED:
-            for chain in self._chains(runs):
+            self.offer(line(distinct))
+            distinct.sort(key=self._reduction_s)
+            self.offer(line(distinct))
+        if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:
+            for chain in self._chains(distinct):
                 self.offer(line(chain))
-            runs = list(dict.fromkeys(self.best))
-        if not few:
-            _swap(runs, lambda order: self.swapped(line(order)), limit // 4)
+            distinct = list(dict.fromkeys(self.best))
+        if not has_few_permutations:
+            _swap(distinct, lambda order: self.swapped(line(order)), limit // 4)
         _swap(self.best, self.swapped, limit // 4)
 
     def _reduction_s(self, part: Part) -> float:
-        """Of the slowest stage of such a component."""
-        job = self.prices.job
+        """Return the seconds of reducing a block's gradients on the slowest stage of a component."""
+        size = self.prices.job.block_bytes
         reductions = self.prices.reductions(self.placement([part]))
-        return max(reduction.seconds(job.block_bytes) for reduction in reductions)
+        return max(reduction.seconds(size) for reduction in reductions)
 
-    def _chains(self, runs: Sequence[Part]) -> Iterator[Sequence[Part]]:
-        """Chains over the best stage links: by the worst stage link, then by the sum of all; each in
-        both directions."""
-        size, stage_links = self.prices.job.block.activation_bytes, {}
-        for first, second in permutations(runs, 2):
+    def _chains(self, distinct: Sequence[Part]) -> Iterator[Sequence[Part]]:
+        """Yield chains of components with good stage links between neighbours, in both directions.
+
+        The first chain has the fastest slowest link, the second one the least sum of all links.
+        """
+        size = self.prices.job.block.activation_bytes
+        link_s = {}  # (component, next component) -> seconds of an activation
+        for first, second in permutations(distinct, 2):
             placement = self.placement([first, second])
             border = placement.sizes.pipeline // 2 - 1
-            stage_links[first, second] = self.prices.stage_link(
-                placement, border, border + 1
-            ).seconds(size)
-        for worst in (1.0, 0.0):
-            chain = best_order(runs, lambda pair: (worst * stage_links[pair], stage_links[pair]))  # noqa: B023
+            link = self.prices.stage_link(placement, border, border + 1)
+            link_s[first, second] = link.seconds(size)
+        by_slowest = best_order(distinct, lambda pair: (link_s[pair], link_s[pair]))
+        by_sum = best_order(distinct, lambda pair: (0.0, link_s[pair]))
+        for chain in (by_slowest, by_sum):
             yield chain
             yield chain[::-1]
 
 
 def _with_leftovers(counts: Mapping[int, int], size: int) -> Iterator[list[Part]]:
-    """Whole components of one class, then what is left in mixed ones, in every order of the classes."""
-    pure = [(number,) * size for number, count in counts.items() for _ in range(count // size)]
-    leftover = {number: count % size for number, count in counts.items() if count % size}
+    """Yield divisions of nodes into components: of one class as far as possible, then mixed.
+
+    The nodes that do not fill components of their class are mixed in every order of the classes.
+
+    Args:
+        counts: Class of node -> number of nodes.
+        size: Nodes of a component.
+    """
+    pure = [(node_class,) * size for node_class, n in counts.items() for _ in range(n // size)]
+    leftover = {node_class: n % size for node_class, n in counts.items() if n % size}
     for classes in permutations(leftover):
-        mixed = [number for number in classes for _ in range(leftover[number])]
-        yield pure + [tuple(mixed[at : at + size]) for at in range(0, len(mixed), size)]
+        mixed = [node_class for node_class in classes for _ in range(leftover[node_class])]
+        yield pure + [tuple(mixed[start : start + size]) for start in range(0, len(mixed), size)]
 
 
 def _swap(order: Sequence[T], offer: Callable[[tuple[T, ...]], bool], limit: int) -> None:
-    """Swap any two different items as long as the result is accepted, for at most `limit` offers."""
-    current, tried, improved = list(order), 0, True
-    while improved:
-        improved = False
+    """Swap pairs of different items as long as some result is accepted.
+
+    Args:
+        order: Items to begin with.
+        offer: Returns whether an order is accepted; the next swaps then begin with it.
+        limit: Largest number of offers.
+    """
+    current = list(order)
+    offers = 0
+    is_improved = True
+    while is_improved:
+        is_improved = False
         for left, right in combinations(range(len(current)), 2):
             if current[left] == current[right]:
                 continue
-            if tried == limit:
+            if offers == limit:
                 return
-            tried += 1
+            offers += 1
             current[left], current[right] = current[right], current[left]
             if offer(tuple(current)):
-                improved = True
+                is_improved = True
             else:
                 current[left], current[right] = current[right], current[left]
 
 
 def order_count(counts: Mapping[T, int]) -> int:
-    """How many distinct orders a multiset has."""
+    """Return the number of distinct orders of a multiset."""
     total = math.factorial(sum(counts.values()))
     return total // math.prod(math.factorial(count) for count in counts.values())
 
 
 def distinct_orders(counts: Mapping[T, int]) -> Iterator[tuple[T, ...]]:
-    """Every distinct order of a multiset, once, in the lexicographic order of its keys as given."""
+    """Yield every distinct order of a multiset once, in lexicographic order of its keys as given.
+
+    This is the algorithm of the next permutation (Narayana): the rightmost item that is smaller than its
+    successor is swapped with the last greater item, and the items after it are reversed.
+    """
     keys = list(counts)
     order = [number for number, key in enumerate(keys) for _ in range(counts[key])]
     while True:
         yield tuple(keys[number] for number in order)
-        places = reversed(range(len(order) - 1))
-        at = next((at for at in places if order[at] < order[at + 1]), None)
-        if at is None:
+        ascents = (i for i in reversed(range(len(order) - 1)) if order[i] < order[i + 1])
+        pivot = next(ascents, None)
+        if pivot is None:
             return
-        greater = next(place for place in reversed(range(len(order))) if order[place] > order[at])
-        order[at], order[greater] = order[greater], order[at]
-        order[at + 1 :] = reversed(order[at + 1 :])
+        greater = next(i for i in reversed(range(len(order))) if order[i] > order[pivot])
+        order[pivot], order[greater] = order[greater], order[pivot]
+        order[pivot + 1 :] = reversed(order[pivot + 1 :])

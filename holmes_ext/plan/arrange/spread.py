@@ -1,12 +1,13 @@
-"""Which nodes of which cluster hold which pipeline stage, where those of one cluster need not stay together.
+"""Distribution of nodes over pipeline stages, if the nodes of a cluster need not stay together.
 
-    cities A B C D, 4 stages  (A)(B)(C)(D)  A | B | C | D           activations cross at every border
-    of 4 nodes                (A B)(C D)    AB | AB | CD | CD       gradients cross, activations at one border
-                              exchanged     AAAB | ABBB | CCDD ...  whatever takes least
+    clusters A B C D, 4 stages  (A)(B)(C)(D)  A | B | C | D           activations cross at every border of
+    stages of 4 nodes                  (A B)(C D)    AB | AB | CD | CD       gradients cross, activations
+    at one border
+                                exchanged     AAAB | ABBB | CCDD ...  whatever is fastest
 
-Nodes of a cluster are interchangeable: a stage is a multiset of clusters. First groups of clusters, mixed
-evenly over their stages, are changed, then single nodes of the best: simulated annealing (Kirkpatrick et al.
-1983) with a fixed seed.
+Nodes of a cluster are interchangeable, so a stage is a multiset of clusters. The search is simulated
+annealing (Kirkpatrick et al. 1983) with a fixed seed. It first changes groups of clusters, whose nodes
+are mixed evenly over the stages of the group, and then exchanges single nodes of the best results.
 """
 
 from __future__ import annotations
@@ -17,14 +18,20 @@ from math import exp, inf
 from typing import TypeVar
 
 State = TypeVar("State")
-#: The clusters of a stage's units (nodes, or GPUs), ascending; of all stages in their order.
+#: Clusters of each stage's units (nodes or GPUs), ascending; stages in their order.
 Stages = tuple[tuple[int, ...], ...]
-#: Clusters in groups, whose units are mixed.
+#: Clusters in groups whose units are mixed.
 Groups = tuple[tuple[int, ...], ...]
-#: Groups that single nodes are moved from; of the tries, the part that the groups get.
-STARTS, COARSE = 2, 0.4
-#: Temperatures at the begin and at the end, as fractions of the least seconds.
+#: Number of results of the first search that the second one begins with.
+STARTS = 2
+#: Part of the tries that the first search gets.
+COARSE = 0.4
+#: First and last temperature of the annealing, as a part of the shortest time.
 HOT, COLD = 0.02, 0.0002
+#: Probabilities of the changes to groups, cumulative: exchange, reverse, join; else part.
+_EXCHANGE, _REVERSE, _JOIN = 0.5, 0.65, 0.8
+#: Probability of reversing stages instead of exchanging units.
+_REVERSE_STAGES = 0.1
 
 
 def spread(
@@ -34,77 +41,120 @@ def spread(
     tries: int,
     chain: Sequence[int] = (),
 ) -> tuple[Stages, float]:
-    """The best stages found, and what they take. units: of each cluster; seconds_of: inf where it cannot be;
-    tries: stages looked at; chain: clusters in an order that may be good."""
-    order, size, rng = tuple(chain or range(len(units))), sum(units) // stages, random.Random(0)
-    known: dict[Stages, float] = {}
+    """Return the best distribution of units (nodes or GPUs) over pipeline stages, and its time in seconds.
 
-    def of_groups(groups: Groups) -> float:
+    The search first changes groups of clusters whose units are mixed evenly, then exchanges single units of
+    the best results. Both use simulated annealing.
+
+    Args:
+        units: Number of units of each cluster.
+        stages: Number of stages; each gets as many units.
+        seconds_of: Returns the time of a distribution; inf if it is impossible.
+        tries: Number of distributions to try.
+        chain: Clusters in an order to begin with.
+    """
+    order = tuple(chain or range(len(units)))
+    size = sum(units) // stages
+    rng = random.Random(0)
+    seconds: dict[Stages, float] = {}  # of the distributions that were tried
+
+    def seconds_of_groups(groups: Groups) -> float:
         mixture = mixed(units, groups, size)
-        if mixture not in known:
-            known[mixture] = seconds_of(mixture)
-        return known[mixture]
+        if mixture not in seconds:
+            seconds[mixture] = seconds_of(mixture)
+        return seconds[mixture]
 
-    sizes = [together for together in range(1, len(order) + 1) if len(order) % together == 0]
-    for together in sizes:
-        groups = tuple(order[at : at + together] for at in range(0, len(order), together))
-        _improved(groups, of_groups, _regrouped, rng, int(COARSE * tries / len(sizes)))
-    for start in sorted(known, key=known.__getitem__)[:STARTS]:
-        layout, seconds = _improved(
-            start, seconds_of, _exchanged, rng, int((1 - COARSE) * tries / STARTS)
+    group_sizes = [count for count in range(1, len(order) + 1) if len(order) % count == 0]
+    coarse_tries = int(COARSE * tries / len(group_sizes))
+    for group_size in group_sizes:
+        groups = tuple(
+            order[start : start + group_size] for start in range(0, len(order), group_size)
         )
-        known[layout] = seconds
-    layout = min(known, key=known.__getitem__)
-    return layout, known[layout]
+        _annealed(groups, seconds_of_groups, _regrouped, rng, coarse_tries)
+    fine_tries = int((1 - COARSE) * tries / STARTS)
+    for start in sorted(seconds, key=seconds.__getitem__)[:STARTS]:
+        result, result_s = _annealed(start, seconds_of, _exchanged, rng, fine_tries)
+        seconds[result] = result_s
+    best = min(seconds, key=seconds.__getitem__)
+    return best, seconds[best]
 
 
 def mixed(units: Sequence[int], groups: Groups, size: int) -> Stages:
-    """Groups one after the other, the units of each mixed evenly, cut into stages of `size` units."""
-    laid: list[int] = []
+    """Return stages of `size` units, with the units of each group mixed evenly.
+
+    Args:
+        units: Number of units of each cluster.
+        groups: Clusters whose units are mixed; the groups follow each other.
+        size: Units of a stage.
+    """
+    line: list[int] = []  # cluster of each unit
     for group in groups:
-        laid += [
-            index
-            for _, index in sorted(
-                ((n + 0.5) / units[index], index) for index in group for n in range(units[index])
-            )
+        # Unit n of a cluster with N units has the position (n + 1/2) / N.
+        positions = [
+            ((n + 0.5) / units[cluster], cluster)
+            for cluster in group
+            for n in range(units[cluster])
         ]
-    return tuple(tuple(sorted(laid[at : at + size])) for at in range(0, len(laid), size))
+        line += [cluster for _, cluster in sorted(positions)]
+    return tuple(tuple(sorted(line[start : start + size])) for start in range(0, len(line), size))
 
 
-def _improved(
+def _annealed(
     state: State,
     seconds_of: Callable[[State], float],
     changed: Callable[[State, random.Random], State],
     rng: random.Random,
     tries: int,
 ) -> tuple[State, float]:
-    """The best state seen in so many random changes; worse states are accepted ever more rarely."""
+    """Return the best state of a simulated annealing, and its time in seconds.
+
+    A worse state is accepted with a probability that decreases with its time and with the number of tries.
+
+    Args:
+        state: State to begin with.
+        seconds_of: Returns the time of a state; inf if it is impossible.
+        changed: Returns a random neighbour of a state.
+        rng: Source of random numbers.
+        tries: Number of neighbours to try.
+    """
     current_s = seconds_of(state)
-    best, best_s = state, current_s
-    for at in range(tries):
+    best = state
+    best_s = current_s
+    for index in range(tries):
         candidate = changed(state, rng)
-        seconds = seconds_of(candidate)
-        heat = HOT * (COLD / HOT) ** (at / tries) * best_s
-        if seconds <= current_s or (
-            seconds < inf and rng.random() < exp((current_s - seconds) / heat)
-        ):
-            state, current_s = candidate, seconds
-            if current_s < best_s:
-                best, best_s = state, current_s
+        candidate_s = seconds_of(candidate)
+        temperature_s = HOT * (COLD / HOT) ** (index / tries) * best_s
+        is_accepted = candidate_s <= current_s
+        if not is_accepted and candidate_s < inf:
+            is_accepted = rng.random() < exp((current_s - candidate_s) / temperature_s)
+        if not is_accepted:
+            continue
+        state = candidate
+        current_s = candidate_s
+        if current_s < best_s:
+            best = state
+            best_s = current_s
     return best, best_s
 
 
 def _regrouped(groups: Groups, rng: random.Random) -> Groups:
-    """Two clusters exchanged, groups reversed, two neighbouring groups joined, or one parted."""
-    result, at, kind = [list(group) for group in groups], rng.randrange(len(groups)), rng.random()
-    if kind < 0.5:
-        group, partner = result[at], rng.choice(result)
-        i, j = rng.randrange(len(group)), rng.randrange(len(partner))
+    """Return groups after a random change.
+
+    The change exchanges two clusters, reverses groups, joins two neighbouring groups, or parts a group.
+    """
+    result = [list(group) for group in groups]
+    at = rng.randrange(len(groups))
+    change = rng.random()
+    if change < _EXCHANGE:
+        group = result[at]
+        partner = rng.choice(result)
+        i = rng.randrange(len(group))
+        j = rng.randrange(len(partner))
         group[i], partner[j] = partner[j], group[i]
-    elif kind < 0.65:
+    elif change < _REVERSE:
         low, high = sorted((at, rng.randrange(len(result))))
         result[low : high + 1] = result[low : high + 1][::-1]
-    elif kind < 0.8 and len(result) > 1:
+    elif change < _JOIN and len(result) > 1:
         at = min(at, len(result) - 2)
         result[at : at + 2] = [result[at] + result[at + 1]]
     elif len(result[at]) > 1:
@@ -114,16 +164,19 @@ def _regrouped(groups: Groups, rng: random.Random) -> Groups:
 
 
 def _exchanged(stages: Stages, rng: random.Random) -> Stages:
-    """A unit of one stage exchanged with one of another, or stages reversed."""
+    """Return stages after a random change: two units exchanged, or several stages reversed."""
     result = list(stages)
     first, second = sorted((rng.randrange(len(stages)), rng.randrange(len(stages))))
-    if rng.random() < 0.1:
+    if rng.random() < _REVERSE_STAGES:
         result[first : second + 1] = result[first : second + 1][::-1]
     elif first != second:
-        leaves, comes = rng.randrange(len(stages[first])), rng.randrange(len(stages[second]))
-        for at, out, new in (
-            (first, leaves, stages[second][comes]),
-            (second, comes, stages[first][leaves]),
-        ):
-            result[at] = tuple(sorted((*stages[at][:out], *stages[at][out + 1 :], new)))
+        i = rng.randrange(len(stages[first]))
+        j = rng.randrange(len(stages[second]))
+        result[first] = _with_unit(stages[first], i, stages[second][j])
+        result[second] = _with_unit(stages[second], j, stages[first][i])
     return tuple(result)
+
+
+def _with_unit(stage: tuple[int, ...], index: int, cluster: int) -> tuple[int, ...]:
+    """Return a stage in which one unit is replaced by a unit of another cluster."""
+    return tuple(sorted((*stage[:index], *stage[index + 1 :], cluster)))

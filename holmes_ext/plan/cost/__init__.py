@@ -1,1 +1,1 @@
-"""What a step costs: the model, memory, messages, reductions, stages."""
+"""Cost model of a training step: layers, memory, messages, reductions and pipeline stages."""

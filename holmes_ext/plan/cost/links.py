@@ -1,13 +1,15 @@
-"""How long a message takes on a fabric: a curve through measured sizes, or its rate and latency.
+"""Time of a message on a fabric: a curve through measured sizes, or a rate and a latency.
 
     seconds                    /
        |                     /      slope -> 8 / rate_bps, for large messages
        |          __________/
-       |_________/                  small ones cost what they cost, whatever their size
+       |_________/                  a small message takes the same time, whatever its size
        +--------------------------- bytes
 
-A message is a fixed part, which nothing shares, and a flow of its bits, which shares a NIC with others
-(planner/simulate/events.py): fixed_s(size) + 8 size / rate_bps = seconds(size).
+The simulation (planner/simulate/events.py) divides this time into a fixed part, and the time of the bits at
+the NIC's rate, which is longer if other messages use the NIC:
+
+    seconds(size) = fixed_s(size) + 8 size / rate_bps
 """
 
 from __future__ import annotations
@@ -23,131 +25,164 @@ from holmes_ext.cluster.spec import SiteSpec
 from holmes_ext.cluster.wan import Between
 from holmes_ext.errors import HolmesError
 
-#: What the cores that all nodes of a lab share are called among the NICs.
+#: Name, among the NICs, of the CPU cores that all nodes of a lab share.
 CORES = "cores"
+#: Rates in bits/s, and sizes in bytes, that are too large to be true.
+_TOO_LARGE = 1e18
+_TOO_LONG_S = 1e6
+_SHORTEST_S = 1e-300  # above 0
+#: Largest rate of a fitted curve, as a multiple of the rate of the largest message.
+_MOST_ABOVE_LAST = 1.1
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds of a message by its bytes. points: (bytes, seconds), by bytes; without them latency and rate
-    say everything. Between two points the line through them; below the first its seconds (never less); beyond
-    the last the rate of the last."""
+    """Time of a message by its size, for a message that has the link for itself.
 
-    rate_bps: float
+    Between two measured points the curve is a straight line. Below the first point the time is constant, and
+    beyond the last one it grows at rate_bps. Without points, latency and rate define the curve.
+    """
+
+    rate_bps: float  # bits/s of large messages
     latency_s: float = 0.0
-    points: tuple[tuple[float, float], ...] = ()
-    source: str = "link curve"
+    points: tuple[tuple[float, float], ...] = ()  # (bytes, seconds), both increasing
+    source: str = "link curve"  # for messages
 
     def __post_init__(self) -> None:
-        if not 0 < self.rate_bps < 1e18 or not 0 <= self.latency_s < 1e6:
+        if not 0 < self.rate_bps < _TOO_LARGE or not 0 <= self.latency_s < _TOO_LONG_S:
             problem = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
             raise HolmesError(
                 f"{problem}; the rate must be above 0, the latency 0 or more, both finite"
             )
-        before = (0.0, 0.0)
+        last_size = last_s = 0.0
         for size, seconds in self.points:
-            if not before[0] < size < 1e18 or not max(before[1], 1e-300) <= seconds < 1e6:
+            is_size_greater = last_size < size < _TOO_LARGE
+            is_time_valid = max(last_s, _SHORTEST_S) <= seconds < _TOO_LONG_S
+            if not is_size_greater or not is_time_valid:
                 problem = (
-                    f"{self.source}: {size:g} bytes in {seconds:g} s after {before[0]:g} bytes in "
-                    f"{before[1]:g} s"
+                    f"{self.source}: {size:g} bytes in {seconds:g} s after {last_size:g} bytes in "
+                    f"{last_s:g} s"
                 )
                 raise HolmesError(f"{problem}; sizes and times must be above 0, and increase")
-            before = size, seconds
+            last_size = size
+            last_s = seconds
 
     def seconds(self, size: float) -> float:
-        """Of a message of `size` bytes that has the link for itself; 0 for nothing."""
+        """Return the seconds that a message of `size` bytes takes; 0 for no bytes."""
         if size <= 0:
             return 0.0
         if not self.points:
             return self.latency_s + 8 * size / self.rate_bps
-        place = bisect_left(self.points, (size, 0.0))
-        if place == 0:
+        following = bisect_left(self.points, (size, 0.0))  # first point with at least this size
+        if following == 0:
             return self.points[0][1]
-        low, start = self.points[place - 1]
-        if place == len(self.points):
-            return start + 8 * (size - low) / self.rate_bps
-        high, end = self.points[place]
-        return start + (end - start) * (size - low) / (high - low)
+        low, low_s = self.points[following - 1]
+        if following == len(self.points):
+            return low_s + 8 * (size - low) / self.rate_bps
+        high, high_s = self.points[following]
+        return low_s + (high_s - low_s) * (size - low) / (high - low)
 
     def fixed_s(self, size: float) -> float:
-        """What `seconds` holds besides the bits at rate_bps."""
+        """Return the seconds of a message that are not the time of its bits at rate_bps."""
         return max(0.0, self.seconds(size) - 8 * size / self.rate_bps)
 
     @property
     def least_s(self) -> float:
-        """The latency with which, at rate_bps, no message takes longer than its seconds here."""
+        """Return a latency with which, at rate_bps, no message takes longer than on this curve."""
         return min((self.fixed_s(size) for size, _ in self.points), default=self.latency_s)
 
     def scaled(self, factor: float) -> Curve:
-        """The same with `factor` times the rate."""
+        """Return this curve with `factor` times the rate."""
         rate = factor * self.rate_bps
         points = tuple((size, self.fixed_s(size) + 8 * size / rate) for size, _ in self.points)
         return replace(self, rate_bps=rate, points=points)
 
 
 def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> Curve:
-    """The curve through measured (bytes, seconds). Seconds are made to grow (the least of what follows
-    counts); rate: between the last two sizes, at most a tenth above the last one's own."""
+    """Return the curve through measured messages.
+
+    Measured times that decrease with the size are reduced to the least time of all larger messages. The rate
+    of large messages is that between the last two sizes, at most a tenth above that of the last message.
+
+    Args:
+        samples: (bytes, seconds) of each message.
+        source: Name of the samples in error messages.
+
+    Raises:
+        HolmesError: There are less than two samples, or a size or time is not above 0.
+    """
     points: list[tuple[float, float]] = []
-    floor = float("inf")
+    least_s = float("inf")  # of the messages that are larger
     for size, seconds in sorted(samples, reverse=True):
-        floor = min(floor, seconds)
-        points.insert(0, (float(size), floor))
+        least_s = min(least_s, seconds)
+        points.insert(0, (float(size), least_s))
     if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
         raise HolmesError(f"{source}: a curve needs two or more points, sizes and times above 0")
-    (low, start), (high, end) = points[-2:]
-    last_bps = 8 * high / end
-    rate = min(8 * (high - low) / (end - start), 1.1 * last_bps) if end > start else last_bps
-    return Curve(max(rate, last_bps), points[0][1], tuple(points), source)
+    (low, low_s), (high, high_s) = points[-2:]
+    last_bps = 8 * high / high_s
+    rate_bps = last_bps
+    if high_s > low_s:
+        rate_bps = min(8 * (high - low) / (high_s - low_s), _MOST_ABOVE_LAST * last_bps)
+    return Curve(
+        rate_bps=max(rate_bps, last_bps),
+        latency_s=points[0][1],
+        points=tuple(points),
+        source=source,
+    )
 
 
 @dataclass(frozen=True)
 class Link:
-    """A fabric as the simulation sees it. send: one message between two nodes; ring: one step of a ring of
-    all-reduces, bytes being those that one rank passes on (size / ranks), of which an all-reduce makes 2
-    (ranks - 1). host_s: CPU seconds of a byte sent, at both ends together, where nodes share their cores (a
-    lab); elsewhere the curves hold them."""
+    """Measured times of a fabric's messages."""
 
-    name: str
-    send: Curve
+    name: str  # of the fabric
+    send: Curve  # one message between two nodes
+    #: One of the 2 (ranks - 1) steps of a ring all-reduce, by the bytes that a rank passes on (size / ranks).
     ring: Curve
+    #: CPU seconds of a byte, at both ends together, if the nodes share their cores (a lab). On other clusters
+    #: the curves contain this time.
     host_s: float = 0.0
 
     @classmethod
     def of(cls, fabric: Fabric) -> Link:
+        """Return a link with the rate and latency of a fabric that was not measured."""
         curve = Curve(fabric.rate_bps, fabric.latency_s, source=f"fabric {fabric.name}")
         return cls(fabric.name, curve, curve)
 
     @property
     def rate_bps(self) -> float:
+        """Return the rate of large messages, in bits/s."""
         return max(self.send.rate_bps, self.ring.rate_bps)
 
     def scaled(self, factor: float) -> Link:
+        """Return this link with `factor` times the rate."""
         return replace(self, send=self.send.scaled(factor), ring=self.ring.scaled(factor))
 
 
 @dataclass(frozen=True)
 class Links:
-    """Measured links by fabric name; a fabric that is not here has its rate and latency from cluster.toml.
-    pairs: of clusters, in place of their [[between]].
+    """Measured links of a site."""
 
-    What gloo's other operations take of shared cores: host_message_s: CPU seconds of a message of a
-    hierarchical
-    sum (runtime/reduce/direct.py: a call and a thread at both ends) besides its bytes; host_gather,
-    host_scatter: those of a byte that is gathered or scattered, to an all-reduced one's (their tensors are
-    copied in and out)."""
-
+    #: Name of a fabric -> its link. A fabric that is missing has the rate and latency of cluster.toml.
     measured: Mapping[str, Link] = field(default_factory=dict)
-    pairs: tuple[Between, ...] = ()
+    pairs: tuple[Between, ...] = ()  # measured links between clusters, in place of [[between]]
+    #: CPU seconds of a message of a hierarchical all-reduce over gloo, besides its bytes: a call and a thread
+    #: at both ends (runtime/reduce/direct.py).
     host_message_s: float = 0.0
+    #: CPU seconds of a byte that is gathered or scattered, relative to an all-reduced byte. These collectives
+    #: copy their tensors.
     host_gather: float = 1.0
     host_scatter: float = 1.0
 
     def of(self, fabric: Fabric) -> Link:
+        """Return the link of a fabric, as measured or as cluster.toml describes it."""
         return self.measured.get(fabric.name) or Link.of(fabric)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """`fabric` with a rate and a latency under both curves: no closed form is slower than they are."""
+        """Return `fabric` with a measured rate and latency.
+
+        With these, no message takes longer than on the measured curves.
+        """
         if fabric.name not in self.measured:
             return fabric
         link = self.measured[fabric.name]
@@ -158,40 +193,55 @@ class Links:
         )
 
     def site(self, site: Site) -> Site:
-        """`site` for predictions in closed form: line() in place of what cluster.toml states."""
-        return replace(
-            site, fabrics=tuple(map(self.line, site.fabrics)), wan=site.wan.measured(self.pairs)
-        )
+        """Return `site` with measured rates and latencies, for predictions in closed form."""
+        fabrics = tuple(map(self.line, site.fabrics))
+        return replace(site, fabrics=fabrics, wan=site.wan.measured(self.pairs))
 
     def on_cores(
         self, fabric: Fabric, senders: float, messages: float = 0.0
     ) -> tuple[tuple[str, float], ...]:
-        """(CORES, bit/s of core_bps for each bit/s) of a flow that `senders` nodes send at once, if it uses
-        shared cores. messages: of a hierarchical sum, for each byte."""
-        seconds = self.of(fabric).host_s * senders + self.host_message_s * messages
-        return ((CORES, seconds / 8 * self.core_bps),) if seconds else ()
+        """Return how much a flow uses the CPU cores that all nodes of a lab share.
+
+        Args:
+            fabric: Fabric of the flow.
+            senders: Number of nodes that send the flow at the same time.
+            messages: Messages of a hierarchical all-reduce per byte.
+
+        Returns:
+            (CORES, bits/s of core_bps for each bit/s of the flow), or () if it uses no shared cores.
+        """
+        cpu_byte_s = self.of(fabric).host_s * senders + self.host_message_s * messages
+        if not cpu_byte_s:
+            return ()
+        return ((CORES, cpu_byte_s / 8 * self.core_bps),)
 
     @property
     def core_bps(self) -> float:
-        """Bits/s that keep a core busy, on the fabric where a byte costs it least; 1 where none does."""
+        """Return the bits/s that keep a CPU core busy, on the fabric that needs least CPU time per byte.
+
+        The result is 1 if no fabric uses shared cores.
+        """
         return max((8 / link.host_s for link in self.measured.values() if link.host_s), default=1.0)
 
     def scaled(self, name: str, factor: float) -> Links:
-        """What-if: the link `name` with `factor` times its measured rate."""
-        changed = {
-            key: link.scaled(factor) if key == name else link for key, link in self.measured.items()
-        }
+        """Return these links with `factor` times the rate of the fabric `name`."""
+        if name not in self.measured:
+            return self
+        changed = {**self.measured, name: self.measured[name].scaled(factor)}
         return replace(self, measured=changed)
 
     @classmethod
     def of_spec(cls, spec: SiteSpec) -> Links:
-        """What `holmes probe` wrote to cluster.toml; a ring that was not measured is like single messages."""
+        """Return the links that `holmes probe` wrote to cluster.toml.
+
+        If only one of the two curves was measured, it stands for the other one too.
+        """
         measured = {}
         for fabric in fabrics_of_spec(spec):
             points = spec.links.get(fabric.name)
             if points and (points.send or points.ring):
-                where = f"{spec.source}: key 'link.{fabric.name}'"
-                send = fit(points.send or points.ring, where)
-                ring = fit(points.ring or points.send, where)
+                source = f"{spec.source}: key 'link.{fabric.name}'"
+                send = fit(points.send or points.ring, source)
+                ring = fit(points.ring or points.send, source)
                 measured[fabric.name] = Link(fabric.name, send, ring)
         return cls(measured, spec.pairs)

@@ -61,7 +61,7 @@ from holmes_ext.plan.workload import Workload
 
 RECOMPUTE = ("none", "selective", "full")
 POSITIONS = ("learned", "none")
-#: Limits above which a number in a model file is a mistake.
+#: Numbers in a model file that are too large to be true.
 _MOST_LAYERS = 100_000  # every plan holds the cost of each layer
 _MOST_ELEMENTS = 10**12
 _MOST_BYTES_PER_PARAMETER = 1e6
@@ -72,7 +72,7 @@ _ZERO_OPTIMIZER, _ZERO_GRADIENTS, _ZERO_WEIGHTS = 1, 2, 3
 
 @dataclass(frozen=True)
 class Layer:
-    """Computation, memory and communication of one layer on one rank, for one micro-batch."""
+    """Computation, memory and communication of a layer on a rank, for a micro-batch."""
 
     kind: str  # "embedding", "block" or "output"
     #: Number of elements of each parameter on this rank, in the order of the forward pass, without experts.
@@ -117,7 +117,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Speed, memory and intra-node link of one GPU."""
+    """Speed, memory and intra-node link of a GPU."""
 
     flops: float = 150e12  # FLOP/s that training reaches, not the peak of the data sheet
     memory_bytes: float = 0.0  # 0: no limit is known
@@ -157,7 +157,7 @@ class _BlockWidths(NamedTuple):
 
 
 class _BlockFlops(NamedTuple):
-    """FLOPs of one transformer block on one rank, for one micro-batch."""
+    """FLOPs of a transformer block on a rank, for a micro-batch."""
 
     forward: float
     scores: float  # part of `forward` that computes attention scores and applies them
@@ -165,7 +165,7 @@ class _BlockFlops(NamedTuple):
 
 
 class _BlockTraffic(NamedTuple):
-    """Bytes that the groups of one rank exchange for a block and a micro-batch, both passes together."""
+    """Bytes that the groups of a rank exchange for a block and a micro-batch, both passes together."""
 
     tensor: float
     context: float
@@ -304,7 +304,7 @@ class Model:
         )
 
     def costs(self, tensor: int = 1, context: int = 1, expert: int = 1) -> tuple[Layer, ...]:
-        """Return the costs of the embedding, every block and the output layer on one rank.
+        """Return the costs of the embedding, every block and the output layer on a rank.
 
         Args:
             tensor: Tensor-parallel size.
@@ -317,7 +317,7 @@ class Model:
         return (embedding, *[block] * self.layers, output)
 
     def _tokens(self, context: int) -> float:
-        """Return the number of tokens in a micro-batch on one rank."""
+        """Return the number of tokens in a micro-batch on a rank."""
         return self.micro_batch * self.sequence / context
 
     def _stage_activation_bytes(self, tensor: int, context: int) -> float:
@@ -339,7 +339,7 @@ class Model:
         return (self.hidden, self.hidden) if self.bias else (self.hidden,)
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
-        """Return the costs of a transformer block on one rank, for one micro-batch."""
+        """Return the costs of a transformer block on a rank, for a micro-batch."""
         tokens = self._tokens(context)
         hidden_bytes = tokens * self.hidden * self.activation_width
         widths = self._block_widths()
@@ -386,14 +386,14 @@ class Model:
         )
 
     def _linear_tensors(self, inputs: float, outputs: float, tensor: int) -> tuple[float, ...]:
-        """Return the elements of a linear layer's weight and bias on one tensor-parallel rank."""
+        """Return the elements of a linear layer's weight and bias on a tensor-parallel rank."""
         weight = inputs * outputs / tensor
         if not self.bias:
             return (weight,)
         return (weight, outputs / tensor)
 
     def _mlp_tensors(self, width: float, tensor: int) -> tuple[float, ...]:
-        """Return the elements of each parameter of an MLP on one tensor-parallel rank."""
+        """Return the elements of each parameter of an MLP on a tensor-parallel rank."""
         if not width:
             return ()
         # A gated MLP has its two input matrices side by side in one tensor.
@@ -404,7 +404,7 @@ class Model:
         )
 
     def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
-        """Return the elements of each parameter of a block on one rank, without experts."""
+        """Return the elements of each parameter of a block on a rank, without experts."""
         h = self.hidden
         router: tuple[float, ...] = ()
         if self.experts:
@@ -419,7 +419,7 @@ class Model:
         )
 
     def _expert_parameters(self, widths: _BlockWidths, tensor: int, expert: int) -> float:
-        """Return the parameters of a block's experts on one rank."""
+        """Return the parameters of a block's experts on a rank."""
         experts_on_rank = widths.expert_share * self.experts / expert
         return experts_on_rank * sum(self._mlp_tensors(widths.expert_mlp, tensor))
 
@@ -445,7 +445,7 @@ class Model:
     def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
         """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.
 
-        The terms are those of arXiv 2205.05198, equations 2 and 4 and table 2 (see the module).
+        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2.
         """
         h = self.hidden
         unsplit_parts = tensor if self.sequence_parallel else 1
@@ -488,7 +488,7 @@ class Model:
         )
 
     def _embedding(self, tensor: int, context: int) -> Layer:
-        """Return the costs of the embedding layer on one rank, for one micro-batch."""
+        """Return the costs of the embedding layer on a rank, for a micro-batch."""
         elements = self._tokens(context) * self.hidden
         position_tensors: tuple[int, ...] = ()
         if self.positions == "learned":
@@ -504,7 +504,7 @@ class Model:
         )
 
     def _output(self, tensor: int, context: int) -> Layer:
-        """Return the costs of the final norm, the logits and the loss on one rank."""
+        """Return the costs of the final norm, the logits and the loss on a rank."""
         tokens = self._tokens(context)
         logits = tokens * self.vocabulary / tensor
         input_bytes = 2 * tokens * self.hidden * self.activation_width  # inputs of norm and matrix
@@ -521,9 +521,9 @@ class Model:
         )
 
     def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
-        """Return the costs of all layers on one rank of a job with these parallel sizes.
+        """Return the costs of all layers on a rank of a job with these parallel sizes.
 
-        With a tied embedding, a pipeline of one stage has a single copy of the weight; longer pipelines have
+        With a tied embedding, a pipeline of a stage has a single copy of the weight; longer pipelines have
         a second copy in the output layer.
         """
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
@@ -543,7 +543,7 @@ class Model:
         return 1 if self.sequence_parallel else sizes.tensor
 
     def workload(self, sizes: Sizes) -> Workload:
-        """Return the work of one rank on an average pipeline stage, on the slowest GPU.
+        """Return the work of a rank on an average pipeline stage, on the slowest GPU.
 
         Args:
             sizes: Parallel sizes, with the data size.
@@ -635,7 +635,7 @@ def _take_gpu(table: Table, default: Gpu) -> Gpu:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one rank at its fullest, in bytes, by purpose."""
+    """Memory of a rank at its fullest, in bytes, by purpose."""
 
     weights: float
     gradients: float
@@ -661,7 +661,7 @@ def states(model: Model) -> dict[str, float]:
 
 
 def state_bytes(model: Model, layer: Layer, shards: int, expert_shards: int) -> float:
-    """Return the bytes of a layer's weights, gradients and optimizer state on one rank.
+    """Return the bytes of a layer's weights, gradients and optimizer state on a rank.
 
     Args:
         model: Model with the bytes per parameter that every rank has, and those that ZeRO shards.
@@ -722,7 +722,7 @@ def stage_memory(
     in_flight: float = 1.0,
     working: float = 0.0,
 ) -> Memory:
-    """Return the memory of one rank of a pipeline stage.
+    """Return the memory of a rank of a pipeline stage.
 
     Args:
         model: Model with the bytes per parameter.

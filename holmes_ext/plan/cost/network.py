@@ -1,13 +1,14 @@
-"""What a message or a collective puts on the networks, and what it takes where it is alone.
+"""Load that a message or a collective puts on the networks, and its time if nothing else runs.
 
-Every time is linear in the bytes (alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan
-2009). The simulation (planner/simulate) shares what carries the same loads.
+Times are linear in the bytes (the alpha-beta model: Thakur, Rabenseifner and Gropp 2005; Patarasuk and Yuan
+2009). The simulation (planner/simulate) uses the same loads, and divides the rate of a NIC among the loads
+that use it at the same time.
 
-    ring of n      passes every node once, each way: 2 (n - 1) / n of the bytes through its NIC, in 2 (n - 1)
-                   messages that follow each other
-    all-to-all     every rank sends the others their parts, one after the other
-    between        what crosses clusters passes more than NICs: uplinks and links that all who cross share
-    clusters       (cluster/wan.py); the slowest counts, and latencies are added
+    ring of n ranks    Every NIC on the ring carries 2 (n - 1) / n of the bytes, in 2 (n - 1) messages that
+                       follow each other.
+    all-to-all         Every rank sends the others their parts, one after the other.
+    between clusters   Traffic also passes uplinks and links (cluster/wan.py), which all groups that cross
+                       share. The slowest NIC or link limits the rate, and the latencies add up.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ Nic = tuple[int, str, str]
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of each byte, and those that no byte changes."""
+    """Time of a transfer as a linear function of its bytes."""
 
-    byte_s: float = 0.0
-    latency_s: float = 0.0
+    byte_s: float = 0.0  # seconds per byte
+    latency_s: float = 0.0  # seconds that do not depend on the bytes
 
     def seconds(self, size: float) -> float:
-        """Of `size` bytes; nothing takes no time."""
+        """Return the seconds that `size` bytes take; 0 for no bytes."""
         return self.latency_s + size * self.byte_s if size > 0 else 0.0
 
     def scaled(self, factor: float) -> Price:
+        """Return `factor` times this price."""
         return Price(factor * self.byte_s, factor * self.latency_s)
 
     def __add__(self, other: Price) -> Price:
@@ -55,55 +57,60 @@ FREE = Price()
 
 @dataclass(frozen=True)
 class Load:
-    """A message or a collective, for each byte of it."""
+    """Use of the networks by a message or a collective, for each of its bytes."""
 
-    #: NIC, and how many such flows it carries at once.
-    nics: tuple[tuple[Nic, float], ...] = ()
-    #: The same between clusters.
-    hops: tuple[tuple[Hop, float], ...] = ()
-    #: None: inside a node, at inside_bps (0: not known, counts as free).
-    fabric: Fabric | None = None
-    inside_bps: float = 0.0
-    #: Bytes through a NIC.
-    volume: float = 1.0
-    #: That follow each other, each with this part of the bytes.
-    messages: float = 1.0
-    part: float = 1.0
-    #: What its way between clusters takes longer than the fabric's latency says.
-    longer_s: float = 0.0
-    #: Whether its messages are steps of a ring: which of a link's curves holds.
-    ring: bool = False
-    across: bool = False
-    #: Nodes that send at once; messages of a hierarchical all-reduce for each byte, besides.
-    senders: float = 0.0
-    posts: float = 0.0
+    nics: tuple[tuple[Nic, float], ...] = ()  # NIC, and how many such flows it carries at once
+    hops: tuple[tuple[Hop, float], ...] = ()  # link between clusters, and its flows
+    fabric: Fabric | None = None  # None: inside a node
+    inside_bps: float = 0.0  # bits/s inside a node; 0: not known, counts as free
+    volume: float = 1.0  # bytes through a NIC
+    messages: float = 1.0  # messages that follow each other
+    part: float = 1.0  # part of the bytes that each message carries
+    longer_s: float = 0.0  # latency between clusters, in seconds, beyond the fabric's own
+    ring: bool = False  # whether the messages are steps of a ring, which selects the measured curve
+    across: bool = False  # whether it crosses between clusters
+    senders: float = 0.0  # nodes that send at the same time
+    posts: float = 0.0  # messages of a hierarchical all-reduce, which cost CPU time
 
     def scaled(self, factor: float) -> Load:
-        """So many times as many messages and bytes: 1/2 of a ring is a reduce-scatter, or a gather."""
-        volume, messages = factor * self.volume, factor * self.messages
-        return replace(self, volume=volume, messages=messages, longer_s=factor * self.longer_s)
+        """Return `factor` times as many messages and bytes; half of a ring is a reduce-scatter."""
+        return replace(
+            self,
+            volume=factor * self.volume,
+            messages=factor * self.messages,
+            longer_s=factor * self.longer_s,
+        )
 
     @cached_property
     def price(self) -> Price:
-        """Alone; `fabric` is what stands for a measured one (Links.line)."""
+        """Return the time of this load if nothing else runs."""
         if self.fabric is None:
-            return Price(8 * self.volume / self.inside_bps) if self.inside_bps else FREE
+            if not self.inside_bps:
+                return FREE
+            return Price(8 * self.volume / self.inside_bps)
         rate = self.fabric.rate_bps
-        slowest = max([1 / rate, *(flows / rate for _, flows in self.nics)])
-        slowest = max([slowest, *(flows / hop.rate_bps for hop, flows in self.hops)])
+        slowest_bit_s = max([1 / rate, *(flows / rate for _, flows in self.nics)])
+        for hop, flows in self.hops:
+            slowest_bit_s = max(slowest_bit_s, flows / hop.rate_bps)
         return Price(
-            8 * self.volume * slowest, self.messages * self.fabric.latency_s + self.longer_s
+            byte_s=8 * self.volume * slowest_bit_s,
+            latency_s=self.messages * self.fabric.latency_s + self.longer_s,
         )
 
 
 class Network:
-    """A site as prices see it.
+    """Nodes and fabrics of a site, as the cost model uses them.
 
-    kinds: of nodes, those that are alike: in one cluster, on the same fabrics. only: the fabric of all
-    traffic, as without holmes. links: what was measured of the networks. uneven: for bounds: NCCL's sums in
-    a hierarchical all-reduce may have other numbers of ranks in each cluster. on_best_fabrics: a
-    question "what if": every
-    group uses the slowest of its nodes' own best fabrics, even if the nodes do not share that fabric.
+    Nodes in the same cluster, on the same fabrics, form one kind and have the same number.
+
+    Args:
+        site: Nodes and fabrics.
+        links: Measured rates and latencies.
+        only: Fabric of all traffic, as without holmes; None: every group uses its fastest.
+        uneven: Whether NCCL's hierarchical all-reduce may have different numbers of ranks in the clusters
+            (for lower bounds).
+        on_best_fabrics: Whether every group uses the slowest of its nodes' best fabrics, even if its nodes do
+            not share it. This tells how fast a job would be if no group spanned networks.
     """
 
     def __init__(
@@ -114,20 +121,23 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
-        self.site, self.links, self.only, self.uneven = site, links, only, uneven
+        self.site = site
+        self.links = links
+        self.only = only
+        self.uneven = uneven
         self.on_best_fabrics = on_best_fabrics
-        self.processes, self.world = site.processes, site.world_size
-        #: Fabrics are chosen by what was measured of them.
-        self.measured = links.site(site)
+        self.processes = site.processes  # of each node
+        self.world = site.world_size
+        self.measured = links.site(site)  # with measured rates, by which fabrics are chosen
         self.wan: Wan = self.measured.wan
-        looks = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
-        self.kinds = tuple(dict.fromkeys(looks.values()))
-        numbers = {look: index for index, look in enumerate(self.kinds)}
-        self.kind_of = {name: numbers[look] for name, look in looks.items()}
-        self._known: dict[Hashable, Any] = {}
+        kind_of_node = {node.name: (node.cluster, node.fabrics) for node in site.nodes}
+        self.kinds = tuple(dict.fromkeys(kind_of_node.values()))  # (cluster, its nodes' fabrics)
+        numbers = {kind: number for number, kind in enumerate(self.kinds)}
+        self.kind_of = {name: numbers[kind] for name, kind in kind_of_node.items()}  # by node
+        self._known: dict[Hashable, Any] = {}  # results of `remember`
 
     def remember(self, key: Hashable, make: Callable[[], T]) -> T:
-        """What `make` gives, made once for each key."""
+        """Return make(), computed once for each key."""
         if key not in self._known:
             self._known[key] = make()
         result: T = self._known[key]
@@ -135,122 +145,150 @@ class Network:
 
     @cached_property
     def names(self) -> tuple[tuple[str, ...], ...]:
-        """Nodes of each kind, as the launcher has them."""
+        """Return the nodes of each kind, in the launcher's order."""
         by_kind: list[list[str]] = [[] for _ in self.kinds]
         for name, kind in self.kind_of.items():
             by_kind[kind].append(name)
         return tuple(map(tuple, by_kind))
 
     def cluster(self, kind: int) -> str:
+        """Return the cluster of a kind of nodes."""
         return self.kinds[kind][0]
 
     def clusters(self, content: Content) -> list[str]:
-        """Names, in the order of nodes."""
+        """Return the clusters of a stage's nodes, each once, in the order of the nodes."""
         return list(dict.fromkeys(self.cluster(kind) for kind, _ in content))
 
     def placement(self, names: Sequence[str], sizes: Sizes) -> Placement:
-        """Of nodes in the order of ranks."""
+        """Return the placement of a job on these nodes, given in the order of the ranks."""
         kinds = [self.kind_of[name] for name in names]
         return replace(Placement.of(sizes, self.processes, kinds), names=tuple(names))
 
     def nodes(self, placement: Placement) -> tuple[str, ...]:
-        """Names by slot."""
+        """Return the names of a placement's nodes, in the order of the ranks.
+
+        If the placement has no names, the nodes of each kind are taken in the launcher's order.
+        """
         if placement.names:
             return placement.names
         unused = [iter(names) for names in self.names]
         return tuple(next(unused[kind]) for kind in placement.kinds())
 
     def fabric(self, kinds: Iterable[int]) -> Fabric:
-        """The fastest that nodes of these kinds share (or see on_best_fabrics); with the numbers that
-        cluster.toml states."""
+        """Return the fabric that a group of nodes of these kinds uses, as cluster.toml describes it.
+
+        This is the fastest fabric that they share, unless `only` or `on_best_fabrics` is set.
+        """
         if self.only is not None:
             return self.only
         if self.on_best_fabrics:
-            own_best = [self._shared_fabric(frozenset([kind])) for kind in kinds]
-            return min(own_best, key=lambda fabric: fabric.preference)
+            best_fabrics = [self._shared_fabric(frozenset([kind])) for kind in kinds]
+            return min(best_fabrics, key=lambda fabric: fabric.preference)
         return self._shared_fabric(frozenset(kinds))
 
     def _shared_fabric(self, kinds: frozenset[int]) -> Fabric:
-        """Return the fastest fabric that nodes of these kinds share, as cluster.toml describes it."""
-        firsts = (self.names[kind][0] for kind in kinds)
-        return self.remember(
-            kinds, lambda: self.site.fabric_by_name[self.measured.shared_fabric(firsts).name]
-        )
+        def fastest() -> Fabric:
+            nodes = (self.names[kind][0] for kind in kinds)
+            name = self.measured.shared_fabric(nodes).name
+            return self.site.fabric_by_name[name]
+
+        return self.remember(kinds, fastest)
 
     def line(self, fabric: Fabric) -> Fabric:
-        """With rate and latency as measured, where that was."""
+        """Return `fabric` with the rate and latency that were measured, if any."""
         return self.remember(fabric.name, lambda: self.links.line(fabric))
 
-    # ------------------------------------------------------------------- what lies between clusters
+    # ------------------------------------------------------------------- links between clusters
 
     def hops(self, fabric: Fabric, pairs: Mapping[Pair, float]) -> tuple[tuple[Hop, float], ...]:
-        """What so many flows from cluster to cluster pass on a fabric, with the flows of each."""
+        """Return the links between clusters that flows on a fabric use, each with its number of flows.
+
+        Args:
+            fabric: Fabric of the flows; only Ethernet crosses a WAN.
+            pairs: (from cluster, to cluster) -> number of flows.
+        """
         if not self.wan or fabric.name != ETHERNET:
             return ()
         return tuple(hop_loads(self.wan, pairs).items())
 
     def longer_s(self, fabric: Fabric, pair: Pair) -> float:
-        """What the way between two clusters takes longer than the fabric's latency."""
+        """Return the latency between two clusters beyond the fabric's own latency, in seconds."""
         if not self.wan or fabric.name != ETHERNET:
             return 0.0
-        seconds = sum(hop.latency_s for hop in self.wan.hops(*pair))
-        return max(0.0, seconds - self.line(fabric).latency_s)
+        latency_s = sum(hop.latency_s for hop in self.wan.hops(*pair))
+        return max(0.0, latency_s - self.line(fabric).latency_s)
 
     def neighbours(self, ring: Content) -> list[Pair]:
-        """Clusters that follow each other in a ring of such nodes."""
+        """Return the pairs of different clusters that follow each other on a ring of nodes."""
         return neighbours([self.cluster(kind) for kind, _ in ring])
 
     # ------------------------------------------------------------------- loads
 
     def ring(self, family: GroupFamily, groups: float = 0, inside_bps: float = 0.0) -> Load:
-        """An all-reduce of each group of a family. groups: 0 where others are loads of their own
-        (simulation); else how many cross at once. inside_bps: of the GPUs of a node."""
-        messages, volume = 2 * (family.ranks - 1), 2 * (family.ranks - 1) / family.ranks
-        if family.nodes == 1:
-            return Load(inside_bps=inside_bps, volume=volume)
-        return self.remember(
-            ("ring", family, groups), lambda: self._ring(family, groups, messages, volume)
-        )
+        """Return the load of a ring all-reduce in each group of a family.
 
-    def _ring(self, family: GroupFamily, groups: float, messages: int, volume: float) -> Load:
-        fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
-        longer = [
+        Args:
+            family: Groups that are equal.
+            groups: Number of groups that cross between clusters at once; 0 if each group is a load of its own
+                (simulation).
+            inside_bps: Bits/s between the GPUs of a node.
+        """
+        if family.nodes == 1:
+            volume = 2 * (family.ranks - 1) / family.ranks
+            return Load(inside_bps=inside_bps, volume=volume)
+        return self.remember(("ring", family, groups), lambda: self._ring(family, groups))
+
+    def _ring(self, family: GroupFamily, groups: float) -> Load:
+        ranks = family.ranks
+        fabric = self.fabric(family.kinds)
+        pairs = Counter(self.neighbours(family.ring))
+        # Every rank's link to the next one: longer between clusters. All but the fastest are on the way of a
+        # chunk, twice.
+        longer_s = [
             self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
         ]
-        longer += [0.0] * (family.ranks - len(longer))
+        longer_s += [0.0] * (ranks - len(longer_s))
         crossing = {pair: times * (groups or family.count) for pair, times in pairs.items()}
         flows = {
             part.node: part.concurrent_groups if groups else part.groups for part in family.parts
         }
         return Load(
-            self.both_ways(fabric, flows),
-            self.hops(fabric, crossing),
-            self.line(fabric),
-            volume=volume,
-            messages=messages,
-            part=1 / family.ranks,
+            nics=self.both_ways(fabric, flows),
+            hops=self.hops(fabric, crossing),
+            fabric=self.line(fabric),
+            volume=2 * (ranks - 1) / ranks,
+            messages=2 * (ranks - 1),
+            part=1 / ranks,
             ring=True,
-            longer_s=2 * (sum(longer) - min(longer)),
+            longer_s=2 * (sum(longer_s) - min(longer_s)),
             across=self.across(family.kinds),
             senders=family.count * family.nodes,
         )
 
     def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
-        """Bytes passed on in parts: around a ring of the group (context), or from every rank to each other
-        one."""
+        """Return the load of an all-to-all in each group of a family, or of passing bytes around a ring.
+
+        The ranks exchange the bytes in parts that follow each other.
+
+        Args:
+            family: Groups that are equal.
+            every: True for an all-to-all (expert groups), False for a ring (context groups).
+            inside_bps: Bits/s between the GPUs of a node.
+        """
         if family.nodes == 1:
             return Load(inside_bps=inside_bps)
-        fabric, pairs = self.fabric(family.kinds), Counter(self.neighbours(family.ring))
-        flows = {
-            part.node: part.concurrent_groups * (part.ranks_per_node if every else 1)
-            for part in family.parts
-        }
+        fabric = self.fabric(family.kinds)
+        pairs = Counter(self.neighbours(family.ring))
+        flows = {}
+        for part in family.parts:
+            senders = part.ranks_per_node if every else 1
+            flows[part.node] = part.concurrent_groups * senders
         longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
         return Load(
-            self.both_ways(fabric, flows),
-            self.hops(fabric, pairs),
-            self.line(fabric),
+            nics=self.both_ways(fabric, flows),
+            hops=self.hops(fabric, pairs),
+            fabric=self.line(fabric),
             messages=messages,
             longer_s=messages * longer_s,
             across=self.across(family.kinds),
@@ -259,53 +297,62 @@ class Network:
     def message(
         self, stage_link: StageMessages, inside_bps: float = 0.0, crossing: float = 0
     ) -> Load:
-        """From a stage to another. crossing: pipelines that cross at once, if not this kind's alone."""
+        """Return the load of the messages from a pipeline stage to another.
+
+        Args:
+            stage_link: Messages of one kind of pipeline.
+            inside_bps: Bits/s between the GPUs of a node.
+            crossing: Number of pipelines that cross between clusters at once; 0: those of this kind.
+        """
         if stage_link.local:
             return Load(inside_bps=inside_bps)
         fabric = self.fabric(stage_link.kinds)
-        pair = self.cluster(stage_link.kinds[0]), self.cluster(stage_link.kinds[1])
-        flows = {pair: crossing or stage_link.count} if pair[0] != pair[1] else {}
-        nics = (
-            ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
-            ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),
-        )
-        longer_s = self.longer_s(fabric, pair) if flows else 0.0
+        sender_kind, receiver_kind = stage_link.kinds
+        pair = self.cluster(sender_kind), self.cluster(receiver_kind)
+        crosses = pair[0] != pair[1]
+        flows = {pair: crossing or stage_link.count} if crosses else {}
         return Load(
-            nics,
-            self.hops(fabric, flows),
-            self.line(fabric),
-            longer_s=longer_s,
-            across=bool(flows),
+            nics=(
+                ((stage_link.sender, fabric.name, "out"), stage_link.leaving),
+                ((stage_link.receiver, fabric.name, "in"), stage_link.reaching),
+            ),
+            hops=self.hops(fabric, flows),
+            fabric=self.line(fabric),
+            longer_s=self.longer_s(fabric, pair) if crosses else 0.0,
+            across=crosses,
             senders=stage_link.count,
         )
 
     def pairwise(self, stage_link: StageMessages, inside_bps: float = 0.0) -> Load:
-        """An all-reduce between two ranks on these nodes."""
-        there, back = (
-            self.message(stage_link, inside_bps),
-            self.message(stage_link.turned, inside_bps),
-        )
-        if there.fabric is None:
-            return there
+        """Return the load of an all-reduce between pairs of ranks of two stages."""
+        forward = self.message(stage_link, inside_bps)
+        if forward.fabric is None:
+            return forward
+        backward = self.message(stage_link.turned, inside_bps)
         hops: dict[Hop, float] = {}
-        for hop, flows in (*there.hops, *back.hops):
+        for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows
-        nics = dict((*there.nics, *back.nics))
+        nics = dict((*forward.nics, *backward.nics))
         return replace(
-            there,
+            forward,
             nics=tuple(nics.items()),
             hops=tuple(hops.items()),
             messages=2,
             part=0.5,
             ring=True,
-            longer_s=2 * there.longer_s,
+            longer_s=2 * forward.longer_s,
             senders=2 * stage_link.count,
         )
 
     def both_ways(
         self, fabric: Fabric, flows: Mapping[int, float]
     ) -> tuple[tuple[Nic, float], ...]:
-        """So many flows out of and into each class of nodes."""
+        """Return the NICs with their flows, if as many flows leave a node as reach it.
+
+        Args:
+            fabric: Fabric of the NICs.
+            flows: Class of node -> number of flows in each direction.
+        """
         return tuple(
             ((node, fabric.name, direction), count)
             for direction in ("out", "in")
@@ -313,34 +360,40 @@ class Network:
         )
 
     def homes(self, kind: int) -> list[str]:
-        """The fabrics that hold groups of such nodes: the fast ones, else Ethernet (of its own cluster where
-        there is a WAN)."""
+        """Return the fabrics that should hold the groups of a kind of nodes.
+
+        These are its fast fabrics, or Ethernet if it has none (with a WAN, that of its cluster only).
+        """
         cluster, fabrics = self.kinds[kind]
-        lowest = self.site.fabric_by_name[ETHERNET].preference
+        ethernet = self.site.fabric_by_name[ETHERNET]
         fast = [
-            name for name in sorted(fabrics) if self.site.fabric_by_name[name].preference > lowest
+            name
+            for name in sorted(fabrics)
+            if self.site.fabric_by_name[name].preference > ethernet.preference
         ]
         return fast or [f"{ETHERNET} of {cluster}" if self.wan else ETHERNET]
 
     def spans_networks(self, kinds: frozenset[int]) -> bool:
-        """Whether they have Ethernet alone in common, though one of them has a better home."""
+        """Return whether nodes of these kinds share only Ethernet although some have a faster fabric."""
         if len(kinds) == 1 or self.fabric(kinds).name != ETHERNET:
             return False
         return len({tuple(self.homes(kind)) for kind in kinds}) > 1
 
     def across(self, kinds: Iterable[int]) -> bool:
+        """Return whether nodes of these kinds lie in more than one cluster."""
         return len(set(map(self.cluster, kinds))) > 1
 
     def link(self, load: Load) -> Link:
-        """As measured."""
+        """Return the measured link of a load's fabric."""
         assert load.fabric is not None
         return self.links.of(load.fabric)
 
     def curve(self, load: Load) -> Curve:
+        """Return the measured time of a load's messages by their bytes."""
         link = self.link(load)
         return link.ring if load.ring else link.send
 
 
 def stock_fabric(site: Site) -> Fabric:
-    """Where stock runs all its traffic: the fabric that every node is on, else Ethernet."""
+    """Return the fabric of all traffic without holmes: the fastest that all nodes share."""
     return site.shared_fabric(node.name for node in site.nodes)

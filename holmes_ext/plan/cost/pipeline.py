@@ -16,7 +16,7 @@ With p stages, m micro-batches and v chunks per stage, the schedules are:
                    by chunk                 (Lamy-Poirier 2022, arXiv 2211.05953)
 
 All times are in seconds, in sequences by stage. `transfer` has one entry for each stage link (from a stage to
-the next one): the time of one activation, which is also the time of its gradient.
+the next one): the time of an activation, which is also the time of its gradient.
 """
 
 from __future__ import annotations
@@ -69,19 +69,19 @@ def in_flight(
 
     With k[s] micro-batches in flight, stage s runs the backward of micro-batch n after the forward of
     n + k[s] - 1. A micro-batch travels from stage s to a later stage t, an earlier micro-batch's backward
-    follows there, and its gradient travels back. Stage s needs it k[s] - k[t] + 1 micro-batches later. In this
-    time the stages s..t compute and the stage links between them are used twice, so
+    follows there, and its gradient travels back. Stage s needs it k[s] - k[t] + 1 micro-batches later. In
+    this time the stages s..t compute and the stage links between them are used twice, so
 
         (k[s] - k[t] + 1) pace  >=  sum of busy[s..t]  +  2 x sum of transfer[s..t-1]
 
     The pace is the time between two micro-batches: that of the slowest stage or stage link. With free stage
-    links and equal stages the result is that of 1F1B, p - s for stage s of p, which is also the least possible.
+    links and equal stages the result is that of 1F1B: p - s for stage s of p. No schedule needs fewer.
 
     Args:
         busy: Seconds of a forward and a backward pass together.
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step; the results are never larger.
-        load: Part of `transfer` in which a stage link carries nothing else (without latency).
+        load: Part of `transfer` that occupies the stage link (without latency).
         most: Largest number that fits each stage's memory. If the needed numbers do not fit, the result is
             that of the shortest pace that fits. 1F1B's own numbers always count as fitting.
         pace_s: A longer pace than that of the slowest stage, in seconds; 0: the slowest stage's.
@@ -131,8 +131,8 @@ def quickest_in_flight(
         backward: Seconds of a backward pass, by stage.
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
-        load: As in in_flight.
-        most: As in in_flight.
+        load: Part of `transfer` that occupies the stage link.
+        most: Largest number of micro-batches that fits each stage's memory.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     counts = in_flight(busy, transfer, micro_batches, load, most)
@@ -153,20 +153,21 @@ def quickest_in_flight(
 def both_ways(
     transfer: Seconds, load: Seconds, nics: Sequence[tuple[int, int]], busy_s: float
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the times of stage links, longer if two of them share a busy NIC.
+    """Return the times of stage links, longer if two stage links share a busy NIC.
 
-    A NIC that sends to both sides carries two messages for each micro-batch. If this takes longer than the
-    slowest stage computes, nearly every message meets one of the other stage link, and takes longer by the
-    shorter of both. (The longer one may be limited by a link, not by the NIC.)
+    A NIC that sends both to the previous and to the next stage carries two messages for each micro-batch. If
+    both together take longer than the slowest stage computes, nearly every message shares the NIC with a
+    message of the other stage link. It then takes longer by the time of the shorter message. (The longer
+    message may be limited by a link, not by the NIC.)
 
     Args:
         transfer: Seconds of an activation over each stage link.
-        load: Part of `transfer` in which a stage link carries nothing else.
+        load: Part of `transfer` that occupies the stage link.
         nics: (first, last) of stages that send to both sides through one NIC.
         busy_s: Seconds of a forward and a backward pass on the slowest stage.
 
     Returns:
-        `transfer` and `load`, changed.
+        The new `transfer` and the new `load`.
     """
     transfer_s = list(transfer)
     load_s = list(load)
@@ -191,7 +192,13 @@ def schedule(
 ) -> tuple[int, ...]:
     """Return the micro-batches in flight on each stage that make the step shortest.
 
-    The arguments are those of quickest_in_flight.
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of an activation over each stage link.
+        micro_batches: Micro-batches per step.
+        load: Part of `transfer` that occupies the stage link.
+        most: Largest number of micro-batches that fits each stage's memory.
 
     Returns:
         () if stage links take little time and the framework's own schedule is as fast.
@@ -212,14 +219,21 @@ def schedule(
 
 
 def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
-    """Return the micro-batches in flight on each stage that in_flight's inequality needs for one pace.
+    """Return the micro-batches in flight on each stage with which no stage link delays a given pace.
 
-    A stage that takes longer than the pace counts as if it took the pace.
+    These are the least numbers k with (k[s] - k[t] + 1) pace >= busy[s..t] + 2 x transfer[s..t-1] for all
+    stages s < t (see in_flight), and at least those of 1F1B. A stage that takes longer than the pace
+    counts as if it took the pace.
+
+    Args:
+        busy: Seconds of a forward and a backward pass together, by stage.
+        transfer: Seconds of an activation over each stage link.
+        pace_s: Seconds from one micro-batch to the next.
     """
     stages = len(busy)
     counts = [1] * stages
     for stage in reversed(range(stages - 1)):
-        trip_s = min(busy[stage], pace_s)
+        trip_s = min(busy[stage], pace_s)  # of a micro-batch from `stage` to `other` and back
         for other in range(stage + 1, stages):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
             needed = counts[other] - 1 + ceil(trip_s / pace_s - _ROUNDING_PASS)
@@ -230,7 +244,7 @@ def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
 
 
 def pace(busy: Seconds, transfer: Seconds) -> float:
-    """Return the seconds from one micro-batch to the next under 1F1B.
+    """Return the seconds from a micro-batch to the next under 1F1B.
 
     The slowest run of neighbouring stages s..t decides: the maximum over all runs of
 
@@ -283,8 +297,8 @@ def formula_ends(
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
         virtual: Chunks per stage.
-        load_s: Seconds in which a NIC sends one micro-batch of all chunks of a stage.
-        hidden: Part of `transfer` in which a stage link carries nothing else, if enough micro-batches are in
+        load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage.
+        hidden: Part of `transfer` that occupies the stage link, if enough micro-batches are in
             flight to hide the stage links; None under the framework's own schedule.
         nics: (first, last) of stages that send to both sides through one NIC.
     """
@@ -325,7 +339,7 @@ def walked_ends(
         transfer: Seconds of an activation over each stage link.
         micro_batches: Micro-batches per step.
         in_flight: Micro-batches in flight on each stage; (): those of 1F1B.
-        load: Part of `transfer` in which a stage link carries nothing else; (): sends block.
+        load: Part of `transfer` that occupies the stage link; (): sends block.
         nics: (first, last) of stages that send to both sides through one NIC.
     """
     stages = len(forward)
@@ -389,12 +403,15 @@ def _least_end_s(
     before = first - 1
     link_before_s = transfer[before]
     messages_s = micro_batches * (load[before] + load[final])
-    # Time without messages in the NIC's outgoing direction, before its first and after its last one.
-    not_sending_s = sum(forward[: final + 1]) + sum(transfer[:final]) + link_before_s - load[before]
-    # The same in the incoming direction.
+    # From its first activation (of stage `final`) to its last gradient (of stage `first`), the NIC only
+    # sends.
+    until_first_send_s = sum(forward[: final + 1]) + sum(transfer[:final])
+    not_sending_s = until_first_send_s + link_before_s - load[before]
+    # It receives from the first activation for stage `first` to the last gradient for stage `final`,
+    # which then travels through the stages `final` to `first`.
+    until_first_receive_s = sum(forward[:first]) + sum(transfer[:before])
     not_receiving_s = (
-        sum(forward[:first])
-        + sum(transfer[:before])
+        until_first_receive_s
         + transfer[final]
         - load[final]
         + sum(backward[first : final + 1])
@@ -409,7 +426,7 @@ class Estimate:
     """Predicted times of one step; tuples are by stage."""
 
     compute_s: tuple[float, ...]  # of all micro-batches
-    transfer_s: tuple[float, ...]  # of one activation, by stage link
+    transfer_s: tuple[float, ...]  # of an activation, by stage link
     reduction_s: tuple[float, ...]  # the whole reduction, hidden or not
     exposed_s: tuple[float, ...]  # reduction and tied weights after the stage's last backward pass
     end_s: tuple[float, ...]  # when the stage has ended everything

@@ -1,6 +1,6 @@
 """Cost of every layer on every stage of a placement, with the reductions that the stages use.
 
-    StageSums               prices the ways in which the groups of a stage can sum gradients
+    StageSums               prices the possible reductions of a stage's groups
     StageSums.reductions    chooses one for each stage: that of its slowest group
     Prices.costs, price     -> StageCosts, the input of partition, search, bounds and plans
 
@@ -48,7 +48,7 @@ class FoldedStages(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """Ways in which the groups of a family can sum their gradients, priced."""
+    """Possible reductions of the groups of a family, priced."""
 
     family: GroupFamily
     flat: PricedReduction
@@ -65,11 +65,11 @@ class _StageKey(NamedTuple):
 
 
 class StageSums:
-    """Prices of the gradient reductions of one job on one network, for placements of the same sizes.
+    """Prices of the gradient reductions of a job on one network, for placements of the same sizes.
 
     Args:
         network: The site.
-        job: Layers and bytes of one rank.
+        job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
         on_best_fabrics: Kind of group, such as "data", to price as if each node could use the best of its
             fabrics (Network.on_best_fabrics): the step time if no group of this kind spanned networks.
@@ -95,7 +95,20 @@ class StageSums:
     def _stages(
         self, placement: Placement, *stages: int
     ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
-        """Return a key that equal stages share, and a function that folds the nodes of the stages."""
+        """Return a key that equal stages share, and a function that analyses the nodes of the stages.
+
+        A component is a set of stages that share nodes. Stages are equal if their components have nodes of
+        the same kinds, and if they have the same numbers within their components. So prices are computed only
+        once for equal stages.
+
+        Args:
+            placement: Nodes of each stage.
+            stages: Numbers of the stages.
+
+        Returns:
+            The key, and a function that returns a Fold (kinds of pipelines, families of groups) of the
+            components, with the numbers of the stages in it.
+        """
         tied = placement.tied
         components = sorted({stage // tied for stage in stages})
         folded_stages = tuple(
@@ -119,11 +132,11 @@ class StageSums:
         placement: Placement,
         *stages: int,
     ) -> T:
-        """Return make(fold, stages), computed once for all stages that are equal.
+        """Return make(fold, stages), computed once for all stages on equal nodes.
 
         Args:
             name: Name of the result.
-            make: Computes the result from a fold and the stages' numbers in it.
+            make: Computes the result from a Fold (plan/placement.py) and the stages' numbers in it.
             placement: The placement.
             stages: Numbers of the stages.
         """
@@ -271,7 +284,7 @@ class StageSums:
 
 
 class Prices(StageSums):
-    """Costs of one job on one network, for any placement of the same sizes."""
+    """Costs of a job on one network, for any placement of the same sizes."""
 
     def costs(
         self, placement: Placement, reductions: Sequence[PricedReduction] = (), sharded: bool = True
@@ -325,7 +338,7 @@ class Prices(StageSums):
         )
 
     def step_s(self, placement: Placement) -> float:
-        """Return the step time in closed form, in seconds, with one block on each stage."""
+        """Return the step time in closed form, in seconds, with a block on each stage."""
         costs = self.costs(placement)
         return estimate(costs, (1,) * costs.stages).step_s
 
@@ -340,7 +353,7 @@ class Prices(StageSums):
     def _layer_costs_of(
         self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
-        """Return the costs of each kind of layer on one stage, computed once for equal stages."""
+        """Return the costs of each kind of layer on a stage, computed once for equal stages."""
         key, folded = self._stages(placement, stage)
         return self.remember(
             "layers",
@@ -392,7 +405,7 @@ class Prices(StageSums):
         )
 
     def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
-        """Return the seconds in which the slowest group of a kind exchanges `size` bytes."""
+        """Return the seconds that the slowest group of a kind needs to exchange `size` bytes."""
         network = self.groups[kind]
         slowest_s = 0.0
         for family in fold.families(stage, kind):
@@ -497,7 +510,7 @@ class Prices(StageSums):
         return self.job.copies or placement.sizes.tensor
 
     def _load_s(self, placement: Placement, stage_links: Sequence[Price]) -> float:
-        """Return the seconds in which the busiest NIC sends one micro-batch of an interleaved schedule.
+        """Return the seconds that the busiest NIC needs to send one micro-batch of an interleaved schedule.
 
         With v chunks per stage, a stage sends v activations down and v gradients up. The last stage sends
         v - 1 activations to the first one, which sends as many gradients back. Messages inside a cluster and
@@ -525,7 +538,7 @@ class Prices(StageSums):
     # ------------------------------------------------------------------- tied weights, spanning groups
 
     def tied_s(self, placement: Placement) -> float:
-        """Return the seconds in which the first and last stage sum a tied embedding's gradient."""
+        """Return the seconds that the first and last stage need to sum a tied embedding's gradient."""
         size = self.job.tied_bytes
         last = placement.sizes.pipeline - 1
         if not size or not last:
@@ -555,7 +568,7 @@ class Prices(StageSums):
 
         Args:
             fold: The placement.
-            kind: Kind of pipeline.
+            kind: Kind of pipeline: pipelines of one kind run on equal nodes.
             alone: Whether no other group sends at the same time.
         """
         node_kinds = fold.kind_on(kind, 0), fold.kind_on(kind, fold.stages[-1])
@@ -588,14 +601,14 @@ class Prices(StageSums):
 
 
 class _StageLimits(NamedTuple):
-    """Clusters and memory of one stage."""
+    """Clusters and memory of a stage."""
 
     clusters: str  # names, for messages
     memory_bytes: float  # of the smallest GPU; inf: no limit
 
 
 class _LayerCosts(NamedTuple):
-    """Seconds of each kind of layer on one stage."""
+    """Seconds of each kind of layer on a stage."""
 
     forward_s: Row
     backward_s: Row
@@ -630,7 +643,7 @@ def price(
     Args:
         network: The site.
         placement: Nodes of each stage.
-        job: Layers and bytes of one rank.
+        job: Layers and bytes of a rank.
         rules: Reductions that the engine and the options allow.
         reductions: Reduction of each stage; by default the fastest.
     """

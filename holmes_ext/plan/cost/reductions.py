@@ -236,7 +236,7 @@ class Hierarchical(PricedReduction):
     def _chain(
         self, size: float, across_s: float, tag: Tag, chunk: int, is_last: bool
     ) -> Iterator[Flow]:
-        """Yield the transfers of one chunk: inside, across, back across, inside.
+        """Yield the transfers of a chunk: inside, across, back across, inside.
 
         Args:
             size: Bytes of the chunk.
@@ -267,7 +267,7 @@ class Hierarchical(PricedReduction):
         """Return how many TCP streams between two ranks fill the measured links between clusters.
 
         Args:
-            network: The site, with measured rates of links and of one stream.
+            network: The site, with measured rates of links and of a stream.
             crossing: Number of groups that cross at the same time.
         """
         assert self.there.fabric is not None
@@ -416,7 +416,15 @@ def _by_route(
     route: CrossClusterAlgorithm,
     insides: tuple[Load, ...],
 ) -> Hierarchical:
-    """Return the hierarchical all-reduce with one route across clusters."""
+    """Return the hierarchical all-reduce whose sums take one route across clusters.
+
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Members of a group by cluster.
+        route: Algorithm that adds up the clusters' sums.
+        insides: Loads of the steps inside the clusters.
+    """
     there, back = (_half(network, request, members, volumes) for volumes in route.halves)
     fabric = there.fabric
     assert fabric is not None
@@ -456,7 +464,7 @@ def _relay_byte_s(
     """
 
     def message_s(pair: Pair) -> float:
-        """Return the seconds of one message between two clusters, per byte of the sum."""
+        """Return the seconds of a message between two clusters, per byte of the sum."""
         rates_bps: list[float] = [fabric.rate_bps * min(ranks[cluster] for cluster in pair)]
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
         return 8 * route.part / min(rates_bps)
@@ -468,7 +476,12 @@ def _relay_byte_s(
 
 
 def _senders(part: GroupPart, groups: float) -> float:
-    """Return how many ranks of a node send at the same time; groups: as in `hierarchical`."""
+    """Return how many ranks of a node send at the same time.
+
+    Args:
+        part: Nodes of a group.
+        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
+    """
     return part.ranks_per_node * (part.concurrent_groups if groups else part.groups)
 
 
@@ -493,6 +506,7 @@ def _inside(
         part.node: float(part.concurrent_groups if request.groups else part.groups)
         for part in parts
     }
+    posts = 0.0
     if request.direct:
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
@@ -501,7 +515,6 @@ def _inside(
     else:
         volume = ring_volume
         messages = ranks - 1
-        posts = 0.0
     return Load(
         nics=network.both_ways(fabric, flows),
         fabric=network.line(fabric),
@@ -613,7 +626,7 @@ class Sharded(PricedReduction):
             backward: The same in the backward pass.
             sizes: Bytes of the gradients of each kind of layer.
             repeats: Number of layers of each kind.
-            prefetch: Whether the collectives of one layer overlap with the computation of another.
+            prefetch: Whether the collectives of a layer overlap with the computation of another.
         """
         if self.zero < _ZERO_GRADIENTS:
             return forward, backward
@@ -744,12 +757,12 @@ def twins(fold: Fold) -> Iterator[GroupFamily]:
 def by_pairs(
     network: Network, fold: Fold, pipeline: int, inside_bps: float = 0.0
 ) -> PricedReduction:
-    """Return the all-reduce of a tied weight between one rank of the first and one of the last stage.
+    """Return the all-reduce of a tied weight between pairs of ranks of the first and the last stage.
 
     Args:
         network: The site.
         fold: The placement.
-        pipeline: Kind of pipeline (see Fold).
+        pipeline: Kind of pipeline: pipelines of one kind run on equal nodes.
         inside_bps: Bits/s between the GPUs of a node.
     """
     stage_link = fold.stage_link(pipeline, 0, fold.stages[-1])
@@ -772,8 +785,8 @@ def tied_hierarchical(
         network: The site.
         family: Groups of the first and last stage together (see `twins`).
         size: Bytes of the gradient.
-        direct: As in `hierarchical`.
-        groups: As in `hierarchical`.
+        direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
+        groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
         inside_bps: Bits/s between the GPUs of a node.
     """
     clusters = [network.cluster(kind) for kind, _ in family.ring]

@@ -30,12 +30,12 @@ from holmes_ext.plan.workload import StageLoad, Workload, passes_s
 
 #: Bytes of a compressed activation element (runtime/groups/wire.py), without the scales of int8.
 COMPRESSED_BYTES = {"bf16": 2, "int8": 1}
-#: Seconds above which a time is a mistake.
+#: A time in seconds that is too large to be true.
 _TOO_LONG_S = 1e30
 
 
 class Kinds(NamedTuple):
-    """The three kinds of layers of a model on one rank."""
+    """The three kinds of layers of a model on a rank."""
 
     layers: tuple[Layer, Layer, Layer]  # embedding, block, output
     working_bytes: float  # of the block that is recomputed at the moment
@@ -63,12 +63,12 @@ def kinds_of(model: Model, sizes: Sizes) -> Kinds:
 
 @dataclass(frozen=True)
 class RankModel:
-    """Layers of one rank by kind, and the bytes that the rank reduces, keeps and sends."""
+    """Layers of a rank by kind, and the bytes that the rank reduces, keeps and sends."""
 
     layers: tuple[Layer, ...]  # one of each kind, in the order of the forward pass
     repeats: tuple[int, ...]  # number of layers of each kind
-    reduced_bytes: tuple[float, ...]  # gradients of one layer of each kind
-    state_bytes: tuple[float, ...]  # weights, gradients and optimizer of one layer of each kind
+    reduced_bytes: tuple[float, ...]  # gradients of a layer of each kind
+    state_bytes: tuple[float, ...]  # weights, gradients and optimizer of a layer of each kind
     micro_batches: int
     before: int = 1  # layers before the first block
     after: int = 1  # layers after the last block
@@ -84,7 +84,7 @@ class RankModel:
     def of(
         cls, model: Model, sizes: Sizes, kinds: Kinds | None = None, replicas: int = 1
     ) -> RankModel:
-        """Return the layers of one rank of a job.
+        """Return the layers of a rank of a job.
 
         Args:
             model: The model.
@@ -120,7 +120,7 @@ class RankModel:
 
     @classmethod
     def of_workload(cls, work: Workload, sizes: Sizes) -> RankModel:
-        """Return a model with one block on each stage, which computes and sends what `work` says."""
+        """Return a model with a block on each stage, with the computation and messages of `work`."""
         block = Layer(
             kind="block",
             tensors=(work.gradient_bytes,),
@@ -153,7 +153,7 @@ class RankModel:
 
     @property
     def block(self) -> Layer:
-        """Return the costs of one block."""
+        """Return the costs of a block."""
         return self.layers[1 if self.before else 0]
 
     @property
@@ -193,15 +193,15 @@ Rows = tuple[Row, ...]
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Seconds and bytes of every kind of layer on every stage.
+    """Seconds and bytes of every kind of layer (embedding, block, output) on every pipeline stage.
 
     Raises:
         HolmesError: A number is negative or infinite, or there are more stages than blocks.
     """
 
     # By stage and kind of layer.
-    forward_s: Rows  # of one micro-batch
-    backward_s: Rows  # of one micro-batch
+    forward_s: Rows  # of a micro-batch
+    backward_s: Rows  # of a micro-batch
     reduction_s: Rows  # of the layer's gradients, without latency
     transfer_s: Rows  # of the layer's output to the next stage
     micro_batches: int
@@ -217,9 +217,9 @@ class StageCosts:
     repeats: tuple[int, ...] = ()  # number of layers of each kind; (): one of each
     working_bytes: float = 0.0  # buffers that every stage needs for a moment
     virtual: int = 1  # chunks per stage
-    load_s: float = 0.0  # seconds in which a NIC sends one micro-batch of all chunks of a stage
+    load_s: float = 0.0  # seconds that a NIC needs to send one micro-batch of all chunks of a stage
     places: tuple[str, ...] = ()  # by stage: names of its clusters
-    #: By stage link: part of transfer_s in which the link carries nothing else, if enough micro-batches are
+    #: By stage link: part of transfer_s that occupies the link, if enough micro-batches are
     #: in flight to hide the stage links (plan/cost/pipeline.py, in_flight). None: the framework's schedule.
     hidden: Row | None = None
     #: (first, last) of neighbouring stages that share NICs for the stage links before and after them.
@@ -352,7 +352,7 @@ class StageCosts:
 
     @cached_property
     def _corners(self) -> list[int]:
-        """Return the first and last layer of each kind; all costs are linear between them."""
+        """Return the numbers of the first and last layer of each kind; costs are linear between them."""
         corners = set()
         for end, count in zip(accumulate(self.repeats), self.repeats):
             corners |= {end - 1, end - count}
@@ -361,7 +361,7 @@ class StageCosts:
     def exposed_s(self, stage: int, low: int, high: int) -> float:
         """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
 
-        With overlap this is the formula of the module. Its maximum is at a layer where the kind changes.
+        With overlap: the maximum of reduction[low..l] - backward[low..l-1], at some l where the kind changes.
         """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:
@@ -427,7 +427,7 @@ class StageCosts:
 
 
 def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int] = ()) -> Estimate:
-    """Return the step of a partition, calculated pass by pass, with one chunk per stage.
+    """Return the predicted times of a step, calculated pass by pass, with one chunk per stage.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -449,7 +449,7 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
 def estimate(
     costs: StageCosts, stage_layers: Sequence[int], ends: Callable[..., list[float]] | None = None
 ) -> Estimate:
-    """Return the step of a partition.
+    """Return the predicted times of a step, for a partition of the layers over the stages.
 
     Args:
         costs: Costs of every layer on every stage.
