@@ -109,7 +109,7 @@ def test_micro_batches_in_flight_hide_an_stage_link(held, least, most):
     assert 0.999 * least <= step_s <= 1.001 * most
 
 
-@pytest.mark.parametrize("notices, stage links", [(False, 1), (True, 2)])
+@pytest.mark.parametrize("notices, stage_links", [(False, 1), (True, 2)])
 def test_a_receiver_s_word_waits_behind_what_it_has_just_sent(notices, stage_links):
     """megatron-core's 1F1B over gloo, two stages of 1 + 2 s, a stage link of 1.5 s: a micro-batch more
     takes 3 s
