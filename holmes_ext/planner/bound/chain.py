@@ -21,12 +21,13 @@ class ChainedBound(NamedTuple):
     split: tuple[int, ...]  # () if no split is faster than the step time already reached
 
 
-class _Choice(NamedTuple):
-    """Best way to put a number of layers on a stage and the stages behind it."""
+class _StageChoices(NamedTuple):
+    """Best ways to put layers on a stage and the stages behind it, by their number of layers together."""
 
-    end_s: float  # least moment at which the stage's last backward pass ends
-    layers: int  # on the stage itself
-    layers_behind: int  # on the stages behind it
+    #: Layers -> least moment at which the stage's last backward pass ends, in seconds.
+    end_s: dict[int, float]
+    #: Layers -> how many of them are on the stage itself.
+    stage_layers: dict[int, int]
 
 
 class ChainBound(StepLowerBound):
@@ -80,17 +81,17 @@ class ChainBound(StepLowerBound):
             choices = self._stage_choices(
                 stage, limits[stage], end_of, room_before, step_s, update.least_s
             )
-            end_of = {layers: choice.end_s for layers, choice in choices.items()}
+            end_of = choices.end_s
             choices_of_stages.append(choices)
 
         remaining = self.layer_count
         split = []
         for choices in reversed(choices_of_stages):
-            if remaining not in choices:
+            if remaining not in choices.stage_layers:
                 return ()
-            choice = choices[remaining]
-            split.append(choice.layers)
-            remaining = choice.layers_behind
+            layers = choices.stage_layers[remaining]
+            split.append(layers)
+            remaining -= layers
         return tuple(split)
 
     def _stage_choices(
@@ -101,7 +102,7 @@ class ChainBound(StepLowerBound):
         room_before: int,
         step_s: float,
         update_s: float,
-    ) -> dict[int, _Choice]:
+    ) -> _StageChoices:
         """Return, for each number of layers on a stage and behind it, the choice that ends first.
 
         The last backward pass of a stage ends after the stage's passes, after the next stage's last
@@ -129,7 +130,8 @@ class ChainBound(StepLowerBound):
             self._after_last_backward_s(stage, layers, update_s) for layers in range(limit + 1)
         ]
         stages_behind = self.stage_count - 1 - stage
-        result: dict[int, _Choice] = {}
+        choices = _StageChoices(end_s={}, stage_layers={})
+        least_end_s, stage_layers = choices
         for behind, behind_end_s in end_of.items():
             available = self.layer_count - behind
             more_behind = behind - stages_behind  # besides one layer a stage
@@ -155,6 +157,7 @@ class ChainBound(StepLowerBound):
                 if sent_s:
                     end_s = max(end_s, sent_end_s + forward_s * layers + more_down_s)
                 total = behind + layers
-                if total not in result or end_s < result[total].end_s:
-                    result[total] = _Choice(end_s, layers, behind)
-        return result
+                if total not in least_end_s or end_s < least_end_s[total]:
+                    least_end_s[total] = end_s
+                    stage_layers[total] = layers
+        return choices

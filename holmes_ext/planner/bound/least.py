@@ -461,9 +461,11 @@ class StepLowerBound(StageBounds):
         after = self.after_backward[stage]
         backward_s = layers * self.backward_s[stage] + self.extra_backward_s[stage]
         hidden_s = after.overlapped * backward_s
-        reduction_s = layers * after.reduction.block_s + after.reduction.fixed_s
+        block_reduction_s, fixed_reduction_s = after.reduction
+        reduction_s = layers * block_reduction_s + fixed_reduction_s
         exposed_s = max(0.0, reduction_s - hidden_s)
-        stage_update_s = layers * after.update.block_s + after.update.fixed_s
+        block_update_s, fixed_update_s = after.update
+        stage_update_s = layers * block_update_s + fixed_update_s
         return exposed_s + self.tied_s[stage] + max(update_s, stage_update_s)
 
     def _node_can_reduce(self, stages: Sequence[int], limits: Sequence[int], step_s: float) -> bool:

@@ -1,0 +1,1 @@
+"""Placement of the experts of a mixture-of-experts model on expert parallel ranks."""

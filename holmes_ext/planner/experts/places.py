@@ -1,13 +1,14 @@
-"""Where experts can live, and how far it is: expert-parallel ranks, those on one node taken together.
+"""Places where experts can live, and the cost of sending a token between them.
 
-An expert has one place, the same in all expert-parallel groups, so a distance is the mean over them:
+A place is a set of expert parallel ranks without a network between them: the ranks of a node. An expert has the
+same place in all expert parallel groups, so a cost is the mean over the groups:
 
-    0                                        ranks on one node
-    INSIDE                                   nodes of one cluster
-    rate of the fastest way / rate of it     clusters: 1 where the network between them is flat
+    0                                                  ranks on one node
+    INSIDE                                             nodes of one cluster
+    rate of the fastest path / rate of this path       clusters; 1 if the network between them is flat
 
-A token that crosses clusters counts more than any that stays: the least sum crosses least, over slow links
-least of all, and then moves least between nodes.
+A token that crosses clusters costs far more than one that stays. So the least total cost crosses clusters least
+(over slow links least of all), and then crosses nodes least.
 """
 
 from __future__ import annotations
@@ -18,72 +19,97 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.sizes import groups
 
-#: Of a token between nodes of a cluster, where one that crosses counts 1 or more.
+#: Cost of a token between nodes of a cluster; a token that crosses clusters costs 1 or more.
 INSIDE = 1e-4
+#: Fewest ranks of a group over which experts can be distributed.
+MIN_RANKS = 2
 
 
 @dataclass(frozen=True)
 class Places:
-    """of: expert-parallel ranks of each place; far[i][j]: of a token from rank i to rank j; crossing, moving:
-    parts of the groups in which that crosses clusters, nodes."""
+    """Places of the experts, and the costs between expert parallel ranks."""
 
+    #: Expert parallel ranks of each place.
     of: tuple[tuple[int, ...], ...]
+    #: [from rank][to rank] cost of a token.
     far: tuple[tuple[float, ...], ...]
+    #: [from rank][to rank] share of the groups in which the token crosses clusters, and nodes.
     crossing: tuple[tuple[float, ...], ...]
     moving: tuple[tuple[float, ...], ...]
 
     @property
     def ranks(self) -> int:
+        """Number of expert parallel ranks."""
         return len(self.far)
 
 
 def places_of(plan: Plan) -> Places:
-    """HolmesError where the plan has no expert-parallel groups."""
-    if plan.sizes is None or plan.sizes.expert < 2:
+    """Return the places of a plan's expert parallel groups.
+
+    Raises:
+        HolmesError: The plan has no expert parallel groups.
+    """
+    if plan.sizes is None or plan.sizes.expert < MIN_RANKS:
         raise HolmesError(
             "the plan has no expert parallelism: give the expert-parallel size (--expert N)"
         )
-    expert_groups, size = groups(plan.sizes, "expert"), plan.sizes.expert
-    clusters, nodes = (
-        list(plan.clusters),
-        [[plan.node_of(rank) for rank in ranks] for ranks in expert_groups],
-    )
-    rates = {(a, b): _rate(plan, a, b) for a in clusters for b in clusters if a != b}
-    fastest = max(rates.values(), default=1.0)
-    tables = tuple([[0.0] * size for _ in range(size)] for _ in range(3))
-    for names in nodes:
-        for i, source in enumerate(names):
-            for j, target in enumerate(names):
-                pair, apart = (
-                    (plan.cluster_of[source], plan.cluster_of[target]),
-                    float(source != target),
-                )
+    size = plan.sizes.expert
+    groups_nodes = [
+        [plan.node_of(rank) for rank in ranks] for ranks in groups(plan.sizes, "expert")
+    ]
+    clusters = list(plan.clusters)
+    rates_bps = {
+        (source, target): _rate_bps(plan, source, target)
+        for source in clusters
+        for target in clusters
+        if source != target
+    }
+    fastest_bps = max(rates_bps.values(), default=1.0)
+    far = [[0.0] * size for _ in range(size)]
+    crossing = [[0.0] * size for _ in range(size)]
+    moving = [[0.0] * size for _ in range(size)]
+    for nodes in groups_nodes:
+        for i, source in enumerate(nodes):
+            for j, target in enumerate(nodes):
+                pair = (plan.cluster_of[source], plan.cluster_of[target])
+                moves = float(source != target)
                 crosses = float(pair[0] != pair[1])
-                distance = fastest / rates[pair] if crosses else INSIDE * apart
-                for table, value in zip(tables, (distance, crosses, apart)):
-                    table[i][j] += value / len(nodes)
-    far, crossing, moving = (tuple(map(tuple, table)) for table in tables)
-    return Places(_together(far), far, crossing, moving)
+                cost = fastest_bps / rates_bps[pair] if crosses else INSIDE * moves
+                far[i][j] += cost / len(groups_nodes)
+                crossing[i][j] += crosses / len(groups_nodes)
+                moving[i][j] += moves / len(groups_nodes)
+    costs = _frozen(far)
+    return Places(_joined_ranks(costs), costs, _frozen(crossing), _frozen(moving))
 
 
-def _rate(plan: Plan, source: str, target: str) -> float:
-    """Bits/s of the slowest thing between nodes of two clusters."""
-    first, second = (
-        next(i for i, node in enumerate(plan.nodes) if node in plan.clusters[name])
-        for name in (source, target)
-    )
-    fabric = plan.fabric_of((first * plan.processes, second * plan.processes))
+def _frozen(table: list[list[float]]) -> tuple[tuple[float, ...], ...]:
+    return tuple(map(tuple, table))
+
+
+def _rate_bps(plan: Plan, source: str, target: str) -> float:
+    """Return the rate of the slowest part of the path between nodes of two clusters, in bits/s."""
+    fabric = plan.fabric_of((_first_rank(plan, source), _first_rank(plan, target)))
     assert fabric is not None
     return min([fabric.rate_bps, *(hop.rate_bps for hop in plan.wan.hops(source, target))])
 
 
-def _together(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """Ranks with nothing between them and the same distances to all others, taken together."""
-    by_row: dict[tuple[float, ...], list[int]] = {}
+def _first_rank(plan: Plan, cluster: str) -> int:
+    """Return the first rank on a cluster's nodes."""
+    for index, node in enumerate(plan.nodes):
+        if node in plan.clusters[cluster]:
+            return index * plan.processes
+    raise AssertionError(f"the plan has no node of cluster {cluster}")
+
+
+def _joined_ranks(far: tuple[tuple[float, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of ranks that cost nothing between them and the same to all other ranks."""
+    ranks_of_row: dict[tuple[float, ...], list[int]] = {}
     for rank, row in enumerate(far):
-        by_row.setdefault(row, []).append(rank)
-    together = [
-        ranks for ranks in by_row.values() if all(far[ranks[0]][peer] == 0 for peer in ranks)
-    ]
-    alone = [(rank,) for ranks in by_row.values() if ranks not in together for rank in ranks]
-    return tuple(sorted([*map(tuple, together), *alone]))
+        ranks_of_row.setdefault(row, []).append(rank)
+    places: list[tuple[int, ...]] = []
+    for ranks in ranks_of_row.values():
+        if all(far[ranks[0]][peer] == 0 for peer in ranks):
+            places.append(tuple(ranks))
+        else:
+            places += [(rank,) for rank in ranks]
+    return tuple(sorted(places))

@@ -1,21 +1,23 @@
-"""The experts' places with the least traffic: an integer program, with the proof of how good its answer is.
+"""Integer program for the placement of experts with the least traffic, with a bound on the optimum.
 
-Rows of ranks (arXiv 2508.09229, whose servers are places here; x is 1 where expert e lives at place p):
+Counts of tokens by rank and expert (arXiv 2508.09229, whose servers are places here). x[e, p] is 1 if expert e
+lives at place p, and far[r, p] is the cost of a token from rank r to place p:
 
-    least   sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]     what tokens pass on the way to their experts
-    with    sum_p x[e, p] = 1         sum_e x[e, p] = slots of p
-            sum_e x[e, p] load[e] <= limit of p                  no cluster computes for
-                                                                 much more than its share
+    minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens to their experts
+    subject to    sum_p x[e, p] = 1                                     each expert has one place
+                  sum_e x[e, p] = slots of p                            each slot has one expert
+                  sum_e x[e, p] load[e] <= limit of p                   no cluster computes much more than its
+                                                                        share
 
-HiGHS (scipy.optimize.milp) solves it and bounds what any answer takes. Rows of experts (tokens that two
-experts share, for dispatchers that send a token once to each place) make it quadratic; then experts are
-swapped while that helps, and the bound is that an expert has so many companions at most as its place, or its
-cluster, has other slots.
+HiGHS (scipy.optimize.milp) solves it and bounds the optimum.
 
-    EPLB    DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest expert
-            first, to the emptiest rank that has room. It knows no distances.
+Counts by pairs of experts (tokens that two experts share, for dispatchers that send a token once to each place)
+make the program quadratic. Then experts are swapped as long as that helps; the bound assumes that each expert
+has its most frequent companions in the other slots of its place, or of its cluster.
 
-Its answer obeys the limits (they are not below its own loads), so ours never takes more.
+EPLB is DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest expert goes
+first, to the emptiest rank with room, whatever the costs. Its placement always meets the limits, so the result
+never costs more than EPLB's.
 """
 
 from __future__ import annotations
@@ -23,54 +25,84 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.experts import RANK, Counts
 from holmes_ext.plan.plan import Plan, load_plan
 from holmes_ext.planner.experts.places import INSIDE, Places, places_of
 
-#: What HiGHS need not improve on.
+#: Relative gap at which HiGHS may stop.
 GAP = 0.002
+#: Tolerances: of loads against limits, and for gains that are rounding errors.
+LOAD_TOLERANCE = 1e-6
+ROUNDING = 1e-9
+#: Names of placements: experts in their order, EPLB's, and the result of this module.
 IDENTITY, EPLB, PLACED = "identity", "EPLB", "placed"
 
 
 @dataclass(frozen=True)
 class Placed:
-    """order: the expert of each slot, rank by rank; cost: of the program's aim; crossing, moving: parts of
-    all tokens that cross clusters, nodes; fullest: rank's load by the mean."""
+    """A placement of the experts, and its traffic."""
 
+    #: IDENTITY, EPLB or PLACED.
     name: str
+    #: Expert of each slot, rank by rank.
     order: tuple[int, ...]
+    #: Cost of all tokens.
     cost: float
+    #: Shares of the tokens that cross clusters, and nodes.
     crossing: float
     moving: float
+    #: Load of the fullest rank, relative to the mean.
     fullest: float
 
 
 @dataclass(frozen=True)
 class Answer:
-    """placements: identity, EPLB, placed. bound: no order within the limits costs less."""
+    """Placements of one layer's experts, and a bound on the optimum."""
 
+    #: IDENTITY, EPLB, PLACED.
     placements: tuple[Placed, ...]
+    #: Lower bound on the cost of every placement within the limits.
     bound: float
 
     @property
     def best(self) -> Placed:
+        """The placement found by this module."""
         return self.placements[-1]
 
     @property
     def gap(self) -> float:
-        """How much less than `best` an order could cost at most, as a part of it."""
+        """Largest fraction of the cost that another placement could save."""
         return max(0.0, 1 - self.bound / self.best.cost) if self.best.cost > 0 else 0.0
+
+
+class _Solution(NamedTuple):
+    """Solution of an integer program."""
+
+    #: [experts] number of the place; None if no solution was found in time.
+    places: Any
+    bound: float
 
 
 def solve(
     counts: Counts, places: Places, balance: float = 1.1, seconds: float = 10.0, per_rank: int = 0
 ) -> Answer:
-    """balance: times the mean load that a place may have; seconds: for HiGHS; per_rank: experts that a rank
-    holds at most (0: as many as there are for each). HolmesError: no fit, or no scipy."""
-    ranks, experts = places.ranks, counts.experts
+    """Place the experts of one layer.
+
+    Args:
+        counts: Tokens by rank and expert, or by pairs of experts.
+        places: Places of the expert parallel ranks.
+        balance: Most load of a place, relative to the mean.
+        seconds: Time limit of HiGHS.
+        per_rank: Most experts of a rank; 0 for as many as the experts divided by the ranks.
+
+    Raises:
+        HolmesError: The experts do not fit the ranks, `balance` is below 1, or scipy is missing.
+    """
+    ranks = places.ranks
+    experts = counts.experts
     if per_rank and experts > per_rank * ranks:
         raise HolmesError(f"{experts} experts do not fit on {ranks} ranks of {per_rank} each")
     if experts % ranks:
@@ -85,25 +117,26 @@ def solve(
 def place_experts(
     counts: Sequence[Sequence[float]], plan: Plan | str, rows: str = RANK, balance: float = 1.1
 ) -> Placed:
-    """The order of experts with the least traffic. Its `order[s]` is the expert of slot s; slots are those of
-    the group's first rank, then those of the second.
+    """Return the order of the experts with the least traffic.
+
+    `order[s]` is the expert of slot s. Slots are numbered rank by rank within an expert parallel group.
 
     Args:
-        counts: Tokens, a row for each rank and a column for each expert.
-        plan: With an expert-parallel size; a Plan, or the path of a plan.json.
-        rows: "rank"; or "expert": a row for each expert, too, and counts are the tokens that both get.
-        balance: A cluster gets so many times its share of tokens at most, or what EPLB gives it.
+        counts: Tokens, with a row for each rank and a column for each expert.
+        plan: A Plan with an expert parallel size, or the path of its plan.json.
+        rows: "rank"; or "expert" if `counts` has a row for each expert too, with the tokens that both get.
+        balance: Most tokens of a cluster, relative to its share, or what EPLB gives it if that is more.
 
     Raises:
         HolmesError: The counts do not fit the plan, or scipy is missing.
     """
-    known = load_plan(plan) if isinstance(plan, str) else plan
-    return solve(
-        Counts(rows, tuple(tuple(map(float, row)) for row in counts)), places_of(known), balance
-    ).best
+    loaded = load_plan(plan) if isinstance(plan, str) else plan
+    table = tuple(tuple(map(float, row)) for row in counts)
+    return solve(Counts(rows, table), places_of(loaded), balance).best
 
 
 def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """Return numpy, scipy.optimize and scipy.sparse; raise HolmesError if they are not installed."""
     try:
         import numpy
         from scipy import optimize, sparse
@@ -115,220 +148,272 @@ def _libraries() -> tuple[ModuleType, ModuleType, ModuleType]:
 
 
 class _Problem:
+    """Placement problem of one layer.
+
+    Dictionaries "rank -> experts" are whole placements; arrays [experts] hold the number of each expert's
+    place. Regions are groups of places inside one cluster.
+    """
+
     def __init__(self, counts: Counts, places: Places, balance: float):
         self.np, self.optimize, self.sparse = np, _, _ = _libraries()
-        self.places, self.slots = places, counts.experts // places.ranks
-        self.of_ranks = counts.rows == RANK
-        table = counts.folded(places.ranks) if self.of_ranks else counts.table
-        self.table = np.array(table, float)
-        if not self.of_ranks:
+        self.places = places
+        #: Experts of each rank.
+        self.slots = counts.experts // places.ranks
+        self.by_rank = counts.rows == RANK
+        #: Tokens [ranks, experts], or [experts, experts] without the diagonal.
+        self.table = np.array(counts.folded(places.ranks) if self.by_rank else counts.table, float)
+        if not self.by_rank:
             self.table = (self.table + self.table.T) / 2
             np.fill_diagonal(self.table, 0)
-        self.load, self.placements = self.table.sum(0), np.array(places.far)
+        #: Tokens of each expert.
+        self.load = self.table.sum(0)
+        #: Cost of a token [from rank, to rank].
+        self.rank_cost = np.array(places.far)
+        #: Slots of each place.
         self.room = np.array([len(ranks) * self.slots for ranks in places.of])
-        self.first = [ranks[0] for ranks in places.of]
+        self.first_ranks = [ranks[0] for ranks in places.of]
         self.place_of_rank = {
             rank: place for place, ranks in enumerate(places.of) for rank in ranks
         }
         self.eplb = self.packed(range(counts.experts), range(places.ranks))
-        self.far = self.placements[self.first][:, self.first]
-        regions = list(dict.fromkeys(tuple(np.flatnonzero(row <= INSIDE)) for row in self.far))
-        apart = sum(map(len, regions)) == len(self.far) and 1 < len(regions) < len(self.far)
-        self.regions = [list(region) for region in regions] if apart else []
+        #: Cost of a token [from place, to place].
+        self.far = self.rank_cost[self.first_ranks][:, self.first_ranks]
+        self.regions = self._regions()
         self.balance = balance
-        alone = [[place] for place in range(len(self.room))]
-        self.limit = self.limits(alone)
+        single_places = [[place] for place in range(len(self.room))]
+        #: Most load of each place, and of each region.
+        self.limit = self.limits(single_places)
         self.limits_of_regions = self.limits(self.regions) if self.regions else self.limit
-        self.limited = list(zip(self.regions or alone, self.limits_of_regions))
+        self.limited = list(zip(self.regions or single_places, self.limits_of_regions))
+
+    def _regions(self) -> list[list[int]]:
+        """Return the places of each cluster; [] if they overlap, or clusters have a single place."""
+        neighbours = [tuple(self.np.flatnonzero(row <= INSIDE)) for row in self.far]
+        regions = list(dict.fromkeys(neighbours))
+        places = len(self.far)
+        is_partition = sum(map(len, regions)) == places
+        if not is_partition or not 1 < len(regions) < places:
+            return []
+        return [list(region) for region in regions]
 
     def limits(self, regions: list[list[int]]) -> Any:
-        """Loads that each region may have: what EPLB needs for the fullest, or `balance` times its share."""
-        np, eplb = self.np, self.place_of(self.eplb)
+        """Return the most load of each region: `balance` times its share, or as much as EPLB needs."""
+        np = self.np
+        eplb = self.place_of(self.eplb)
         rooms = np.array([self.room[region].sum() for region in regions])
         loads = np.array([self.load[np.isin(eplb, region)].sum() for region in regions])
-        return rooms * max([self.balance * self.load.mean(), *(loads / rooms)])
+        load_per_slot = max([self.balance * self.load.mean(), *(loads / rooms)])
+        return rooms * load_per_slot
 
-    # Orders and what they cost
+    # ------------------------------------------------------------------- placements and their cost
 
     def packed(self, experts: Sequence[int], ranks: Sequence[int]) -> dict[int, list[int]]:
-        """Rank -> its experts: the fullest first, to the emptiest rank with room (EPLB)."""
+        """Return rank -> experts by EPLB: the fullest expert first, to the emptiest rank with room."""
         experts_of: dict[int, list[int]] = {rank: [] for rank in ranks}
         loads = dict.fromkeys(ranks, 0.0)
-        for expert in sorted(experts, key=lambda e: (-self.load[e], e)):
-            rank = min(
-                (r for r in ranks if len(experts_of[r]) < self.slots), key=lambda r: (loads[r], r)
-            )
-            experts_of[rank].append(expert)
-            loads[rank] += self.load[expert]
+        for expert in sorted(experts, key=lambda expert: (-self.load[expert], expert)):
+            with_room = (rank for rank in ranks if len(experts_of[rank]) < self.slots)
+            emptiest = min(with_room, key=lambda rank: (loads[rank], rank))
+            experts_of[emptiest].append(expert)
+            loads[emptiest] += self.load[expert]
         return experts_of
 
     def place_of(self, experts_of: dict[int, list[int]]) -> Any:
-        """[experts] the place of each one that a rank holds."""
+        """Return the place of each expert, from rank -> experts."""
         result = self.np.zeros(len(self.load), int)
         for rank, experts in experts_of.items():
             result[experts] = self.place_of_rank[rank]
         return result
 
-    def held(self, place: Any) -> dict[int, list[int]]:
+    def by_ranks(self, place_of: Any) -> dict[int, list[int]]:
+        """Return rank -> experts, from the place of each expert; each place is packed by EPLB."""
         result: dict[int, list[int]] = {}
-        for p, ranks in enumerate(self.places.of):
-            result |= self.packed(list(self.np.flatnonzero(place == p)), ranks)
+        for place, ranks in enumerate(self.places.of):
+            result |= self.packed(list(self.np.flatnonzero(place_of == place)), ranks)
         return result
 
     def total(self, experts_of: dict[int, list[int]], weights: Any) -> float:
-        """Tokens times weights[rank, rank] of their ways."""
+        """Return the sum over all tokens of weights[from rank, to rank]."""
         rank_of = self.np.zeros(len(self.load), int)
         for rank, experts in experts_of.items():
             rank_of[experts] = rank
-        if self.of_ranks:
+        if self.by_rank:
             return float((self.table * weights[:, rank_of]).sum())
         return float((self.table * weights[rank_of][:, rank_of]).sum() / 2)
 
-    def way(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
-        np, tokens = self.np, float(self.table.sum()) / (1 if self.of_ranks else 2) or 1.0
-        loads = [self.load[experts_of[rank]].sum() for rank in sorted(experts_of)]
-        crossing, moving = (
-            self.total(experts_of, np.array(w)) / tokens
-            for w in (self.places.crossing, self.places.moving)
-        )
-        order = tuple(int(expert) for rank in sorted(experts_of) for expert in experts_of[rank])
-        fullest = max(loads) / (self.load.sum() / len(loads) or 1.0)
+    def placed(self, name: str, experts_of: dict[int, list[int]]) -> Placed:
+        """Return a placement with its cost and its shares of traffic."""
+        np = self.np
+        pairs_per_token = 1 if self.by_rank else 2
+        tokens = float(self.table.sum()) / pairs_per_token or 1.0
+        ranks = sorted(experts_of)
+        loads = [self.load[experts_of[rank]].sum() for rank in ranks]
+        mean_load = self.load.sum() / len(loads) or 1.0
         return Placed(
-            name,
-            order,
-            self.total(experts_of, self.placements),
-            float(crossing),
-            float(moving),
-            float(fullest),
+            name=name,
+            order=tuple(int(expert) for rank in ranks for expert in experts_of[rank]),
+            cost=self.total(experts_of, self.rank_cost),
+            crossing=float(self.total(experts_of, np.array(self.places.crossing)) / tokens),
+            moving=float(self.total(experts_of, np.array(self.places.moving)) / tokens),
+            fullest=float(max(loads) / mean_load),
         )
 
-    # The program
+    # ------------------------------------------------------------------- solution
 
     def answer(self, seconds: float) -> Answer:
+        """Return the placements and the bound, in so many seconds of HiGHS."""
         ranks = range(self.places.ranks)
         identity = {rank: list(range(rank * self.slots, (rank + 1) * self.slots)) for rank in ranks}
-        known = [self.way(IDENTITY, identity), self.way(EPLB, self.eplb)]
-        if self.of_ranks:
-            solution, bound = self.linear(seconds)
-            starts = [start for start in (solution, self.place_of(self.eplb)) if start is not None]
+        baselines = [self.placed(IDENTITY, identity), self.placed(EPLB, self.eplb)]
+        eplb_places = self.place_of(self.eplb)
+        if self.by_rank:
+            solution = self.solve_linear(seconds)
+            bound = solution.bound
+            candidates = [eplb_places]
+            if solution.places is not None:
+                candidates.insert(0, solution.places)
         else:
-            starts = [
-                self.swapped(self.place_of(experts_of)) for experts_of in (self.eplb, identity)
-            ]
-            bound = self.companions()
-        allowed = [start for start in starts if self.fits(start)]
-        best = min(
-            (self.way(PLACED, self.held(place)) for place in allowed),
-            key=lambda placed: placed.cost,
-        )
-        return Answer((*known, best), min(float(bound), best.cost))  # not above it by rounding
+            candidates = [self.swapped(eplb_places), self.swapped(self.place_of(identity))]
+            bound = self.companions_bound()
+        fitting = [place_of for place_of in candidates if self.fits(place_of)]
+        placements = [self.placed(PLACED, self.by_ranks(place_of)) for place_of in fitting]
+        best = min(placements, key=lambda placed: placed.cost)
+        # Rounding may lift the bound above the cost.
+        return Answer((*baselines, best), min(float(bound), best.cost))
 
-    def fits(self, place: Any) -> bool:
-        """Whether no region (where there are none, no place) has more than its limit."""
+    def fits(self, place_of: Any) -> bool:
+        """Return whether the load of every region (or place, without regions) is within its limit."""
         return all(
-            self.load[self.np.isin(place, region)].sum() <= limit * (1 + 1e-6)
+            self.load[self.np.isin(place_of, region)].sum() <= limit * (1 + LOAD_TOLERANCE)
             for region, limit in self.limited
         )
 
-    def linear(self, seconds: float) -> tuple[Any, float]:
-        """([experts] places or None, bound). Regions (places INSIDE of each other) are chosen first, as if an
-        expert got the best place there: what bounds that bounds the whole."""
-        np, cost = self.np, self.table.T @ self.placements[:, self.first]  # [experts, places]
+    def solve_linear(self, seconds: float) -> _Solution:
+        """Solve the program for counts by ranks: first regions, then places within each region.
+
+        The program for regions assumes that each expert gets its best place there, so its bound holds for
+        the whole problem.
+        """
+        np = self.np
+        cost = self.table.T @ self.rank_cost[:, self.first_ranks]  # [experts, places]
         if not self.regions:
             return self.program(cost, self.room, self.limits_of_regions, seconds)
         region_cost = np.stack([cost[:, region].min(1) for region in self.regions], 1)
         rooms = np.array([self.room[region].sum() for region in self.regions])
         region_of, bound = self.program(region_cost, rooms, self.limits_of_regions, seconds / 2)
         if region_of is None:
-            return None, bound
-        places = np.zeros(len(self.load), int)
+            return _Solution(None, bound)
+        place_of = np.zeros(len(self.load), int)
+        region_seconds = seconds / 2 / len(self.regions)
         for number, region in enumerate(self.regions):
             experts = np.flatnonzero(region_of == number)
-            chosen = self.inside(cost, experts, region, seconds / 2 / len(self.regions))
-            places[experts] = np.array(region)[chosen]
-        return places, bound
+            chosen = self.places_within(cost, experts, region, region_seconds)
+            place_of[experts] = np.array(region)[chosen]
+        return _Solution(place_of, bound)
 
-    def inside(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
-        """Places, numbered within the region; none gets more than the fullest one of packed experts."""
-        experts_of = self.packed(
-            list(experts), [rank for place in region for rank in self.places.of[place]]
-        )
-        packed = self.np.searchsorted(
-            region, self.place_of(experts_of)[experts]
-        )  # regions are ascending
-        room, load = self.room[region], self.load[experts]
-        fullest = (self.np.bincount(packed, load, len(region)) / room).max()
+    def places_within(self, cost: Any, experts: Any, region: list[int], seconds: float) -> Any:
+        """Return the place of each of a region's experts, numbered within the region.
+
+        No place gets more load than the fullest place under EPLB.
+        """
+        np = self.np
+        ranks = [rank for place in region for rank in self.places.of[place]]
+        eplb = self.place_of(self.packed(list(experts), ranks))
+        packed = np.searchsorted(region, eplb[experts])  # the places of a region ascend
+        room = self.room[region]
+        load = self.load[experts]
+        fullest = (np.bincount(packed, load, len(region)) / room).max()
         limit = room * max(fullest, self.balance * self.load.mean())
-        solution, _ = self.program(cost[experts][:, region], room, limit, seconds, load)
-        return packed if solution is None else solution
+        solution = self.program(cost[experts][:, region], room, limit, seconds, load)
+        return packed if solution.places is None else solution.places
 
     def program(
         self, cost: Any, room: Any, limit: Any, seconds: float, load: Any = None
-    ) -> tuple[Any, float]:
-        """cost: [experts, places]; ([experts] places or None, bound)."""
-        np, (experts, places) = self.np, cost.shape
-        load, scale = self.load if load is None else load, cost.max() or 1.0
-        eye, ones = self.sparse.identity, np.ones
-        placed_once = self.sparse.kron(eye(experts), ones((1, places)))
-        slots_used = self.sparse.kron(ones((1, experts)), eye(places))
-        loads = self.sparse.kron(load[None, :], eye(places))
-        within = self.optimize.LinearConstraint
+    ) -> _Solution:
+        """Solve the integer program of the module docstring with HiGHS.
+
+        Args:
+            cost: [experts, places] cost of an expert's tokens at a place.
+            room: Slots of each place.
+            limit: Most load of each place.
+            seconds: Time limit.
+            load: Load of each expert; None for all experts.
+        """
+        np = self.np
+        experts, places = cost.shape
+        if load is None:
+            load = self.load
+        scale = cost.max() or 1.0
+        identity = self.sparse.identity
+        # Rows of the constraints over the variables x[e, p], in row-major order.
+        places_of_expert = self.sparse.kron(identity(experts), np.ones((1, places)))
+        experts_of_place = self.sparse.kron(np.ones((1, experts)), identity(places))
+        load_of_place = self.sparse.kron(load[None, :], identity(places))
+        constraint = self.optimize.LinearConstraint
         result = self.optimize.milp(
             (cost / scale).ravel(),
-            integrality=ones(experts * places),
+            integrality=np.ones(experts * places),
             bounds=self.optimize.Bounds(0, 1),
             constraints=[
-                within(placed_once.tocsr(), 1, 1),
-                within(slots_used.tocsr(), room, room),
-                within(loads.tocsr(), -np.inf, limit),
+                constraint(places_of_expert.tocsr(), 1, 1),
+                constraint(experts_of_place.tocsr(), room, room),
+                constraint(load_of_place.tocsr(), -np.inf, limit),
             ],
             options={"time_limit": seconds, "mip_rel_gap": GAP},
         )
-        cheapest = float(cost.min(1).sum())  # each expert where it is best, whatever the room
-        bound = result.mip_dual_bound
-        bound = (
-            cheapest
-            if bound is None or not np.isfinite(bound)
-            else max(cheapest, float(bound) * scale)
-        )
-        return (None if result.x is None else result.x.reshape(experts, places).argmax(1)), bound
+        bound = float(cost.min(1).sum())  # each expert at its best place, without any limit
+        dual_bound = result.mip_dual_bound
+        if dual_bound is not None and np.isfinite(dual_bound):
+            bound = max(bound, float(dual_bound) * scale)
+        if result.x is None:
+            return _Solution(None, bound)
+        return _Solution(result.x.reshape(experts, places).argmax(1), bound)
 
-    def swapped(self, place: Any) -> Any:
-        """Two experts of different places at a time, the pair that helps most first."""
-        np, far = self.np, self.far
-        place = place.copy()
+    def swapped(self, place_of: Any) -> Any:
+        """Return a placement after swapping pairs of experts, best pair first, as long as the cost falls."""
+        np = self.np
+        far = self.far
+        place_of = place_of.copy()
+        experts = np.arange(len(place_of))
         while True:
-            at = np.eye(len(self.room))[place]
-            sums = self.table @ at @ far  # [experts, places]: what it costs there
-            here, there = (
-                sums[np.arange(len(place)), place],
-                sums[:, place],
-            )  # there[i, j]: i where j is
-            gain = (
-                here[:, None]
-                - there
-                + here[None, :]
-                - there.T
-                - 2 * self.table * far[place][:, place]
-            )
-            loads = np.bincount(place, self.load, len(self.room))
-            more = self.load[None, :] - self.load[:, None]  # [i, j]: what the place of i gets more
-            room = self.limit - loads
-            gain[(more > room[place][:, None] + 1e-9) | (-more > room[place][None, :] + 1e-9)] = 0
+            is_at = np.eye(len(self.room))[place_of]  # [experts, places] 0 or 1
+            cost_at = self.table @ is_at @ far  # [experts, places] cost of the expert there
+            now = cost_at[experts, place_of]
+            swapped = cost_at[:, place_of]  # [i, j] cost of i at the place of j
+            between = (
+                2 * self.table * far[place_of][:, place_of]
+            )  # a swap keeps the pair's own cost
+            gain = now[:, None] - swapped + now[None, :] - swapped.T - between
+            loads = np.bincount(place_of, self.load, len(self.room))
+            growth = (
+                self.load[None, :] - self.load[:, None]
+            )  # [i, j] load that the place of i gains
+            free = self.limit - loads
+            overfills_i = growth > free[place_of][:, None] + ROUNDING
+            overfills_j = -growth > free[place_of][None, :] + ROUNDING
+            gain[overfills_i | overfills_j] = 0
             i, j = np.unravel_index(gain.argmax(), gain.shape)
-            if gain[i, j] <= 1e-9 * max(1.0, float(here.sum())):
-                return place
-            place[i], place[j] = place[j], place[i]
+            if gain[i, j] <= ROUNDING * max(1.0, float(now.sum())):
+                return place_of
+            place_of[i], place_of[j] = place_of[j], place_of[i]
 
-    def companions(self) -> float:
-        """What an expert's own and neighbouring slots cannot hold goes to others, the least first."""
-        np, far = self.np, self.far
+    def companions_bound(self) -> float:
+        """Return a lower bound on the cost for counts by pairs of experts.
+
+        An expert's place, or its cluster, has a number of other slots. Its tokens with all experts beyond
+        that number leave, at best those with the rarest companions.
+        """
+        np = self.np
+        far = self.far
         across = far[far > INSIDE]
-        levels = [(float(across.min()) if across.size else 0.0, (far <= INSIDE) @ self.room)]
         inside = far[(far > 0) & (far <= INSIDE)]
-        levels += [(float(inside.min()), self.room)] if inside.size else []
-        ordered = np.sort(self.table, 1)[:, 1:]  # of the others, ascending: the largest stay
-        return max(
-            float(ordered[:, : len(self.load) - int(np.max(slots))].sum()) * price / 2
-            for price, slots in levels
-        )
+        # (least cost of a token that leaves, slots that it can stay in)
+        levels = [(float(across.min()) if across.size else 0.0, (far <= INSIDE) @ self.room)]
+        if inside.size:
+            levels.append((float(inside.min()), self.room))
+        ascending = np.sort(self.table, 1)[:, 1:]  # without the expert itself
+        bounds = []
+        for cost, slots in levels:
+            leaving = len(self.load) - int(np.max(slots))
+            bounds.append(float(ascending[:, :leaving].sum()) * cost / 2)
+        return max(bounds)

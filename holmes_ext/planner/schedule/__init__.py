@@ -1,0 +1,1 @@
+"""Optimization of the order of passes on the stages of a pipeline."""

@@ -1,11 +1,16 @@
-"""A schedule with the least step that is found, within the memory: list scheduling under a local search.
+"""Search for a short order of passes within the memory: list scheduling under local search.
 
-A stage that is free takes what its rules say: a gradient of the input first, unless fewer than `ahead`
-micro-batches are under way and a forward is ready; then a forward; then the weights' gradient of the oldest
-micro-batch. That one comes first where more than `late` of them are undone, or the memory is full. Where a
-message comes sooner than `patience` of a weights' gradient's time, the stage waits for it instead. The search
-changes one rule of one stage at a time and keeps what shortens the step; then it changes three at random and
-begins again. Deterministic: so many passes are tried, not seconds.
+A backward pass is split into the gradient of the input (I) and of the weights (W), which may be delayed. A
+free stage chooses its next pass by its rule:
+
+    1. W, if more than `late` of them are undone, or the memory is full
+    2. I, unless fewer than `ahead` micro-batches are under way and a forward pass (F) is ready
+    3. F
+    4. W of the oldest micro-batch, unless a message arrives sooner than `patience` of its time
+
+The local search changes one rule of one stage at a time, and keeps changes that shorten the step. In a local
+minimum it makes three random changes and begins again (iterated local search). The budget is a number of
+passes, not seconds, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -22,22 +27,32 @@ from holmes_ext.plan.schedule import OnePass, PassOrder, Times
 from holmes_ext.plan.workload import StageLoad, passes_s
 from holmes_ext.planner.schedule.least import least_s
 
-#: Passes that a search walks through at most: about a second.
-WORK = 200_000
-#: Passes in which each stage link's messages get an order: so many times the work.
-ONE_ORDER = 4
-#: Times that a search leaves the best rules found, by three changes of them at random.
-KICKS = 40
-#: A change must save this part of a step.
+#: Most passes that all tries of a search schedule together: about a second.
+MAX_PASSES = 200_000
+#: Factor on the work of a try if the messages of each stage link get a common order.
+ONE_ORDER_WORK = 4
+#: Number of restarts from the best rules, and random changes of each.
+RESTARTS = 40
+RANDOM_CHANGES = 3
+#: Number of starting points from which the search descends.
+STARTS = 3
+#: Fraction of the step that a change must save.
 BETTER = 1e-9
+#: Fewest stages for which the order of passes matters.
+MIN_STAGES = 2
+#: A starting point delays any number of W.
+ANY_NUMBER = -1
 
 
 @dataclass(frozen=True)
 class Rule:
-    """late: weights' gradients that may be undone; patience: part of such a pass that it rather waits."""
+    """Rule by which a stage chooses its next pass."""
 
+    #: Micro-batches under way before gradients take precedence over forward passes.
     ahead: int
+    #: Most gradients of weights that are delayed.
     late: int
+    #: Longest wait for a message instead of a gradient of the weights, relative to its time.
     patience: float = 0.0
 
 
@@ -49,164 +64,268 @@ def quickest(
     micro_batches: int,
     one_order: bool,
 ) -> PassOrder | None:
-    """None where 1F1B with hidden stage links is as fast, or what of a backward could wait is not
-    known. transfer:
-    seconds of an activation over each stage link; sent: those in which it carries nothing else; one_order: as
-    solved's. Memory of unknown size holds as many micro-batches as 1F1B's fullest stage."""
+    """Return an order of passes that is faster than 1F1B with hidden stage links.
+
+    Args:
+        loads: Seconds and memory of each stage. A memory of unknown size holds as many micro-batches as the
+            fullest stage under 1F1B.
+        transfer: Seconds of an activation over each stage link.
+        sent: The part of `transfer` in which the stage link carries nothing else.
+        micro_batches: Number of micro-batches.
+        one_order: The messages of a stage link need a common order (see solved()).
+
+    Returns:
+        None if no faster order was found, or it is unknown which part of a backward pass can be delayed.
+    """
     forward, backward = passes_s(loads)
-    weights, most = tuple(load.weights_s for load in loads), tuple(load.most for load in loads)
-    if len(loads) < 2 or not all(weights):
+    weights = tuple(load.weights_s for load in loads)
+    most = tuple(load.most for load in loads)
+    if len(loads) < MIN_STAGES or not all(weights):
         return None
     in_flight = quickest_in_flight(forward, backward, transfer, micro_batches, sent, most)
     step_1f1b_s = max(walked_ends(forward, backward, transfer, micro_batches, in_flight))
     fullest = max(in_flight)
-    room = tuple(
-        max(count, fullest if limit == inf else limit) for count, limit in zip(in_flight, most)
-    )
+    room = []
+    for count, limit in zip(in_flight, most):
+        room.append(max(count, fullest if limit == inf else limit))
     inputs = tuple(backward_s - weights_s for backward_s, weights_s in zip(backward, weights))
-    times = Times(forward, inputs, weights, transfer, micro_batches, room)
+    times = Times(forward, inputs, weights, transfer, micro_batches, tuple(room))
     pass_order = solved(times, in_flight, one_order)
-    return pass_order if max(pass_order.ends(times)) < step_1f1b_s * (1 - WORTH_MORE) else None
+    is_faster = max(pass_order.ends(times)) < step_1f1b_s * (1 - WORTH_MORE)
+    return pass_order if is_faster else None
 
 
 def solved(times: Times, ahead: Sequence[int], one_order: bool = False) -> PassOrder:
-    """ahead: micro-batches in flight on each stage under 1F1B, where the search begins; one_order: a
-    stage link's messages need one order (NCCL), which is found and priced, too."""
-    passes = 3 * times.micro_batches * len(times.forward) * (ONE_ORDER if one_order else 1)
-    budget = max(1, WORK // passes)
-    room, count = [int(min(most, times.micro_batches)) for most in times.most], len(ahead)
-    wide = [min(2 * depth, depth + count) for depth in ahead]
-    starts = [
-        [
-            Rule(min(depth, most), late if late >= 0 else most, patience)
-            for depth, most in zip(aheads, room)
-        ]
-        for aheads in (ahead, [depth + 1 for depth in ahead], wide, [max(ahead)] * count, room)
-        for late in (0, 1, 2, -1)
-        for patience in (0.0, 1.0)
-    ]
-    tried: dict[tuple[Rule, ...], float] = {}
+    """Return the shortest order of passes that the local search finds.
 
-    def seconds(rules: Sequence[Rule]) -> float:
+    Args:
+        times: Seconds of the passes, and memory of the stages.
+        ahead: Warm-up depth of each stage under 1F1B, where the search begins.
+        one_order: Sends and receives of a stage link need a common order (NCCL); such an order is found for
+            every try, and its time counts.
+    """
+    return _LocalSearch(times, ahead, one_order).best_order()
+
+
+class _LocalSearch:
+    """Iterated local search over the rules of all stages."""
+
+    def __init__(self, times: Times, ahead: Sequence[int], one_order: bool):
+        self.times = times
+        self.ahead = ahead
+        self.one_order = one_order
+        #: Micro-batches that fit the memory of each stage.
+        self.room = [int(min(most, times.micro_batches)) for most in times.most]
+        passes = 3 * times.micro_batches * len(times.forward)
+        if one_order:
+            passes *= ONE_ORDER_WORK
+        self.max_tries = max(1, MAX_PASSES // passes)
+        #: Rules tried -> seconds of their order.
+        self.tried: dict[tuple[Rule, ...], float] = {}
+
+    def best_order(self) -> PassOrder:
+        """Run the search until its budget is spent or the lower bound is reached."""
+        bound_s = least_s(self.times)
+        dice = Random(0)
+        starts = sorted(self._starts(), key=self._seconds)
+        best = min(map(self._descend, starts[:STARTS]), key=self._seconds)
+        for _ in range(RESTARTS):
+            is_optimal = self._seconds(best) <= bound_s * (1 + BETTER)
+            if len(self.tried) >= self.max_tries or is_optimal:
+                break
+            changed = best
+            for _ in range(RANDOM_CHANGES):
+                changed = dice.choice([*_neighbours(changed, self.room)])
+            best = min(best, self._descend(changed), key=self._seconds)
+        orders, _ = listed(self.times, best)
+        return self._ordered([_merged(stage, order) for stage, order in enumerate(orders)])
+
+    def _starts(self) -> Iterator[list[Rule]]:
+        """Yield starting points: several warm-up depths, with W delayed and not."""
+        stages = len(self.ahead)
+        one_more = [depth + 1 for depth in self.ahead]
+        wide = [min(2 * depth, depth + stages) for depth in self.ahead]
+        equal = [max(self.ahead)] * stages
+        for depths in (self.ahead, one_more, wide, equal, self.room):
+            for late in (0, 1, 2, ANY_NUMBER):
+                for patience in (0.0, 1.0):
+                    yield [
+                        Rule(min(depth, most), most if late == ANY_NUMBER else late, patience)
+                        for depth, most in zip(depths, self.room)
+                    ]
+
+    def _seconds(self, rules: Sequence[Rule]) -> float:
+        """Return the seconds of the order that rules make; computed once."""
         key = tuple(rules)
-        if key not in tried:
-            orders, end_s = listed(times, rules)
-            tried[key] = max(ordered(orders).ends(times)) if one_order else end_s
-        return tried[key]
+        if key not in self.tried:
+            orders, end_s = listed(self.times, rules)
+            if self.one_order:
+                end_s = max(self._ordered(orders).ends(self.times))
+            self.tried[key] = end_s
+        return self.tried[key]
 
-    def ordered(orders: Sequence[Sequence[OnePass]]) -> PassOrder:
+    def _ordered(self, orders: Sequence[Sequence[OnePass]]) -> PassOrder:
         pass_order = PassOrder(tuple(tuple(order) for order in orders))
-        return pass_order.in_one_order(times) if one_order else pass_order
+        return pass_order.in_one_order(self.times) if self.one_order else pass_order
 
-    def descended(rules: list[Rule]) -> list[Rule]:
-        best_s, changed = seconds(rules), True
-        while changed:
-            changed = False
-            for neighbour in _near(rules, room):
-                if len(tried) < budget and seconds(neighbour) < best_s * (1 - BETTER):
-                    rules, best_s, changed = neighbour, seconds(neighbour), True
+    def _descend(self, rules: list[Rule]) -> list[Rule]:
+        """Return a local minimum: change single rules as long as that shortens the order."""
+        best_s = self._seconds(rules)
+        improved = True
+        while improved:
+            improved = False
+            for neighbour in _neighbours(rules, self.room):
+                if len(self.tried) >= self.max_tries:
+                    continue
+                if self._seconds(neighbour) < best_s * (1 - BETTER):
+                    rules = neighbour
+                    best_s = self._seconds(neighbour)
+                    improved = True
         return rules
 
-    bound_s, dice = least_s(times), Random(0)
-    best = min(map(descended, sorted(starts, key=seconds)[:3]), key=seconds)
-    kicks = 0
-    while len(tried) < budget and kicks < KICKS and seconds(best) > bound_s * (1 + BETTER):
-        kicked, kicks = best, kicks + 1
-        for _ in range(3):
-            kicked = dice.choice([*_near(kicked, room)])
-        best = min(best, descended(kicked), key=seconds)
-    return ordered(list(map(_whole, range(len(ahead)), listed(times, best)[0])))
 
+def _neighbours(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
+    """Yield the rules with one stage's rule changed.
 
-def _near(rules: list[Rule], in_flight: Sequence[int]) -> Iterator[list[Rule]]:
-    """With one stage's rule changed."""
+    Args:
+        in_flight: Most micro-batches of each stage.
+    """
     for stage, rule in enumerate(rules):
-        changes = [replace(rule, ahead=rule.ahead + by) for by in (1, -1, 2, -2)]
-        changes += [replace(rule, late=rule.late + by) for by in (1, -1, 2, -2)]
-        changes += [
-            replace(rule, patience=value)
-            for value in (0.0, 0.5, 1.0, inf)
-            if value != rule.patience
-        ]
+        changes = [replace(rule, ahead=rule.ahead + step) for step in (1, -1, 2, -2)]
+        changes += [replace(rule, late=rule.late + step) for step in (1, -1, 2, -2)]
+        for patience in (0.0, 0.5, 1.0, inf):
+            if patience != rule.patience:
+                changes.append(replace(rule, patience=patience))
+        most = in_flight[stage]
         for change in changes:
-            if 1 <= change.ahead <= in_flight[stage] and 0 <= change.late <= in_flight[stage]:
+            if 1 <= change.ahead <= most and 0 <= change.late <= most:
                 yield [*rules[:stage], change, *rules[stage + 1 :]]
 
 
-def _whole(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:
-    """On the first stage, whose input's gradient nobody waits for, I and the W right after it become B."""
+def _merged(stage: int, order: list[OnePass]) -> tuple[OnePass, ...]:
+    """Return an order with I and an immediate W merged into a whole backward pass (B) on the first stage.
+
+    No stage waits for the gradient of the first stage's input.
+    """
+    if stage > 0:
+        return tuple(order)
     merged: list[OnePass] = []
     for letter, number in order:
-        if stage == 0 and letter == "W" and merged[-1] == ("I", number):
+        if letter == "W" and merged[-1] == ("I", number):
             merged[-1] = "B", number
         else:
             merged.append((letter, number))
     return tuple(merged)
 
 
+class _StageState:
+    """Progress of one stage during list scheduling."""
+
+    def __init__(self, room: int, activations: list[float]):
+        self.order: list[OnePass] = []
+        self.room = room
+        # Passes done of each kind.
+        self.forwards = 0
+        self.inputs = 0
+        self.weights = 0
+        # Moments at which messages arrive, as far as they are known, by micro-batch.
+        self.activations = activations
+        self.gradients: list[float] = []
+        #: End of the last pass.
+        self.free_s = 0.0
+        #: Not in the queue: waiting for a message whose moment is unknown.
+        self.is_asleep = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the memory holds no further micro-batch."""
+        return self.forwards - self.weights >= self.room
+
+    def next_forward_s(self) -> float:
+        """Return when the next forward pass can begin; inf if that is unknown or the memory is full."""
+        if self.is_full or self.forwards == len(self.activations):
+            return inf
+        return self.activations[self.forwards]
+
+    def next_input_s(self) -> float:
+        """Return when the next gradient of the input can begin; inf if that is unknown."""
+        return self.gradients[self.inputs] if self.inputs < len(self.gradients) else inf
+
+    def choose(self, rule: Rule, now: float, weights_s: float) -> str:
+        """Return the letter of the pass to begin now; "" to wait for a message.
+
+        Args:
+            weights_s: Seconds of a gradient of the weights.
+        """
+        next_forward_s = self.next_forward_s()
+        next_input_s = self.next_input_s()
+        prefers_forward = self.forwards - self.inputs < rule.ahead and next_forward_s <= now
+        if next_input_s <= now and not prefers_forward:
+            return "I"
+        undone = self.inputs - self.weights
+        if undone > rule.late and undone:
+            return "W"
+        if undone and next_forward_s > now:
+            wait_s = min(next_forward_s, next_input_s) - now
+            if wait_s >= rule.patience * weights_s or self.is_full:
+                return "W"
+        return "F" if next_forward_s <= now else ""
+
+
 def listed(times: Times, rules: Sequence[Rule]) -> tuple[list[list[OnePass]], float]:
-    """The passes that the rules make, and their seconds."""
-    count, m = len(rules), times.micro_batches
-    last = count - 1
-    f, i, w, x = times.forward, times.inputs, times.weights, times.transfer
-    orders: list[list[OnePass]] = [[] for _ in rules]
-    # of each stage: passes done of each kind, and when the messages came that are known to come
-    begun, back, done = [0] * count, [0] * count, [0] * count
-    activations: list[list[float]] = [[0.0] * m, *([] for _ in range(last))]
-    gradients: list[list[float]] = [[] for _ in rules]
-    heap = [(0.0, stage) for stage in range(count)]
-    asleep, free, end = [False] * count, [0.0] * count, 0.0
-    room = [max(1, int(min(most, m))) for most in times.most]
+    """Return the order of passes on each stage that rules make, and the seconds that it takes."""
+    micro_batches = times.micro_batches
+    last = len(rules) - 1
+    stages = []
+    for stage, most in enumerate(times.most[: len(rules)]):
+        # The first stage has its inputs from the start.
+        activations = [0.0] * micro_batches if stage == 0 else []
+        stages.append(_StageState(max(1, int(min(most, micro_batches))), activations))
+    end_s = 0.0
+    queue = [(0.0, stage) for stage in range(len(rules))]  # (moment, stage that is free then)
 
     def wake(stage: int, moment: float) -> None:
-        if asleep[stage]:
-            asleep[stage] = False
-            heappush(heap, (max(free[stage], moment), stage))
+        state = stages[stage]
+        if state.is_asleep:
+            state.is_asleep = False
+            heappush(queue, (max(state.free_s, moment), stage))
 
-    while heap:
-        now, s = heappop(heap)
-        rule = rules[s]
-        next_f = activations[s][begun[s]] if begun[s] < len(activations[s]) else inf
-        next_i = gradients[s][back[s]] if back[s] < len(gradients[s]) else inf
-        undone = back[s] - done[s]
-        if begun[s] - done[s] >= room[s]:
-            next_f = inf
-        early = begun[s] - back[s] < rule.ahead
-        if next_i <= now and not (early and next_f <= now):
-            letter = "I"
-        elif undone and (
-            undone > rule.late
-            or next_f > now
-            and (min(next_f, next_i) - now >= rule.patience * w[s] or begun[s] - done[s] >= room[s])
-        ):
-            letter = "W"
-        elif next_f <= now:
-            letter = "F"
-        else:
-            if (soon := min(next_f, next_i)) < inf:
-                heappush(heap, (soon, s))
+    while queue:
+        now, stage = heappop(queue)
+        state = stages[stage]
+        letter = state.choose(rules[stage], now, times.weights[stage])
+        if not letter:
+            next_message_s = min(state.next_forward_s(), state.next_input_s())
+            if next_message_s < inf:
+                heappush(queue, (next_message_s, stage))
             else:
-                asleep[s] = True
+                state.is_asleep = True
             continue
         if letter == "F":
-            number, end_s = begun[s], now + f[s]
-            begun[s] += 1
-            if s == last:
-                gradients[s].append(end_s)
+            number = state.forwards
+            state.forwards += 1
+            pass_end_s = now + times.forward[stage]
+            if stage == last:
+                state.gradients.append(pass_end_s)
             else:
-                activations[s + 1].append(end_s + x[s])
-                wake(s + 1, end_s + x[s])
+                arrival_s = pass_end_s + times.transfer[stage]
+                stages[stage + 1].activations.append(arrival_s)
+                wake(stage + 1, arrival_s)
         elif letter == "I":
-            number, end_s = back[s], now + i[s]
-            back[s] += 1
-            if s:
-                gradients[s - 1].append(end_s + x[s - 1])
-                wake(s - 1, end_s + x[s - 1])
+            number = state.inputs
+            state.inputs += 1
+            pass_end_s = now + times.inputs[stage]
+            if stage:
+                arrival_s = pass_end_s + times.transfer[stage - 1]
+                stages[stage - 1].gradients.append(arrival_s)
+                wake(stage - 1, arrival_s)
         else:
-            number, end_s = done[s], now + w[s]
-            done[s] += 1
-        orders[s].append((letter, number))
-        free[s], end = end_s, max(end, end_s)
-        if done[s] < m:
-            heappush(heap, (end_s, s))
-    return orders, end
+            number = state.weights
+            state.weights += 1
+            pass_end_s = now + times.weights[stage]
+        state.order.append((letter, number))
+        state.free_s = pass_end_s
+        end_s = max(end_s, pass_end_s)
+        if state.weights < micro_batches:
+            heappush(queue, (pass_end_s, stage))
+    return [state.order for state in stages], end_s

@@ -1,1 +1,1 @@
-"""One training step of every rank, event by event."""
+"""Event-driven simulation of one training step of every rank."""

@@ -1,16 +1,15 @@
-"""What is summed and gathered in a step, and when.
+"""Collectives of a step: which bytes are summed and gathered, among which ranks, and from when on.
 
-gradients     of a stage after its last backward, or under it: a layer's are final in
-              the last micro-batch's backward, and full buckets leave at once. Chunks of
-              an interleaved stage share no bucket
-tied          a weight of the first and the last stage: after the
-              stage's own, or before (EngineTraits.tied_first)
-ZeRO 1        weights are gathered after the optimizer, or under the next forward
-ZeRO 2, 3     each micro-batch: a layer's gradients are scattered after its backward, (3) its weights
-              gathered before forward and backward; once a step: (2) weights are gathered
-small ones    the gradients' norm among a pipeline's stages before the optimizer; the loss,
-              averaged over the last stage's ranks, and from there to the other stages at
-              the step's end (a round trip between clusters); what the script sums itself
+gradients       of a stage after its last backward pass, or under it: a layer's gradients are final in the
+                last micro-batch's backward pass, and full buckets are sent at once. Chunks of an
+                interleaved stage share no bucket
+tied weight     of the first and the last stage, after the stage's own gradients or before them
+                (EngineTraits.tied_first)
+ZeRO 1          weights are gathered after the optimizer, or under the next forward pass
+ZeRO 2, 3       in each micro-batch a layer's gradients are scattered after its backward pass; ZeRO 3
+                gathers its weights before both passes, ZeRO 2 once a step
+single numbers  the gradient norm among a pipeline's stages before the optimizer; the loss, averaged over
+                the last stage's ranks and sent to the other stages at the step's end; sums of the script
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import NamedTuple
 
 from holmes_ext.plan.buckets import bucket_bytes, cut
 from holmes_ext.plan.cost.model import Layer, Model
@@ -38,56 +38,75 @@ from holmes_ext.planner.simulate.events import Transfer
 from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.transfers import TransferMaker
 
-#: Beyond so many chunks of a stage they are simulated as larger ones: their pipeline's fill is overrated by
-#: less than 1/32.
-MOST_CHUNKS = 32
-#: (chunk, layer)
-Place = tuple[int, int]
+#: Largest number of chunks into which a reduction is divided; a larger number is simulated as larger chunks,
+#: which overrates the fill of the chunks' pipeline by less than 1/32.
+MAX_CHUNKS = 32
+#: Bytes of a single number.
+NUMBER_BYTES = 4.0
+#: ZeRO stages that shard gradients, and weights too.
+ZERO_GRADIENTS = 2
+ZERO_WEIGHTS = 3
+
+
+class Place(NamedTuple):
+    """A layer of a stage."""
+
+    chunk: int
+    layer: int
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """Of one parameter. late: it becomes final after the backward pass only."""
+    """Gradient of one parameter."""
 
     place: Place
+    #: Bytes.
     size: float
+    #: It becomes final only after the whole backward pass.
     late: bool = False
 
 
 @dataclass(frozen=True)
 class Leaving:
-    """Buckets that leave at one moment: bytes of each, places of their gradients. after: the layer whose
-    backward they wait for; None: the whole pass."""
+    """Buckets of gradients that are sent at one moment."""
 
+    #: Bytes of each bucket.
     sizes: tuple[float, ...]
+    #: Layers of their gradients.
     places: tuple[Place, ...]
+    #: Layer after whose backward pass they are sent; None for after the whole pass.
     after: Place | None
 
 
 def leaving(
     gradients: Sequence[Gradient], limit_bytes: float, exceed: bool, first_bytes: float = 0
 ) -> list[Leaving]:
-    """`gradients` (in the order in which they become final) in buckets of limit_bytes, the first of
-    first_bytes. Those that are full at one layer's end are one transfer."""
-    by_moment: dict[Place | None, list[list[Gradient]]] = {}
+    """Divide gradients into buckets; buckets that are full after the same layer are sent together.
+
+    Args:
+        gradients: In the order in which they become final.
+        limit_bytes: Size of a bucket.
+        exceed: A bucket may exceed its size by its last gradient.
+        first_bytes: Size of the first bucket; 0 for the same as the others.
+    """
+    buckets_of: dict[Place | None, list[list[Gradient]]] = {}  # last layer -> buckets
     for late in (False, True):
-        of_kind = [gradient for gradient in gradients if gradient.late == late]
-        sizes = [gradient.size for gradient in of_kind]
-        for places in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
-            after = None if late else of_kind[places[-1]].place
-            by_moment.setdefault(after, []).append([of_kind[index] for index in places])
-    return [
-        Leaving(
-            tuple(sum(gradient.size for gradient in bucket) for bucket in buckets),
-            tuple(dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)),
-            after,
-        )
-        for after, buckets in by_moment.items()
-    ]
+        candidates = [gradient for gradient in gradients if gradient.late == late]
+        sizes = [gradient.size for gradient in candidates]
+        for indices in cut(sizes, limit_bytes, exceed=exceed, first_bytes=first_bytes):
+            bucket = [candidates[index] for index in indices]
+            after = None if late else bucket[-1].place
+            buckets_of.setdefault(after, []).append(bucket)
+    result = []
+    for after, buckets in buckets_of.items():
+        sizes = [sum(gradient.size for gradient in bucket) for bucket in buckets]
+        places = dict.fromkeys(gradient.place for bucket in buckets for gradient in bucket)
+        result.append(Leaving(tuple(sizes), tuple(places), after))
+    return result
 
 
 class Collectives:
-    """transfers: of all of them."""
+    """Transfers of all collectives of a step."""
 
     def __init__(
         self,
@@ -99,29 +118,44 @@ class Collectives:
         model: Model,
         maker: TransferMaker,
     ):
-        self.network, self.fold, self.run, self.ranges = network, fold, run, ranges
-        self.model, self.maker = model, maker
-        self.stages, sizes = len(fold.stages), fold.of.sizes
+        """Make the transfers.
+
+        Args:
+            network: Fabrics and rates.
+            fold: Ranks of the placement, equal ones together.
+            run: Schedule and overlap.
+            ranges: First layer and end of every chunk; chunk c of stage s is at c x stages + s.
+            layers: Layers of the model.
+            model: Model to train.
+            maker: Factory of transfers.
+        """
+        self.network = network
+        self.fold = fold
+        self.run = run
+        self.ranges = ranges
+        self.model = model
+        self.maker = maker
+        self.stages = len(fold.stages)
+        sizes = fold.of.sizes
         #: Bytes of weights for each byte of gradients.
         self.weights = model.activation_width / model.gradient_width
         self.parameters = [layer.parameters for layer in layers]
-        #: Of each gradient of each layer.
-        self.reduced = [
-            [
-                model.gradient_width * count
-                for count in layer.reduced(sizes.data * sizes.context, sizes.expert)
-            ]
-            for layer in layers
-        ]
+        #: Bytes of each gradient of each layer.
+        self.reduced: list[list[float]] = []
+        for layer in layers:
+            counts = layer.reduced(sizes.data * sizes.context, sizes.expert)
+            self.reduced.append([model.gradient_width * count for count in counts])
         self.tied_bytes = model.tied_bytes(sizes)
+        #: ZeRO 1 gathers the weights under the next forward pass.
         self.late_gather = run.zero == 1 and run.gather_overlap
         self.transfers: dict[Hashable, Transfer] = {}
-        #: What is posted to start a collective, where that is not itself.
+        #: Collective -> transfers to post instead of itself: the first of each of its chains.
         self.starts: dict[Tag, list[Hashable]] = {}
-        #: By (kind of pipeline, stage).
+        # By (kind of pipeline, stage): groups that sum gradients, groups that shard, buckets.
         self.groups: dict[tuple[int, int], GroupFamily] = {}
         self.shards: dict[tuple[int, int], GroupFamily] = {}
         self.leaving: dict[tuple[int, int], list[Leaving]] = {}
+        #: Kind of pipeline -> collective of the tied embedding.
         self.tied: dict[int, Tag] = {}
         for stage in fold.stages:
             for family in fold.families(stage):
@@ -129,178 +163,263 @@ class Collectives:
                     self._add_family(family)
         if self.tied_bytes:
             self._add_tied()
-        for kind in range(len(fold.kinds)) if self.stages > 1 else ():
-            if run.engine.norm:
-                self.transfers["norm", kind] = self._norm(kind)
-            for stage in range(self.stages - 1) if run.engine.reports_loss else ():
-                self.transfers["loss", kind, stage] = self._number(kind, self.stages - 1, stage)
+        if self.stages > 1:
+            self._add_numbers()
 
-    # ------------------------------------------------------------------- what they carry
+    def _add_numbers(self) -> None:
+        """Add the gradient norm and the loss of every kind of pipeline."""
+        last = self.stages - 1
+        for kind in range(len(self.fold.kinds)):
+            if self.run.engine.norm:
+                self.transfers["norm", kind] = self._norm(kind)
+            if self.run.engine.reports_loss:
+                for stage in range(last):
+                    self.transfers["loss", kind, stage] = self._number(kind, last, stage)
+
+    # ------------------------------------------------------------------- gradients and weights
 
     def gradients(self, stage: int) -> list[Gradient]:
-        """Of a stage, in the order in which they become final: the reverse of the forward pass."""
-        late: set[tuple[int, int]] = set()
+        """Return the gradients of a stage in the order in which they become final.
+
+        The order is the reverse of the forward pass.
+        """
+        late: set[tuple[int, int]] = set()  # (layer, number of the gradient)
         if self.tied_bytes and self.run.engine.tied_first:
-            late = {(0, 0), (len(self.reduced) - 1, len(self.reduced[-1]) - 1)}
+            last_layer = len(self.reduced) - 1
+            late = {(0, 0), (last_layer, len(self.reduced[-1]) - 1)}
         result = []
         for chunk in reversed(range(self.run.virtual)):
-            for layer in reversed(range(*self.ranges[chunk * self.stages + stage])):
+            low, high = self.ranges[chunk * self.stages + stage]
+            for layer in reversed(range(low, high)):
                 for number, size in reversed(list(enumerate(self.reduced[layer]))):
-                    result.append(Gradient((chunk, layer), size, (layer, number) in late))
+                    result.append(Gradient(Place(chunk, layer), size, (layer, number) in late))
         return result
 
     def _add_family(self, family: GroupFamily) -> None:
-        run, stage = self.run, family.stage
+        """Add all collectives of the groups that sum a stage's gradients."""
+        run = self.run
+        stage = family.stage
+        parties = len(family.pipelines)
         gradients = self.gradients(stage)
-        total = sum(gradient.size for gradient in gradients)
-        ring, both = self._ring(family), None
+        ring = self._ring(family)
+        two_levels = None
         if run.is_hierarchical(stage):
-            how = run.direct, 0, run.compress, self._link_bps(family.kinds)
-            both = hierarchical(self.network, family, total, *how)
-        scatters = run.zero > 0 and run.engine.scatters
-        every = self._buckets(family, gradients, both.chunk_bytes if both else 0.0)
+            total_bytes = sum(gradient.size for gradient in gradients)
+            link_bps = self._link_bps(family.kinds)
+            two_levels = hierarchical(
+                self.network, family, total_bytes, run.direct, 0, run.compress, link_bps
+            )
+        chunk_bytes = two_levels.chunk_bytes if two_levels else 0.0
+        all_buckets = self._buckets(family, gradients, chunk_bytes)
         for kind in family.pipelines:
-            self.groups[kind, stage], self.leaving[kind, stage] = family, every
+            self.groups[kind, stage] = family
+            self.leaving[kind, stage] = all_buckets
         if run.engine.averages_loss and stage == self.stages - 1:
-            self.transfers["average", stage, family.pipelines, 0] = self._number_summed(
-                family, ring
-            )
+            average = ("average", stage, family.pipelines, 0)
+            self.transfers[average] = self._number_summed(family, ring)
         for number in range(run.sums):
-            self.transfers["sum", stage, family.pipelines, number] = self._number_summed(
-                family, ring
-            )
-        if run.zero > 1:
+            total = ("sum", stage, family.pipelines, number)
+            self.transfers[total] = self._number_summed(family, ring)
+        if run.zero >= ZERO_GRADIENTS:
             self._add_shards(family)
-        for number, buckets in enumerate(every):
+
+        scatters = run.zero > 0 and run.engine.scatters
+        reduction = two_levels if two_levels and not scatters else PricedReduction(ring)
+        for number, buckets in enumerate(all_buckets):
             tag = ("reduce", stage, family.pipelines, number)
-            reduction = both if both and not scatters else PricedReduction(ring)
             if scatters:
                 self._add_ring(family, ring.scaled(run.scatter), tag, buckets.sizes)
             else:
-                self._add_reduction(
-                    reduction, tag, buckets.sizes, len(family.pipelines), MOST_CHUNKS // len(every)
-                )
+                max_chunks = MAX_CHUNKS // len(all_buckets)
+                self._add_reduction(reduction, tag, buckets.sizes, parties, max_chunks)
             if run.zero:
-                sizes = [self.weights * size for size in buckets.sizes]
-                self._add_ring(family, ring.scaled(0.5), ("gather", *tag[1:]), sizes)
+                weight_bytes = [self.weights * size for size in buckets.sizes]
+                gather = ("gather", *tag[1:])
+                self._add_ring(family, ring.scaled(0.5), gather, weight_bytes)
 
     def _buckets(
         self, family: GroupFamily, gradients: Sequence[Gradient], chunk_bytes: float
     ) -> list[Leaving]:
-        run, total = self.run, sum(gradient.size for gradient in gradients)
+        """Divide a stage's gradients into buckets: a single one if its reduction does not overlap.
+
+        Args:
+            chunk_bytes: Size of a hierarchical all-reduce's chunks; 0 without.
+        """
+        run = self.run
+        total_bytes = sum(gradient.size for gradient in gradients)
         if not run.buckets_on(family.stage):
             places = dict.fromkeys(gradient.place for gradient in gradients)
-            return [Leaving((total,), tuple(places), None)]
-        suited = chunk_bytes or bucket_bytes(self.network.fabric(family.kinds), family.ranks, total)
-        how = run.bucket_bytes or suited, run.engine.buckets_exceed, run.first_bucket_bytes
-        chunks = [
-            list(of_chunk) for _, of_chunk in groupby(gradients, lambda gradient: gradient.place[0])
-        ]
-        return [bucket for chunk in chunks for bucket in leaving(chunk, *how)]
+            return [Leaving((total_bytes,), tuple(places), None)]
+        fabric = self.network.fabric(family.kinds)
+        default_bytes = chunk_bytes or bucket_bytes(fabric, family.ranks, total_bytes)
+        limit_bytes = run.bucket_bytes or default_bytes
+        exceed = run.engine.buckets_exceed
+        result: list[Leaving] = []
+        for _, chunk in groupby(gradients, lambda gradient: gradient.place.chunk):
+            result += leaving(list(chunk), limit_bytes, exceed, run.first_bucket_bytes)
+        return result
 
     def _add_reduction(
-        self, reduction: PricedReduction, tag: Tag, sizes: Sequence[float], parties: int, most: int
+        self,
+        reduction: PricedReduction,
+        tag: Tag,
+        sizes: Sequence[float],
+        parties: int,
+        max_chunks: int,
     ) -> None:
-        chains = reduction.flows(sizes, tag, max(1, most))
+        """Add the chains of transfers of a reduction; the first of each chain is posted by the ranks."""
+        chains = reduction.flows(sizes, tag, max(1, max_chunks))
         self.starts[tag] = [chain[0].tag for chain in chains]
         for chain in chains:
             for number, flow in enumerate(chain):
-                self.transfers[flow.tag] = self.maker.flow(flow, 1 if number else parties)
+                posts = parties if number == 0 else 1  # the transfer before posts the others
+                self.transfers[flow.tag] = self.maker.flow(flow, posts)
 
     def _add_ring(self, family: GroupFamily, load: Load, tag: Tag, sizes: Sequence[float]) -> None:
+        """Add a ring collective; the collectives of one name and group follow each other."""
         links = self.network.links
-        gather, scatter = links.host_gather, links.host_scatter
-        host = {"gather": gather, "weights": gather, "scatter": scatter}.get(str(tag[0]), 1.0)
+        host_of = {
+            "gather": links.host_gather,
+            "weights": links.host_gather,
+            "scatter": links.host_scatter,
+        }
+        host = host_of.get(str(tag[0]), 1.0)
         transfer = self.maker.collective(load, sizes, len(family.pipelines), host)
         self.transfers[tag] = replace(transfer, channel=tag[:3])
 
     def _add_shards(self, family: GroupFamily) -> None:
-        """What ZeRO 2 and 3 send for every layer, in each micro-batch."""
-        run, stage = self.run, family.stage
+        """Add the transfers of ZeRO 2 and 3 for every layer, which recur in each micro-batch."""
+        run = self.run
+        stage = family.stage
         hybrid = inside_clusters(self.network, family) if run.replicas == "clusters" else []
-        inside = [self._of_cluster(shards) for shards in hybrid] or [family]
+        sharding_groups = [self._of_cluster(shards) for shards in hybrid] or [family]
         across = owners(self.network, family) if hybrid else None
-        for shards in inside:
+        for shards in sharding_groups:
             for kind in shards.pipelines:
                 self.shards[kind, stage] = shards
         for layer in range(*self.ranges[stage]):
-            size = sum(self.reduced[layer])
-            for shards in inside:
-                of_layer, ring = (stage, shards.pipelines, layer), self._ring(shards)
-                self._add_ring(shards, ring.scaled(run.scatter), ("scatter", *of_layer), [size])
-                for letter in "FB" if run.zero == 3 else "":
-                    tag = ("weights", *of_layer, letter)
-                    self._add_ring(shards, ring.scaled(0.5), tag, [self.weights * size])
+            gradient_bytes = sum(self.reduced[layer])
+            weight_bytes = self.weights * gradient_bytes
+            for shards in sharding_groups:
+                ring = self._ring(shards)
+                name = (stage, shards.pipelines, layer)
+                scatter = ("scatter", *name)
+                self._add_ring(shards, ring.scaled(run.scatter), scatter, [gradient_bytes])
+                if run.zero == ZERO_WEIGHTS:
+                    for letter in "FB":
+                        weights = ("weights", *name, letter)
+                        self._add_ring(shards, ring.scaled(0.5), weights, [weight_bytes])
             if across is not None:
-                owned = ("across", stage, family.pipelines, layer)
-                self._add_ring(across, self._ring(across), owned, [size / inside[0].ranks])
+                shard_bytes = gradient_bytes / sharding_groups[0].ranks
+                tag = ("across", stage, family.pipelines, layer)
+                self._add_ring(across, self._ring(across), tag, [shard_bytes])
 
     def _of_cluster(self, family: GroupFamily) -> GroupFamily:
-        """Only the pipelines whose ranks are there."""
-        fold, stage = self.fold, family.stage
-        pipelines = (kind for kind in family.pipelines if fold.kind_on(kind, stage) in family.kinds)
-        return replace(family, pipelines=tuple(pipelines))
+        """Return the groups with only the pipelines whose ranks are on their nodes."""
+        pipelines = tuple(
+            kind
+            for kind in family.pipelines
+            if self.fold.kind_on(kind, family.stage) in family.kinds
+        )
+        return replace(family, pipelines=pipelines)
 
     def _ring(self, family: GroupFamily) -> Load:
         return self.network.ring(family, inside_bps=self._link_bps(family.kinds))
 
     def _link_bps(self, kinds: Iterable[int]) -> float:
+        """Return the least rate between the GPUs of a node, over kinds of nodes, in bits/s."""
         return min(self.model.gpu_of(self.network.cluster(kind)).link_bps for kind in kinds)
 
+    # ------------------------------------------------------------------- tied embedding
+
     def _add_tied(self) -> None:
-        """By pairs, or hierarchically where each of the two stages is on a cluster of its own."""
-        fold, last = self.fold, self.fold.stages[-1]
-        hierarchical: dict[int, tuple[Hierarchical, GroupFamily] | None] = {}
-        if self.run.tied:
-            for family in twins(fold):
-                how = self.run.direct, 0, self._link_bps(family.kinds)
-                levels = tied_hierarchical(self.network, family, self.tied_bytes, *how)
-                hierarchical |= dict.fromkeys(
-                    family.pipelines, (levels, family) if levels else None
-                )
-        for kind in range(len(fold.kinds)):
-            link = self._link_bps((fold.kind_on(kind, 0), fold.kind_on(kind, last)))
-            pair, joint = by_pairs(self.network, fold, kind, link), hierarchical.get(kind)
-            if joint and joint[0].seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
-                tag, parties = ("tied", 0, joint[1].pipelines, 0), 2 * len(joint[1].pipelines)
-                reduction: PricedReduction = joint[0]
-            else:
-                tag, parties, reduction = ("tied", 0, (kind,), 0), 2, pair
+        """Add the reduction of the tied embedding, in pairs or hierarchically, whichever is faster."""
+        two_levels_of = self._hierarchical_tied() if self.run.tied else {}
+        for kind in range(len(self.fold.kinds)):
+            pair = self._tied_pair(kind)
+            tag: Tag = ("tied", 0, (kind,), 0)
+            parties = 2
+            reduction: PricedReduction = pair
+            if kind in two_levels_of:
+                two_levels, family = two_levels_of[kind]
+                if two_levels.seconds(self.tied_bytes) < pair.seconds(self.tied_bytes):
+                    tag = ("tied", 0, family.pipelines, 0)
+                    parties = 2 * len(family.pipelines)
+                    reduction = two_levels
             if tag not in self.transfers:
-                self._add_reduction(reduction, tag, [self.tied_bytes], parties, MOST_CHUNKS)
-                if len(reduction.flows([1.0], tag, 1)[0]) == 1:
+                self._add_reduction(reduction, tag, [self.tied_bytes], parties, MAX_CHUNKS)
+                is_single = len(reduction.flows([1.0], tag, 1)[0]) == 1
+                if is_single:
                     self.transfers[tag].channel = None
             self.tied[kind] = tag
 
+    def _tied_pair(self, kind: int) -> PricedReduction:
+        """Return the all-reduce between the first and the last stage of a kind of pipeline."""
+        fold = self.fold
+        last = fold.stages[-1]
+        link_bps = self._link_bps((fold.kind_on(kind, 0), fold.kind_on(kind, last)))
+        return by_pairs(self.network, fold, kind, link_bps)
+
+    def _hierarchical_tied(self) -> dict[int, tuple[Hierarchical, GroupFamily]]:
+        """Return the hierarchical all-reduce of the tied embedding for each kind of pipeline that has it.
+
+        It needs the first and the last stage to be on different clusters.
+        """
+        result: dict[int, tuple[Hierarchical, GroupFamily]] = {}
+        for family in twins(self.fold):
+            link_bps = self._link_bps(family.kinds)
+            two_levels = tied_hierarchical(
+                self.network, family, self.tied_bytes, self.run.direct, 0, link_bps
+            )
+            for kind in family.pipelines:
+                result.pop(kind, None)
+                if two_levels:
+                    result[kind] = two_levels, family
+        return result
+
+    # ------------------------------------------------------------------- single numbers
+
     def _number(self, kind: int, stage: int, other: int) -> Transfer:
-        """One number from a stage to another: its latency, and no bytes to speak of."""
+        """Return the message of one number from a stage to another: its latency, no bytes to speak of."""
         load = self.network.message(self.fold.stage_link(kind, stage, other))
-        return replace(self.maker.message(load, 4.0), bits=0.0, uses=(), channel=None)
+        message = self.maker.message(load, NUMBER_BYTES)
+        return replace(message, bits=0.0, uses=(), channel=None)
 
     def _norm(self, kind: int) -> Transfer:
-        """All-reduce of one number among a pipeline's stages, twice round a ring; the first message waits for
-        its receiver."""
-        count = self.stages
-        hops = [self._number(kind, stage, (stage + 1) % count) for stage in range(count)]
-        hop_s = [hop.fixed_s + hop.latency_s for hop in hops]
-        seconds = 2 * (sum(hop_s) - min(hop_s)) + max(hop.latency_s for hop in hops)
-        return Transfer(count, seconds, across=any(hop.across for hop in hops))
+        """Return the all-reduce of one number among a pipeline's stages: twice around a ring.
+
+        The first message waits for its receiver.
+        """
+        stages = self.stages
+        hops = [self._number(kind, stage, (stage + 1) % stages) for stage in range(stages)]
+        hops_s = [hop.fixed_s + hop.latency_s for hop in hops]
+        around_s = sum(hops_s) - min(hops_s)
+        notice_s = max(hop.latency_s for hop in hops)
+        is_across = any(hop.across for hop in hops)
+        return Transfer(stages, 2 * around_s + notice_s, across=is_across)
 
     def _number_summed(self, family: GroupFamily, ring: Load) -> Transfer:
-        """All-reduce of one number over gloo's ring (gloo/allreduce.cc): from the last rank down to the
-        first, and from there down to the second; the last one hears first that the one below it waits."""
+        """Return the all-reduce of one number over gloo's ring (gloo/allreduce.cc).
+
+        The number goes from the last rank down to the first, and from there down to the second. The last
+        rank first learns that the rank below it waits.
+        """
+        parties = len(family.pipelines)
         if ring.fabric is None:
-            return self.maker.collective(ring, [4.0], len(family.pipelines))
-        nodes = [
-            self.network.cluster(kind) for kind, count in family.ring for _ in range(min(count, 2))
+            return self.maker.collective(ring, [NUMBER_BYTES], parties)
+        # Two ranks of a node have every kind of hop: inside the node, and to the next node.
+        clusters = [
+            self.network.cluster(kind) for kind, nodes in family.ring for _ in range(min(nodes, 2))
         ]
-        down = zip([*nodes[:0:-1], nodes[0]], [*nodes[-2::-1], nodes[-1]])
+        senders = [*clusters[:0:-1], clusters[0]]
+        receivers = [*clusters[-2::-1], clusters[-1]]
         fabric = self.network.fabric(family.kinds)
-        longer = [
-            self.network.longer_s(fabric, pair) if pair[0] != pair[1] else 0.0 for pair in down
-        ]
-        longer_s = 2 * sum(longer) - sum(longer[-2:]) + longer[0]
-        transfer = self.maker.collective(
-            replace(ring, longer_s=longer_s), [4.0], len(family.pipelines)
-        )
+        extra_s = []
+        for pair in zip(senders, receivers):
+            source, target = pair
+            extra_s.append(self.network.longer_s(fabric, pair) if source != target else 0.0)
+        twice_around_s = 2 * sum(extra_s) - sum(extra_s[-2:])
+        notice_s = extra_s[0]
+        load = replace(ring, longer_s=twice_around_s + notice_s)
+        transfer = self.maker.collective(load, [NUMBER_BYTES], parties)
         return replace(transfer, bits=0.0, uses=())

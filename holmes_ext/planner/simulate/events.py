@@ -1,24 +1,30 @@
-"""Actors that compute and wait, flows that share NICs: the event-driven core of step.py. Seconds, bits.
+"""Event-driven core of the step simulation: actors that compute and wait, flows that share NICs.
 
-    actor     ("compute", kind, seconds, micro_batch, chunk)
-              ("post", tag)
-              ("post", tag, True): by who receives
-              ("post", tag, True, sent): the same, and the word of it goes after `sent`, if that is on its way
-              ("wait", tag, kind, micro_batch)
-              ("wait", tag, kind, micro_batch, True): until all has left
-    transfer  begins when all its parties posted it (rendezvous: blocking sends, collectives) and its channel
-              is free; then a fixed time, then a flow; then all has left, and arrives latency_s later; then it
-              posts `then` once. Who receives is known to wait latency_s after its post
+An actor (a rank, or all ranks like it) runs a program, a list of operations:
 
-Flows share NICs max-min fairly (progressive filling; Bertsekas and Gallager 1992, sec. 6.5.2), each way by
-itself; one of `weight` stands for as many. Waiting is idle time until the transfer is ready (posted by all,
-or what it follows is), and communication from then on.
+    ("compute", kind, seconds, micro_batch, chunk)
+    ("post", tag)                          this actor is ready for the transfer `tag`
+    ("post", tag, True)                    the same by the receiver of a message: the sender learns of it a
+                                           latency later
+    ("post", tag, True, sent)              the same; the notice travels behind the message `sent` if that is
+                                           still leaving
+    ("wait", tag, kind, micro_batch)       wait until the transfer has arrived
+    ("wait", tag, kind, micro_batch, True) the same by the sender: wait until all bytes have left
+
+A transfer goes through these phases:
+
+    posted by all parties (rendezvous) -> ready -> its channel is free -> fixed_s -> flow over NICs ->
+    all bytes have left -> latency_s -> arrived -> posts the transfer `then` once
+
+Flows share the NICs max-min fairly, each direction by itself (progressive filling; Bertsekas and Gallager 1992,
+sec. 6.5.2); a flow of weight w counts as w flows. A waiting actor is idle until the transfer is ready, and
+communicates from then on. All times are seconds, all sizes bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
@@ -26,64 +32,98 @@ from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 
-#: See the module.
+#: Operation of an actor's program (module docstring).
 Op = tuple[Any, ...]
+#: (actor, moment since when it waits, its operation). Plain tuples: creating them takes much of the time.
+_Waiter = tuple[int, float, Op]
+
+#: Lengths of operations with optional items.
+_WAIT_LENGTH = 4  # a longer wait is the sender's
+_POST_LENGTH = 2  # a longer post is the receiver's
+#: Weights below this are rounding errors.
+_NO_WEIGHT = 1e-9
+#: Relative difference up to which two rates are equal.
+_EQUAL_RATES = 1 + 1e-9
 
 
 class Span(NamedTuple):
-    """What an actor did from start to end. kind: forward, backward, optimizer, idle, send, reduce, gather;
-    across: between clusters."""
+    """Time in which an actor did one thing."""
 
-    kind: str
+    kind: str  # forward, backward, weights, optimizer, idle, send, reduce or gather
     start: float
     end: float
     micro_batch: int = -1
     chunk: int = 0
-    across: bool = False
+    across: bool = False  # communication between clusters
 
 
 @dataclass(slots=True)
 class Transfer:
-    """parties: how many posts it needs. uses: (NIC, weight); limit_bps: what one flow reaches alone. channel:
-    those of one channel follow each other in the order in which they became ready. across: between clusters.
-    latency_s: of the way, which holds up nothing behind it. buffered: who sends need not wait until all has
-    left, once it is ready."""
+    """A message or collective, and its state in one simulation."""
 
+    #: Posts needed before it is ready.
     parties: int
     fixed_s: float = 0.0
     bits: float = 0.0
+    #: Rate that one flow reaches alone.
     limit_bps: float = inf
+    #: (NIC or other resource, weight of the flow there)
     uses: tuple[tuple[Hashable, float], ...] = ()
+    #: Transfers of one channel follow each other in the order in which they became ready.
     channel: Hashable = None
+    #: Transfer to post when this one has arrived.
     then: Hashable = None
+    #: Between clusters.
     across: bool = False
+    #: Way of the last byte; it delays nothing behind this transfer.
     latency_s: float = 0.0
+    #: The sender need not wait until all bytes have left, once the transfer is ready.
     buffered: bool = False
+
     posts: int = field(default=0, init=False)
-    gone: float = field(default=-1.0, init=False)
+    # Moments; negative before they come.
     ready: float = field(default=-1.0, init=False)
-    ended: float = field(default=-1.0, init=False)
+    gone: float = field(default=-1.0, init=False)  # the sender may go on
+    ended: float = field(default=-1.0, init=False)  # arrived
+    # The flow: bits that had not left at the moment `since`, and the rate from then on.
     left: float = field(default=0.0, init=False)
     rate: float = field(default=0.0, init=False)
     since: float = field(default=0.0, init=False)
+    #: Number of rates so far; an end scheduled for an older rate is void.
     version: int = field(default=0, init=False)
+    #: Number of all flows with equal `uses` and `limit_bps`.
     look: int = field(default=-1, init=False)
-    waiting: list[tuple[int, float, Op]] = field(default_factory=list, init=False)
+    #: Actors that wait for it: (actor, since when, operation).
+    waiting: list[_Waiter] = field(default_factory=list, init=False)
     has_left: bool = field(default=False, init=False)
-    behind: list[Hashable] = field(
-        default_factory=list, init=False
-    )  # receives whose word goes after it
+    #: Posts of receivers whose notice travels behind this transfer.
+    behind: list[Hashable] = field(default_factory=list, init=False)
 
     def fresh(self) -> Transfer:
-        """The same, not begun."""
-        rest = self.uses, self.channel, self.then, self.across, self.latency_s, self.buffered
-        return Transfer(self.parties, self.fixed_s, self.bits, self.limit_bps, *rest)
+        """Return the same transfer, not begun."""
+        return Transfer(
+            self.parties,
+            self.fixed_s,
+            self.bits,
+            self.limit_bps,
+            self.uses,
+            self.channel,
+            self.then,
+            self.across,
+            self.latency_s,
+            self.buffered,
+        )
 
 
 class Transfers(dict[Hashable, Transfer]):
-    """Of one simulation, made when first named. templates: by tag, or by its first item (what, number)."""
+    """Transfers of one simulation by tag, copied from templates when first used."""
 
     def __init__(self, templates: Mapping[Hashable, Transfer]):
+        """Keep the templates.
+
+        Args:
+            templates: By tag, or by the first item of the tag if it is a pair (what, number).
+        """
         super().__init__()
         self.templates = templates
 
@@ -94,7 +134,7 @@ class Transfers(dict[Hashable, Transfer]):
 
 
 class Simulation:
-    """capacities: bits/s of every NIC, one way. run(): every actor's spans, without gaps from 0."""
+    """Discrete-event simulation of actors and the transfers between them."""
 
     def __init__(
         self,
@@ -102,79 +142,103 @@ class Simulation:
         transfers: dict[Hashable, Transfer],
         capacities: dict[Hashable, float],
     ):
-        self.programs, self.transfers, self.capacities = programs, transfers, capacities
-        self.now, self.count = 0.0, 0
-        self.heap: list[tuple[float, int, int, Any, int]] = []
-        self.place = [0] * len(programs)
+        """Prepare the simulation.
+
+        Args:
+            programs: Operations of every actor.
+            transfers: Transfers by tag.
+            capacities: Rate of every NIC (or other resource) in bits/s, one way.
+        """
+        self.programs = programs
+        self.transfers = transfers
+        self.capacities = capacities
+        self.now = 0.0
+        self.event_count = 0
+        #: (moment, number, action, its argument); numbers keep the order of events of one moment.
+        self.events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        #: Index of the next operation of every actor.
+        self.position = [0] * len(programs)
         self.spans: list[list[Span]] = [[] for _ in programs]
         self.flows: dict[Hashable, dict[Hashable, Transfer]] = {}  # NIC -> tag -> flow
-        self.channels: dict[Hashable, deque[Hashable]] = {}
+        self.channels: dict[Hashable, deque[Hashable]] = {}  # channel -> tags in order
         self.carried: dict[Hashable, float] = {}  # NIC -> bits
-        self.looks: dict[Hashable, int] = {}  # (uses, limit) of flows -> a number
-        # looks of flows that are tied -> look -> bits/s
+        self.looks: dict[Hashable, int] = {}  # (uses, limit) of flows -> number
+        # Numbers of flows that share NICs -> number -> bits/s. The same mix of flows recurs often.
         self.rates: dict[tuple[int, ...], dict[int, float]] = {}
 
     def run(self) -> list[list[Span]]:
+        """Run all programs, and return the spans of every actor, from 0 and without gaps.
+
+        Raises:
+            HolmesError: An actor waits for a transfer that never comes.
+        """
         for actor in range(len(self.programs)):
             self._advance(actor)
-        while self.heap:
-            self.now, _, what, item, version = heappop(self.heap)
-            if what == 0:
-                self._advance(item)
-            elif what == 1:
-                self._flow(item)
-            elif what == 3:
-                self._arrive(item)
-            elif what == 4:
-                self._post(item)
-            elif self.transfers[item].version == version:
-                self._end(item)
+        while self.events:
+            self.now, _, action, argument = heappop(self.events)
+            action(argument)
         for actor, program in enumerate(self.programs):
-            if self.place[actor] < len(program):
-                raise HolmesError(
-                    f"simulation: actor {actor} deadlocks, waiting for {program[self.place[actor]][1]}"
-                )
+            if self.position[actor] < len(program):
+                tag = program[self.position[actor]][1]
+                raise HolmesError(f"simulation: actor {actor} deadlocks, waiting for {tag}")
         return self.spans
 
-    def _at(self, moment: float, what: int, item: Hashable, version: int = 0) -> None:
-        self.count += 1
-        heappush(self.heap, (moment, self.count, what, item, version))
+    def _at(self, moment: float, action: Callable[[Any], None], argument: Any) -> None:
+        """Schedule an action with its argument."""
+        self.event_count += 1
+        heappush(self.events, (moment, self.event_count, action, argument))
 
     def _advance(self, actor: int) -> None:
-        program, spans = self.programs[actor], self.spans[actor]
-        while self.place[actor] < len(program):
-            op = program[self.place[actor]]
+        """Execute an actor's operations until it computes or has to wait."""
+        program = self.programs[actor]
+        while self.position[actor] < len(program):
+            op = program[self.position[actor]]
             if op[0] == "wait":
                 transfer = self.transfers[op[1]]
-                if (transfer.gone if len(op) > 4 else transfer.ended) < 0:
+                end = transfer.gone if len(op) > _WAIT_LENGTH else transfer.ended
+                if end < 0:
                     transfer.waiting.append((actor, self.now, op))
                     return
-                self.place[actor] += 1
+                self.position[actor] += 1
             elif op[0] == "post":
-                self.place[actor] += 1
-                before = self.transfers[op[3]] if len(op) > 3 else None
-                if before is not None and before.ready >= 0 and not before.has_left:
-                    before.behind.append(op[1])
-                elif len(op) > 2:
-                    self._notice(op[1])
-                else:
+                self.position[actor] += 1
+                if len(op) == _POST_LENGTH:
                     self._post(op[1])
+                else:
+                    self._post_receiver(op)
             else:
-                self.place[actor] += 1
-                if op[2] > 0:
-                    spans.append(Span(op[1], self.now, self.now + op[2], op[3], op[4]))
-                    self._at(self.now + op[2], 0, actor)
+                self.position[actor] += 1
+                _, kind, seconds, micro_batch, chunk = op
+                if seconds > 0:
+                    end = self.now + seconds
+                    self.spans[actor].append(Span(kind, self.now, end, micro_batch, chunk))
+                    self._at(end, self._advance, actor)
                     return
 
+    def _post_receiver(self, op: Op) -> None:
+        """Execute the post of a receiver, whose notice may have to wait for a message before it."""
+        _, tag, _, *sent_before = op
+        for sent_tag in sent_before:
+            sent = self.transfers[sent_tag]
+            if sent.ready >= 0 and not sent.has_left:
+                sent.behind.append(tag)
+                return
+        self._notice(tag)
+
     def _notice(self, tag: Hashable) -> None:
-        """Who receives is known to wait a latency later."""
-        if notice_s := self.transfers[tag].latency_s:
-            self._at(self.now + notice_s, 4, tag)
+        """Post a transfer for its receiver: the sender learns of it a latency later."""
+        notice_s = self.transfers[tag].latency_s
+        if notice_s:
+            self._at(self.now + notice_s, self._post, tag)
         else:
             self._post(tag)
 
     def _post(self, tag: Hashable, ready: float | None = None) -> None:
-        """ready: since when what comes before it was."""
+        """Count a party's post, and begin the transfer if all parties have posted it.
+
+        Args:
+            ready: Moment at which the transfer counts as ready, if not now (transfers in a chain).
+        """
         transfer = self.transfers[tag]
         transfer.posts += 1
         if transfer.posts < transfer.parties:
@@ -192,41 +256,57 @@ class Simulation:
             self._begin(tag)
 
     def _begin(self, tag: Hashable) -> None:
-        self._at(self.now + self.transfers[tag].fixed_s, 1, tag)
+        self._at(self.now + self.transfers[tag].fixed_s, self._start_flow, tag)
 
-    def _flow(self, tag: Hashable) -> None:
+    def _start_flow(self, tag: Hashable) -> None:
+        """Start to send the bits of a transfer, and reduce the rates of flows on the same NICs."""
         transfer = self.transfers[tag]
         if transfer.bits <= 0:
             self._end(tag)
             return
-        transfer.left, transfer.since = transfer.bits, self.now
+        transfer.left = transfer.bits
+        transfer.since = self.now
         transfer.look = self.looks.setdefault((transfer.uses, transfer.limit_bps), len(self.looks))
-        alone, rate = True, transfer.limit_bps
+        is_alone = True
+        rate = transfer.limit_bps
         for nic, weight in transfer.uses:
             others = self.flows.setdefault(nic, {})
-            alone = alone and not others
+            is_alone = is_alone and not others
             others[tag] = transfer
             self.carried[nic] = self.carried.get(nic, 0.0) + weight * transfer.bits
-            if weight > 1e-9:
+            if weight > _NO_WEIGHT:
                 rate = min(rate, self.capacities[nic] / weight)
-        if alone:
-            transfer.rate, transfer.version = rate, transfer.version + 1
-            self._at(self.now + transfer.bits / rate, 2, tag, transfer.version)
+        if is_alone:
+            transfer.rate = rate
+            transfer.version += 1
+            self._at(self.now + transfer.bits / rate, self._end_flow, (tag, transfer.version))
         else:
             self._share({tag: transfer})
 
+    def _end_flow(self, flow: tuple[Hashable, int]) -> None:
+        """End a flow, unless its rate has changed since this event was scheduled.
+
+        Args:
+            flow: Tag of the transfer, and the version of the rate for which its end was computed.
+        """
+        tag, version = flow
+        if self.transfers[tag].version == version:
+            self._end(tag)
+
     def _end(self, tag: Hashable) -> None:
+        """Free the NICs and the channel of a transfer whose bytes have all left."""
         transfer = self.transfers[tag]
-        transfer.gone, transfer.has_left = self.now, True
+        transfer.gone = self.now
+        transfer.has_left = True
         for notice in transfer.behind:
             self._notice(notice)
-        around: dict[Hashable, Transfer] = {}
+        neighbours: dict[Hashable, Transfer] = {}
         for nic, _ in transfer.uses if transfer.bits > 0 else ():
             others = self.flows[nic]
             del others[tag]
-            around.update(others)
-        if around:
-            self._share(around)
+            neighbours.update(others)
+        if neighbours:
+            self._share(neighbours)
         if transfer.channel is not None:
             queue = self.channels[transfer.channel]
             queue.popleft()
@@ -234,7 +314,7 @@ class Simulation:
                 self._begin(queue[0])
         if transfer.latency_s:
             self._release_senders(transfer)
-            self._at(self.now + transfer.latency_s, 3, tag)
+            self._at(self.now + transfer.latency_s, self._arrive, tag)
         else:
             self._arrive(tag)
 
@@ -246,73 +326,94 @@ class Simulation:
         self._release(transfer, transfer.waiting)
 
     def _release_senders(self, transfer: Transfer) -> None:
-        self._release(transfer, [waiter for waiter in transfer.waiting if len(waiter[2]) > 4])
-        transfer.waiting = [waiter for waiter in transfer.waiting if len(waiter[2]) <= 4]
+        """Let the senders go on that wait for a transfer."""
+        senders: list[_Waiter] = []
+        receivers: list[_Waiter] = []
+        for waiter in transfer.waiting:
+            _, _, op = waiter
+            is_sender = len(op) > _WAIT_LENGTH
+            (senders if is_sender else receivers).append(waiter)
+        self._release(transfer, senders)
+        transfer.waiting = receivers
 
-    def _release(self, transfer: Transfer, waiting: list[tuple[int, float, Op]]) -> None:
+    def _release(self, transfer: Transfer, waiting: Sequence[_Waiter]) -> None:
+        """Let actors go on, and record for how long each was idle and communicated."""
         for actor, since, op in waiting:
+            _, _, kind, micro_batch = op[:_WAIT_LENGTH]
             ready = min(max(since, transfer.ready), self.now)
             if ready > since:
-                self.spans[actor].append(Span("idle", since, ready, op[3]))
+                self.spans[actor].append(Span("idle", since, ready, micro_batch))
             if self.now > ready:
-                self.spans[actor].append(Span(op[2], ready, self.now, op[3], 0, transfer.across))
-            self.place[actor] += 1
-            self._at(self.now, 0, actor)
+                span = Span(kind, ready, self.now, micro_batch, 0, transfer.across)
+                self.spans[actor].append(span)
+            self.position[actor] += 1
+            self._at(self.now, self._advance, actor)
 
     def _share(self, seeds: dict[Hashable, Transfer]) -> None:
-        """New rates for all flows that are tied to `seeds` by NICs."""
-        tied, todo = dict(seeds), list(seeds.values())
+        """Set new rates for `seeds` and for all flows connected to them through common NICs."""
+        connected = dict(seeds)
+        unvisited = list(seeds.values())
         nics: set[Hashable] = set()
-        while todo:
-            for nic, _ in todo.pop().uses:
+        while unvisited:
+            for nic, _ in unvisited.pop().uses:
                 if nic not in nics:
                     nics.add(nic)
                     for tag, flow in self.flows[nic].items():
-                        if tag not in tied:
-                            tied[tag] = flow
-                            todo.append(flow)
-        key = tuple(sorted([flow.look for flow in tied.values()]))
+                        if tag not in connected:
+                            connected[tag] = flow
+                            unvisited.append(flow)
+        key = tuple(sorted([flow.look for flow in connected.values()]))
         if key not in self.rates:
-            fair = _fair(tied, nics, self.capacities)
-            self.rates[key] = {flow.look: fair[tag] for tag, flow in tied.items()}
+            fair = _fair_rates(connected, nics, self.capacities)
+            self.rates[key] = {flow.look: fair[tag] for tag, flow in connected.items()}
         rates = self.rates[key]
-        for tag, flow in tied.items():
-            if (rate := rates[flow.look]) == flow.rate:
+        for tag, flow in connected.items():
+            rate = rates[flow.look]
+            if rate == flow.rate:
                 continue
             flow.left -= flow.rate * (self.now - flow.since)
-            flow.since, flow.rate = self.now, rate
+            flow.since = self.now
+            flow.rate = rate
             flow.version += 1
-            self._at(self.now + max(0.0, flow.left) / rate, 2, tag, flow.version)
+            end = self.now + max(0.0, flow.left) / rate
+            self._at(end, self._end_flow, (tag, flow.version))
 
 
-def _fair(
+def _fair_rates(
     flows: dict[Hashable, Transfer], nics: set[Hashable], capacities: dict[Hashable, float]
 ) -> dict[Hashable, float]:
-    """Max-min fair: all grow until a NIC is full or a flow at its limit; those stay, the others grow on."""
+    """Return the max-min fair rates of flows in bits/s, by progressive filling.
+
+    All rates grow together until a NIC is full or a flow reaches its limit. Those flows keep their rate, and
+    the others grow on.
+
+    Args:
+        flows: Tag -> flow.
+        nics: All NICs that the flows use.
+        capacities: NIC -> bits/s.
+    """
     if len(flows) == 1:
         ((tag, flow),) = flows.items()
-        shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > 1e-9)
+        shares = (capacities[nic] / weight for nic, weight in flow.uses if weight > _NO_WEIGHT)
         return {tag: min((flow.limit_bps, *shares))}
-    left = {nic: capacities[nic] for nic in nics}
-    weights = dict.fromkeys(nics, 0.0)
+    free_bps = {nic: capacities[nic] for nic in nics}
+    weights = dict.fromkeys(nics, 0.0)  # of the growing flows on each NIC
     for flow in flows.values():
         for nic, weight in flow.uses:
             weights[nic] += weight
     rates: dict[Hashable, float] = {}
     growing = dict(flows)
     while growing:
-        level = min((left[nic] / weights[nic] for nic in nics if weights[nic] > 1e-9), default=inf)
+        used = [nic for nic in nics if weights[nic] > _NO_WEIGHT]
+        level = min((free_bps[nic] / weights[nic] for nic in used), default=inf)
         level = min(level, min(flow.limit_bps for flow in growing.values()))
-        full = {
-            nic
-            for nic in nics
-            if weights[nic] > 1e-9 and left[nic] / weights[nic] <= level * (1 + 1e-9)
-        }
+        full = {nic for nic in used if free_bps[nic] / weights[nic] <= level * _EQUAL_RATES}
         for tag, flow in list(growing.items()):
-            if flow.limit_bps <= level * (1 + 1e-9) or any(nic in full for nic, _ in flow.uses):
+            is_at_limit = flow.limit_bps <= level * _EQUAL_RATES
+            if is_at_limit or any(nic in full for nic, _ in flow.uses):
                 rates[tag] = level
                 del growing[tag]
                 for nic, weight in flow.uses:
-                    left[nic] -= weight * level
+                    free_bps[nic] -= weight * level
                     weights[nic] -= weight
     return rates

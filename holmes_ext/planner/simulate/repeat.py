@@ -1,13 +1,15 @@
-"""The seconds of a step whose middle repeats: only the micro-batches before and after it are simulated.
+"""Step time of many micro-batches from a simulation of few, if the middle of the step repeats.
 
     few micro-batches   F F F F B F B F B F B F B B B B       the same operations up to the last forward pass;
-    k more of them      F F F F B F B F B F B F B F B B B B   what then is under way decides all that follows
+    k more of them      F F F F B F B F B F B F B F B B B B   the state there decides all that follows
 
-Where at the last forward pass all that is under way stands as k micro-batches before, D seconds earlier, a
-step of few + n k micro-batches takes n D longer (max-plus systems become periodic: Baccelli et al. 1992,
-chapter 3). It does if every pass of the last two lifetimes of a micro-batch ended D later than the one k
-before. Kinds of pipelines that share no link may each have a D: they begin n D later then, and meet where
-their gradients are reduced. tests/planner/simulate/test_fold.py compares.
+If the state at the last forward pass equals that of k micro-batches before, D seconds earlier, then a step of
+few + n k micro-batches takes n D longer (max-plus systems become periodic: Baccelli et al. 1992, chapter 3).
+The state counts as equal if every pass in the last two lifetimes of a micro-batch ended D later than the pass k
+micro-batches before.
+
+Kinds of pipelines that share no link may each have their own D. Each kind then begins n D later, and they meet
+when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full simulations.
 """
 
 from __future__ import annotations
@@ -17,91 +19,134 @@ from collections.abc import Sequence
 from holmes_ext.planner.simulate.events import Span
 from holmes_ext.planner.simulate.step import JobStep, end_of
 
-#: Periods that are looked for, in micro-batches (interleaved: rounds of them).
-PERIODS = 4
-#: How many times more micro-batches are simulated if those did not settle, and the part of all from which all
-#: are.
-MORE, MOST = 3, 0.35
+#: Longest period that is tried, in micro-batches (interleaved: in rounds of one for each stage).
+MAX_PERIOD = 4
+#: Factor on the number of simulated micro-batches if the middle did not repeat, and the share of all
+#: micro-batches from which on all are simulated.
+GROWTH = 3
+MAX_SHARE = 0.35
+#: Micro-batches simulated first: so many times the warm-up depth, and some more.
+FEW_DEPTHS = 3
+FEW_DEPTHS_INTERLEAVED = 6
+FEW_MORE = 4
 #: Fraction of a step up to which moments are equal.
 ROUNDING = 1e-11
 _PASSES = ("forward", "backward")
 
 
 def folded_s(job: JobStep) -> float:
-    """Seconds of the step."""
-    stages, total = job.costs.stages, job.costs.micro_batches
-    unit = stages if job.run.virtual > 1 else 1
-    if job.run.schedule:  # a list, of so many micro-batches
+    """Return the step time in seconds, equal to that of a full simulation but for rounding."""
+    stages = job.costs.stages
+    total = job.costs.micro_batches
+    if job.run.schedule:  # a written order of passes, for just so many micro-batches
         return job.step().step_s
-    in_flight = max((*job.run.in_flight, stages))
-    few = (6 if unit > 1 else 3) * in_flight + 4
-    while few < MOST * total:
-        count = total - (total - few) // unit * unit
-        spans = job.simulation(count).run()
-        periods = [
-            period
-            for period in range(unit, PERIODS * unit + 1, unit)
-            if (total - count) % period == 0
-        ]
-        more = [_more_s(spans, stages, periods, total - count)]
-        if more[0]:
-            return end_of(spans) + more[0]
-        if len(apart := job.apart()) > 1:
-            by_group = [
-                [spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)]
-                for kinds in apart
-            ]
-            more = [
-                _more_s(group_spans, stages, periods, total - count) for group_spans in by_group
-            ]
-            if all(more):
-                begins = {kind: seconds for kinds, seconds in zip(apart, more) for kind in kinds}
-                return end_of(
-                    job.simulation(count, [begins[kind] for kind in sorted(begins)]).run()
-                )
-        few *= MORE
+    is_interleaved = job.run.virtual > 1
+    unit = stages if is_interleaved else 1
+    warm_up = max((*job.run.in_flight, stages))
+    depths = FEW_DEPTHS_INTERLEAVED if unit > 1 else FEW_DEPTHS
+    few = depths * warm_up + FEW_MORE
+    while few < MAX_SHARE * total:
+        step_s = _from_few_s(job, few, unit)
+        if step_s:
+            return step_s
+        few *= GROWTH
     return end_of(job.simulation(total).run())
 
 
-def _more_s(
-    spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], extra: int
+def _from_few_s(job: JobStep, few: int, unit: int) -> float:
+    """Return the step time from a simulation of `few` micro-batches or a little more; 0 if nothing repeats.
+
+    Args:
+        unit: Micro-batches of a round; periods are multiples of it.
+    """
+    stages = job.costs.stages
+    total = job.costs.micro_batches
+    count = total - (total - few) // unit * unit
+    omitted = total - count
+    spans = job.simulation(count).run()
+    periods = [
+        period for period in range(unit, MAX_PERIOD * unit + 1, unit) if omitted % period == 0
+    ]
+    omitted_s = _omitted_s(spans, stages, periods, omitted)
+    if omitted_s:
+        return end_of(spans) + omitted_s
+    groups = job.apart()
+    if len(groups) == 1:
+        return 0.0
+    begins: dict[int, float] = {}  # kind of pipeline -> its delay
+    for kinds in groups:
+        group_spans = [
+            spans[kind * stages + stage] for kind in sorted(kinds) for stage in range(stages)
+        ]
+        delay_s = _omitted_s(group_spans, stages, periods, omitted)
+        if not delay_s:
+            return 0.0
+        begins |= dict.fromkeys(kinds, delay_s)
+    delayed = job.simulation(count, [begins[kind] for kind in sorted(begins)])
+    return end_of(delayed.run())
+
+
+def _omitted_s(
+    spans: Sequence[Sequence[Span]], stages: int, periods: Sequence[int], omitted: int
 ) -> float:
-    """What `extra` micro-batches more take, where the middle repeats; else 0."""
-    per_period = ((period, _longer_s(spans, stages, period)) for period in periods)
-    return next((extra // period * longer for period, longer in per_period if longer), 0.0)
+    """Return the seconds that the omitted micro-batches would take; 0 if the middle does not repeat."""
+    for period in periods:
+        period_s = _period_s(spans, stages, period)
+        if period_s:
+            return omitted // period * period_s
+    return 0.0
 
 
-def _longer_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
-    """What `period` micro-batches more take, where the middle repeats; else 0."""
+def _period_s(spans: Sequence[Sequence[Span]], stages: int, period: int) -> float:
+    """Return the seconds of `period` micro-batches in the middle of a step; 0 if it does not repeat.
+
+    Args:
+        spans: Spans of every actor; the actors of a kind of pipeline follow each other, stage by stage.
+    """
     ends = {
         (actor, span.kind, span.chunk, span.micro_batch): span.end
         for actor, actor_spans in enumerate(spans)
         for span in actor_spans
         if span.kind in _PASSES
     }
-    same_until = min(
+    last_forward_end_s = min(
         max(span.end for span in actor_spans if span.kind == "forward") for actor_spans in spans
     )
-    lived = 0.0
-    for first in range(0, len(spans), stages):  # of first stages
-        begins: dict[int, float] = {}
-        last = -1
-        for span in spans[first]:
-            if span.kind == "forward":
-                begins.setdefault(span.micro_batch, span.start)
-            elif span.kind == "backward" and span.chunk == 0 and span.end <= same_until:
-                last = max(last, span.micro_batch)
-        if last < 0:
+    lifetime_s = 0.0
+    for first_stage in range(0, len(spans), stages):
+        actor_lifetime_s = _lifetime_s(spans[first_stage], last_forward_end_s)
+        if not actor_lifetime_s:
             return 0.0
-        lived = max(lived, ends[first, "backward", 0, last] - begins[last])
-    since = same_until - 2 * lived
+        lifetime_s = max(lifetime_s, actor_lifetime_s)
+    since = last_forward_end_s - 2 * lifetime_s
     if since <= 0:
         return 0.0
-    longer, rounding = 0.0, ROUNDING * same_until
+    period_s = 0.0
+    rounding_s = ROUNDING * last_forward_end_s
     for (actor, kind, chunk, micro_batch), end in ends.items():
-        if since < end <= same_until:
+        if since < end <= last_forward_end_s:
             before = ends.get((actor, kind, chunk, micro_batch - period))
-            longer = longer or (end - before if before is not None else 0.0)
-            if before is None or abs(end - before - longer) > rounding:
+            if before is None:
                 return 0.0
-    return longer
+            period_s = period_s or end - before
+            if abs(end - before - period_s) > rounding_s:
+                return 0.0
+    return period_s
+
+
+def _lifetime_s(spans: Sequence[Span], until: float) -> float:
+    """Return the seconds from a micro-batch's first forward to its last backward pass on a first stage.
+
+    The micro-batch is the last that ended before the moment `until`; 0 if none did.
+    """
+    starts: dict[int, float] = {}  # micro-batch -> start of its first forward pass
+    last_end: dict[int, float] = {}  # micro-batch -> end of its last backward pass
+    last = -1
+    for span in spans:
+        if span.kind == "forward":
+            starts.setdefault(span.micro_batch, span.start)
+        elif span.kind == "backward" and span.chunk == 0:
+            last_end[span.micro_batch] = span.end
+            if span.end <= until:
+                last = max(last, span.micro_batch)
+    return last_end[last] - starts[last] if last >= 0 else 0.0

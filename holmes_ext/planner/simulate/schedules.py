@@ -1,9 +1,15 @@
-"""Passes of a stage with its sends and receives, as an engine orders and awaits them.
+"""Order of passes, sends and receives on a stage, as each framework posts and awaits them.
 
-An operation is a Pass, or ("post", message) or ("wait", message). message = ("a" | "g", place, micro-batch):
-the stage of the model at `place` sends an activation to the next, which returns a gradient; both go by the
-earlier one. ("post", message, sent): a receive whose notice follows what was just sent to the same stage.
-Chunk c of stage s stands at c x stages + s.
+An operation is one of
+
+    (letter, micro_batch, chunk)      a pass: "F" forward, "B" backward, "I" and "W" its gradients of input
+                                      and weights
+    ("post", message)                 start a send or a receive
+    ("post", message, sent)           start a receive; its notice follows the message `sent` to the same stage
+    ("wait", message)                 wait for its end
+
+A message is ("a", place, micro_batch), the activation from the chunk at `place` to the next chunk, or
+("g", place, micro_batch), its gradient back. Chunk c of stage s is at place c x stages + s.
 """
 
 from __future__ import annotations
@@ -16,7 +22,9 @@ from holmes_ext.plan.schedule import Pass, PassOrder, passes
 from holmes_ext.planner.simulate.events import Op
 
 Message = tuple[str, int, int]
-_KINDS = {"a": "F", "g": "B"}
+ACTIVATION, GRADIENT = "a", "g"
+#: Message -> pass that needs it.
+_PASS_OF = {ACTIVATION: "F", GRADIENT: "B"}
 
 
 def schedule(
@@ -29,89 +37,140 @@ def schedule(
     breadth_first: bool = False,
     planned: PassOrder | None = None,
 ) -> Iterator[Op]:
-    """sends: of plan/engine.py's SENDS. Receives are posted beforehand where chunks are interleaved,
-    breadth-first, or `in_flight` or `planned` passes are given: at the step's begin, or as these have it."""
-    ends = _Ends(stage, stages, stages * virtual - 1)
+    """Return the operations of a stage in one step.
+
+    Receives are posted at the step's start if chunks are interleaved or breadth-first, or if a warm-up depth
+    is given. A written order of passes says itself when they are posted. Otherwise the framework decides.
+
+    Args:
+        sends: How the framework sends (plan/engine.py, SENDS).
+        virtual: Chunks of a stage.
+        in_flight: Warm-up depth; 0 for the framework's own 1F1B.
+        breadth_first: Pass all micro-batches through a chunk before the next one.
+        planned: Written order of passes.
+    """
+    neighbours = _Neighbours(stage, stages, last_place=stages * virtual - 1)
     if planned:
         listed = [(letter, micro_batch, 0) for letter, micro_batch in planned.stages[stage]]
-        return _posted(listed, ends, planned if planned.leads else None)
+        return _posted(listed, neighbours, planned if planned.leads else None)
     order = passes(stage, stages, micro_batches, virtual, in_flight, breadth_first)
     if virtual > 1 or in_flight or breadth_first or sends not in (AWAITED, PAIRED):
-        return _posted(order, ends)
+        return _posted(order, neighbours)
     if sends == PAIRED:
-        return _paired(order, ends, min(stages - stage - 1, micro_batches))
-    return _awaited(ends, micro_batches)
+        return _paired(order, neighbours, warm_up=min(stages - stage - 1, micro_batches))
+    return _awaited(neighbours, micro_batches)
 
 
-class _Ends:
-    """What a pass of a stage needs, and makes."""
+class _Neighbours:
+    """Messages between a stage and its neighbours."""
 
-    def __init__(self, stage: int, stages: int, last: int):
-        self.stage, self.stages, self.last = stage, stages, last
+    def __init__(self, stage: int, stages: int, last_place: int):
+        self.stage = stage
+        self.stages = stages
+        self.last_place = last_place
 
     def needs(self, stage_pass: Pass) -> list[Message]:
-        kind, micro_batch, chunk = stage_pass
+        """Return the message that a pass must have received: none or one."""
+        letter, micro_batch, chunk = stage_pass
         place = chunk * self.stages + self.stage
-        if kind == "F":
-            return [("a", place - 1, micro_batch)] if place else []
-        return [("g", place, micro_batch)] if place < self.last and kind != "W" else []
+        if letter == "F":
+            return [(ACTIVATION, place - 1, micro_batch)] if place else []
+        if letter == "W" or place == self.last_place:
+            return []
+        return [(GRADIENT, place, micro_batch)]
 
     def makes(self, stage_pass: Pass) -> list[Message]:
-        kind, micro_batch, chunk = stage_pass
+        """Return the message that a pass sends: none or one."""
+        letter, micro_batch, chunk = stage_pass
         place = chunk * self.stages + self.stage
-        if kind == "F":
-            return [("a", place, micro_batch)] if place < self.last else []
-        return [("g", place - 1, micro_batch)] if place and kind != "W" else []
+        if letter == "F":
+            return [(ACTIVATION, place, micro_batch)] if place < self.last_place else []
+        if letter == "W" or not place:
+            return []
+        return [(GRADIENT, place - 1, micro_batch)]
 
 
-def _posted(order: Sequence[Pass], ends: _Ends, planned: PassOrder | None = None) -> Iterator[Op]:
-    posts: dict[Message | None, list[Op]] = defaultdict(list)  # by what was sent before them
-    for message in (message for stage_pass in order for message in ends.needs(stage_pass)):
-        kind, place, number = message
-        after = planned.posted_after(place, _KINDS[kind], number) if planned else None
-        posts[("g" if kind == "a" else "a", place, after[1]) if after else None].append(
-            ("post", message)
-        )
-    yield from posts[None]
+def _posted(
+    order: Sequence[Pass], neighbours: _Neighbours, planned: PassOrder | None = None
+) -> Iterator[Op]:
+    """Yield passes whose receives are posted early: at the step's start, or after a planned send."""
+    posts_after: dict[Message | None, list[Op]] = defaultdict(
+        list
+    )  # message sent -> receives to post
     for stage_pass in order:
-        yield from (("wait", message) for message in ends.needs(stage_pass))
+        for message in neighbours.needs(stage_pass):
+            letter, place, micro_batch = message
+            sent = None
+            if planned:
+                after = planned.posted_after(place, _PASS_OF[letter], micro_batch)
+                if after:
+                    _, sent_micro_batch = after
+                    opposite = GRADIENT if letter == ACTIVATION else ACTIVATION
+                    sent = (opposite, place, sent_micro_batch)
+            posts_after[sent].append(("post", message))
+    yield from posts_after[None]
+    for stage_pass in order:
+        for message in neighbours.needs(stage_pass):
+            yield ("wait", message)
         yield stage_pass
-        for message in ends.makes(stage_pass):
-            yield from (("post", message), *posts[message])
+        for message in neighbours.makes(stage_pass):
+            yield ("post", message)
+            yield from posts_after[message]
 
 
-def _paired(order: Sequence[Pass], ends: _Ends, ahead: int) -> Iterator[Op]:
-    """megatron-core's 1F1B: in the steady state a pass's output is exchanged for the next one's input."""
-    steady = range(ahead, len(order) - ahead)
+def _paired(order: Sequence[Pass], neighbours: _Neighbours, warm_up: int) -> Iterator[Op]:
+    """Yield megatron-core's 1F1B: in the steady state a pass sends its output and receives the next input."""
+    steady = range(warm_up, len(order) - warm_up)
     for index, stage_pass in enumerate(order):
-        if not (index in steady and index - 1 in steady):
-            yield from _together(ends.needs(stage_pass))
+        follows_pair = index in steady and index - 1 in steady
+        begins_pair = index in steady and index + 1 in steady
+        if not follows_pair:  # else the exchange before has received the input
+            yield from _exchange(neighbours.needs(stage_pass))
         yield stage_pass
-        joined = index in steady and index + 1 in steady
-        yield from _together(ends.makes(stage_pass), ends.needs(order[index + 1]) if joined else [])
+        received = neighbours.needs(order[index + 1]) if begins_pair else []
+        yield from _exchange(neighbours.makes(stage_pass), received)
 
 
-def _awaited(ends: _Ends, micro_batches: int) -> Iterator[Op]:
-    """deepspeed.runtime.pipe.schedule.TrainSchedule: what a pass made is sent at the next step, by even and
-    odd steps. A forward step sends the last gradient before it receives, a backward step receives before it
-    sends."""
-    stage, stages = ends.stage, ends.stages
+def _awaited(neighbours: _Neighbours, micro_batches: int) -> Iterator[Op]:
+    """Yield deepspeed.runtime.pipe.schedule.TrainSchedule: even and odd steps alternate between stages.
+
+    The output of a pass is sent at the next step. A forward step sends the last gradient before it receives,
+    a backward step receives before it sends.
+    """
+    stage = neighbours.stage
+    stages = neighbours.stages
     to_send: list[Message] = []
-    for step in range(2 * (micro_batches + ends.last)):
-        forward = step % 2 == stage % 2
-        index = (step - stage) // 2 if forward else (step - 2 * stages + stage + 1) // 2
-        current: list[Pass] = (
-            [("F" if forward else "B", index, 0)] if 0 <= index < micro_batches else []
-        )
-        to_receive = [message for stage_pass in current for message in ends.needs(stage_pass)]
-        for messages in (to_send, to_receive) if forward else (to_receive, to_send):
-            yield from _together(messages)
+    for step in range(2 * (micro_batches + neighbours.last_place)):
+        is_forward = step % 2 == stage % 2
+        if is_forward:
+            micro_batch = (step - stage) // 2
+        else:
+            micro_batch = (step - 2 * stages + stage + 1) // 2
+        current: list[Pass] = []
+        if 0 <= micro_batch < micro_batches:
+            current = [("F" if is_forward else "B", micro_batch, 0)]
+        to_receive = [message for stage_pass in current for message in neighbours.needs(stage_pass)]
+        if is_forward:
+            yield from _exchange(to_send)
+            yield from _exchange(to_receive)
+        else:
+            yield from _exchange(to_receive)
+            yield from _exchange(to_send)
         yield from current
-        to_send = [message for stage_pass in current for message in ends.makes(stage_pass)]
-    yield from _together(to_send)
+        to_send = [message for stage_pass in current for message in neighbours.makes(stage_pass)]
+    yield from _exchange(to_send)
 
 
-def _together(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
-    yield from (("post", message) for message in messages)
-    yield from (("post", message, *messages) for message in received)
-    yield from (("wait", message) for message in (*messages, *received))
+def _exchange(messages: Sequence[Message], received: Sequence[Message] = ()) -> Iterator[Op]:
+    """Yield posts of messages and waits for all of them.
+
+    Args:
+        messages: Messages to send, or to receive.
+        received: Messages to receive while `messages` are sent.
+    """
+    for message in messages:
+        yield ("post", message)
+    for message in received:
+        yield ("post", message, *messages)
+    for message in (*messages, *received):
+        yield ("wait", message)

@@ -1,10 +1,15 @@
-"""One training step of every rank, simulated: what planner/search compares and `holmes plan` draws.
+"""Simulation of one training step of every rank: the step times that planner/search compares.
 
     network, placement, model, Execution  -- JobStep -->  Step
 
-Deterministic; 1 to 100 ms for each thousand passes (stages x micro-batches x kinds of pipelines). Seconds are
-price()'s, the order schedules.py's, what travels transfers.py's, when collectives.py's, who shares what
-events.py's.
+    costs of passes        plan/cost/price.py
+    order of passes        schedules.py
+    bytes of transfers     transfers.py
+    collectives            collectives.py, collective_ops.py
+    sharing of NICs        events.py
+
+The simulation is deterministic. It takes 1 to 100 ms for a thousand passes (stages x micro-batches x kinds of
+pipelines).
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import inf
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET, Fabric
 from holmes_ext.cluster.site import Site
@@ -32,6 +38,7 @@ from holmes_ext.planner.simulate.execution import Execution
 from holmes_ext.planner.simulate.schedules import schedule
 from holmes_ext.planner.simulate.transfers import TransferMaker
 
+#: Causes of the seconds of a step (Step.causes).
 CAUSES = (
     "compute",
     "optimizer",
@@ -41,7 +48,9 @@ CAUSES = (
     "reduce_inside",
     "reduce_across",
 )
-_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
+#: Letter of a pass (F: forward, B: backward, I and W: its gradients of input and weights) -> kind of span.
+_SPAN_KINDS = {"F": "forward", "B": "backward", "I": "backward", "W": "weights"}
+#: Kind of span -> cause; the other kinds are reductions.
 _CAUSES = {
     "forward": "compute",
     "backward": "compute",
@@ -50,46 +59,52 @@ _CAUSES = {
     "idle": "bubble",
     "send": "send",
 }
+#: Messages between stages: activations and their gradients.
+_ACTIVATION, _GRADIENT = "a", "g"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Ranks that do the same at the same time; spans: by start, without overlap."""
+    """Spans of ranks that do the same at the same time."""
 
     stage: int
     ranks: tuple[int, ...]
     cluster: str
+    #: Ordered by start, without overlap.
     spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True)
 class Step:
-    """step_s: to the end of the last rank; ranks: one Timeline for all that are alike; carried: bytes through
-    a NIC of each kind (class of node, fabric, direction) and each hop, by its key."""
+    """Result of a simulation: one training step."""
 
+    #: Seconds to the end of the last rank.
     step_s: float
+    #: Timelines of groups of equal ranks.
     ranks: tuple[Timeline, ...]
+    #: (class of node, fabric, direction), or key of a hop -> bytes through one NIC, or the hop.
     carried: dict[Hashable, float]
 
     @property
     def causes(self) -> dict[str, float]:
-        """Mean seconds of a rank; their sum is step_s.
+        """Mean seconds of a rank by cause (CAUSES); their sum is step_s.
 
-        compute, optimizer, bubble (idle, waiting for others); exposed communication in a cluster ("_inside")
-        and between clusters ("_across"): sends between stages, and reductions with what ZeRO gathers.
+        "bubble" is idle time. Exposed communication in a cluster ("_inside") and between clusters
+        ("_across") is divided into sends between stages, and reductions with the gathers of ZeRO.
         """
-        total = dict.fromkeys(CAUSES, 0.0)
+        total_s = dict.fromkeys(CAUSES, 0.0)
         world = sum(len(line.ranks) for line in self.ranks)
         for line in self.ranks:
-            share, busy = len(line.ranks) / world, 0.0
+            share = len(line.ranks) / world
+            busy_s = 0.0
             for span in line.spans:
                 cause = _CAUSES.get(span.kind, "reduce")
                 if cause in ("send", "reduce"):
                     cause += "_across" if span.across else "_inside"
-                total[cause] += share * (span.end - span.start)
-                busy += span.end - span.start
-            total["bubble"] += share * (self.step_s - busy)
-        return total
+                total_s[cause] += share * (span.end - span.start)
+                busy_s += span.end - span.start
+            total_s["bubble"] += share * (self.step_s - busy_s)
+        return total_s
 
 
 def simulate(
@@ -102,16 +117,43 @@ def simulate(
     only: Fabric | None = None,
     costs: StageCosts | None = None,
 ) -> Step:
-    """Rank r runs on order[r // processes]. only: the fabric of all traffic (stock); costs: instead of
-    price()'s. HolmesError: what does not fit together."""
+    """Simulate one training step.
+
+    Args:
+        site: Nodes and networks.
+        order: Names of the nodes in rank order: rank r runs on order[r // processes].
+        sizes: Parallel sizes.
+        model: Model to train.
+        execution: Schedule and overlap.
+        links: Measured links.
+        only: Fabric of all traffic, as without holmes.
+        costs: Costs of the stages instead of price()'s.
+
+    Raises:
+        HolmesError: Sizes, layers and schedule do not fit each other.
+    """
     network = Network(site, links, only)
     placement = network.placement(order, sizes.complete(site.world_size))
     costs = costs or price(network, placement, RankModel.of(model, placement.sizes))
     return JobStep(network, placement, model, execution, costs).step()
 
 
+class _Actor(NamedTuple):
+    """All ranks of a stage in pipelines of one kind, which do the same at the same time."""
+
+    pipeline_kind: int
+    stage: int
+
+
+class _LinkedKinds(NamedTuple):
+    """Kinds of pipelines whose messages use common NICs or hops."""
+
+    kinds: set[int]
+    resources: set[Hashable]
+
+
 class JobStep:
-    """What is simulated, of any number of micro-batches. actors: (kind of pipeline, stage)."""
+    """A job's step, ready to be simulated with any number of micro-batches."""
 
     def __init__(
         self,
@@ -121,102 +163,150 @@ class JobStep:
         run: Execution,
         costs: StageCosts,
     ):
-        sizes, self.network, self.run, self.costs = placement.sizes, network, run, costs
+        """Prepare the transfers of a step.
+
+        Raises:
+            HolmesError: ZeRO 2 or 3 with a pipeline, or layers that do not fit the stages.
+        """
+        sizes = placement.sizes
+        self.network = network
+        self.model = model
+        self.run = run
+        self.costs = costs
         if run.zero > 1 and sizes.pipeline > 1:
             problem = f"zero is {run.zero} with {sizes.pipeline} pipeline stages"
             raise HolmesError(f"{problem}; under a pipeline it can be 0 or 1")
         self.fold = network.remember(("fold", placement), lambda: Fold(placement))
-        self.model, layers = model, model.layers_of(sizes)
+        layers = model.layers_of(sizes)
         maker = TransferMaker(network, run.message_s)
         blocks = _blocks(run.stage_layers, costs.blocks, sizes.pipeline * run.virtual)
+        #: First layer and end of every chunk; chunk c of stage s is at c x stages + s.
         self.ranges = costs.ranges(blocks)
         self.passes = PassOrder.parse(run.schedule) if run.schedule else None
         self.collectives = CollectiveOps(network, self.fold, run, self.ranges, layers, model, maker)
         messages = self._messages(maker, layers[0].activation_bytes)
+        #: Tag without micro-batch -> transfer.
         self.templates = {**messages, **self.collectives.transfers}
-        kinds = range(len(self.fold.kinds))
-        self.actors = [(kind, stage) for kind in kinds for stage in range(sizes.pipeline)]
-        self.capacities = {**maker.capacities, CORES: run.cores * network.links.core_bps or inf}
+        self.actors = [
+            _Actor(kind, stage)
+            for kind in range(len(self.fold.kinds))
+            for stage in range(sizes.pipeline)
+        ]
+        shared_cores_bps = run.cores * network.links.core_bps or inf
+        self.capacities = {**maker.capacities, CORES: shared_cores_bps}
 
     def _messages(self, maker: TransferMaker, size: float) -> dict[Hashable, Transfer]:
-        """Activations to the next (virtual) stage and their gradients back, by (letter, place, kind)."""
+        """Return the messages between neighbouring chunks: (letter, chunk's place, kind) -> transfer.
+
+        Letter "a" is the activation from the chunk at `place` to the next chunk, "g" its gradient back.
+        """
         transfers: dict[Hashable, Transfer] = {}
         stages = len(self.fold.stages)
         for kind in range(len(self.fold.kinds)):
             for place in range(stages * self.run.virtual - 1):
-                stage, following = place % stages, (place + 1) % stages
-                for letter, ends in (("a", (stage, following)), ("g", (following, stage))):
-                    transfers[letter, place, kind] = self._message(maker, kind, *ends, size)
+                stage = place % stages
+                next_stage = (place + 1) % stages
+                down = self._message(maker, kind, stage, next_stage, size)
+                up = self._message(maker, kind, next_stage, stage, size)
+                transfers[_ACTIVATION, place, kind] = down
+                transfers[_GRADIENT, place, kind] = up
         return transfers
 
     def _message(
         self, maker: TransferMaker, kind: int, stage: int, other: int, size: float
     ) -> Transfer:
-        """From a stage to another. Tensor ranks share out what crosses on Ethernet, and gather it then."""
-        buffered, gathered_s, fold = size <= self.run.buffer_bytes, 0.0, self.fold
-        clusters = [self.network.cluster(fold.kind_on(kind, at)) for at in (stage, other)]
-        rates = [self.model.gpu_of(cluster).link_bps for cluster in clusters]
-        load = self.network.message(fold.stage_link(kind, stage, other), min(rates))
+        """Return a message of `size` bytes from a stage to another.
+
+        On Ethernet between nodes, the tensor parallel ranks send a slice each, and gather the slices on the
+        receiving node.
+        """
+        fold = self.fold
+        is_buffered = size <= self.run.buffer_bytes
+        sender_bps = self._gpu_link_bps(kind, stage)
+        receiver_bps = self._gpu_link_bps(kind, other)
+        stage_link = fold.stage_link(kind, stage, other)
+        load = self.network.message(stage_link, min(sender_bps, receiver_bps))
         if stage == other:
-            return Transfer(2, buffered=buffered)
+            return Transfer(2, buffered=is_buffered)
+        gathered_s = 0.0
         if load.fabric is not None and load.fabric.name == ETHERNET:
-            share = (
-                1.0
-                if self.network.only
-                else compressed_share(self.run.compression, self.model.activation_width)
-            )
             slices = self._slices
-            gathered_s = 8 * (slices - 1) / slices * size / rates[1] if rates[1] else 0.0
-            size *= share / slices
+            if receiver_bps:
+                gathered_s = 8 * (slices - 1) / slices * size / receiver_bps
+            size *= self._compressed_share / slices
         transfer = maker.message(load, size, gathered_s)
-        return replace(
-            transfer, channel=(kind, stage, other) if load.fabric else None, buffered=buffered
-        )
+        channel = (kind, stage, other) if load.fabric else None
+        return replace(transfer, channel=channel, buffered=is_buffered)
+
+    def _gpu_link_bps(self, kind: int, stage: int) -> float:
+        """Return the rate between the GPUs of a node in bits/s."""
+        cluster = self.network.cluster(self.fold.kind_on(kind, stage))
+        return self.model.gpu_of(cluster).link_bps
+
+    @property
+    def _compressed_share(self) -> float:
+        """Bytes sent for each byte of an activation on Ethernet."""
+        if self.network.only:
+            return 1.0
+        return compressed_share(self.run.compression, self.model.activation_width)
 
     @property
     def _slices(self) -> int:
+        """Tensor parallel ranks that share out a message on Ethernet."""
         sizes = self.fold.of.sizes
-        cut = (
+        is_sliced = (
             self.network.only is None
             and self.run.cut
             and sizes.tensor_inside(self.network.processes)
         )
-        return self.model.copies(sizes) if cut else 1
+        return self.model.copies(sizes) if is_sliced else 1
 
     def simulation(self, micro_batches: int, begins: Sequence[float] = ()) -> Simulation:
-        """Of so many, not yet run. begins: seconds until each kind of pipelines begins."""
-        transfers, programs = Transfers(self.templates), []
-        for kind, stage in self.actors:
-            ops = self._program(kind, stage, micro_batches)
+        """Return a simulation of so many micro-batches, not yet run.
+
+        Args:
+            begins: Seconds until each kind of pipeline begins; () for all at once.
+        """
+        transfers = Transfers(self.templates)
+        programs = []
+        for actor in self.actors:
+            ops = self._program(actor.pipeline_kind, actor.stage, micro_batches)
             if begins:
-                ops = chain([("compute", "idle", begins[kind], -1, 0)], ops)
-            programs.append(list(self._software(ops, transfers, kind, stage)))
+                idle = ("compute", "idle", begins[actor.pipeline_kind], -1, 0)
+                ops = chain([idle], ops)
+            programs.append(list(self._with_software(ops, transfers, actor)))
         return Simulation(programs, transfers, self.capacities)
 
     def apart(self) -> list[set[int]]:
-        """Kinds of pipelines, those together that share something before their gradients are reduced."""
-        kinds_uses: list[tuple[set[int], set[Hashable]]] = [
-            ({kind}, set()) for kind in range(len(self.fold.kinds))
-        ]
-        for tag, transfer in self.templates.items():
-            if isinstance(tag, tuple) and tag[0] in ("a", "g"):
-                kinds_uses[tag[2]][1].update(
-                    nic for nic, _ in transfer.uses if self.capacities[nic] < inf
-                )
-        joined: list[tuple[set[int], set[Hashable]]] = []
-        for kinds, uses in kinds_uses:
-            for other in [group for group in joined if group[1] & uses]:
-                joined.remove(other)
-                kinds, uses = kinds | other[0], uses | other[1]
-            joined.append((kinds, uses))
-        early = (
-            self.run.zero == 1 and self.run.gather_overlap or self.run.zero > 1 or self.run.cores
+        """Return groups of kinds of pipelines that share nothing before their gradients are reduced."""
+        all_kinds = range(len(self.fold.kinds))
+        has_early_collectives = (
+            (self.run.zero == 1 and self.run.gather_overlap) or self.run.zero > 1 or self.run.cores
         )
-        return [set(range(len(kinds_uses)))] if early else [kinds for kinds, _ in joined]
+        if has_early_collectives:
+            return [set(all_kinds)]
+        resources_of: list[set[Hashable]] = [set() for _ in all_kinds]
+        for tag, transfer in self.templates.items():
+            if isinstance(tag, tuple) and tag[0] in (_ACTIVATION, _GRADIENT):
+                _, _, kind = tag
+                for resource, _ in transfer.uses:
+                    if self.capacities[resource] < inf:
+                        resources_of[kind].add(resource)
+        groups: list[_LinkedKinds] = []
+        for kind, resources in enumerate(resources_of):
+            joined = _LinkedKinds({kind}, resources)
+            for other in [group for group in groups if group.resources & joined.resources]:
+                groups.remove(other)
+                joined = _LinkedKinds(
+                    joined.kinds | other.kinds, joined.resources | other.resources
+                )
+            groups.append(joined)
+        return [group.kinds for group in groups]
 
     def step(self) -> Step:
-        """Of all micro-batches."""
-        simulation, lines = self.simulation(self.costs.micro_batches), []
+        """Simulate the step with all micro-batches."""
+        simulation = self.simulation(self.costs.micro_batches)
+        lines = []
         for (kind, stage), spans in zip(self.actors, simulation.run()):
             cluster = self.network.cluster(self.fold.kind_on(kind, stage))
             lines.append(Timeline(stage, self.fold.ranks(kind, stage), cluster, tuple(spans)))
@@ -224,74 +314,111 @@ class JobStep:
         return Step(end_of(line.spans for line in lines), tuple(lines), carried)
 
     def _program(self, kind: int, stage: int, micro_batches: int) -> Iterator[Op]:
-        """All that a rank of a kind and stage does."""
-        run, costs, collectives = self.run, self.costs, self.collectives
-        stages, last = costs.stages, micro_batches - 1
-        sums = {"F": costs.sums["forward_s"][stage], "B": costs.sums["backward_s"][stage]}
-        sums["W"] = costs.sums["weights_s"][stage]
-        sums["I"] = [whole - later for whole, later in zip(sums["B"], sums["W"])]
+        """Yield all operations of a rank (events.py), and of software: ("software", kind, seconds, ...).
+
+        Args:
+            kind: Kind of the rank's pipeline.
+        """
+        run = self.run
+        costs = self.costs
+        collectives = self.collectives
+        # Letter of a pass -> running sums of its seconds over the layers.
+        sums = {
+            "F": costs.sums["forward_s"][stage],
+            "B": costs.sums["backward_s"][stage],
+            "W": costs.sums["weights_s"][stage],
+        }
+        sums["I"] = [both - weights for both, weights in zip(sums["B"], sums["W"])]
         yield from collectives.before(kind, stage)
         in_flight = run.in_flight[stage] if run.in_flight else 0
-        how = run.virtual, in_flight, run.breadth_first, self.passes
-        for op in schedule(run.engine.sends, stage, stages, micro_batches, *how):
+        ops = schedule(
+            run.engine.sends,
+            stage,
+            costs.stages,
+            micro_batches,
+            virtual=run.virtual,
+            in_flight=in_flight,
+            breadth_first=run.breadth_first,
+            planned=self.passes,
+        )
+        for op in ops:
             if op[0] in ("post", "wait"):
                 yield self._exchange(op, kind, stage)
                 continue
             letter, micro_batch, chunk = op
-            low, high = self.ranges[chunk * stages + stage]
-            final = letter in "BW" and micro_batch == last
-            along = collectives.along(kind, stage, chunk, letter, micro_batch, final)
+            low, high = self.ranges[chunk * costs.stages + stage]
+            is_final = letter in "BW" and micro_batch == micro_batches - 1
+            needs, launches = collectives.along(kind, stage, chunk, letter, micro_batch, is_final)
+            span_kind = _SPAN_KINDS[letter]
             if run.block_s and letter != "W":
                 blocks = min(high, costs.before + costs.blocks) - max(low, costs.before)
-                yield ("software", _KINDS[letter], run.block_s * blocks, micro_batch, chunk)
-            for seconds, ops in _pieces(sums[letter], low, high, letter == "F", *along):
-                yield ("compute", _KINDS[letter], seconds, micro_batch, chunk)
-                yield from ops
+                yield ("software", span_kind, run.block_s * blocks, micro_batch, chunk)
+            pieces = _pieces(sums[letter], low, high, letter == "F", needs, launches)
+            for seconds, collective_ops in pieces:
+                yield ("compute", span_kind, seconds, micro_batch, chunk)
+                yield from collective_ops
         yield from collectives.after(kind, stage)
         yield ("software", "optimizer", run.step_s, -1, 0)
         yield from collectives.report(kind, stage)
 
     def _exchange(self, op: Op, kind: int, stage: int) -> Op:
-        """Of a schedule's operation that of the simulation."""
-        message, place, micro_batch = op[1]
-        sends = (place + (message == "g")) % self.costs.stages == stage
-        tag, *sent = (((what, at, kind), number) for what, at, number in op[1:])
-        if op[0] == "post":
-            return (
-                ("post", tag) if sends else ("post", tag, True, *(sent if self.run.notices else ()))
-            )
-        return ("wait", tag, "send", micro_batch, *((True,) if sends else ()))
+        """Return the simulation's operation for a schedule's post or wait of a message."""
+        operation, message, *sent_before = op
+        letter, place, micro_batch = message
+        tag = ((letter, place, kind), micro_batch)
+        sending_place = place + 1 if letter == _GRADIENT else place
+        is_sender = sending_place % self.costs.stages == stage
+        if operation == "wait":
+            return ("wait", tag, "send", micro_batch, *((True,) if is_sender else ()))
+        if is_sender:
+            return ("post", tag)
+        if not self.run.notices:
+            return ("post", tag, True)
+        sent_tags = [((what, at, kind), number) for what, at, number in sent_before]
+        return ("post", tag, True, *sent_tags)
 
-    def _software(
-        self, ops: Iterator[Op], transfers: dict[Hashable, Transfer], kind: int, stage: int
+    def _with_software(
+        self, ops: Iterator[Op], transfers: dict[Hashable, Transfer], actor: _Actor
     ) -> Iterator[Op]:
-        """Software's seconds as flows through shared cores, at most one a rank (a second is as many bits as a
-        core can send, so both get the same share); as computing where every rank has its own."""
-        ranks, core_bps = self.fold.count[kind], self.network.links.core_bps
+        """Replace the operations of software by computing, or by flows if ranks share CPU cores.
+
+        A flow through the shared cores is at most one core a rank. A second counts as many bits as a core
+        can send in it, so software and bytes sent get equal shares of the cores.
+        """
+        ranks = self.fold.count[actor.pipeline_kind]
+        core_bps = self.network.links.core_bps
         for number, op in enumerate(ops):
             if op[0] != "software":
                 yield op
-            elif not self.run.cores:
-                yield ("compute", *op[1:])
-            elif op[2] > 0:
-                tag = ("software", (kind, stage), number)
+                continue
+            _, kind, seconds, micro_batch, chunk = op
+            if not self.run.cores:
+                yield ("compute", kind, seconds, micro_batch, chunk)
+            elif seconds > 0:
+                tag = ("software", tuple(actor), number)
                 uses = ((CORES, ranks),)
-                transfers[tag] = Transfer(1, bits=op[2] * core_bps, limit_bps=core_bps, uses=uses)
-                yield from (("post", tag), ("wait", tag, op[1], op[3]))
+                bits = seconds * core_bps
+                transfers[tag] = Transfer(1, bits=bits, limit_bps=core_bps, uses=uses)
+                yield ("post", tag)
+                yield ("wait", tag, kind, micro_batch)
 
 
 def end_of(spans: Iterable[Sequence[Span]]) -> float:
-    """Of the last actor; seconds."""
+    """Return the end of the last span of all actors, in seconds."""
     return max(span[-1].end for span in spans if span)
 
 
 def _blocks(blocks: Sequence[int], layers: int, parts: int) -> Sequence[int]:
-    """Of every (virtual) stage."""
+    """Return the blocks of every chunk, even ones by default.
+
+    Raises:
+        HolmesError: `blocks` is no split of the layers.
+    """
     blocks = blocks or uniform(layers, parts)
     if len(blocks) != parts or sum(blocks) != layers or min(blocks) < 1:
-        said = ",".join(map(str, blocks))
-        needs = f"they must be {parts} numbers above 0 whose sum is {layers} layers"
-        raise HolmesError(f"stage_layers {said}: {needs}")
+        given = ",".join(map(str, blocks))
+        needed = f"they must be {parts} numbers above 0 whose sum is {layers} layers"
+        raise HolmesError(f"stage_layers {given}: {needed}")
     return blocks
 
 
@@ -303,15 +430,24 @@ def _pieces(
     needs: Operations,
     launches: Operations,
 ) -> Iterator[tuple[float, list[Op]]]:
-    """(seconds, operations then) of a pass over layers [low, high), cut where weights are needed or gradients
-    leave."""
-    at = sums[low if forward else high]
+    """Divide a pass where weights are needed or gradients are sent.
+
+    Args:
+        sums: Running sums of the seconds over the layers.
+        low: First layer of the pass.
+        high: End of its layers.
+        forward: The pass goes from `low` to `high`, else from `high` to `low`.
+        needs: Layer -> operations before it.
+        launches: Layer -> operations after it.
+
+    Yields:
+        Seconds, and the operations that follow them.
+    """
+    done_s = sums[low if forward else high]
     for layer in sorted({*needs, *launches}, reverse=not forward):
-        for ops, border in (
-            (needs.get(layer), layer + (not forward)),
-            (launches.get(layer), layer + forward),
-        ):
+        begin, end = (layer, layer + 1) if forward else (layer + 1, layer)
+        for ops, border in ((needs.get(layer), begin), (launches.get(layer), end)):
             if ops:
-                yield abs(sums[border] - at), ops
-                at = sums[border]
-    yield abs(sums[high if forward else low] - at), []
+                yield abs(sums[border] - done_s), ops
+                done_s = sums[border]
+    yield abs(sums[high if forward else low] - done_s), []

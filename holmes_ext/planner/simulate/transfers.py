@@ -1,4 +1,4 @@
-"""Loads (plan/cost/network.py) as transfers of the simulation."""
+"""Transfers of the simulation from the loads that the cost model puts on NICs and links."""
 
 from __future__ import annotations
 
@@ -13,74 +13,119 @@ from holmes_ext.planner.simulate.events import Transfer
 
 
 class TransferMaker:
-    """message_s: of software, for each message; capacities: bits/s of all that was used so far."""
+    """Factory of transfers, which collects the rates of all NICs and links that they use."""
 
     def __init__(self, network: Network, message_s: float):
-        self.network, self.message_s = network, message_s
+        """Set the network.
+
+        Args:
+            message_s: Seconds that software adds to each message.
+        """
+        self.network = network
+        self.message_s = message_s
+        #: NIC or hop -> bits/s
         self.capacities: dict[Hashable, float] = {}
 
     def message(self, load: Load, size: float, gathered_s: float = 0.0) -> Transfer:
-        """Between two ranks; gathered_s: seconds that the receiving node adds."""
+        """Return a message of `size` bytes between two ranks.
+
+        Args:
+            gathered_s: Seconds that the receiving node needs to gather the slices of its ranks.
+        """
         if load.fabric is None:
             return Transfer(2, self.message_s + load.price.seconds(size))
         curve = self.network.curve(load)
-        fixed_s = curve.fixed_s(size) + self.message_s + gathered_s
-        uses, bits = self._uses(load, size), 8 * size
         return Transfer(
-            2, fixed_s, bits, curve.rate_bps, uses, across=load.across, latency_s=load.longer_s
+            2,
+            fixed_s=curve.fixed_s(size) + self.message_s + gathered_s,
+            bits=8 * size,
+            limit_bps=curve.rate_bps,
+            uses=self._uses(load, size),
+            across=load.across,
+            latency_s=load.longer_s,
         )
 
     def collective(
         self, load: Load, sizes: Sequence[float], parties: int, host: float = 1.0
     ) -> Transfer:
-        """Of `sizes` bytes, one after the other."""
-        total = sum(sizes)
+        """Return collectives of `sizes` bytes, one after the other, as a single transfer.
+
+        Args:
+            parties: Actors that take part.
+            host: CPU seconds of a byte, relative to those of an all-reduced byte.
+        """
+        total_bytes = sum(sizes)
         if load.fabric is None:
-            return Transfer(parties, load.price.seconds(total))
+            return Transfer(parties, load.price.seconds(total_bytes))
         curve = self.network.curve(load)
-        per_message_s = [curve.fixed_s(load.part * size) + self.message_s for size in sizes]
-        fixed_s = load.messages * sum(per_message_s) + len(sizes) * load.longer_s
-        uses, bits = self._uses(load, total, host), 8 * load.volume * total
-        return Transfer(parties, fixed_s, bits, curve.rate_bps, uses, across=load.across)
+        message_s = [curve.fixed_s(load.part * size) + self.message_s for size in sizes]
+        way_s = len(sizes) * load.longer_s
+        return Transfer(
+            parties,
+            fixed_s=load.messages * sum(message_s) + way_s,
+            bits=8 * load.volume * total_bytes,
+            limit_bps=curve.rate_bps,
+            uses=self._uses(load, total_bytes, host),
+            across=load.across,
+        )
 
     def flow(self, flow: Flow, parties: int) -> Transfer:
-        """Of a reduction."""
+        """Return a step of a gradient reduction.
+
+        Args:
+            parties: Actors that take part.
+        """
         if not flow.chained:
-            return replace(
-                self.collective(flow.loads[0], flow.sizes, parties), channel=flow.channel
-            )
+            transfer = self.collective(flow.loads[0], flow.sizes, parties)
+            return replace(transfer, channel=flow.channel)
         (size,) = flow.sizes
         fixed_s = 0.0
         for load in flow.loads:
             if load.fabric is None:
                 fixed_s = max(fixed_s, load.price.seconds(size))
             else:
-                per_message_s = self.network.curve(load).fixed_s(load.part * size) + self.message_s
-                fixed_s = max(fixed_s, load.messages * per_message_s)
-        latency_s = 0.0 if flow.blocks else flow.way_s
-        fixed_s += 2 * flow.way_s if flow.blocks else 0.0
-        uses: dict[Hashable, float] = {}
-        for load in (load for load in flow.loads if load.fabric is not None):
-            for resource, weight in self._uses(load, size):
-                uses[resource] = uses.get(resource, 0.0) + load.volume * weight
-        shared = tuple(uses.items())
-        bits = 8 * size if shared else 0.0
+                curve = self.network.curve(load)
+                message_s = curve.fixed_s(load.part * size) + self.message_s
+                fixed_s = max(fixed_s, load.messages * message_s)
+        # A blocking flow waits for the way there and back; another one only arrives later.
+        latency_s = flow.way_s
+        if flow.blocks:
+            fixed_s += 2 * flow.way_s
+            latency_s = 0.0
+        weights: dict[Hashable, float] = {}  # resource -> weight of the flow there
+        for load in flow.loads:
+            if load.fabric is not None:
+                for resource, weight in self._uses(load, size):
+                    weights[resource] = weights.get(resource, 0.0) + load.volume * weight
         return Transfer(
-            parties, fixed_s, bits, inf, shared, flow.channel, flow.then, True, latency_s
+            parties,
+            fixed_s=fixed_s,
+            bits=8 * size if weights else 0.0,
+            limit_bps=inf,
+            uses=tuple(weights.items()),
+            channel=flow.channel,
+            then=flow.then,
+            across=True,
+            latency_s=latency_s,
         )
 
     def _uses(
         self, load: Load, size: float, host: float = 1.0
     ) -> tuple[tuple[Hashable, float], ...]:
-        """host: CPU seconds of a byte, to an all-reduced one's."""
+        """Return the resources that a load uses, with its weight there: hops, NICs and CPU cores.
+
+        Args:
+            size: Bytes.
+            host: CPU seconds of a byte, relative to those of an all-reduced byte.
+        """
         assert load.fabric is not None
         link = self.network.link(load)
         for nic, _ in load.nics:
             self.capacities[nic] = link.rate_bps
         for hop, _ in load.hops:
             self.capacities[hop.key] = hop.rate_bps
-        cores = self.network.links.on_cores(
-            load.fabric, load.senders, load.posts / size / load.volume
-        )
-        hops = ((hop.key, flows) for hop, flows in load.hops)
-        return (*hops, *load.nics, *((CORES, host * weight) for _, weight in cores))
+        posts_per_byte = load.posts / size / load.volume
+        cores = self.network.links.on_cores(load.fabric, load.senders, posts_per_byte)
+        hop_uses = [(hop.key, flows) for hop, flows in load.hops]
+        core_uses = [(CORES, host * weight) for _, weight in cores]
+        return (*hop_uses, *load.nics, *core_uses)

@@ -112,6 +112,6 @@ def test_kinds_of_pipelines_without_a_common_link_have_a_pace_of_their_own(monke
 
 def test_what_does_not_repeat_is_simulated_whole(monkeypatch):
     """A pace that is found where there is none would be wrong by as much as the period."""
-    monkeypatch.setattr(repeat, "_longer_s", lambda spans, stages, period: 0.0)
+    monkeypatch.setattr(repeat, "_period_s", lambda spans, stages, period: 0.0)
     one = job(Sizes(pipeline=2), Execution(), 64, "1Gb/s")
     assert folded_s(one) == one.step().step_s
