@@ -271,7 +271,7 @@ MUTANTS = [
         MEMBERS + " -k pile",
     ),
     Mutant(
-        "an open token file is not said", "join/token.py", "if mode & 0o077", "if False", TOKENS
+        "an open token file is not said", "join/token.py", "if mode & _OTHERS", "if False", TOKENS
     ),
     Mutant(
         "false reports do not drop a job",

@@ -318,7 +318,9 @@ def _load(call, instance, load_dir, tag):
     """
     path, client_state = call()  # DeepSpeedEngine.load_checkpoint
     loaded_nothing = path is None
-    trains_alone = not training.asked()  # asked(): whether the option --holmes-join is set
+    trains_alone = (
+        not training.is_requested()
+    )  # is_requested(): whether the option --holmes-join is set
     if loaded_nothing or trains_alone:
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)  # that _save has written for this rank

@@ -237,7 +237,7 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
     calls the program's provider with the numbers of samples that one job needs. Here these numbers are
     multiplied by K, so that all jobs build the same index of samples.
     """
-    _, job_count = training.part()  # k and K of --holmes-outer part=k/K
+    _, job_count = training.data_part()  # k and K of --holmes-outer part=k/K
     if job_count == 1:
         return call()
 

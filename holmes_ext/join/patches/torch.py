@@ -210,14 +210,14 @@ def _sample_job_part(call, instance, num_replicas, rank):
     A DistributedSampler deals samples to its replicas in turn: replica j of n draws those with i mod n = j.
     So rank r of this job, which has R ranks, becomes replica k + K * r of K * R.
     """
-    k, part_count = training.part()  # (0, 1) without --holmes-outer part=k/K
+    k, part_count = training.data_part()  # (0, 1) without --holmes-outer part=k/K
     if part_count == 1:
         return call()
 
     import torch.distributed as dist
 
     # Notes that the job reads its own part. Otherwise holmes warns that the script must divide the data.
-    training.share()
+    training.mark_data_divided()
     if num_replicas is None:
         num_replicas = dist.get_world_size()
     if rank is None:

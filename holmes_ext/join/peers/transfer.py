@@ -4,8 +4,8 @@
 2. The selector waits for any connection that can be read or written, and moves as many bytes as possible
    without blocking, until all transfers are complete or have failed.
 
-No transfer waits for ever. It fails when no byte moves for `patience_s` seconds, and when its deadline passes,
-which is four times the best time that the same number of bytes to this peer has taken (Speed).
+No transfer waits for ever. It fails when no byte moves for `patience_s` seconds, and when its deadline
+passes, which is four times the best time that the same number of bytes to this peer has taken (Speed).
 """
 
 from __future__ import annotations
