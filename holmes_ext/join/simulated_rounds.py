@@ -5,8 +5,8 @@
                 one, verdict of the coordinator
 
 An inner step alternates between computing and sending over Ethernet, in small pieces. A fragment is divided
-into one TCP stream for each rank of the larger of two jobs. Flows that meet at a NIC, uplink or link share its
-rate (planner/simulate/events.py).
+into one TCP stream for each rank of the larger of two jobs. Flows that meet at a NIC, uplink or link share
+its rate (planner/simulate/events.py).
 """
 
 from __future__ import annotations

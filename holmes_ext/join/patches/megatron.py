@@ -19,7 +19,8 @@ Joined jobs of Megatron-LM and Megatron-DeepSpeed can share a data set (--holmes
     build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it
 
 Thus no sample is read twice, whatever the jobs' batch sizes. The jobs need equal --train-samples (or
-iterations x batch) and --seed."""
+iterations x batch) and --seed.
+"""
 
 from __future__ import annotations
 
