@@ -212,11 +212,12 @@ class OuterLoop:
             is_counted = not is_left_out and result.members.get(self.rounds.job, 0) != 0
             if is_counted and self.algorithm.keeps_progress:
                 self._write(fragment, sent.parts, follow=False)
-            else:  # inner steps that no round has counted are discarded
+            else:  # discard the inner steps that no round has counted
                 self._write(fragment, None)
         elif is_left_out:
             self._write(fragment, None)
         elif not self.algorithm.keeps_progress:
+            # The inner steps of the void round leave the weights, and count in the next round.
             self._write(fragment, None)
             self._carried[fragment] = sent.in_flight.gradient
 

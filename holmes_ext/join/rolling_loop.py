@@ -39,9 +39,8 @@ class RollingLoop(OuterLoop):
     def __init__(self, *arguments: Any, boundary: JobRanks, **more: Any):
         super().__init__(*arguments, **more)
         self._boundary = boundary
-        self._tokens_of = [0.0] * len(
-            self.state.fragments
-        )  # of each fragment, since its last capture
+        # Tokens of this rank since the last capture of each fragment.
+        self._tokens_of = [0.0] * len(self.state.fragments)
         self._next = 0  # fragment to capture next, if it is free
 
     def after_step(self, tokens: float = 1.0) -> None:

@@ -114,7 +114,7 @@ def _read(path: Path, source: str = "") -> str:
 
     Args:
         path: The file.
-        source: Begin of error messages.
+        source: Prefix of error messages, such as the name of a variable.
     """
     try:
         if not stat.S_ISREG(path.stat().st_mode):

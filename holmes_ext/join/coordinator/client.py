@@ -43,14 +43,14 @@ _LAST_S = 2.0
 
 
 class RoundSalt(NamedTuple):
-    """Salt for the checksums of one round, which no job can know before the coordinator sends it."""
+    """Salt for the checksums of a round, which no job can know before the coordinator sends it."""
 
     round: int
     salt: str
 
 
 class CoordinatorClient:
-    """Connection of one job to the coordinator, restored whenever it is lost. Not thread-safe.
+    """Connection of a job to the coordinator, restored whenever it is lost. Not thread-safe.
 
     A refusal before the first accepted request is an error of the user (a wrong token, other settings) and
     is raised. Once the coordinator has accepted the job, a refusal counts as no reply, so that an
@@ -147,7 +147,7 @@ class CoordinatorClient:
             self._heartbeat.now()
 
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Send one document on the open connection and return the reply to it.
+        """Send a document on the open connection and return the reply to it.
 
         Raises:
             Refused: The reply is an error.
@@ -218,10 +218,10 @@ class Heartbeat:
             channel.close()
 
     def _beat(self, channel: Channel | None, **more: str) -> Channel | None:
-        """Send one heartbeat, on a new connection if there is none.
+        """Send a heartbeat, on a new connection if there is none.
 
         Returns:
-            The connection for the next heartbeat; None if this one could not be sent.
+            The connection for the next heartbeat; None if sending failed.
         """
         deadline = Deadline(_HEARTBEAT_S, "a heartbeat")
         try:

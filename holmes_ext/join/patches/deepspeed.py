@@ -73,9 +73,8 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
         name="DeepSpeed",
         weights=lambda: _weights(engine),
         device=lambda: get_accelerator().current_device_name(),
-        written=lambda: _update_model_weights(
-            engine
-        ),  # called after the outer training changed weights
+        # The outer training calls this after it has changed weights.
+        written=lambda: _update_model_weights(engine),
         agreed={"sizes": _sizes(engine)},  # must be the same in all joined jobs
         refusal=lambda settings: refusal(engine, settings),
     )
@@ -162,11 +161,12 @@ def _weights(engine: Any) -> training.WeightShards:
             parts.append((name_of[piece.parameter], piece.first, piece.values.detach()))
             addresses.append((piece.values, piece.values.data_ptr()))
     tensors = [
+        # ZeRO 3: the whole shape.
         (
             name,
             tuple(getattr(parameter, "ds_shape", parameter.shape)),
             "float32",
-        )  # ZeRO 3: the whole shape
+        )
         for parameter, name in name_of.items()
         if parameter in updated
     ]
@@ -318,9 +318,7 @@ def _load(call, instance, load_dir, tag):
     """
     path, client_state = call()  # DeepSpeedEngine.load_checkpoint
     loaded_nothing = path is None
-    trains_alone = (
-        not training.is_requested()
-    )  # is_requested(): whether the option --holmes-join is set
+    trains_alone = not training.is_requested()  # without the option --holmes-join
     if loaded_nothing or trains_alone:
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)  # that _save has written for this rank

@@ -58,9 +58,8 @@ def _remember_chunks(call, instance, model_chunks):
     optimizer of these chunks, around an optimizer of torch. reserve() makes only the steps of megatron-core's
     optimizer count as steps of the job, not those of torch's.
     """
-    training.reserve(
-        _OWNER
-    )  # has an effect only for the first framework that calls it in this process
+    # Only the first framework of this process that calls reserve() gets the steps.
+    training.reserve(_OWNER)
     _chunks[:] = model_chunks
     return call()
 

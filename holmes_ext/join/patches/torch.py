@@ -114,9 +114,8 @@ def weights_of(optimizer: Any) -> training.WeightShards:
             )
         parts.append((name, _offset(name, parameter), local.view(-1)))
 
-    addresses = [
-        (parameter, _local(parameter).data_ptr()) for _, parameter in named
-    ]  # at this moment
+    # Addresses at this moment, to notice later that a parameter has moved.
+    addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]
 
     def have_moved() -> bool:
         """Return whether a parameter has other memory by now than when weights_of() was called."""
@@ -164,9 +163,8 @@ def _offset(name: str, parameter: Any) -> int:
         HolmesError: the shards are not contiguous ranges of the parameter's elements, or FSDP1 shards it.
     """
     if not hasattr(parameter, "_local_tensor"):
-        if hasattr(
-            parameter, "_sharded_size"
-        ):  # FSDP1 changes the size of its flat parameters in each step
+        # FSDP1 changes the size of its flat parameters in each step.
+        if hasattr(parameter, "_sharded_size"):
             raise HolmesError(
                 "--holmes-join: FSDP1 (FullyShardedDataParallel) cannot join; use fully_shard (FSDP2)"
             )

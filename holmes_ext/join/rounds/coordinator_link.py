@@ -172,7 +172,7 @@ class RemoteJob:
 
 
 class FoundJobs(NamedTuple):
-    """Result of `RemoteJobs.find`."""
+    """Ranks of other jobs that were looked up, and the jobs that were not found."""
 
     jobs: dict[str, RemoteJob]  # by name
     missing: frozenset[str]  # names of jobs whose ranks cannot be found any more

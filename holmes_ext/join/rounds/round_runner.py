@@ -65,9 +65,8 @@ class _Received:
 
     attempt: Attempt
     names: list[str]  # jobs that contribute, this one among them
-    gradients: list[
-        torch.Tensor
-    ]  # of this rank's elements, one for each name; empty if the exchange failed
+    #: This rank's elements, one tensor for each name; empty if the exchange failed.
+    gradients: list[torch.Tensor]
     gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
     unreached: list[str]  # jobs with which the exchange failed on some rank
     faults: dict[str, str]  # job whose data cannot be used -> reason
@@ -111,9 +110,8 @@ class RoundRunner:
         self.number = 0  # last round that this job knows of
         self.claims = Claims(state, job_ranks)
         self._screening = Screening(settings.aggregate)
-        self._inbox: queue.SimpleQueue[InFlight | None] = (
-            queue.SimpleQueue()
-        )  # None: end the thread
+        # None in the queue ends the thread.
+        self._inbox: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holmes-rounds", daemon=True)
 
     @property

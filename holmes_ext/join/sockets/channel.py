@@ -31,7 +31,7 @@ SHORT = 2**20
 
 
 class BrokenFrame(ConnectionError):
-    """A received frame was changed, dropped, repeated or reordered, or is none."""
+    """Error: a received frame was changed, dropped, repeated or reordered, or is no frame."""
 
 
 class _Direction:

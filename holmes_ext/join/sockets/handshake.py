@@ -10,8 +10,8 @@ certificates. The key follows from the token by scrypt (RFC 7914), so the token 
 guessing it is slow. Nothing else is read before step 3 has succeeded.
 
 TLS is used between hosts, unless the user chooses plain connections; not between loopback addresses. Over
-TLS, all steps are encrypted. A man in the middle has other certificates, so its proofs fail. Without TLS, each
-frame that follows has a MAC (channel.py) with keys that follow from T; anybody on the way can read it.
+TLS, all steps are encrypted. A man in the middle has other certificates, so its proofs fail. Without TLS,
+each frame that follows has a MAC (channel.py) with keys that follow from T; anybody on the way can read it.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ WRONG_TOKEN = "the token is not this run's; set HOLMES_JOIN_TOKEN to the one of 
 
 
 class Refused(HolmesError):
-    """The other end has rejected this end, or has proved to be the wrong one."""
+    """Error: the other end of a connection rejected this end, or failed to prove the run's token."""
 
 
 class NotHolmes(ConnectionError):
-    """The other end does not speak this protocol."""
+    """Error: the other end of a connection does not speak the protocol of joined jobs."""
 
 
 class Accepted(NamedTuple):
