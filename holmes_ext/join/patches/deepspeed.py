@@ -160,16 +160,11 @@ def _weights(engine: Any) -> training.WeightShards:
         if piece.values.numel():
             parts.append((name_of[piece.parameter], piece.first, piece.values.detach()))
             addresses.append((piece.values, piece.values.data_ptr()))
-    tensors = [
-        # ZeRO 3: the whole shape.
-        (
-            name,
-            tuple(getattr(parameter, "ds_shape", parameter.shape)),
-            "float32",
-        )
-        for parameter, name in name_of.items()
-        if parameter in updated
-    ]
+    tensors = []  # name, shape, dtype
+    for parameter, name in name_of.items():
+        if parameter in updated:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3: the whole shape
+            tensors.append((name, tuple(shape), "float32"))
     pipeline = _call_grid(engine, "pipe", "rank", default=0)
     tensor = _call_grid(engine, "model", "rank", default=0)
 
