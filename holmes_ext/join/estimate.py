@@ -1,5 +1,8 @@
 """Forecast for joined jobs, one in each cluster, instead of one job that spans the clusters (docs/joined.md).
 
+Joined jobs train one model together. Each takes inner steps by itself, and in rounds the jobs exchange
+pseudo-gradients of one fragment of the model while they go on training.
+
 a round         simulated while the jobs' inner steps run (simulated_rounds.py)
 round alone     without other traffic: the busiest hop's bits divided by its rate, plus three round trips
                 (two verdicts of the coordinator, and the first bytes); see round_seconds
@@ -158,6 +161,7 @@ class RoundPrices:
         return self._cache[key]
 
     def _simulated(self, key: _Key) -> Setting:
+        """Simulate a round with these values of --holmes-outer, and return the forecast."""
         period = key.every // key.fragments
         bits = _bits(self.parameters, key.fragments, self.compress)
         times = simulate_round(self.site, self.jobs, bits, period - key.delay, key.delay)

@@ -342,6 +342,7 @@ class OuterLoop:
             self._load(opened(saved, source), source)
 
     def _load(self, saved: dict[str, Any], source: str) -> None:
+        """Load a state whose digest was checked."""
         self.state.load(saved["state"], source)
         self.number = saved["number"]
         self.steps = saved["steps"]

@@ -101,6 +101,7 @@ class OuterSettings:
             yield f"part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
 
     def _problems_of_period(self) -> Iterator[str]:
+        """Yield the problems of `every`, `fragments` and `delay`."""
         if (self.every > 0) == (self.seconds > 0):
             given = f"every={self.every or self.seconds:g}"
             yield f"{given} is not above 0; write steps (every=32) or seconds (every=60s)"

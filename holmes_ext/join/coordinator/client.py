@@ -1,5 +1,6 @@
-"""Client of the coordinator, used by rank 0 of each job. Needs no torch.
+"""Client of the coordinator of joined jobs, used by rank 0 of each job. Needs no torch.
 
+Joined jobs train one model together over a WAN; the coordinator decides when they exchange pseudo-gradients.
 The coordinator may be restarted at any time, so the client repeats a request until its deadline:
 
 1. Connect, if there is no connection.
@@ -207,6 +208,7 @@ class Heartbeat:
         self._thread.join(_LAST_S)
 
     def _run(self) -> None:
+        """Send heartbeats until the thread is stopped, then the last one with the reason."""
         channel: Channel | None = None
         while not self._ended.is_set():
             channel = self._beat(channel)

@@ -190,6 +190,7 @@ class PeerLinks:
             OSError: There is none before the deadline.
         """
         key = LaneKey(peer.job, peer.incarnation, peer.rank, lane)
+        # Only one of the two ranks calls, so that there are never two connections.
         peer_calls = self.job > peer.job
         calling = deadline.part(_CALLING_S, "calling")
         reason = ""
