@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """Interface of the loop that runs an algorithm (loop.OuterLoop)."""
+    """Operations of the loop that calls an outer algorithm after each inner step (loop.OuterLoop)."""
 
     in_period: int  # inner steps since the period began
     period: int  # inner steps of a period

@@ -232,7 +232,7 @@ def _status(args: argparse.Namespace) -> int:
 
 
 def _row(job: dict[str, Any]) -> list[str]:
-    """Return the row of a job in the table with the columns COLUMNS; unknown values are empty.
+    """Return the row of a job in the table of `holmes join status`; unknown values are empty.
 
     Args:
         job: An entry of "jobs" in CoordinatorServer.status().

@@ -89,7 +89,7 @@ class Beside:
         return text
 
     def rows(self) -> list[list[str]]:
-        """Return the rows of the table with the columns COLUMNS."""
+        """Return the forecasts as rows of the table with the columns COLUMNS, one for each setting."""
         result = []
         for setting in self.settings:
             tokens_per_second = setting.samples_per_s * self.tokens
@@ -164,7 +164,7 @@ class Beside:
             screen.line(line)
 
     def page_parts(self) -> list[str]:
-        """Return the parts of the HTML page about joined jobs."""
+        """Return the section of the HTML page about joined jobs, as HTML fragments."""
         head = [column.name for column in COLUMNS]
         return [
             heading("Joined jobs in its place, one in each cluster"),

@@ -116,7 +116,12 @@ class _Network:
         self.nodes = Counter(node.cluster for node in self.site.nodes)
 
     def add_steps(self, job: int, delay: int) -> None:
-        """Add what a job's inner steps send over Ethernet during a round, in _PIECES pieces."""
+        """Add the transfers over Ethernet of a job's inner steps during a round, in _PIECES pieces.
+
+        Args:
+            job: Index of the job.
+            delay: Inner steps during a round.
+        """
         self.capacities[job, "out"] = self.nic_bps
         self.capacities[job, "in"] = self.nic_bps
         processes = self.site.processes
@@ -125,7 +130,13 @@ class _Network:
         self.templates["own", job] = Transfer(1, bits=bits, uses=nics)
 
     def add_exchange(self, job: int, other: int, bits: float) -> None:
-        """Add what a job sends to another one in a round."""
+        """Add the transfer of a pseudo-gradient from a job to another job.
+
+        Args:
+            job: Index of the sending job.
+            other: Index of the receiving job.
+            bits: Size of the compressed pseudo-gradient.
+        """
         sender = self.joined[job].cluster
         receiver = self.joined[other].cluster
         streams = max(self.nodes[sender], self.nodes[receiver]) * self.site.processes

@@ -45,7 +45,7 @@ class Rounds:
         least: int,
         now: float,
     ) -> bool:
-        """Begin the exchange, or end the round as void if too few pseudo-gradients count.
+        """Begin the exchange of pseudo-gradients, or void the round if too few of them count.
 
         Args:
             round_state: The round.

@@ -76,6 +76,8 @@ class _Received:
 class RoundRunner:
     """Background thread that runs the outer rounds of one rank (setting rounds=sync).
 
+    In a round, joined jobs exchange and aggregate the pseudo-gradients of a fragment of the model.
+
     Args:
         settings: The --holmes-outer settings.
         state: Outer state of this rank.

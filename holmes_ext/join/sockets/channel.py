@@ -94,7 +94,7 @@ class _Direction:
 
 
 class Channel:
-    """Connection that carries frames.
+    """Connection that carries frames: JSON documents, and parts of a byte stream.
 
     Calls block until their deadline. They raise TimeoutError then, and other OSErrors if the connection
     breaks.
