@@ -1,4 +1,12 @@
-"""Declares joined jobs: several jobs train one model over a WAN and exchange their progress (DiLoCo)."""
+"""Joined jobs: several jobs, each on its own cluster, train one model together over a WAN.
+
+Each job takes inner steps with its own optimizer. Now and then the jobs exchange pseudo-gradients (how far
+the weights have moved) and take the same outer step with their sum: DiLoCo (arXiv 2311.08105), fragment by
+fragment as in Streaming DiLoCo (arXiv 2501.18512). A coordinator (`holmes join serve`) decides who takes part
+in a round; tensors go directly from job to job.
+
+This module declares the options, the command and the patches of joined jobs.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +20,12 @@ if TYPE_CHECKING:
 
 
 def is_active(options: Options) -> bool:
+    """Return whether the user has given an option of joined jobs."""
     return bool(options.value("join") or options.value("outer"))
 
 
 def applies_to(current: Session) -> bool:
+    """Return whether the job of this session joins other jobs."""
     return bool(current.options.value("join"))
 
 
@@ -24,45 +34,47 @@ EXTENSION = Extension(
     options=(
         Option(
             "join",
-            "NAME@HOST:PORT: this job's name in a run of several jobs, each on a cluster of its own, and "
-            "where their `holmes join serve` is; HOLMES_JOIN_TOKEN or HOLMES_JOIN_TOKEN_FILE has its token",
+            "NAME@HOST:PORT: train one model together with other jobs, each on its own cluster; NAME of this "
+            "job, and address of `holmes join serve`, whose token is in HOLMES_JOIN_TOKEN or "
+            "HOLMES_JOIN_TOKEN_FILE",
         ),
         Option(
             "join_plain",
-            "on: joined jobs do not encrypt; anyone on the path can read the weights and who joins (changes "
-            "on the path are detected). off (default): TLS 1.3 between hosts (extra `join`)",
+            "on: do not encrypt the traffic of joined jobs; anyone on the path can read the weights and the "
+            "names of jobs (changes on the path are detected). off (default): TLS 1.3 between hosts (extra "
+            "`join`)",
             default="off",
             choices=("off", "on"),
         ),
         Option(
             "join_certificate",
-            "FILE: PEM with this job's certificate, its chain and its key, of a site's CA (default: made at "
-            "start, and bound to the token)",
+            "FILE: PEM with a certificate of your CA for this job, its chain and its key (default: a "
+            "certificate made at start, bound to the token)",
         ),
         Option(
             "join_ca",
-            "FILE: PEM of that CA; all jobs and `holmes join serve` give one of the same CA",
+            "FILE: PEM of that CA; all jobs and `holmes join serve` need certificates of the same CA",
         ),
         Option(
             "join_ports",
-            "PORT, FIRST-LAST, any (default) or none: where this job's ranks listen for other jobs; none: "
-            "they only call, and are reached through `holmes join serve`",
+            "PORT, FIRST-LAST, any (default) or none: ports on which this job's ranks listen for other jobs; "
+            "none: they only call, and are reached through `holmes join serve`",
         ),
         Option(
             "join_address",
-            "HOST or HOST:PORT that other jobs call to reach this one: behind NAT, with port forwarding",
+            "HOST or HOST:PORT that other jobs call to reach this job: behind NAT, with port forwarding",
         ),
         Option(
             "outer",
-            "every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,...: how joined jobs update each "
-            "other (see docs/joined.md)",
+            "every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,...: settings of the outer steps "
+            "of joined jobs (docs/joined.md)",
         ),
     ),
     variables={
-        "HOLMES_JOIN_TOKEN": "the token that `holmes join serve` printed",
-        "HOLMES_JOIN_TOKEN_FILE": "a file that holds it",
-        "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for joined jobs; rank n takes the n-th "
-        "after it",
+        "HOLMES_JOIN_TOKEN": "the token of `holmes join serve`",
+        "HOLMES_JOIN_TOKEN_FILE": "a file that contains the token",
+        "HOLMES_JOIN_PORT": "the port on which local rank 0 listens for other joined jobs; rank n listens on "
+        "the n-th port after it",
     },
     commands={"join": "holmes_ext.join.cli"},
     patches={

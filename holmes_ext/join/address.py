@@ -1,10 +1,13 @@
-"""What stands after --holmes-join, and where a job's ranks listen. Needs no torch.
+"""Parsing of --holmes-join and of the flags for ports; names of jobs, and proofs of their identity.
 
---holmes-join-ports     29700, FIRST-LAST, any (default) or none: this job's ranks cannot be called, only call
---holmes-join-address   HOST or HOST:PORT that others are told: behind NAT, or of another
-                        interface than the one that leads to the coordinator. With a port: what
-                        the first of the ports is mapped to
-HOLMES_JOIN_PORT        the port of local rank 0; rank n takes the n-th after it
+    --holmes-join           NAME@HOST:PORT: name of this job, and address of the coordinator
+    --holmes-join-ports     PORT, FIRST-LAST, any (default) or none: this job's ranks only call
+    --holmes-join-address   HOST or HOST:PORT that other jobs call: behind NAT, or of another interface than
+                            the one that leads to the coordinator. With a port: the external port to which
+                            the first of the ports is mapped
+    HOLMES_JOIN_PORT        port of local rank 0; rank n listens on the n-th port after it
+
+Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,15 +25,16 @@ from holmes_ext.join.sockets.handshake import Credentials, call
 from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import split_address
 
-#: Where `holmes join serve` listens when nothing else is said.
+#: Default port of `holmes join serve`.
 PORT = 29600
+#: Number of TCP ports.
 _PORTS = 65536
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True)
 class JoinAddress:
-    """NAME@HOST:PORT: this job's name in the run, and where the coordinator is."""
+    """Name of this job in the run, and address of the coordinator (NAME@HOST:PORT)."""
 
     job: str
     host: str
@@ -39,44 +43,62 @@ class JoinAddress:
 
 @dataclass(frozen=True)
 class PortRange:
-    """first to last, tried in order; 0, 0: any; None: no port. host, port: what others are told ("", 0: as
-    found)."""
+    """Ports on which a rank may listen, and the address that other jobs call instead."""
 
-    ports: tuple[int, int] | None = (0, 0)
-    host: str = ""
-    port: int = 0
+    ports: tuple[int, int] | None = (0, 0)  # first and last; 0, 0: any free port; None: no port
+    host: str = ""  # that other jobs call; "": the address on which the rank listens
+    port: int = 0  # external port to which the first port is mapped; 0: ports are not mapped
 
     def advertised(self, port: int) -> int:
-        """The port that others call for one that is listened on."""
+        """Return the external port of a port on which a rank listens."""
         assert self.ports is not None
-        return self.port + port - self.ports[0] if self.port else port
+        first, _ = self.ports
+        if not self.port:
+            return port
+        return self.port + port - first
 
 
 @dataclass(frozen=True)
 class JoinPlace:
-    """Where a job joins, with what credentials, and where its ranks listen."""
+    """Address of the coordinator, credentials of this job, and ports of its ranks."""
 
     address: JoinAddress
     credentials: Credentials
     ports: PortRange = PortRange()
 
     def call(self, purpose: Mapping[str, Any], deadline: Deadline) -> Channel:
-        """A channel to the coordinator. OSError; Refused: it says no."""
+        """Open an authenticated channel to the coordinator.
+
+        Args:
+            purpose: What the connection is for, and who calls.
+            deadline: Until when the handshake must be complete.
+
+        Raises:
+            OSError: The coordinator was not reached before the deadline.
+            Refused: The coordinator rejected this job.
+        """
         return call(self.address.host, self.address.port, self.credentials, purpose, deadline)
 
 
 def is_name(text: str) -> bool:
-    """Whether a job may have this name."""
+    """Return whether a job may have this name: 1 to 64 letters, digits, '.', '_' or '-'."""
     return _NAME.fullmatch(text) is not None
 
 
 def parse_address(text: str) -> JoinAddress:
-    """HolmesError when it is not NAME@HOST or NAME@HOST:PORT; an IPv6 address stands in brackets."""
-    job, _, where = text.partition("@")
+    """Return the job's name and the coordinator's address from NAME@HOST or NAME@HOST:PORT.
+
+    An IPv6 address stands in brackets.
+
+    Raises:
+        HolmesError: The text is malformed.
+    """
+    job, _, coordinator = text.partition("@")
     try:
         if not is_name(job):
             raise ValueError("no name")
-        return JoinAddress(job, *split_address(where, PORT))
+        host, port = split_address(coordinator, PORT)
+        return JoinAddress(job, host, port)
     except ValueError:
         example = f"such as east@10.0.0.1:{PORT} or east@[fd00::1]:{PORT}"
         raise HolmesError(
@@ -85,26 +107,48 @@ def parse_address(text: str) -> JoinAddress:
 
 
 def incarnation_of(secret: str) -> str:
-    """The name of one start of a job, which only who has its secret can take."""
+    """Return the public name of one start of a job: a hash of its secret.
+
+    Only a process with the secret can prove that it belongs to this start.
+    """
     return hashlib.sha256(f"holmes_ext incarnation {secret}".encode()).hexdigest()[:32]
 
 
 def ticket(secret: str, job: str, incarnation: str) -> str:
-    """By which a job shows the ranks of another one who it is. secret: of the one that is called."""
+    """Return the ticket with which a job proves its identity to the ranks of another job.
+
+    Args:
+        secret: Secret of the called job's start, which only that job and the coordinator have.
+        job: The calling job.
+        incarnation: Its start.
+    """
     return hmac.new(secret.encode(), f"{job} {incarnation}".encode(), "sha256").hexdigest()
 
 
 def port_range(ports: str, address: str, environ: Mapping[str, str]) -> PortRange:
-    """From the flags, or HOLMES_JOIN_PORT. HolmesError where they cannot be read."""
-    host, advertised = "", 0
+    """Return the ports of this rank from the flags, or from HOLMES_JOIN_PORT.
+
+    Args:
+        ports: Value of --holmes-join-ports.
+        address: Value of --holmes-join-address.
+        environ: Environment variables.
+
+    Raises:
+        HolmesError: A value is malformed.
+    """
+    host = ""
+    advertised = 0
     if address:
         try:
             host, advertised = split_address(address, 0)
         except ValueError as error:
             raise HolmesError(f"--holmes-join-address: {error}") from None
-    if not ports and (first := environ.get("HOLMES_JOIN_PORT")):
-        begin = _port(first, "HOLMES_JOIN_PORT") + _local_rank(environ)
-        return PortRange((begin, begin), host, advertised and advertised + _local_rank(environ))
+    first_port = environ.get("HOLMES_JOIN_PORT")
+    if not ports and first_port:
+        port = _port(first_port, "HOLMES_JOIN_PORT") + _local_rank(environ)
+        if advertised:
+            advertised += _local_rank(environ)
+        return PortRange((port, port), host, advertised)
     if ports == "none":
         return PortRange(None)
     if ports in ("", "any"):

@@ -1,28 +1,30 @@
-"""Outer steps: what becomes of a fragment's anchor when the jobs' pseudo-gradients have been aggregated, and
-when. Needs no torch of its own: an algorithm is a class here, and its name in ALGORITHMS.
+"""Outer algorithms: when pseudo-gradients are exchanged, and the outer step that applies their aggregate.
 
-    anchor     a      the fragment after its last outer step, alike in all jobs: float32, on the host
-    local      x_j    the fragment of job j after further steps of its own inner optimizer
-    pseudo-gradient   d_j = a - x_j               d: the aggregate over the jobs
-    momentum   m      of the outer step: float32, on the host
+An algorithm is a class in this module, registered by its name in ALGORITHMS (setting `algorithm`).
 
-    diloco    DiLoCo, arXiv 2311.08105, algorithm 1, lines 12 to 14; Nesterov's momentum as in
+    anchor             a      fragment after its last outer step, equal in all jobs: float32, on the host
+    local weights      x_j    fragment of job j after further inner steps
+    pseudo-gradient    d_j = a - x_j               d: its aggregate over the jobs
+    outer momentum     m      float32, on the host
+
+    diloco    DiLoCo, arXiv 2311.08105, algorithm 1, lines 12 to 14, with Nesterov momentum as in
               torch.optim.SGD:
                   m <- mu m + d           a <- a - lr (d + mu m)
-              Streaming DiLoCo, arXiv 2501.18512, algorithm 2: by fragments, d leaves `delay` steps before it
-              is applied, and
+              Streaming DiLoCo, arXiv 2501.18512, algorithm 2: fragment by fragment; d is sent `delay` inner
+              steps before it is applied. Then the local weights become
                   x_j <- alpha x_j + (1 - alpha) a                         (mix=alpha)
-              or, with nothing of the delay's local progress lost,
-                  x_j <- a + (x_j - x_j as it was sent)                    (mix=keep)
-    co2       CO2, arXiv 2401.16265, algorithm 1: d is a whole round old, so it counts less the further the
-              anchor has moved since it was sent (gap >= 1), and no element of the momentum exceeds `clip`:
+              or, so that no inner step during the delay is lost,
+                  x_j <- a + (x_j - x_j when d_j was captured)             (mix=keep)
+    co2       CO2, arXiv 2401.16265, algorithm 1: d is applied one whole round later. It counts less the
+              further the anchor has moved since it was sent (gap >= 1), and momentum is clipped elementwise:
                   m <- clip(mu m + d / gap, -clip, clip)                   a <- a - lr m
     average   plain averaging, local SGD (arXiv 1805.09767):               a <- a - d
-    muon      diloco, with the step of every matrix made orthogonal (Newton-Schulz) at the length it has:
+    muon      diloco, with the step of each matrix orthogonalized (Newton-Schulz: O) at its original length:
                   m <- mu m + d           a <- a - lr |d + mu m| O(d + mu m) / |O(d + mu m)|
 
-Every function is elementwise, but for scalars that all jobs have alike, and for matrices (muon), which ranks
-that share them gather: shards do not change the result, and all jobs get the same bits.
+All operations are elementwise, except for scalars that are equal in all jobs and for whole matrices (muon),
+which ranks that share them gather. So the way a job shards its weights does not change the result, and all
+jobs get the same bits.
 """
 
 from __future__ import annotations
@@ -40,70 +42,77 @@ if TYPE_CHECKING:
 
 
 class Schedule(Protocol):
-    """What an algorithm asks of the loop that it runs in (loop.OuterLoop)."""
+    """Operations of the loop that calls an outer algorithm after each inner step (loop.OuterLoop)."""
 
-    in_period: int
-    period: int
+    in_period: int  # inner steps since the period began
+    period: int  # inner steps of a period
 
     def capture(self) -> int:
-        """Take the next fragment's pseudo-gradient; the fragment's number."""
+        """Capture the next fragment's pseudo-gradient; return the fragment's index."""
 
     def submit(self, fragment: int) -> None:
-        """Let go what was captured."""
+        """Send the captured pseudo-gradient of a fragment."""
 
     def settle(self, fragment: int) -> None:
-        """Wait for the sum of what was submitted of this fragment, and apply it."""
+        """Wait for the aggregate of a fragment's submitted pseudo-gradient, and apply it."""
 
     def submitted(self) -> list[int]:
-        """Fragments that were submitted, the oldest first."""
+        """Return the fragments with a submitted pseudo-gradient, the oldest first."""
 
-    def new_period(self) -> None: ...
+    def new_period(self) -> None:
+        """Begin the next period."""
 
 
 @dataclass(frozen=True)
 class DiLoCo:
-    """momentum: None for auto (momentum_of). clip: CO2's. mix: "keep", or the share of local weights (0 to 1)
-    that a fragment keeps. delay: steps from sending to applying."""
+    """DiLoCo, and base class of the other algorithms."""
 
     lr: float
-    momentum: float | None
-    mix: str
-    delay: int
-    clip: float
+    momentum: float | None  # mu; None: determined by the jobs of each round (momentum_of)
+    mix: str  # "keep", or the share of local weights (0 to 1) that a fragment keeps
+    delay: int  # inner steps from sending a pseudo-gradient to applying the aggregate
+    clip: float  # largest magnitude of an element of CO2's momentum; 0: no limit
 
-    #: What it takes otherwise than OuterSettings has it, where the user did not say.
+    #: Defaults that differ from those of OuterSettings.
     defaults: ClassVar[Mapping[str, Any]] = {}
-    #: Whether steps that were made after sending stay when the sum is applied, with mix=keep.
+    #: With mix=keep, inner steps after sending stay in the local weights when the aggregate is applied.
     keeps_progress: ClassVar[bool] = True
-    #: Whether the sum needs the products of pseudo-gradients and momentum (gap_of).
+    #: gap_of() needs the lengths of momentum and aggregate.
     needs_gap: ClassVar[bool] = False
-    #: Whether a fragment's sum must be applied before the next fragment leaves.
+    #: A fragment's aggregate must be applied before the next fragment's pseudo-gradient is sent.
     one_at_a_time: ClassVar[bool] = True
-    #: Whether step() must be given whole matrices.
+    #: step() must be given whole matrices.
     of_matrices: ClassVar[bool] = False
 
     @property
     def keeps_momentum(self) -> bool:
-        """Whether the outer step has a momentum at all."""
+        """Return whether the outer step has a momentum."""
         return self.momentum != 0
 
     def momentum_of(self, shares: Sequence[float]) -> float:
-        """mu of a round whose jobs have these shares of the tokens. momentum=auto: 1 - sqrt(sum of the
-        squared shares), to one digit: 0 for one job, 0.3 for two, 0.5 for four.
+        """Return the momentum mu for a round whose jobs have these shares of the tokens.
 
-        In the long run the anchor moves lr / (1 - mu) times d. Adam divides by the root of the mean squared
-        gradient, and where noise is most of that, K jobs together move sqrt(K) less than one job of their
-        joint batch: 1 / sqrt (sum of the squared shares), where shares differ. (docs/benchmarks/joined.md has
-        what was measured.)
+        With momentum=auto it is 1 - sqrt(sum of the squared shares), rounded to one digit: 0 for one
+        job, 0.3 for two equal jobs, 0.5 for four.
+
+        In the long run the anchor moves by lr / (1 - mu) times d. Adam divides by the root mean square of the
+        gradient. If that is mostly noise, K equal jobs together move sqrt(K) times less than one job with
+        their joint batch; with different shares, 1 / sqrt(sum of the squared shares) times less.
+        Measurements: docs/benchmarks/joined.md.
         """
         if self.momentum is not None:
             return self.momentum
         total = math.fsum(shares)
-        return round(1 - math.sqrt(math.fsum((share / total) ** 2 for share in shares)), 1)
+        sum_of_squares = math.fsum((share / total) ** 2 for share in shares)
+        return round(1 - math.sqrt(sum_of_squares), 1)
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """How much less the sum counts because it is old; 1: not at all. Both: sums of squares over the
-        fragment, all ranks."""
+        """Return by what the aggregate is divided because of its age; 1: it is not.
+
+        Args:
+            momentum_square: Squared length of the fragment's momentum, over all ranks.
+            gradient_square: Squared length of the aggregate, over all ranks.
+        """
         return 1.0
 
     def step(
@@ -115,15 +124,23 @@ class DiLoCo:
         gap: float = 1.0,
         matrices: Matrices = Matrices(),
     ) -> None:
-        """The anchor's and momentum's next values, in place; `gradient` is overwritten. Flat tensors of one
-        length; mu: momentum_of(); gap: gap_of(); matrices: of them, where the algorithm is `of_matrices`. A
-        bfloat16 momentum is rounded after the step."""
+        """Take an outer step: update anchor and momentum in place.
+
+        Args:
+            anchor: Flat float32 tensor.
+            momentum: Tensor of the same length, float32 or bfloat16 (rounded after the step); None: no
+                momentum.
+            gradient: Aggregate of the pseudo-gradients, of the same length; overwritten.
+            mu: Result of momentum_of().
+            gap: Result of gap_of().
+            matrices: Matrices in these tensors, if the algorithm is `of_matrices`.
+        """
         direction = gradient
         if momentum is not None:
-            wide = momentum.float()  # itself, where it is float32
-            direction = self._direction(wide, gradient, mu, gap)
-            if wide is not momentum:
-                momentum.copy_(wide)
+            float32_momentum = momentum.float()  # the same object if it is float32
+            direction = self._direction(float32_momentum, gradient, mu, gap)
+            if float32_momentum is not momentum:
+                momentum.copy_(float32_momentum)
         if self.of_matrices:
             matrices.orthogonalize(direction)
         self._move(anchor, direction)
@@ -131,7 +148,7 @@ class DiLoCo:
     def _direction(
         self, momentum: torch.Tensor, gradient: torch.Tensor, mu: float, gap: float
     ) -> torch.Tensor:
-        """Of the step, from the momentum's next value."""
+        """Update the momentum in place, and return the direction of the step (which may be `gradient`)."""
         momentum.mul_(mu).add_(gradient)
         return gradient.add_(momentum, alpha=mu)
 
@@ -141,15 +158,28 @@ class DiLoCo:
     def mixed(
         self, local: torch.Tensor, sent: torch.Tensor | None, anchor: torch.Tensor
     ) -> torch.Tensor:
-        """A fragment's next local weights. sent: `local` when its pseudo-gradient was taken, for mix=keep, or
-        None."""
+        """Return a fragment's new local weights after an outer step (setting `mix`).
+
+        Args:
+            local: Its current local weights.
+            sent: With mix=keep, its local weights when the pseudo-gradient was captured; None: discard the
+                inner steps since.
+            anchor: Its new anchor.
+        """
         if self.mix == "keep":
-            return anchor if sent is None else anchor + (local - sent)
+            if sent is None:
+                return anchor
+            return anchor + (local - sent)
         alpha = float(self.mix)
-        return anchor.lerp(local, alpha) if alpha else anchor
+        if alpha == 0:
+            return anchor
+        return anchor.lerp(local, alpha)
 
     def after_step(self, loop: Schedule) -> None:
-        """After each step of the inner optimizer: `delay` steps from sending to applying."""
+        """Send or apply pseudo-gradients if they are due; called after each inner step.
+
+        A pseudo-gradient is sent `delay` steps before the end of a period, and applied at its end.
+        """
         if loop.in_period == loop.period - self.delay:
             loop.submit(loop.capture())
         if loop.in_period >= loop.period:
@@ -159,13 +189,16 @@ class DiLoCo:
 
 
 class Average(DiLoCo):
+    """Plain averaging of the weights (local SGD): an outer step without momentum."""
+
     defaults = {"momentum": 0.0}
 
 
 class Co2(DiLoCo):
-    """A fragment's sum is applied when the fragment is sent the next time: one whole `every` old. What was
-    trained meanwhile was trained on the weights that were sent, and is sent itself: the local weights follow
-    the anchor."""
+    """CO2: a fragment's aggregate is applied when the fragment is sent the next time, one round later.
+
+    Inner steps in between are part of the next pseudo-gradient, so the local weights are set to the anchor.
+    """
 
     defaults = {"lr": 0.5, "momentum": 0.0, "fragments": 1}
     keeps_progress = False
@@ -173,11 +206,10 @@ class Co2(DiLoCo):
     one_at_a_time = False
 
     def gap_of(self, momentum_square: float, gradient_square: float) -> float:
-        """CO2's penalty: 1 + how far the anchor has moved since the pseudo-gradient was begun, in lengths of
-        the pseudo-gradient.
+        """Return CO2's penalty: 1 + (move of the anchor since sending) / (length of the aggregate).
 
-        The anchor's last move was lr m, so no copy of an older anchor is needed. The form (a gap of 1 where
-        nothing moved) is Gap-Aware's (Barkai et al., arXiv 1909.10802, section 4).
+        The anchor's last move was lr m, so no copy of an older anchor is needed. The form (1 if nothing has
+        moved) is that of Gap-Aware (Barkai et al., arXiv 1909.10802, section 4).
         """
         if gradient_square <= 0:
             return 1.0
@@ -192,15 +224,16 @@ class Co2(DiLoCo):
         return momentum
 
     def after_step(self, loop: Schedule) -> None:
+        """Apply a fragment's last aggregate and send its next pseudo-gradient at the end of a period."""
         if loop.in_period >= loop.period:
             fragment = loop.capture()
-            loop.settle(fragment)  # what was submitted of it the last time
-            loop.submit(fragment)  # only now: the round reads the momentum
+            loop.settle(fragment)  # of the pseudo-gradient that was submitted the last time
+            loop.submit(fragment)  # only now, because the round reads the momentum
             loop.new_period()
 
 
 class Muon(DiLoCo):
-    """DiLoCo whose direction is made orthogonal, matrix by matrix (orthogonal.py)."""
+    """DiLoCo with a direction that is orthogonalized, matrix by matrix (orthogonal.py)."""
 
     of_matrices = True
 

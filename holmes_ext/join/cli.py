@@ -1,4 +1,7 @@
-"""`holmes join`: the coordinator of jobs that train one model together, each on a cluster of its own."""
+"""`holmes join serve` and `holmes join status`: the coordinator of joined jobs, and the state of their run.
+
+Joined jobs train one model together, each on its own cluster (docs/joined.md).
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from holmes_ext.runtime.sockets import split_address
 from holmes_ext.units import format_rate
 
 _EPILOG = """\
-  holmes join serve              anywhere that all clusters reach; says where the run's token is
+  holmes join serve              on a host that all clusters reach; prints where the run's token is
   HOLMES_JOIN_TOKEN=... COMMAND --holmes --holmes-join east@HOST:PORT
-                                 in each cluster, with a name of its own
-  holmes join status HOST:PORT   needs the token as well, on other hosts than that of `serve`
+                                 in each cluster, with another name
+  holmes join status HOST:PORT   needs the token on other hosts than that of `serve`
 
 Encrypted between hosts (TLS 1.3). Ports, directions and firewalls: docs/joined_network.md.
 """
@@ -47,13 +50,24 @@ COLUMNS = (
     Column("relayed, MB", right=True, drop=2),
     Column("heard, s ago", right=True, drop=1),
 )
-_ABOUT = "The coordinator of jobs that train one model together, each on a cluster of its own."
+_ABOUT = "Coordinate jobs that train one model together, each on its own cluster."
+#: Number of TCP ports.
+_PORTS = 65536
+#: Characters of a number of gigabytes.
+_LONGEST_NUMBER = 12
+#: Characters of a line of the log.
+_LONGEST_LINE = 1000
+#: Lines of the log that `holmes join status` prints.
+_EVENTS = 8
+_BYTES_PER_MB = 1e6
+_BYTES_PER_GB = 1e9
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add `holmes join` to the parser of `holmes`."""
     parser = subparsers.add_parser(
         "join",
-        help="the coordinator of jobs that train one model together",
+        help="coordinate jobs that train one model together",
         description=_ABOUT,
         epilog=_EPILOG,
     )
@@ -61,8 +75,8 @@ def add_parser(subparsers: Any) -> None:
     serve = actions.add_parser(
         "serve",
         help="run the coordinator (it may be restarted)",
-        description="Runs the coordinator of joined jobs, on a machine that all "
-        "can reach. It may be restarted: jobs reconnect by themselves.",
+        description="Run the coordinator of joined jobs, on a host that all of them "
+        "reach. It may be restarted: jobs reconnect by themselves.",
     )
     serve.add_argument(
         "--host", default="", help="address to listen on (default: all, IPv4 and IPv6)"
@@ -77,22 +91,22 @@ def add_parser(subparsers: Any) -> None:
         "--relay",
         metavar="GB",
         default="",
-        help="relay so many gigabytes between ranks that cannot reach each other, then no "
-        "more (0: none; default: no limit)",
+        help="gigabytes to relay between ranks that cannot reach each other, in all (0: none; "
+        "default: no limit)",
     )
     status = actions.add_parser(
         "status",
-        help="who is in, which round, how fast, how late",
-        description="Which jobs are in, at which round, how fast and how late. Exit "
-        "status 1 when one is late or gone.",
+        help="show the jobs of a run, their round, speed and delay",
+        description="Show the jobs of a run, their round, speed and delay. Exit "
+        "status 1 if a job is late or gone.",
     )
-    here = f"127.0.0.1:{PORT}"
+    default_address = f"127.0.0.1:{PORT}"
     status.add_argument(
         "where",
         metavar="HOST:PORT",
         nargs="?",
-        default=here,
-        help=f"where `holmes join serve` runs (default: {here})",
+        default=default_address,
+        help=f"address of `holmes join serve` (default: {default_address})",
     )
     status.add_argument("--json", action="store_true", help="print JSON")
     for command in (serve, status):
@@ -106,43 +120,44 @@ def add_parser(subparsers: Any) -> None:
             "--certificate",
             metavar="FILE",
             default=os.environ.get("HOLMES_JOIN_CERTIFICATE", ""),
-            help="PEM of a site's CA (HOLMES_JOIN_CERTIFICATE)",
+            help="PEM file with certificate, chain and key (HOLMES_JOIN_CERTIFICATE)",
         )
         command.add_argument(
             "--ca",
             metavar="FILE",
             default=os.environ.get("HOLMES_JOIN_CA", ""),
-            help="PEM of that CA (HOLMES_JOIN_CA)",
+            help="PEM file of the CA (HOLMES_JOIN_CA)",
         )
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the command; return its exit status."""
     return _serve(args) if args.action == "serve" else _status(args)
 
 
 def _serve(args: argparse.Namespace) -> int:
-    """Until it is interrupted."""
-    if not 0 <= args.port < 65536:
+    """Run the coordinator until it is interrupted."""
+    if not 0 <= args.port < _PORTS:
         raise HolmesError(f"holmes join serve: --port {args.port} is not a port from 0 to 65535")
-    relay = PeerRelay(_relay_bytes(args.relay), _tell)
+    relay = PeerRelay(_relay_bytes(args.relay), _log)
     token, file = served_token(os.environ, args.port)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one for each rank behind NAT
+    _raise_file_limit()
     server = CoordinatorServer(
         args.host,
         args.port,
         _credentials(token, args),
-        _tell,
+        _log,
         relay,
         services=list(extensions.objects("join_services").values()),
     )
-    where = f"; the token is in {file}" if file is not None else ""
-    print(f"holmes: jobs meet at port {server.port} of this host{where}", flush=True)
+    location = f"; the token is in {file}" if file is not None else ""
+    print(f"holmes: jobs meet at port {server.port} of this host{location}", flush=True)
     if file is not None and sys.stdout.isatty():
         print(f"holmes: HOLMES_JOIN_TOKEN={token}", flush=True)
-    exposed = exposure_of(file) if file is not None else ""
-    for line in filter(None, (warning_of(token), exposed, _privacy(args))):
-        print(f"holmes: {line}", flush=True)
+    exposure = exposure_of(file) if file is not None else ""
+    for line in (warning_of(token), exposure, _privacy_warning(args)):
+        if line:
+            print(f"holmes: {line}", flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:
@@ -152,25 +167,33 @@ def _serve(args: argparse.Namespace) -> int:
     return 0
 
 
+def _raise_file_limit() -> None:
+    """Allow as many open files as possible: each rank behind NAT keeps a connection."""
+    _, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
+
+
 def _relay_bytes(gigabytes: str) -> int | None:
-    """None: no limit."""
+    """Return the value of --relay in bytes; None: no limit."""
     if not gigabytes:
         return None
-    if not gigabytes.replace(".", "", 1).isdecimal() or len(gigabytes) > 12:
+    is_number = gigabytes.replace(".", "", 1).isdecimal()
+    if not is_number or len(gigabytes) > _LONGEST_NUMBER:
         raise HolmesError(
             f"holmes join serve: --relay {gigabytes!r:.40} is not a number of gigabytes"
         )
-    return round(float(gigabytes) * 1e9)
+    return round(float(gigabytes) * _BYTES_PER_GB)
 
 
 def _credentials(token: str, args: argparse.Namespace) -> Credentials:
+    """Return the token and the certificates that the arguments name."""
     if bool(args.certificate) != bool(args.ca):
         raise HolmesError("holmes join: give both --certificate and --ca, or none")
     return Credentials(token, args.plain, args.certificate, args.ca)
 
 
-def _privacy(args: argparse.Namespace) -> str:
-    """What a user should know of what crosses; "" where it is as it should be."""
+def _privacy_warning(args: argparse.Namespace) -> str:
+    """Return a warning if traffic is not encrypted, or cannot be; else ""."""
     if args.plain:
         return "NOT encrypted (--plain): anyone on the path can read the weights"
     if not args.certificate and find_spec("cryptography") is None:
@@ -178,15 +201,16 @@ def _privacy(args: argparse.Namespace) -> str:
     return ""
 
 
-def _tell(line: str) -> None:
+def _log(line: str) -> None:
+    """Print a line with the time of day."""
     try:
-        print(f"{time.strftime('%H:%M:%S')} {printable(line, 1000)}", flush=True)
-    except OSError:  # nobody reads any more; jobs still meet
-        sys.stdout = open(os.devnull, "w")
+        print(f"{time.strftime('%H:%M:%S')} {printable(line, _LONGEST_LINE)}", flush=True)
+    except OSError:  # the reader of the pipe has gone; the coordinator must go on
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the process ends
 
 
 def _status(args: argparse.Namespace) -> int:
-    """1 when a job is late or gone."""
+    """Print the state of a run; return 1 if a job is late or gone, else 0."""
     try:
         host, port = split_address(args.where)
     except ValueError:
@@ -201,15 +225,22 @@ def _status(args: argparse.Namespace) -> int:
             [_row(job) for job in status["jobs"]],
             title=f"round {status['round']}; the coordinator is up for {status['up_s']:.0f} s",
         )
-        for event in status["events"][-8:]:
-            screen.line(printable(str(event), 1000))
-    return 0 if all(job["state"] in ("in", "waiting") for job in status["jobs"]) else 1
+        for event in status["events"][-_EVENTS:]:
+            screen.line(printable(str(event), _LONGEST_LINE))
+    all_are_well = all(job["state"] in ("in", "waiting") for job in status["jobs"])
+    return 0 if all_are_well else 1
 
 
 def _row(job: dict[str, Any]) -> list[str]:
-    rate, bits, drift, relayed = (
-        job.get(key) for key in ("steps_per_second", "bits_per_second", "drift", "relayed")
-    )
+    """Return the row of a job in the table of `holmes join status`; unknown values are empty.
+
+    Args:
+        job: An entry of "jobs" in CoordinatorServer.status().
+    """
+    rate = job.get("steps_per_second")
+    bits = job.get("bits_per_second")
+    drift = job.get("drift")
+    relayed = job.get("relayed")
     return [
         job["job"],
         job["state"],
@@ -222,6 +253,6 @@ def _row(job: dict[str, Any]) -> list[str]:
         "" if rate is None else f"{rate:.2f}",
         "" if bits is None else format_rate(bits),
         "" if drift is None else f"{drift:.2f}",
-        f"{relayed / 1e6:.0f}" if relayed else "",
+        f"{relayed / _BYTES_PER_MB:.0f}" if relayed else "",
         f"{job['heard_s']:.0f}",
     ]

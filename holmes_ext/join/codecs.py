@@ -1,12 +1,13 @@
-"""What travels between jobs: pseudo-gradients in fewer bytes.
+"""Compression of the pseudo-gradients that jobs exchange (setting `compress`).
 
-    bf16, int8   as between the levels of a reduction (runtime/compress.py)
-    2bit         of every element its sign, and which of two magnitudes it has: the two with the least squared
-                 error in its chunk of 512 (Lloyd and Max), each the mean of the elements that are nearer to
-                 it. What the rounding left out is added to the next pseudo-gradient of the same elements
-                 (error feedback), as in MuLoCo (arXiv 2505.23725), which quantizes to 2 bits too
+    bf16, int8   the codecs of the hierarchical all-reduce (runtime/compress.py)
+    2bit         two bits for each element: its sign, and which of its chunk's two magnitudes it has. The two
+                 magnitudes of a chunk of 512 elements minimize its squared error (Lloyd and Max): each is the
+                 mean of the elements that are nearer to it. Rounding errors are added to the next
+                 pseudo-gradient of the same elements (error feedback), as in MuLoCo (arXiv 2505.23725), which
+                 also quantizes to 2 bits
 
-The wire of 2bit: of each chunk two magnitudes (bfloat16), then the codes: 12.9 % of bf16's bytes.
+Format of 2bit: for each chunk two magnitudes (bfloat16), then four codes a byte: 12.9 % of bf16's bytes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
+from torch.nn.functional import pad
 
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.runtime.compress import Codec as OuterCodec
@@ -24,8 +25,8 @@ from holmes_ext.runtime.compress import codec
 _CODES_PER_BYTE = 4
 #: Bytes of the two magnitudes of a chunk.
 _MAGNITUDE_BYTES = 4
-#: Steps of Lloyd's algorithm, from the mean magnitude on; more take less than 0.5 % of the squared error away
-#: (normal, Laplace).
+#: Steps of Lloyd's algorithm, which starts from the mean magnitude. More steps reduce the squared error by
+#: less than 0.5 % (normal and Laplace distributions).
 _LLOYD_STEPS = 5
 
 
@@ -42,9 +43,9 @@ class _Block(NamedTuple):
 
 
 class TwoBits(OuterCodec):
-    """Codec that sends two bits of each element: its sign, and which of its chunk's two magnitudes it has.
+    """Codec with two bits for each element: its sign, and which of its chunk's two magnitudes it has.
 
-    Each chunk has bytes of its own: the full chunks, and a shorter one at the end.
+    A tensor is encoded as its full chunks, then a shorter chunk at its end.
     """
 
     feedback = True
@@ -52,17 +53,25 @@ class TwoBits(OuterCodec):
     chunk = 512  # elements that share two magnitudes
 
     def buffer(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an empty buffer for the encoding of a flat tensor."""
         size = sum(block.wire_bytes for block in self._blocks(like.numel()))
         return torch.empty(size, dtype=torch.uint8, device=like.device)
 
     def encode(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return the encoding of a flat tensor plus the rounding errors of the last one.
+
+        Args:
+            x: The tensor.
+            residual: Rounding errors of the last encoding of these elements; replaced by the new ones.
+        """
         wanted = x.float() if residual is None else torch.add(x, residual)
         wire = self.buffer(x)
-        element, byte = 0, 0
+        element = 0
+        byte = 0
         for block in self._blocks(x.numel()):
             part = wanted[element : element + block.chunks * block.width]
             zeros = block.chunks * block.width - part.numel()
-            rows = F.pad(part, (0, zeros)).view(block.chunks, block.width)
+            rows = pad(part, (0, zeros)).view(block.chunks, block.width)
             wire[byte : byte + block.wire_bytes].view(block.chunks, -1).copy_(_encoded(rows))
             element += part.numel()
             byte += block.wire_bytes
@@ -71,7 +80,9 @@ class TwoBits(OuterCodec):
         return wire
 
     def decode(self, wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        decoded, byte = [], 0
+        """Return the flat tensor that was encoded, with the size and dtype of `like`."""
+        decoded = []
+        byte = 0
         for block in self._blocks(like.numel()):
             rows = wire[byte : byte + block.wire_bytes].view(block.chunks, -1)
             decoded.append(_decoded(rows).view(-1))
@@ -96,46 +107,64 @@ class TwoBits(OuterCodec):
 
 
 def _encoded(rows: torch.Tensor) -> torch.Tensor:
-    """Return [chunks, bytes] of the values [chunks, width]."""
+    """Return the encoded chunks, uint8 [chunks, bytes].
+
+    Lloyd's algorithm finds the two magnitudes of each chunk: the mean of the elements above a threshold and
+    the mean of those below it, with the threshold in the middle between them.
+
+    Args:
+        rows: Values of the chunks, [chunks, width].
+    """
     width = rows.shape[1]
-    sizes = rows.abs()
-    middle = sizes.mean(1, keepdim=True)
+    magnitudes = rows.abs()
+    threshold = magnitudes.mean(1, keepdim=True)
     for _ in range(_LLOYD_STEPS):
-        large = sizes > middle
-        count = large.sum(1, keepdim=True)
-        high = (sizes * large).sum(1, keepdim=True) / count.clamp(min=1)
-        low = (sizes * ~large).sum(1, keepdim=True) / (width - count).clamp(min=1)
-        middle = (low + high) / 2
-    magnitudes = torch.cat([low, high], 1).bfloat16().view(torch.uint8)
-    return torch.cat([magnitudes, _codes(rows, large)], 1)
+        is_large = magnitudes > threshold
+        large_count = is_large.sum(1, keepdim=True)
+        small_count = width - large_count
+        high = (magnitudes * is_large).sum(1, keepdim=True) / large_count.clamp(min=1)
+        low = (magnitudes * ~is_large).sum(1, keepdim=True) / small_count.clamp(min=1)
+        threshold = (low + high) / 2
+    header = torch.cat([low, high], 1).bfloat16().view(torch.uint8)
+    return torch.cat([header, _codes(rows, is_large)], 1)
 
 
 def _codes(values: torch.Tensor, large: torch.Tensor) -> torch.Tensor:
-    """Return signs and choices of the magnitude, four in a byte: [chunks, width / 4] of [chunks, width]."""
+    """Return the two-bit codes of chunks, four in a byte: uint8 [chunks, width / 4].
+
+    Args:
+        values: [chunks, width]; a code's higher bit is the sign.
+        large: [chunks, width]; a code's lower bit says whether the element has the larger magnitude.
+    """
     codes = (2 * (values < 0) + large).to(torch.uint8).view(len(values), -1, _CODES_PER_BYTE)
     return codes[..., 0] | codes[..., 1] << 2 | codes[..., 2] << 4 | codes[..., 3] << 6
 
 
 def _decoded(wire: torch.Tensor) -> torch.Tensor:
-    """Return the values [chunks, width] of [chunks, bytes]; any bytes are some values."""
-    magnitudes = wire[:, :_MAGNITUDE_BYTES].clone(memory_format=torch.contiguous_format)
-    magnitudes = magnitudes.view(torch.bfloat16).float()
+    """Return the values of encoded chunks, float32 [chunks, width].
+
+    Args:
+        wire: Encoded chunks, uint8 [chunks, bytes]. Any bytes are valid.
+    """
+    header = wire[:, :_MAGNITUDE_BYTES].clone(memory_format=torch.contiguous_format)
+    magnitudes = header.view(torch.bfloat16).float()  # [chunks, 2]
     packed = wire[:, _MAGNITUDE_BYTES:]
-    codes = (
-        torch.stack([packed >> shift & 3 for shift in (0, 2, 4, 6)], 2).view(len(wire), -1).long()
-    )
-    return magnitudes.gather(1, codes & 1) * (1 - 2 * (codes >> 1))
+    codes_of_byte = [packed >> shift & 3 for shift in (0, 2, 4, 6)]
+    codes = torch.stack(codes_of_byte, 2).view(len(wire), -1).long()
+    is_large = codes & 1
+    signs = 1 - 2 * (codes >> 1)
+    return magnitudes.gather(1, is_large) * signs
 
 
 def codec_of(settings: OuterSettings) -> OuterCodec:
-    """Return the codec that `compress` names."""
+    """Return the codec that the setting `compress` names."""
     if settings.compress == "2bit":
         return TwoBits()
     return codec(settings.compress)
 
 
 def residual_dtype(settings: OuterSettings) -> torch.dtype | None:
-    """Return the dtype of the rounding errors that the codec adds the next time; None: it keeps none."""
+    """Return the dtype in which rounding errors are kept for the next encoding; None: they are not kept."""
     if settings.compress in ("int8", "2bit"):
         return torch.bfloat16
     return None

@@ -1,6 +1,6 @@
 """A joined job's part of a data set: samples k, k + K, k + 2 K, ... (--holmes-outer part=k/K).
 
-So whatever sampler reads it, and whatever the jobs' batch sizes and ranks are, no sample is read by two jobs.
+No sample is read by two jobs, whatever sampler reads the part, and whatever the jobs' batch sizes and ranks.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from holmes_ext.join import training
 
 
 class Share:
-    """Samples k, k + K, ... of a map-style data set; all else is the data set's."""
+    """Samples k, k + K, ... of a map-style data set; other attributes are those of the data set."""
 
     def __init__(self, dataset: Any, k: int, parts: int):
-        self._dataset, self._k, self._parts = dataset, k, parts
+        self._dataset = dataset
+        self._k = k
+        self._parts = parts
 
     def __len__(self) -> int:
         return (len(self._dataset) - self._k + self._parts - 1) // self._parts
@@ -25,23 +27,27 @@ class Share:
         return self._dataset[self._k + index * self._parts]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # a worker's copy asks before anything is set
+        # copy and pickle look for special methods before __init__ has set _dataset.
+        if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
 
 
 def part_of(dataset: Any) -> Any:
-    """Of a map-style data set; the whole where there is one part, or it is a stream (the script's own)."""
-    k, parts = training.part()
+    """Return this job's part of a map-style data set.
+
+    Returns:
+        The data set itself, if the jobs do not divide it, or if it is a stream: the script must divide that.
+    """
+    k, parts = training.data_part()
     if parts == 1 or dataset is None:
         return dataset
     from torch.utils.data import IterableDataset
 
-    if isinstance(dataset, IterableDataset) or not (
-        hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    ):
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not is_map_style:
         return dataset
-    training.share()
-    if hasattr(dataset, "shard"):  # Hugging Face's: stays one of its kind
+    training.mark_data_divided()
+    if hasattr(dataset, "shard"):  # of Hugging Face, which returns another data set of Hugging Face
         return dataset.shard(num_shards=parts, index=k, contiguous=False)
     return Share(dataset, k, parts)

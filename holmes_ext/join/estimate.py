@@ -1,12 +1,13 @@
-"""What jobs would make that join over the links between the clusters, one in each, instead of one job that
-crosses (docs/joined.md): seconds of a round, what of it is exposed, tokens per second.
+"""Forecast for joined jobs, one in each cluster, instead of one job that spans the clusters (docs/joined.md).
 
-    a round     join/simulated_rounds.py plays it while the jobs' steps run
-    alone       the busiest hop's bytes over its rate, and three trips there and back (the
-                coordinator's verdict before and after, the first bytes): what it takes where nothing
-                else is on the network (round_seconds)
-    hidden      while it takes no longer than `delay` steps of the slowest job
-    least every fragments x (delay + 1): a fragment's sum is applied before the next one leaves
+Joined jobs train one model together. Each takes inner steps by itself, and in rounds the jobs exchange
+pseudo-gradients of one fragment of the model while they go on training.
+
+a round         simulated while the jobs' inner steps run (simulated_rounds.py)
+round alone     without other traffic: the busiest hop's bits divided by its rate, plus three round trips
+                (two verdicts of the coordinator, and the first bytes); see round_seconds
+hidden          a round that takes no longer than `delay` inner steps of the slowest job
+least `every`   fragments x (delay + 1): a fragment's aggregate is applied before the next one is sent
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import NamedTuple
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
@@ -22,37 +24,48 @@ from holmes_ext.join.simulated_rounds import JoinedJob, simulate_round
 from holmes_ext.plan.across import hop_loads
 from holmes_ext.plan.cost.reductions import SHARES
 
-#: There and back, in a round.
+#: Round trips of a round.
 TRIPS = 3
-#: What Streaming DiLoCo (arXiv 2501.18512, section 3.3) found nearly free.
+#: Delay that Streaming DiLoCo (arXiv 2501.18512, section 3.3) found nearly free, in inner steps.
 DELAY = 5
-#: What --holmes-outer is without these keys (join/settings.py): every, fragments, delay.
+#: Defaults of --holmes-outer (settings.py): every, fragments, delay.
 DEFAULT = (32, 4, DELAY)
-#: Fragments that --holmes-outer takes at most.
+#: Largest number of fragments.
 MOST_FRAGMENTS = 1024
-#: Part of a step below which a wait is rounding.
+#: Share of an inner step below which a wait is a rounding error.
 _ROUNDING = 1e-9
+#: Bits of an element without compression.
+_ELEMENT_BITS = 32
+#: Upper limit of a search.
+_UNLIMITED = 2**40
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What --holmes-outer would say and do. round_s: from the pseudo-gradient to its sum; exposed_s: waited
-    for, each step; slower_s: by sharing the network; samples_per_s: of all jobs."""
+    """Values of --holmes-outer, and their forecast."""
 
-    every: int
+    every: int  # inner steps
     fragments: int
-    delay: int
-    round_s: float
-    exposed_s: float
-    slower_s: float
-    samples_per_s: float
+    delay: int  # inner steps
+    round_s: float  # from the pseudo-gradient to its aggregate
+    exposed_s: float  # of each inner step, waited for the end of a round
+    slower_s: float  # by which each inner step takes longer, because rounds share the network
+    samples_per_s: float  # of all jobs
 
     def __str__(self) -> str:
         return f"every={self.every},fragments={self.fragments},delay={self.delay}"
 
 
+class _Key(NamedTuple):
+    """Values of --holmes-outer that determine a forecast."""
+
+    every: int
+    fragments: int
+    delay: int
+
+
 def apart(site: Site, cluster: str) -> Site:
-    """One cluster's nodes alone."""
+    """Return a site with the nodes of one cluster only."""
     return replace(
         site,
         nodes=tuple(node for node in site.nodes if node.cluster == cluster),
@@ -61,125 +74,212 @@ def apart(site: Site, cluster: str) -> Site:
 
 
 def nodes_of(site: Site) -> Counter[str]:
-    """By cluster."""
+    """Return the number of nodes of each cluster."""
     return Counter(node.cluster for node in site.nodes)
 
 
 def shares(site: Site, samples: int, unit: int) -> dict[str, int]:
-    """Samples of each job, by its ranks; multiples of `unit` (a micro-batch) times its nodes if possible."""
+    """Divide a batch among one job in each cluster, in proportion to their nodes.
+
+    Args:
+        site: The clusters.
+        samples: Samples of the batch.
+        unit: Samples of a micro-batch. Shares are multiples of it on every rank if possible.
+
+    Returns:
+        Cluster -> samples.
+    """
     result = {}
     for name, nodes in nodes_of(site).items():
         share = samples * nodes / len(site.nodes)
-        multiple = unit * nodes * site.processes if share >= unit * nodes * site.processes else unit
+        unit_on_all_ranks = unit * nodes * site.processes
+        multiple = unit_on_all_ranks if share >= unit_on_all_ranks else unit
         result[name] = max(1, round(share / multiple)) * multiple
     return result
 
 
 def round_seconds(site: Site, parameters: float, fragments: int, compress: str = "bf16") -> float:
-    """From a fragment's pseudo-gradient to its sum in all jobs, where nothing else is on the network."""
+    """Return the seconds of a round without other traffic on the network.
+
+    Args:
+        site: The clusters, and the links between them.
+        parameters: Parameters of the model.
+        fragments: Fragments of the model.
+        compress: Codec of the pseudo-gradients.
+    """
     bits = _bits(parameters, fragments, compress)
-    pairs = {
-        (cluster, two): bits for cluster in site.clusters for two in site.clusters if cluster != two
+    bits_of_pair = {
+        (sender, receiver): bits
+        for sender in site.clusters
+        for receiver in site.clusters
+        if sender != receiver
     }
-    busiest = max(
-        (load / hop.rate_bps for hop, load in hop_loads(site.wan, pairs).items()), default=0.0
-    )
+    loads = hop_loads(site.wan, bits_of_pair)
+    busiest_hop_s = max((load / hop.rate_bps for hop, load in loads.items()), default=0.0)
     ethernet = site.fabric_by_name[ETHERNET]
-    nics = (len(site.clusters) - 1) * bits / (min(nodes_of(site).values()) * ethernet.rate_bps)
-    latency = max(
-        (sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in pairs), default=0.0
+    sent_bits = (len(site.clusters) - 1) * bits
+    smallest_cluster_bps = min(nodes_of(site).values()) * ethernet.rate_bps
+    nics_s = sent_bits / smallest_cluster_bps
+    way_s = max(
+        (sum(hop.latency_s for hop in site.wan.hops(*pair)) for pair in bits_of_pair), default=0.0
     )
-    return max(busiest, nics) + 2 * TRIPS * (latency or ethernet.latency_s)
+    round_trip_s = 2 * (way_s or ethernet.latency_s)
+    return max(busiest_hop_s, nics_s) + TRIPS * round_trip_s
 
 
 def _bits(parameters: float, fragments: int, compress: str) -> float:
-    return 32 * SHARES[compress] * parameters / fragments
+    """Return the bits of a fragment's compressed pseudo-gradient."""
+    return _ELEMENT_BITS * SHARES[compress] * parameters / fragments
 
 
 class RoundPrices:
-    """Rounds of these jobs, simulated; site: as measured."""
+    """Forecasts for one set of joined jobs, simulated on demand and cached.
+
+    Args:
+        site: The clusters, with measured rates if available.
+        parameters: Parameters of the model.
+        jobs: One job in each cluster.
+        compress: Codec of the pseudo-gradients.
+    """
 
     def __init__(
         self, site: Site, parameters: float, jobs: Sequence[JoinedJob], compress: str = "bf16"
     ):
-        self.site, self.parameters, self.jobs, self.compress = site, parameters, jobs, compress
-        self.step_s, self.samples = (
-            max(job.step_s for job in jobs),
-            sum(job.samples for job in jobs),
-        )
-        self._known: dict[tuple[int, int, int], Setting] = {}
+        self.site = site
+        self.parameters = parameters
+        self.jobs = jobs
+        self.compress = compress
+        self.step_s = max(job.step_s for job in jobs)
+        self.samples = sum(job.samples for job in jobs)
+        self._cache: dict[_Key, Setting] = {}
 
     def of(self, every: int, fragments: int, delay: int) -> Setting:
-        if (key := (every, fragments, delay)) not in self._known:
-            period, bits = every // fragments, _bits(self.parameters, fragments, self.compress)
-            round_times = simulate_round(self.site, self.jobs, bits, period - delay, delay)
-            exposed_s, slower_s = (
-                seconds / period if seconds > _ROUNDING * self.step_s else 0.0
-                for seconds in (round_times.waited_s, round_times.longer_s)
-            )
-            rate = self.samples / (self.step_s + exposed_s + slower_s)
-            self._known[key] = Setting(*key, round_times.round_s, exposed_s, slower_s, rate)
-        return self._known[key]
+        """Return the forecast for these values of --holmes-outer."""
+        key = _Key(every, fragments, delay)
+        if key not in self._cache:
+            self._cache[key] = self._simulated(key)
+        return self._cache[key]
+
+    def _simulated(self, key: _Key) -> Setting:
+        """Simulate a round with these values of --holmes-outer, and return the forecast."""
+        period = key.every // key.fragments
+        bits = _bits(self.parameters, key.fragments, self.compress)
+        times = simulate_round(self.site, self.jobs, bits, period - key.delay, key.delay)
+        exposed_s = self._per_step(times.waited_s, period)
+        slower_s = self._per_step(times.longer_s, period)
+        return Setting(
+            every=key.every,
+            fragments=key.fragments,
+            delay=key.delay,
+            round_s=times.round_s,
+            exposed_s=exposed_s,
+            slower_s=slower_s,
+            samples_per_s=self.samples / (self.step_s + exposed_s + slower_s),
+        )
+
+    def _per_step(self, seconds: float, period: int) -> float:
+        """Return the share of one inner step in seconds of a period; 0 for rounding errors."""
+        if seconds <= _ROUNDING * self.step_s:
+            return 0.0
+        return seconds / period
 
     def hidden_with(self, fragments: int) -> Setting:
-        """With the least delay, and the least `every`, at which nothing is exposed."""
-        alone = ceil(
-            round_seconds(self.site, self.parameters, fragments, self.compress) / self.step_s
-        )
-        setting = _least(lambda delay: self.of(fragments * (delay + 1), fragments, delay), alone)
+        """Return the forecast with the least delay, and least `every`, at which rounds are hidden."""
+        alone_s = round_seconds(self.site, self.parameters, fragments, self.compress)
+
+        def with_delay(delay: int) -> Setting:
+            return self.of(fragments * (delay + 1), fragments, delay)
+
+        setting = _least_hidden(with_delay, first=ceil(alone_s / self.step_s), most=_UNLIMITED)
         assert setting is not None
         return setting
 
     def hidden_after(self, delay: int) -> Setting | None:
-        """With the fewest fragments and least `every` at which nothing is exposed; None: there is none."""
-        return _least(lambda count: self.of(count * (delay + 1), count, delay), 1, MOST_FRAGMENTS)
+        """Return the forecast with the fewest fragments, and least `every`, at which rounds are hidden.
+
+        None if they are not hidden even with MOST_FRAGMENTS.
+        """
+
+        def with_fragments(count: int) -> Setting:
+            return self.of(count * (delay + 1), count, delay)
+
+        return _least_hidden(with_fragments, first=1, most=MOST_FRAGMENTS)
 
 
-def _least(of: Callable[[int], Setting], first: int, most: int = 2**40) -> Setting | None:
-    """At the least number from 1 to `most` from which nothing is exposed; first: where to look."""
-    low, high = 0, max(1, first)
-    while (result := of(high)).exposed_s:
-        if high == most:
+def _least_hidden(setting_of: Callable[[int], Setting], first: int, most: int) -> Setting | None:
+    """Return the setting of the least number at which rounds are hidden, by bisection.
+
+    Args:
+        setting_of: Returns the setting of a number. Larger numbers hide more.
+        first: Number at which the search begins.
+        most: Largest number.
+
+    Returns:
+        None if rounds are not hidden at the largest number.
+    """
+    exposed = 0  # a number at which rounds are exposed, or 0
+    hidden = max(1, first)
+    result = setting_of(hidden)
+    while result.exposed_s:
+        if hidden == most:
             return None
-        low, high = high, min(2 * high, most)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if (choice := of(middle)).exposed_s:
-            low = middle
+        exposed = hidden
+        hidden = min(2 * hidden, most)
+        result = setting_of(hidden)
+    while hidden - exposed > 1:
+        middle = (exposed + hidden) // 2
+        setting = setting_of(middle)
+        if setting.exposed_s:
+            exposed = middle
         else:
-            high, result = middle, choice
+            hidden = middle
+            result = setting
     return result
 
 
 def settings(rounds: RoundPrices) -> list[Setting]:
-    """The default; then the least `every` that exposes nothing: with its fragments, with its delay."""
-    choices = [rounds.of(*DEFAULT), rounds.hidden_with(DEFAULT[1]), rounds.hidden_after(DELAY)]
+    """Return the settings to show: the default, and two with the least `every` that hides rounds.
+
+    The first of these two has the default's number of fragments, the second one its delay.
+    """
+    _, default_fragments, default_delay = DEFAULT
+    choices = [
+        rounds.of(*DEFAULT),
+        rounds.hidden_with(default_fragments),
+        rounds.hidden_after(default_delay),
+    ]
     return list(dict.fromkeys(setting for setting in choices if setting is not None))
 
 
 def over_every(rounds: RoundPrices) -> dict[str, list[Setting]]:
-    """Settings for each `every` up to twice the greatest of settings(), by how the rest is chosen."""
-    count, longest = DEFAULT[1], 2 * max(setting.every for setting in settings(rounds))
-    doubled = [2**power for power in range(longest.bit_length())]
+    """Return forecasts for values of `every` up to twice the largest one of `settings`.
+
+    Returns:
+        How fragments and delay follow from `every` -> forecasts in order.
+    """
+    fragments = DEFAULT[1]
+    longest = 2 * max(setting.every for setting in settings(rounds))
+    powers_of_two = {2**power for power in range(longest.bit_length())}
     hidden = rounds.hidden_after(DELAY)
-    counts = sorted({*doubled, *((hidden.fragments,) if hidden else ())})
-    periods = sorted({*doubled, DELAY + 1, rounds.hidden_with(count).delay + 1})
-    series = {
-        f"fragments={count}, delay=every/{count}-1": [
-            (count * period, count, period - 1) for period in periods
+    hidden_fragments = {hidden.fragments} if hidden else set()
+    counts = sorted(powers_of_two | hidden_fragments)
+    periods = sorted(powers_of_two | {DELAY + 1, rounds.hidden_with(fragments).delay + 1})
+    keys_of_series = {
+        f"fragments={fragments}, delay=every/{fragments}-1": [
+            _Key(fragments * period, fragments, period - 1) for period in periods
         ],
-        f"fragments={count}, delay={DELAY}": [
-            (count * period, count, DELAY) for period in periods if period > DELAY
+        f"fragments={fragments}, delay={DELAY}": [
+            _Key(fragments * period, fragments, DELAY) for period in periods if period > DELAY
         ],
         f"fragments=every/{DELAY + 1}, delay={DELAY}": [
-            (n * (DELAY + 1), n, DELAY) for n in counts
+            _Key(count * (DELAY + 1), count, DELAY) for count in counts
         ],
     }
-    return {
-        name: [
-            rounds.of(every, fragments, delay)
-            for every, fragments, delay in points
-            if every <= longest and fragments <= MOST_FRAGMENTS
+    result = {}
+    for name, keys in keys_of_series.items():
+        result[name] = [
+            rounds.of(*key)
+            for key in keys
+            if key.every <= longest and key.fragments <= MOST_FRAGMENTS
         ]
-        for name, points in series.items()
-    }
+    return result

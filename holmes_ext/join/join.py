@@ -1,5 +1,9 @@
-"""Making a joined job's parts, on all ranks at once: groups of the job, maps of who exchanges what, the
-rank's port, the way to the coordinator."""
+"""Construction of the parts of a joined job, on all ranks at once.
+
+join() makes the process groups of the job, assigns weight elements to ranks, opens the rank's port, and makes
+the client of the coordinator, the rounds thread and the outer loop. All ranks run the same collectives in the
+same order, and an error on one rank is raised on all of them.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +30,7 @@ from holmes_ext.join.rounds.rolling_runner import RollingRunner
 from holmes_ext.join.rounds.round_runner import RoundRunner
 from holmes_ext.join.settings import OuterSettings
 from holmes_ext.join.shards.job_ranks import JobRanks, Replicas, gather_cut_matrices
-from holmes_ext.join.shards.ownership import RankRange, any_cut, fragment_cuts, owners
+from holmes_ext.join.shards.ownership import Range, RankRange, any_cut, fragment_cuts, owners
 from holmes_ext.join.shards.state import OuterState
 from holmes_ext.join.shards.weights import Part, Tensor, Weights, row_of
 from holmes_ext.join.sockets.handshake import Credentials
@@ -34,26 +38,35 @@ from holmes_ext.options import Options
 from holmes_ext.words import some_of
 
 PARALLEL = "a job can join if its weights are replicated or sharded over whole data-parallel groups"
-#: Of the job's own control group: rounds have deadlines of their own, and a rank that dies closes its
-#: connections.
+#: Timeout of the job's control group. It hardly matters: rounds have their own deadlines, and the connections
+#: of a rank that dies are closed.
 _CONTROL = timedelta(days=1)
+#: Bytes of the secret of a job's start.
+_SECRET_BYTES = 16
 
 
 def place_of(address: JoinAddress, token: str, options: Options) -> JoinPlace:
-    """HolmesError where files of the options cannot be used."""
-    plain = options.value("join_plain") == "on"
+    """Return the coordinator's address, the credentials and the ports that the options name.
+
+    Raises:
+        HolmesError: A certificate cannot be used, or the ports are malformed.
+    """
     credentials = Credentials(
-        token, plain, options.value("join_certificate"), options.value("join_ca")
+        token,
+        plain=options.value("join_plain") == "on",
+        certificate=options.value("join_certificate"),
+        authority=options.value("join_ca"),
     )
-    return JoinPlace(
-        address,
-        credentials,
-        port_range(options.value("join_ports"), options.value("join_address"), os.environ),
-    )
+    ports = port_range(options.value("join_ports"), options.value("join_address"), os.environ)
+    return JoinPlace(address, credentials, ports)
 
 
 def weights_of(shards: Any) -> Weights:
-    """Of what a patch tells (training.WeightShards)."""
+    """Return the weights of this rank from the description by a framework's patch.
+
+    Args:
+        shards: A training.WeightShards.
+    """
     tensors = [Tensor(*tensor) for tensor in shards.tensors]
     starts = row_of(tensors)
     parts = [Part(starts[name] + first, values) for name, first, values in shards.parts]
@@ -70,58 +83,63 @@ def join(
     written: Callable[[], None] = lambda: None,
     status: Callable[[], dict[str, Any]] = dict,
 ) -> OuterLoop:
-    """An OuterLoop that has not begun: load outer state into it where there is some, then begin(). Collective
-    over the job's ranks; what goes wrong on one of them is raised on all.
+    """Return the outer loop of this rank; collective over the ranks of the job.
 
-    agreed: what else must be the same in all jobs, in words (sizes); device: of the weights' fragments on
-    their way; status: for heartbeats. Makes a gloo group of all ranks, and one with the default backend of
-    each set of ranks that hold the same parts.
+    The loop has not begun: outer state of a checkpoint may be loaded before its begin(). This function makes
+    a gloo group of all ranks, and groups with the default backend of ranks that hold the same weights.
+
+    Args:
+        place: Coordinator, credentials and ports.
+        settings: The --holmes-outer settings.
+        weights: Returns the weights of this rank.
+        agreed: Other facts that must be equal in all jobs, such as parallel sizes.
+        device: Device on which the default backend moves tensors.
+        on_round: Called with the record of each round.
+        written: Called after the outer training has written weights.
+        status: Returns telemetry for heartbeats.
+
+    Raises:
+        HolmesError: The weights of the ranks do not fit each other, or a port is in use.
     """
     job = place.address.job
-    many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    job_ranks = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
-    here: Weights = job_ranks.run_on_all_ranks(weights)
-    whole = here.matrices if settings.outer_algorithm().of_matrices else []
-    row = {
-        "position": here.position,
-        "digest": here.digest,
-        "total": here.total,
-        "holdings": here.holdings,
-        "whole": [(matrix.start, matrix.stop) for matrix in whole],
-    }
-    everyone = job_ranks.all_gather(row)
-    maps = _maps(job, everyone, settings, job_ranks)
-    replicas, group = _replicas(everyone, job_ranks.rank)
-    _refuse_odd_holdings(job, here, everyone, replicas, job_ranks)
-    ranges_here = maps[here.position]
-    state = OuterState(settings, here, ranges_here, job_ranks.rank)
-    _gather_what_is_cut(state, maps, everyone, job_ranks.rank, device)
-    secret = job_ranks.broadcast_from_rank_0(os.urandom(16).hex())
+    has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    job_ranks = JobRanks(_gloo_group(has_peers))
+    weights_here: Weights = job_ranks.run_on_all_ranks(weights)
+    layouts = _gather_layouts(weights_here, settings, job_ranks)
+    maps = _maps(job, layouts, settings, job_ranks)
+    same = _ranks_with_same_weights(layouts, job_ranks.rank)
+    _refuse_unsupported_shards(job, weights_here, layouts, same.ranks, job_ranks)
+    ranges = maps[weights_here.position]
+    state = OuterState(settings, weights_here, ranges, job_ranks.rank)
+    _gather_what_is_cut(state, maps, layouts, job_ranks.rank, device)
+
+    secret = job_ranks.broadcast_from_rank_0(os.urandom(_SECRET_BYTES).hex())
     identity = RankIdentity(job, incarnation_of(secret), job_ranks.rank, secret)
     links: PeerLinks = job_ranks.run_on_all_ranks(lambda: _links(place, identity, state))
     addresses = job_ranks.all_gather(links.address)
-    names = job_ranks.all_gather(here.named())
+    descriptions = job_ranks.all_gather(weights_here.named())
     client = None
     if job_ranks.rank == 0:
-        first = {entry["position"]: rank for rank, entry in reversed(list(enumerate(everyone)))}
-        rows = {f"weights at {position}": names[rank] for position, rank in first.items()}
-        fixed = {
-            "agreed": {"outer": settings.agreed(), **rows, **agreed},
-            "maps": {position: _flat(ranges) for position, ranges in maps.items()},
+        descriptions_by_position: dict[str, Any] = {}
+        for layout, description in zip(layouts, descriptions):
+            key = f"weights at {layout.position}"
+            descriptions_by_position.setdefault(key, description)
+        constant_hello = {
+            "agreed": {"outer": settings.agreed(), **descriptions_by_position, **agreed},
+            "maps": {position: _flat(owned) for position, owned in maps.items()},
             "addresses": addresses,
             "min": settings.min,
             "timeout": settings.timeout,
         }
-        client = CoordinatorClient(place, lambda: {**fixed, **rounds.hello()}, secret)
+        client = CoordinatorClient(place, lambda: {**constant_hello, **rounds.hello()}, secret)
     coordinator = CoordinatorLink(client, job_ranks, settings.timeout)
-    rolling = settings.rounds == "async"
-    runner = RollingRunner if rolling else RoundRunner
-    rounds = runner(settings, state, ranges_here, job_ranks, links, coordinator, job)
-    gathered = Replicas(ranges_here, replicas, group, device)
-    arguments = settings, here, state, rounds, gathered, on_round, written
-    if rolling:
-        boundary = JobRanks(dist.new_group(backend="gloo", timeout=_CONTROL) if many else None)
-        loop: OuterLoop = RollingLoop(*arguments, boundary=boundary)
+    is_rolling = settings.rounds == "async"
+    runner_class = RollingRunner if is_rolling else RoundRunner
+    rounds = runner_class(settings, state, ranges, job_ranks, links, coordinator, job)
+    replicas = Replicas(ranges, same.ranks, same.group, device)
+    arguments = settings, weights_here, state, rounds, replicas, on_round, written
+    if is_rolling:
+        loop: OuterLoop = RollingLoop(*arguments, boundary=JobRanks(_gloo_group(has_peers)))
     else:
         loop = OuterLoop(*arguments)
     if client is not None:
@@ -129,8 +147,52 @@ def join(
     return loop
 
 
+def _gloo_group(has_peers: bool) -> dist.ProcessGroup | None:
+    """Return a gloo group of all ranks; None if this job is a single process."""
+    if not has_peers:
+        return None
+    return dist.new_group(backend="gloo", timeout=_CONTROL)
+
+
+class _Layout(NamedTuple):
+    """Weights that a rank of the job holds."""
+
+    position: str  # in the model-parallel grid
+    digest: str  # of names, shapes and dtypes at this position
+    total: int  # elements at this position
+    holdings: list[Range]  # that this rank holds
+    whole: list[Range]  # matrices that should not be cut
+
+    @property
+    def key(self) -> str:
+        """Return a text that is equal for ranks that hold the same weights."""
+        return json.dumps([self.position, self.holdings])
+
+
+def _gather_layouts(
+    weights: Weights, settings: OuterSettings, job_ranks: JobRanks
+) -> list[_Layout]:
+    """Return the layouts of all ranks, in rank order; collective."""
+    matrices = weights.matrices if settings.outer_algorithm().of_matrices else []
+    layout = _Layout(
+        weights.position,
+        weights.digest,
+        weights.total,
+        weights.holdings,
+        [(matrix.start, matrix.stop) for matrix in matrices],
+    )
+    layouts = []
+    for position, digest, total, holdings, whole in job_ranks.all_gather(list(layout)):
+        layouts.append(_Layout(position, digest, total, _ranges(holdings), _ranges(whole)))
+    return layouts
+
+
+def _ranges(pairs: list[list[int]]) -> list[Range]:
+    return [(start, stop) for start, stop in pairs]
+
+
 def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerLinks:
-    """HolmesError when this rank cannot listen."""
+    """Return the connections of this rank to other jobs; raise HolmesError if it cannot listen."""
     listening = open_port(place, identity.rank)
     address = told_address(place, listening, identity)
 
@@ -141,92 +203,113 @@ def _links(place: JoinPlace, identity: RankIdentity, state: OuterState) -> PeerL
 
 
 def _maps(
-    job: str, everyone: list[dict[str, Any]], settings: OuterSettings, job_ranks: JobRanks
+    job: str, layouts: list[_Layout], settings: OuterSettings, job_ranks: JobRanks
 ) -> dict[str, list[RankRange]]:
-    """By position, who exchanges what."""
+    """Return position -> elements that each rank exchanges with other jobs.
+
+    Raises:
+        HolmesError: Ranks at one position hold different tensors, or no rank holds some element.
+    """
     maps = {}
-    for position in dict.fromkeys(row["position"] for row in everyone):
-        there = {rank: row for rank, row in enumerate(everyone) if row["position"] == position}
-        if len({row["digest"] for row in there.values()}) > 1:
+    for position in dict.fromkeys(layout.position for layout in layouts):
+        layout_of = {
+            rank: layout for rank, layout in enumerate(layouts) if layout.position == position
+        }
+        if len({layout.digest for layout in layout_of.values()}) > 1:
             job_ranks.refuse(
                 f"the ranks of job {job} at {position} hold weights of different names or shapes;"
                 f" {PARALLEL}"
             )
-        holdings = {rank: [(a, b) for a, b in row["holdings"]] for rank, row in there.items()}
-        one = next(iter(there.values()))
-        total, whole = one["total"], [(start, stop) for start, stop in one["whole"]]
-        maps[position] = owners(
-            total, fragment_cuts(total, settings.fragments, whole), holdings, whole
-        )
+        holdings = {rank: layout.holdings for rank, layout in layout_of.items()}
+        first = next(iter(layout_of.values()))
+        cuts = fragment_cuts(first.total, settings.fragments, first.whole)
+        maps[position] = owners(first.total, cuts, holdings, first.whole)
     return maps
 
 
 def _gather_what_is_cut(
     state: OuterState,
     maps: Mapping[str, list[RankRange]],
-    everyone: list[dict[str, Any]],
+    layouts: list[_Layout],
     rank: int,
     device: torch.device,
 ) -> None:
-    """Matrices of which several ranks exchange parts; all ranks make all groups, in one order."""
+    """Make outer steps collective at positions where several ranks exchange parts of a matrix; collective.
+
+    All ranks create the process groups of all positions, in the same order, as torch requires.
+    """
     for position, owned in maps.items():
-        there = [other for other, row in enumerate(everyone) if row["position"] == position]
-        if not any_cut(owned, [(start, stop) for start, stop in everyone[there[0]]["whole"]]):
+        ranks = [other for other, layout in enumerate(layouts) if layout.position == position]
+        if not any_cut(owned, layouts[ranks[0]].whole):
             continue
-        group = dist.new_group(there)
-        if rank in there:
-            holders = Replicas(owned, there, group, device)
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            holders = Replicas(owned, ranks, group, device)
             gather_cut_matrices(state.fragments, state.matrices, holders, state.weights.device)
 
 
-def _refuse_odd_holdings(
+def _refuse_unsupported_shards(
     job: str,
-    here: Weights,
-    everyone: list[dict[str, Any]],
+    weights: Weights,
+    layouts: list[_Layout],
     replicas: list[int],
     job_ranks: JobRanks,
 ) -> None:
-    if (rank := _shares_some(everyone)) is not None:
-        some = f"rank {rank} of job {job} shares some of its weights, but not all, with others"
-        job_ranks.refuse(f"{some}; {PARALLEL}")
-    sums = job_ranks.all_gather(here.checksum() if len(replicas) > 1 else 0)
-    if any(sums[rank] != sums[job_ranks.rank] for rank in replicas):
-        who = f"ranks {some_of(replicas)} of job {job}"
-        job_ranks.refuse(f"{who} should hold the same weights, but do not; {PARALLEL}")
+    """Raise HolmesError if shards overlap partly, or replicas hold different weights; collective."""
+    rank = _rank_with_partial_overlap(layouts)
+    if rank is not None:
+        problem = f"rank {rank} of job {job} shares some of its weights, but not all, with others"
+        job_ranks.refuse(f"{problem}; {PARALLEL}")
+    checksums = job_ranks.all_gather(weights.checksum() if len(replicas) > 1 else 0)
+    if any(checksums[rank] != checksums[job_ranks.rank] for rank in replicas):
+        ranks = f"ranks {some_of(replicas)} of job {job}"
+        job_ranks.refuse(f"{ranks} should hold the same weights, but do not; {PARALLEL}")
 
 
 def _flat(ranges: list[RankRange]) -> list[int]:
-    return [number for span in ranges for number in (span.start, span.stop, span.rank)]
+    """Return start, stop, rank of all ranges in one list, as reports.Hello contains them."""
+    numbers = []
+    for span in ranges:
+        numbers += [span.start, span.stop, span.rank]
+    return numbers
 
 
-def _shares_some(everyone: list[dict[str, Any]]) -> int | None:
-    """A rank that holds elements which a rank with other holdings has, too; None: there is none."""
+def _rank_with_partial_overlap(layouts: list[_Layout]) -> int | None:
+    """Return a rank that holds some, but not all, elements of another rank; None if there is none."""
     seen: set[str] = set()
-    ranges: dict[str, list[tuple[int, int, int]]] = {}
-    for rank, row in enumerate(everyone):
-        if (key := json.dumps([row["position"], row["holdings"]])) not in seen:
-            seen.add(key)
-            ranges.setdefault(row["position"], []).extend(
-                (start, stop, rank) for start, stop in row["holdings"]
-            )
-    for held in ranges.values():
-        held.sort()
-        for (_, stop, _), (start, _, rank) in pairwise(held):
-            if start < stop:
-                return rank
+    ranges_at: dict[str, list[RankRange]] = {}  # by position, of ranks with different holdings
+    for rank, layout in enumerate(layouts):
+        if layout.key in seen:
+            continue
+        seen.add(layout.key)
+        ranges = [RankRange(start, stop, rank) for start, stop in layout.holdings]
+        ranges_at.setdefault(layout.position, []).extend(ranges)
+    for ranges in ranges_at.values():
+        ranges.sort(key=lambda span: (span.start, span.stop, span.rank))
+        for before, after in pairwise(ranges):
+            if after.start < before.stop:
+                return after.rank
     return None
 
 
-def _replicas(
-    everyone: list[dict[str, Any]], rank: int
-) -> tuple[list[int], dist.ProcessGroup | None]:
-    """The ranks that hold the same, and their group; all ranks make all groups, in one order."""
-    sets: dict[str, list[int]] = {}
-    for other, row in enumerate(everyone):
-        sets.setdefault(json.dumps([row["position"], row["holdings"]]), []).append(other)
-    mine, group = [rank], None
-    for ranks in sets.values():
-        made = dist.new_group(ranks) if len(ranks) > 1 else None
+class _SameWeights(NamedTuple):
+    """Ranks that hold the same weights as this rank."""
+
+    ranks: list[int]  # with this rank, sorted
+    group: dist.ProcessGroup | None  # None: there is no other rank
+
+
+def _ranks_with_same_weights(layouts: list[_Layout], rank: int) -> _SameWeights:
+    """Return the ranks that hold the same weights as `rank`; collective.
+
+    All ranks create the process groups of all such sets, in the same order, as torch requires.
+    """
+    ranks_by_key: dict[str, list[int]] = {}
+    for other, layout in enumerate(layouts):
+        ranks_by_key.setdefault(layout.key, []).append(other)
+    result = _SameWeights([rank], None)
+    for ranks in ranks_by_key.values():
+        group = dist.new_group(ranks) if len(ranks) > 1 else None
         if rank in ranks:
-            mine, group = ranks, made
-    return mine, group
+            result = _SameWeights(ranks, group)
+    return result

@@ -1,10 +1,14 @@
-"""Muon's direction of a matrix (Jordan et al. 2024, kellerjordan.github.io/posts/muon: Newton-Schulz), with
-the same bits on every machine.
+"""Orthogonalization of matrices for Muon's outer step, with the same bits on every machine.
 
-Jobs must have the same anchors bit for bit, and a matrix product is rounded otherwise on another CPU or
-GPU. So here no product is rounded: elements are multiples of 2^-25 in float64, rows and columns are at
-most 1.7 long (B: 2.8), thus every product is a multiple of 2^-50 and every sum of some of them below 2^3.
-float64 has 53 bits: all sums are exact, in any order, fused or not.
+Muon (Jordan et al. 2024, kellerjordan.github.io/posts/muon) replaces a step M = U S V' by U V', computed
+approximately by a Newton-Schulz iteration:
+
+    B = b X X' + c (X X')^2        X <- a X + B X
+
+The jobs must have the same anchors bit for bit, but a matrix product is rounded differently on another CPU or
+GPU. So here no product is rounded: elements are multiples of 2^-25 in float64, and rows and columns of X are
+at most 1.7 long (of B: 2.8). Each product is then a multiple of 2^-50, and each sum of products is below 2^3.
+float64 has 53 bits, so all sums are exact, in any order, fused or not.
 """
 
 from __future__ import annotations
@@ -17,46 +21,63 @@ from typing import TYPE_CHECKING, ClassVar
 if TYPE_CHECKING:
     import torch
 
+#: Elements of matrices are rounded to multiples of 1 / _GRID.
 _GRID = 2.0**25
-#: Of lengths: elements are counted in 2^-16 of the largest, and squares summed as whole numbers.
+#: To compute a length, elements are rounded to multiples of (largest element) / _LENGTH_GRID.
 _LENGTH_GRID = 2.0**16
-#: Coefficients of the odd polynomial that moves singular values to about 1, and how often it is applied.
-_A, _B, _C, _STEPS = 3.4445, -4.7750, 2.0315, 5
-#: Tables of a vocabulary, whose rows are steps of their own, are longer than any layer's matrix.
+#: Coefficients a, b, c of the Newton-Schulz iteration, which moves singular values to about 1.
+_A = 3.4445
+_B = -4.7750
+_C = 2.0315
+#: Newton-Schulz iterations.
+_STEPS = 5
+#: Largest ratio of the sides of a layer's matrix. The embedding of a vocabulary has a larger one; each of its
+#: rows is a step of its own.
 _LONGEST = 16
+#: Dimensions of a matrix.
+_MATRIX_DIMENSIONS = 2
 
 
 def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether a tensor of this shape is made orthogonal: a layer's weight, that is."""
-    return len(shape) == 2 and 1 < min(shape) and max(shape) <= _LONGEST * min(shape)
+    """Return whether Muon orthogonalizes a tensor of this shape: it is the weight matrix of a layer."""
+    if len(shape) != _MATRIX_DIMENSIONS:
+        return False
+    shorter, longer = sorted(shape)
+    return shorter > 1 and longer <= _LONGEST * shorter
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """Elements [start, start + rows * columns) of a flat tensor."""
+    """Place of a matrix in a flat tensor, row by row."""
 
-    start: int
+    start: int  # first element
     rows: int
     columns: int
 
     @property
     def stop(self) -> int:
+        """Return the element after the last."""
         return self.start + self.rows * self.columns
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Those that a flat tensor on the host holds whole; device: where they are worked on."""
+    """All matrices in a flat tensor on the host."""
 
     places: Sequence[Matrix] = ()
-    device: torch.device | str = "cpu"
+    device: torch.device | str = "cpu"  # that computes
 
-    #: Whether orthogonalize() is collective over ranks of the job.
+    #: orthogonalize() is collective over ranks of the job.
     needs_others: ClassVar[bool] = False
 
     def orthogonalize(self, flat: torch.Tensor) -> None:
-        """Each matrix becomes the nearest one with orthogonal rows or columns, about, and as long as it was
-        (Frobenius). In place; float32."""
+        """Replace each matrix by the nearest orthogonal one (approximately), in place.
+
+        The Frobenius norms of the matrices stay the same.
+
+        Args:
+            flat: Flat float32 tensor that contains the matrices.
+        """
         for place in self.places:
             values = flat[place.start : place.stop]
             matrix = values.view(place.rows, place.columns).to(self.device)
@@ -64,27 +85,40 @@ class Matrices:
 
 
 def orthogonal(matrix: torch.Tensor) -> torch.Tensor:
-    """Of a float32 matrix, in float32; zeros stay zeros."""
+    """Return the nearest orthogonal matrix (approximately), scaled to the Frobenius norm of the given one.
+
+    Args:
+        matrix: float32 matrix. A matrix of zeros is returned as it is.
+    """
     length = frobenius(matrix)
     if not length:
         return matrix
     x = _rounded(matrix.double().div_(length))
-    wide = x.shape[0] <= x.shape[1]
-    x = x if wide else x.T
+    is_wide = x.shape[0] <= x.shape[1]
+    if not is_wide:
+        x = x.T  # so that x @ x.T is the smaller of the two products
     for _ in range(_STEPS):
         square = _rounded(x @ x.T)
         polynomial = _rounded((square @ square).mul_(_C).add_(square * _B))
         x = _rounded((polynomial @ x).add_(x * _A))
-    result = (x if wide else x.T).float()
+    if not is_wide:
+        x = x.T
+    result = x.float()
     return result.mul_(length / frobenius(result))
 
 
 def frobenius(matrix: torch.Tensor) -> float:
-    """The length of a float32 matrix, to 1 % and with the same bits everywhere."""
+    """Return the Frobenius norm of a float32 matrix, to 1 %, with the same bits on every machine.
+
+    Elements are rounded to whole numbers, whose squares are summed without rounding errors.
+    """
     largest = float(matrix.abs().max())
-    counts = matrix.double().mul_(_LENGTH_GRID / largest if largest else 0.0).round_().long()
-    return math.sqrt(int(counts.square().sum())) * largest / _LENGTH_GRID
+    scale = _LENGTH_GRID / largest if largest else 0.0
+    whole_numbers = matrix.double().mul_(scale).round_().long()
+    sum_of_squares = int(whole_numbers.square().sum())
+    return math.sqrt(sum_of_squares) * largest / _LENGTH_GRID
 
 
 def _rounded(x: torch.Tensor) -> torch.Tensor:
+    """Round a float64 tensor to the grid, in place."""
     return x.mul_(_GRID).round_().div_(_GRID)

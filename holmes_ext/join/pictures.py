@@ -1,4 +1,4 @@
-"""Pictures of joined jobs: what they would be worth, rounds of one, losses of all."""
+"""Pictures of joined jobs: forecast of their speed, rounds of one job, and losses of all jobs."""
 
 from __future__ import annotations
 
@@ -13,46 +13,60 @@ from holmes_ext.planner.html.pictures import CLUSTERS, KINDS, PAPER, pyplot, svg
 from holmes_ext.report.figures import Summary
 from holmes_ext.report.files import Run
 
+#: Distance of the labels of points, in typographic points: above for the first, below for later ones.
+_LABEL_ABOVE = 9
+_LABEL_BELOW = -16
+
 
 @dataclass(frozen=True)
 class Incarnation:
-    """A job from its start to its end or death. end: seconds since the first job's start; steps: of each."""
+    """A job from one start to its end or death."""
 
     job: str
-    end: float
-    steps: Sequence[float]
-    losses: Sequence[float]
+    end: float  # seconds from the first job's start
+    steps: Sequence[float]  # duration of each step, in seconds
+    losses: Sequence[float]  # of each step
     killed: bool = False
 
     @property
     def ends(self) -> list[float]:
-        """When each step ended, on the clock of `end`: the last one then."""
-        waits = accumulate([0.0, *self.steps[:0:-1]]) if self.steps else ()
-        return [self.end - later for later in waits][::-1]
+        """Return the time at which each step ended, in seconds; the last step ended at `end`."""
+        if not self.steps:
+            return []
+        durations_of_later_steps = accumulate([0.0, *self.steps[:0:-1]])
+        times = [self.end - seconds for seconds in durations_of_later_steps]
+        return times[::-1]
 
 
 def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
-    """Tokens/s over `every`, a line for each way to choose fragments and delay (filled where nothing is
-    exposed), and one job that crosses. tokens: of a sample."""
+    """Draw tokens/s over `every`, with a line for each way to choose fragments and delay.
+
+    Points are filled if no round is exposed. A dashed line shows one job that spans the clusters.
+
+    Args:
+        rounds: Forecasts for joined jobs.
+        tokens: Tokens of a sample.
+        crossing: Tokens/s of one job that spans the clusters.
+    """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 4.2), layout="constrained")
-    places = set()
-    for colour, (name, line) in zip(CLUSTERS, over_every(rounds).items()):
-        every = [setting.every for setting in line]
-        rates = [setting.samples_per_s * tokens for setting in line]
+    labelled = set()
+    for colour, (name, settings) in zip(CLUSTERS, over_every(rounds).items()):
+        every = [setting.every for setting in settings]
+        rates = [setting.samples_per_s * tokens for setting in settings]
         axis.plot(every, rates, "-", color=colour, lw=1.5, label=name)
-        fills = [PAPER if setting.exposed_s else colour for setting in line]
+        fills = [PAPER if setting.exposed_s else colour for setting in settings]
         axis.scatter(every, rates, s=30, c=fills, edgecolors=colour, zorder=3)
         hidden = [
-            (setting.every, rate) for setting, rate in zip(line, rates) if not setting.exposed_s
+            (setting.every, rate) for setting, rate in zip(settings, rates) if not setting.exposed_s
         ]
-        if hidden and hidden[0] not in places:
-            places.add(hidden[0])
-            offset = (0, 9 if len(places) == 1 else -16)
+        if hidden and hidden[0] not in labelled:
+            labelled.add(hidden[0])
+            offset = _LABEL_ABOVE if len(labelled) == 1 else _LABEL_BELOW
             axis.annotate(
                 f"every={hidden[0][0]}",
                 hidden[0],
-                xytext=offset,
+                xytext=(0, offset),
                 textcoords="offset points",
                 fontsize=8,
                 ha="center",
@@ -79,9 +93,9 @@ def worth_figure(rounds: RoundPrices, tokens: int, crossing: float) -> Any:
 
 
 def losses_figure(lives: Sequence[Incarnation]) -> Any:
-    """Loss over time, a colour for each job, a cross where it was killed."""
+    """Draw the losses of jobs over time, with a colour for each job and a cross where it was killed."""
     figure, axis = pyplot().subplots(figsize=(9, 4))
-    colours: dict[str, str] = {}
+    colours: dict[str, str] = {}  # by job
     for live in lives:
         label = None if live.job in colours else live.job
         colour = colours.setdefault(live.job, CLUSTERS[len(colours)])
@@ -105,37 +119,44 @@ def losses_figure(lives: Sequence[Incarnation]) -> Any:
 
 
 def rounds_figure(run: Run) -> Any:
-    """Of each round: seconds under way and waited for (slowest rank), the drift, what came to nothing."""
-    rounds = run.rounds
-    numbers, first = list(rounds), [reports[0] for reports in rounds.values()]
+    """Draw the rounds of a job: their durations, the exposed part of them (slowest rank), and the drift.
+
+    Rounds that were not committed are labelled with their verdict.
+    """
+    numbers = list(run.rounds)
+    reports_of_rounds = list(run.rounds.values())  # of each round: the reports of the ranks
     figure, (above, below) = pyplot().subplots(2, figsize=(9, 4.5), sharex=True)
     above.bar(
         numbers,
-        [max(report["seconds"] for report in reports) for reports in rounds.values()],
+        [max(report["seconds"] for report in reports) for reports in reports_of_rounds],
         color=KINDS["inside"][0],
         label="under way",
     )
     above.bar(
         numbers,
-        [max(report["exposed"] for report in reports) for reports in rounds.values()],
+        [max(report["exposed"] for report in reports) for reports in reports_of_rounds],
         color=KINDS["across"][0],
         label="of that, training waited",
     )
-    for number, report in zip(numbers, first):
-        if report["verdict"] != "commit":
+    numbers_with_drift = []
+    drifts = []
+    for number, reports in zip(numbers, reports_of_rounds):
+        first_rank = reports[0]
+        if first_rank["verdict"] != "commit":
             above.annotate(
-                report["verdict"], (number, 0), rotation=90, va="bottom", ha="center", fontsize=7
+                first_rank["verdict"],
+                (number, 0),
+                rotation=90,
+                va="bottom",
+                ha="center",
+                fontsize=7,
             )
+        if isinstance(first_rank.get("drift"), (int, float)):
+            numbers_with_drift.append(number)
+            drifts.append(first_rank["drift"])
     above.set_ylabel("seconds")
     above.legend(frameon=False, loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
-    drifts = [
-        (n, report["drift"])
-        for n, report in zip(numbers, first)
-        if isinstance(report.get("drift"), (int, float))
-    ]
-    below.plot(
-        [n for n, _ in drifts], [drift for _, drift in drifts], ".-", color=KINDS["forward"][0]
-    )
+    below.plot(numbers_with_drift, drifts, ".-", color=KINDS["forward"][0])
     below.set_ylabel("drift, of the sum")
     below.set_ylim(bottom=0)
     below.set_xlabel("round")

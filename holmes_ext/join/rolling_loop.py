@@ -1,14 +1,14 @@
-"""Local steps with rounds=async: what a joined job's training thread does after each step of its optimizer.
+"""Inner steps and outer steps with rounds=async: what the training thread does after each optimizer step.
 
-    step    1 .. P-d-1   P-d                       P-d+1 .. P-1   P
-            train        capture a fragment's      train          apply every sum that is there, wait for none
-                         pseudo-gradient, submit
+    inner step   1 .. P-d-1   P-d                         P-d+1 .. P-1   P
+    training     train        capture a fragment's        train          apply the aggregates that are there;
+    thread                    pseudo-gradient d, submit                  wait for no round
 
-The anchor moves under the local weights by what the sums say; what this job has trained since stays, and is
-submitted later where no round had it yet:
+An outer step moves the anchor, and the local weights by the same amount. Progress that no round has counted
+yet stays in the local weights, and is part of a later pseudo-gradient:
 
-    a round to which it contributed d       local <- local + (anchor's move) + d
-    another one                             local <- local + (anchor's move)
+    round to which this job contributed d    local <- local + (move of the anchor) + d
+    round that this job only received        local <- local + (move of the anchor)
 """
 
 from __future__ import annotations
@@ -23,88 +23,111 @@ from holmes_ext.join.rounds.in_flight import InFlight, RoundResult
 from holmes_ext.join.rounds.rolling_runner import RollingRunner
 from holmes_ext.join.shards.job_ranks import JobRanks
 
+#: Index that capture() returns if there is no fragment to capture.
+_NO_FRAGMENT = -1
+
 
 class RollingLoop(OuterLoop):
-    """boundary: a group of the job's ranks for this thread alone."""
+    """Outer training of a joined job on one rank with rounds=async.
+
+    Args:
+        boundary: Collectives over the ranks of the job, for the training thread only.
+    """
 
     rounds: RollingRunner
 
     def __init__(self, *arguments: Any, boundary: JobRanks, **more: Any):
         super().__init__(*arguments, **more)
         self._boundary = boundary
+        # Tokens of this rank since the last capture of each fragment.
         self._tokens_of = [0.0] * len(self.state.fragments)
-        self._next = 0
+        self._next = 0  # fragment to capture next, if it is free
 
     def after_step(self, tokens: float = 1.0) -> None:
-        self._tokens_of = [had + tokens for had in self._tokens_of]
+        """Count an inner step, and its tokens for each fragment; see OuterLoop.after_step."""
+        self._tokens_of = [before + tokens for before in self._tokens_of]
         super().after_step(tokens)
 
     def capture(self) -> int:
-        """Of the next fragment whose last pseudo-gradient a round has had; -1 where there is none."""
+        """Capture the pseudo-gradient of the next fragment that does not wait for a round.
+
+        Returns:
+            Index of the fragment; _NO_FRAGMENT if all fragments wait for a round.
+        """
         count = len(self.state.fragments)
-        free = [
-            (self._next + k) % count
-            for k in range(count)
-            if (self._next + k) % count not in self._submitted
-        ]
+        candidates = [(self._next + offset) % count for offset in range(count)]
+        free = [index for index in candidates if index not in self._submitted]
         if not free:
-            return -1
-        self.number = free[0]  # the base class takes the fragment after it, counted from 1
-        self._next = (free[0] + 1) % count
-        self._tokens, self._tokens_of[free[0]] = self._tokens_of[free[0]], 0.0
-        index = super().capture()
+            return _NO_FRAGMENT
+        index = free[0]
+        self.number = index  # the base class captures fragment number - 1 after adding 1
+        self._next = (index + 1) % count
+        self._tokens = self._tokens_of[index]
+        self._tokens_of[index] = 0.0
+        super().capture()
         step_s = (time.monotonic() - self._begun) / max(1, self.in_period)
         self._captured[index].in_flight.slack_s = self.settings.delay * step_s
         return index
 
     def submit(self, fragment: int) -> None:
-        if fragment >= 0:
+        """Pass the captured pseudo-gradient of a fragment to the rounds thread, if there is one."""
+        if fragment != _NO_FRAGMENT:
             super().submit(fragment)
 
     def submitted(self) -> list[int]:
-        """None is waited for."""
+        """Return no fragments, because training waits for no round."""
         return []
 
     def new_period(self) -> None:
+        """Apply the results of the rounds that have ended, and begin the next period; collective.
+
+        Rank 0 determines the number of rounds, so that all ranks apply the same ones.
+        """
         begin = time.monotonic()
         count = self._boundary.broadcast_from_rank_0(self.rounds.ended)
-        results = self.rounds.results_until(count)
-        exposed = time.monotonic() - begin
-        for sent, result in results:
-            self._apply(sent, result)
-            self._on_round(
-                Record(result.round, (result.fragments or [0])[0], self.steps, exposed, result)
-            )
-            exposed = 0.0
+        ended_rounds = self.rounds.results_until(count)
+        exposed_s = time.monotonic() - begin
+        for contribution, result in ended_rounds:
+            self._apply(contribution, result)
+            fragment = result.fragments[0] if result.fragments else 0
+            self._on_round(Record(result.round, fragment, self.steps, exposed_s, result))
+            exposed_s = 0.0  # it counts once
         super().new_period()
 
     @torch.no_grad()
-    def _apply(self, sent: InFlight | None, result: RoundResult) -> None:
-        left_out = self.rounds.job in result.left_out
+    def _apply(self, contribution: InFlight | None, result: RoundResult) -> None:
+        """Apply the result of a round to anchors and local weights; collective over the replicas.
+
+        Args:
+            contribution: This job's pseudo-gradient; None: it only received.
+            result: Result of the round.
+        """
+        is_left_out = self.rounds.job in result.left_out
         if result.verdict == "commit":
             (index,) = result.fragments
             fragment = self.state.fragments[index]
-            before = fragment.anchor.clone()
+            anchor_before = fragment.anchor.clone()
             self.state.apply(fragment)
-            move = fragment.anchor - before
-            if sent is not None and result.members.get(self.rounds.job, 0) > 0:
-                move += sent.gradient
+            move = fragment.anchor - anchor_before
+            if contribution is not None and result.members.get(self.rounds.job, 0) > 0:
+                move += contribution.gradient
                 self._submitted.pop(index, None)
-            if left_out:
-                self._follow(index)
+            if is_left_out:
+                self._follow_anchor(index)
                 return
-            for local, here in self._gathered(index, move):
-                local.values.add_(here)
+            for local, move_of_part in self._gathered(index, move):
+                local.values.add_(move_of_part)
             self._written()
         elif result.verdict == "taken":
             for index in result.fragments:
                 self.state.apply(self.state.fragments[index])
-                self._follow(index)
-        elif left_out:  # what it offered cannot be used: other fragments would spoil it again
+                self._follow_anchor(index)
+        elif is_left_out:
+            # The pseudo-gradient was unusable: the other fragments would spoil the weights again.
             for index in range(len(self.state.fragments)):
-                self._follow(index)
+                self._follow_anchor(index)
 
-    def _follow(self, index: int) -> None:
-        """The local weights are the anchor's; what was submitted of them counts for nothing."""
+    def _follow_anchor(self, index: int) -> None:
+        """Set the local weights of a fragment to its anchor, and forget what was submitted of it."""
         self._submitted.pop(index, None)
         self._write(index, None)

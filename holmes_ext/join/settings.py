@@ -1,13 +1,15 @@
-"""How joined jobs update each other: what stands after --holmes-outer. Needs no torch.
+"""Settings of the outer training, from the value of --holmes-outer. Needs no torch.
 
     every=32,fragments=4,delay=5,lr=1,momentum=auto,compress=bf16,aggregate=mean,...
 
-The weights are cut into `fragments`; every `every` steps (or seconds: every=60s) each of them is exchanged
-once, one after the other. A fragment's pseudo-gradient leaves `delay` steps before its sum is applied.
+The weights are divided into `fragments`. Each fragment is exchanged every `every` inner steps (or seconds:
+every=60s), one after the other. Its pseudo-gradient is sent `delay` inner steps before the aggregate is
+applied.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
@@ -20,44 +22,60 @@ from holmes_ext.words import named_values
 
 AGGREGATES = ("mean", "median", "trimmed", "geometric", "clipping", "flag")
 COMPRESSIONS = ("off", "bf16", "int8", "2bit")
-#: Of numbers without a limit of their own.
+#: Upper limit of numbers without a tighter one.
 _MOST = 10**12
-#: Each job's own business; everything else must be the same in all jobs.
+#: Jobs of a run, at most.
+_MOST_JOBS = 64
+#: Settings that may differ between jobs; all others must be equal.
 OWN = ("min", "timeout", "part")
-#: Numbers that may be auto: None then.
+#: Settings whose value may be "auto", which is stored as None.
 _AUTO = ("momentum", "grace")
 
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """every: steps (above 0), or 0 where `seconds` are given. delay: steps. mix: "keep", or the share of
-    local weights (0 to 1) that a fragment keeps when the sum is applied. momentum: None for auto, by the
-    round's jobs (algorithms.momentum_of). clip: bound on each element of CO2's outer momentum (0: none).
-    limit: a pseudo-gradient so many times longer than usual is left out (0: never). trim: jobs left out at
-    each end by aggregate=trimmed. min: jobs that a round needs. timeout: seconds that a late job, or a silent
-    link, is waited for. part: "k/K", this job reads the k-th (from 0) of K parts of the data. rounds:
-    "async": a round closes without those who are not ready, `grace` seconds (None: half of what hides it)
-    after half of the jobs were. Raises HolmesError for what does not fit.
+    """Settings of the outer training of one job.
+
+    Raises:
+        HolmesError: A value is out of range, or values do not fit each other.
     """
 
+    #: Outer algorithm (algorithms.py).
     algorithm: Annotated[str, OneOf(ALGORITHMS)] = "diloco"
+    #: Inner steps between two exchanges of a fragment; 0: `seconds` decides.
     every: int = DEFAULT[0]
     seconds: float = 0.0
     fragments: Annotated[int, InRange(1, MOST_FRAGMENTS)] = DEFAULT[1]
+    #: Inner steps from sending a pseudo-gradient to applying the aggregate.
     delay: Annotated[int, InRange(0, _MOST)] = DEFAULT[2]
+    #: "keep" inner steps during the delay, or the share of local weights (0 to 1) that stays.
     mix: str = "keep"
+    #: Learning rate of the outer step.
     lr: Annotated[float, InRange(1e-6, 100)] = 1.0
+    #: Momentum of the outer step; None: determined by the jobs of each round (DiLoCo.momentum_of).
     momentum: Annotated[float | None, InRange(0, 0.9999)] = None
+    #: Largest magnitude of an element of CO2's outer momentum; 0: no limit.
     clip: Annotated[float, InRange(0, _MOST)] = 0.0
+    #: Codec of the pseudo-gradients (codecs.py).
     compress: Annotated[str, OneOf(COMPRESSIONS)] = "bf16"
+    #: Aggregation of the pseudo-gradients (rounds/aggregate.py).
     aggregate: Annotated[str, OneOf(AGGREGATES)] = "mean"
+    #: Values that aggregate=trimmed drops at each end.
     trim: Annotated[int, InRange(1, 31)] = 1
+    #: Weight of a job's pseudo-gradient.
     weight: Annotated[str, OneOf(("tokens", "equal"))] = "tokens"
+    #: A pseudo-gradient that is longer than usual by this factor is left out; 0: never.
     limit: Annotated[float, InRange(0, _MOST)] = 10.0
-    min: Annotated[int, InRange(1, 64)] = 1
+    #: Jobs that must contribute to a round.
+    min: Annotated[int, InRange(1, _MOST_JOBS)] = 1
+    #: Seconds that the others wait for a late job or a silent connection.
     timeout: Annotated[float, InRange(1, 86400)] = 60.0
+    #: "k/K": this job reads the k-th (from 0) of K parts of the data set.
     part: str = "0/1"
+    #: "sync": jobs wait for each other in each round; "async": a round begins without the jobs that are late.
     rounds: Annotated[str, OneOf(("sync", "async"))] = "sync"
+    #: rounds=async: seconds from the quorum of jobs to the begin of the round; None: half of the time until
+    #: the aggregate is needed.
     grace: Annotated[float | None, InRange(0, 86400)] = None
 
     def __post_init__(self) -> None:
@@ -65,19 +83,35 @@ class OuterSettings:
             raise HolmesError(f"--holmes-outer: {problem}")
 
     def _problems(self) -> Iterator[str]:
-        """Each is looked for where those before it are none."""
+        """Yield the problems of the values; only the first one is reliable, as later checks build on it."""
         for problem in problems_in(self):
             value = repr(problem.value) if isinstance(problem.value, str) else f"{problem.value:g}"
             yield f"{problem.field}={value} is not {problem.allowed}"
+        yield from self._problems_of_period()
+        algorithm = ALGORITHMS[self.algorithm]
+        if not self._is_mix_valid():
+            yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
+        if self.rounds == "async" and (
+            self.seconds or self.mix != "keep" or not algorithm.keeps_progress
+        ):
+            yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
+        k, slash, parts = self.part.partition("/")
+        are_numbers = slash and k.isdecimal() and parts.isdecimal()
+        if not (are_numbers and int(k) < int(parts) <= _MOST_JOBS):
+            yield f"part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
+
+    def _problems_of_period(self) -> Iterator[str]:
+        """Yield the problems of `every`, `fragments` and `delay`."""
         if (self.every > 0) == (self.seconds > 0):
             given = f"every={self.every or self.seconds:g}"
             yield f"{given} is not above 0; write steps (every=32) or seconds (every=60s)"
         if self.every % self.fragments:
-            down = self.every // self.fragments * self.fragments
+            next_lower = self.every // self.fragments * self.fragments
+            next_higher = next_lower + self.fragments
             yield (
                 f"every={self.every} is not divisible by fragments={self.fragments}: each fragment is "
-                f"exchanged once in that many steps; write every={down or self.fragments} or "
-                f"every={down + self.fragments}"
+                f"exchanged once in that many steps; write every={next_lower or self.fragments} or "
+                f"every={next_higher}"
             )
         algorithm = ALGORITHMS[self.algorithm]
         if self.every and algorithm.one_at_a_time and self.delay >= self.period:
@@ -85,67 +119,72 @@ class OuterSettings:
                 f"delay={self.delay} must be less than every / fragments = {self.period} steps: a "
                 "fragment's sum is applied before the next one leaves"
             )
-        if self.mix != "keep":
-            try:
-                fits = 0 <= float(self.mix) <= 1
-            except ValueError:
-                fits = False
-            if not fits:
-                yield f"mix={self.mix!r} is neither keep nor a share from 0 to 1"
-        if self.rounds == "async" and (
-            self.seconds or self.mix != "keep" or not algorithm.keeps_progress
-        ):
-            yield "rounds=async needs every=STEPS, mix=keep and algorithm=diloco or average"
-        k, slash, parts = self.part.partition("/")
-        if not (slash and k.isdecimal() and parts.isdecimal() and int(k) < int(parts) <= 64):
-            yield f"part={self.part!r} is not k/K with k from 0 to K - 1, such as part=0/2"
+
+    def _is_mix_valid(self) -> bool:
+        if self.mix == "keep":
+            return True
+        try:
+            return 0 <= float(self.mix) <= 1
+        except ValueError:
+            return False
 
     @property
     def rounds_by_blocks(self) -> bool:
-        """Whether copies of a weight, on several ranks of a job, would be rounded differently."""
+        """Return whether the codec rounds by blocks of elements.
+
+        Then copies of a weight on several ranks of a job, in different blocks, are rounded differently.
+        """
         return self.compress in ("int8", "2bit")
 
     @property
     def data_part(self) -> tuple[int, int]:
-        """(k, K)."""
+        """Return (k, K): this job reads the k-th (from 0) of K parts of the data set."""
         k, _, parts = self.part.partition("/")
         return int(k), int(parts)
 
     @property
     def period(self) -> int:
-        """Steps from one round (exchange of one fragment) to the next; 0 where `seconds` decide."""
+        """Return the inner steps from one round to the next; 0 if `seconds` is set."""
         return self.every // self.fragments
 
     def outer_algorithm(self) -> DiLoCo:
-        """The algorithm with these settings."""
+        """Return the outer algorithm with these settings."""
         return ALGORITHMS[self.algorithm](self.lr, self.momentum, self.mix, self.delay, self.clip)
 
     def agreed(self) -> dict[str, Any]:
-        """What all jobs must have been given alike."""
-        given = {name: "auto" if value is None else value for name, value in asdict(self).items()}
-        return {name: value for name, value in given.items() if name not in OWN}
+        """Return the settings that must be equal in all jobs, by name."""
+        values = {name: "auto" if value is None else value for name, value in asdict(self).items()}
+        return {name: value for name, value in values.items() if name not in OWN}
 
 
 def parse_outer(text: str) -> OuterSettings:
-    """Settings from "every=32,fragments=4,..."; "" gives the defaults. HolmesError names the part that does
-    not fit."""
+    """Return the settings from a text such as "every=32,fragments=4"; "" gives the defaults.
+
+    Settings that are not given get defaults that fit the given ones.
+
+    Raises:
+        HolmesError: A part of the text is malformed, or values do not fit each other.
+    """
     _refuse_removed(text)
     known = [field.name for field in fields(OuterSettings) if field.name != "seconds"]
     values = named_values(text.split(","), known, "--holmes-outer")
     given: dict[str, Any] = {name: _read(name, value) for name, value in values.items()}
     if isinstance(given.get("every"), float):
-        given |= {"seconds": given["every"], "every": 0}
-    if (algorithm := ALGORITHMS.get(given.get("algorithm", OuterSettings.algorithm))) is not None:
+        given["seconds"] = given["every"]
+        given["every"] = 0
+    algorithm = ALGORITHMS.get(given.get("algorithm", OuterSettings.algorithm))
+    if algorithm is not None:
         given = {**algorithm.defaults, **given}
-    if given.get("every", OuterSettings.every) and "fragments" in given and "every" not in given:
+    if "every" not in given and given.get("fragments"):
+        # The next multiple of `fragments`.
         period = -(-OuterSettings.every // given["fragments"])
         given["every"] = period * given["fragments"]
     every = given.get("every", OuterSettings.every)
-    if isinstance(every, int) and every > 0:  # what was not given suits what was
-        given.setdefault("fragments", next(count for count in (4, 3, 2, 1) if every % count == 0))
-        given.setdefault(
-            "delay", min(OuterSettings.delay, max(0, every // max(given["fragments"], 1) - 1))
-        )
+    if isinstance(every, int) and every > 0:
+        default_fragments = next(count for count in (4, 3, 2, 1) if every % count == 0)
+        fragments = given.setdefault("fragments", default_fragments)
+        longest_delay = max(0, every // max(fragments, 1) - 1)
+        given.setdefault("delay", min(OuterSettings.delay, longest_delay))
     return OuterSettings(**given)
 
 
@@ -161,6 +200,11 @@ def _refuse_removed(text: str) -> None:
 
 
 def _read(name: str, value: str) -> Any:
+    """Return the value of a setting: a number or a text, None for "auto", a float for every=SECONDSs.
+
+    Raises:
+        HolmesError: The value is not of the setting's type.
+    """
     if name in _AUTO and value == "auto":
         return None
     kind = float if name in _AUTO else type(getattr(OuterSettings(), name))
@@ -169,9 +213,13 @@ def _read(name: str, value: str) -> Any:
             return float(value[:-1])
         number = kind(value)
     except ValueError:
-        others = {"every": "steps or seconds (60s)", **dict.fromkeys(_AUTO, "a number, or auto")}
-        wanted = others.get(name, "a whole number" if kind is int else "a number")
-        raise HolmesError(f"--holmes-outer: {name}={value!r} is not {wanted}") from None
-    if isinstance(number, float) and number != number:
+        if name == "every":
+            expected = "steps or seconds (60s)"
+        elif name in _AUTO:
+            expected = "a number, or auto"
+        else:
+            expected = "a whole number" if kind is int else "a number"
+        raise HolmesError(f"--holmes-outer: {name}={value!r} is not {expected}") from None
+    if isinstance(number, float) and math.isnan(number):
         raise HolmesError(f"--holmes-outer: {name}={value!r} is not a number")
     return number

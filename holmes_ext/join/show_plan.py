@@ -1,4 +1,7 @@
-"""`holmes plan --joined`: one job in each cluster (docs/joined.md), beside the best one that crosses."""
+"""`holmes plan --joined`: forecast for one job in each cluster, compared with one job that spans them.
+
+The jobs train one model together as joined jobs (docs/joined.md).
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
@@ -28,44 +31,56 @@ COLUMNS = (
     Column("tokens/s", right=True),
     Column("gain", right=True),
 )
-#: Of `holmes join serve`.
+#: Default port of `holmes join serve`.
 _PORT = 29600
-#: Of jobs that join with the default: what docs/benchmarks/joined.md measured beside one synchronous job.
+#: Number of joined jobs with default settings -> their loss compared with one synchronous job, as measured in
+#: docs/benchmarks/joined.md.
 _LOSS_OF_JOINED = {2: "as one job's within seed noise", 4: "0.16 to 0.22 nats behind one job's"}
-#: benchmarks/joined_losses.py.
+#: Advice from benchmarks/joined_losses.py.
 _MUON = "--holmes-outer algorithm=muon: small models learned more than in one job (docs/benchmarks/joined.md)"
 CHOICES = (Column("choice"), Column("tokens/s", right=True), Column("loss"))
 LEGEND = "exposed, slower: of each step; gain: tokens/s over those of the best plan of one job that crosses"
+#: Clusters that are needed for joined jobs.
+_LEAST_CLUSTERS = 2
+
+
+class Choice(NamedTuple):
+    """A way to train on the clusters."""
+
+    name: str
+    tokens_per_second: float
+    loss: str
+    flags: str  # to add to the command
 
 
 @dataclass(frozen=True)
 class Beside:
-    """tokens: of a sample; crossing: tokens/s of the best plan of one job."""
+    """Forecast for joined jobs, to show beside the plan of one job."""
 
     rounds: joined.RoundPrices
-    tokens: int
-    crossing: float
+    tokens: int  # of a sample
+    crossing: float  # tokens/s of the best plan of one job that spans the clusters
 
     @cached_property
     def settings(self) -> list[joined.Setting]:
+        """Return the forecasts to show, each with the values of --holmes-outer."""
         return joined.settings(self.rounds)
 
     def document(self) -> dict[str, Any]:
-        keys = ("name", "tokens_per_second", "loss", "flags")
-        choices = [dict(zip(keys, choice)) for choice in self.choices()]
-        rows = [
-            {**asdict(setting), "tokens_per_second": setting.samples_per_s * self.tokens}
-            for setting in self.settings
-        ]
+        """Return the forecast as a JSON document."""
+        settings = []
+        for setting in self.settings:
+            tokens_per_second = setting.samples_per_s * self.tokens
+            settings.append({**asdict(setting), "tokens_per_second": tokens_per_second})
         return {
             "jobs": [asdict(job) for job in self.rounds.jobs],
-            "settings": rows,
+            "settings": settings,
             "crossing": self.crossing,
-            "choices": choices,
+            "choices": [choice._asdict() for choice in self.choices()],
         }
 
     def line(self) -> str:
-        """Of the least `every` at which nothing is exposed."""
+        """Return a sentence about the least `every` at which no round is exposed."""
         hidden = [setting for setting in self.settings if not setting.exposed_s]
         least = min(hidden, key=lambda setting: setting.every)
         text = f"nothing is exposed from {least} on; all wait for the slowest job"
@@ -74,70 +89,82 @@ class Beside:
         return text
 
     def rows(self) -> list[list[str]]:
+        """Return the forecasts as rows of the table with the columns COLUMNS, one for each setting."""
         result = []
         for setting in self.settings:
-            rate = setting.samples_per_s * self.tokens
+            tokens_per_second = setting.samples_per_s * self.tokens
             result.append(
                 [
                     str(setting),
                     f"{setting.round_s:.3g}",
                     f"{setting.exposed_s:.3g}",
                     f"{setting.slower_s:.3g}",
-                    f"{rate:,.0f}",
-                    f"{rate / self.crossing:.2f}",
+                    f"{tokens_per_second:,.0f}",
+                    f"{tokens_per_second / self.crossing:.2f}",
                 ]
             )
         return result
 
-    def choices(self) -> list[tuple[str, float, str, str]]:
-        """(name, tokens/s, loss, line to copy) of each choice whose loss is known."""
+    def choices(self) -> list[Choice]:
+        """Return the ways to train whose loss is known."""
         jobs = self.rounds.jobs
-        best = max(jobs, key=lambda job: job.samples / job.step_s)
-        alone = self.tokens * best.samples / best.step_s
-        result = [
-            (f"one job on {best.cluster} alone", alone, "of its batch", "--holmes"),
-            ("one job across", self.crossing, "of its batch", "--holmes --holmes-cluster FILE"),
+        fastest = max(jobs, key=lambda job: job.samples / job.step_s)
+        fastest_alone = self.tokens * fastest.samples / fastest.step_s
+        choices = [
+            Choice(
+                f"one job on {fastest.cluster} alone", fastest_alone, "of its batch", "--holmes"
+            ),
+            Choice(
+                "one job across", self.crossing, "of its batch", "--holmes --holmes-cluster FILE"
+            ),
         ]
-        if (loss := _LOSS_OF_JOINED.get(len(jobs))) is not None:
-            rate = self.tokens * self.rounds.of(*joined.DEFAULT).samples_per_s
-            line = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
-            result.append(("joined jobs", rate, loss, line))
-        return result
+        loss = _LOSS_OF_JOINED.get(len(jobs))
+        if loss is not None:
+            together = self.tokens * self.rounds.of(*joined.DEFAULT).samples_per_s
+            flags = f"--holmes --holmes-join {jobs[0].cluster}@HOST:{_PORT}"
+            choices.append(Choice("joined jobs", together, loss, flags))
+        return choices
 
     def advice(self) -> list[str]:
-        """Lines: which of the choices gets most tokens/s, and how to start it."""
-        name, _, _, line = max(self.choices(), key=lambda choice: choice[1])
-        if "--holmes-join" not in line:
-            return [f"most tokens/s: {name}; add to the command:", f"  {line}"]
+        """Return lines that name the choice with most tokens/s, and how to start it."""
+        best = max(self.choices(), key=lambda choice: choice.tokens_per_second)
+        if "--holmes-join" not in best.flags:
+            return [f"most tokens/s: {best.name}; add to the command:", f"  {best.flags}"]
         serve = (
             "`holmes join serve` on HOST, which all reach; add to each job's command, with its own "
             "cluster's name"
         )
-        return [_MUON, f"most tokens/s: {name}; {serve}:", f"  {line}"]
+        return [_MUON, f"most tokens/s: {best.name}; {serve}:", f"  {best.flags}"]
 
     def figure(self) -> Any:
+        """Return the picture of tokens/s over `every`, a matplotlib figure."""
         return worth_figure(self.rounds, self.tokens, self.crossing)
 
     def jobs_line(self) -> str:
+        """Return the jobs and their step times in one line."""
         jobs = self.rounds.jobs
         return ", ".join(
             f"{job.cluster} {job.step_s:.4g} s a step of {job.samples} samples" for job in jobs
         )
 
     def show(self) -> None:
+        """Print the forecast."""
         screen = Screen()
         screen.line("joined jobs instead (docs/joined.md), one in each cluster:", "bold")
         screen.line(f"  {self.jobs_line()}")
         screen.table(COLUMNS, self.rows())
         screen.line(LEGEND, "dim")
         screen.line(self.line())
-        screen.table(
-            CHOICES, [[name, f"{rate:,.0f}", loss] for name, rate, loss, _ in self.choices()]
-        )
+        rows = [
+            [choice.name, f"{choice.tokens_per_second:,.0f}", choice.loss]
+            for choice in self.choices()
+        ]
+        screen.table(CHOICES, rows)
         for line in self.advice():
             screen.line(line)
 
     def page_parts(self) -> list[str]:
+        """Return the section of the HTML page about joined jobs, as HTML fragments."""
         head = [column.name for column in COLUMNS]
         return [
             heading("Joined jobs in its place, one in each cluster"),
@@ -149,7 +176,11 @@ class Beside:
 
 
 def add_arguments(add: Callable[..., Any]) -> None:
-    """Add the argument of `holmes plan`; `add` is an argument group's add_argument()."""
+    """Add --joined to the arguments of `holmes plan`.
+
+    Args:
+        add: The add_argument() of an argument group.
+    """
     add(
         "--joined",
         action="store_true",
@@ -158,13 +189,23 @@ def add_arguments(add: Callable[..., Any]) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
+    """Return whether the user asks for this forecast."""
     return bool(args.joined)
 
 
 def beside(result: SearchResult, seconds: float) -> Beside:
-    """Of each cluster alone, in so many seconds each; HolmesError: one cluster, or the model fits none."""
-    site, model = result.network.site, result.model
-    if len(site.clusters) < 2:
+    """Return the forecast for one joined job in each cluster.
+
+    Args:
+        result: The search for the best plan of one job that spans the clusters.
+        seconds: Time to search for the best plan of each job, per job.
+
+    Raises:
+        HolmesError: There is only one cluster, or the model does not fit on one of the clusters.
+    """
+    site = result.network.site
+    model = result.model
+    if len(site.clusters) < _LEAST_CLUSTERS:
         raise HolmesError(
             f"{site.source}: --joined needs two clusters or more; it has {len(site.clusters)}"
         )
@@ -172,10 +213,12 @@ def beside(result: SearchResult, seconds: float) -> Beside:
     for name, samples in joined.shares(site, result.global_batch, model.micro_batch).items():
         try:
             alone = result.on(Network(joined.apart(site, name), result.network.links))
-            asked = replace(alone, model=replace(model, global_batch=samples), global_batch=samples)
-            match = search(asked, seconds, prove=False)
+            with_its_batch = replace(
+                alone, model=replace(model, global_batch=samples), global_batch=samples
+            )
+            found = search(with_its_batch, seconds, prove=False)
         except HolmesError as error:
             raise HolmesError(f"--joined: a job on cluster {name} alone: {error}") from None
-        jobs.append(JoinedJob(name, samples, match.best.step_s, ethernet_s(match, match.best)))
+        jobs.append(JoinedJob(name, samples, found.best.step_s, ethernet_s(found, found.best)))
     rounds = joined.RoundPrices(result.network.measured, model.parameters, jobs)
     return Beside(rounds, model.sequence, result.tokens_per_s(result.best))

@@ -1,131 +1,200 @@
-"""Rounds of joined jobs (join), event by event: what one takes, what training waits for it, and what
-steps take longer on a shared Ethernet.
+"""Event-driven simulation of a round of joined jobs, while their inner steps share the network with it.
 
-    a job       steps | its pseudo-gradient leaves | `delay` steps | waits for the round's end
-    a round     once all jobs are ready: the coordinator's verdict,
-                each job's bits to each other one, the verdict
+    a job       inner steps | its pseudo-gradient is sent | `delay` inner steps | waits for the round's end
+    a round     begins when all jobs are ready: verdict of the coordinator, bits from each job to each other
+                one, verdict of the coordinator
 
-A step computes, and sends for what of it Ethernet's rate decides, in pieces; a fragment is cut into one TCP
-stream for each rank of the larger of two jobs. Who meets at a NIC, uplink or link shares it (events.py).
+An inner step alternates between computing and sending over Ethernet, in small pieces. A fragment is divided
+into one TCP stream for each rank of the larger of two jobs. Flows that meet at a NIC, uplink or link share
+its rate (planner/simulate/events.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 
 from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.cluster.site import Site
 from holmes_ext.planner.simulate.events import Op, Simulation, Transfer, Transfers
 
-#: Two are played, and the second is measured: before the first all jobs begin at once.
+#: Two rounds are simulated and the second one is measured, because all jobs begin the first one together.
 _ROUNDS = range(2)
-#: Pieces of the steps under a round: what computes and what sends are in turn, however short the round is.
+#: Pieces into which the inner steps during a round are divided, so that computing and sending alternate
+#: however short the round is.
 _PIECES = 64
 
 
 @dataclass(frozen=True)
 class JoinedJob:
-    """A job in one cluster. samples, step_s: of its step alone; ethernet_s: what of it Ethernet's rate
-    decides."""
+    """A job in one cluster."""
 
     cluster: str
-    samples: int
-    step_s: float
-    ethernet_s: float = 0.0
+    samples: int  # of an inner step
+    step_s: float  # seconds of an inner step without joined jobs
+    ethernet_s: float = 0.0  # seconds of it that depend on the rate of Ethernet
 
 
 @dataclass(frozen=True)
 class RoundSeconds:
-    """round_s: from the last pseudo-gradient to the sum in all jobs; waited_s: by the job that waits least;
-    longer_s: that its steps took longer than alone, between two rounds' ends."""
+    """Simulated times of a round, in seconds."""
 
-    round_s: float
-    waited_s: float
-    longer_s: float
+    round_s: float  # from the last job's pseudo-gradient to the aggregate in all jobs
+    waited_s: float  # for which the job that waits least waits
+    longer_s: (
+        float  # by which its inner steps between the ends of two rounds take longer than alone
+    )
 
 
 def simulate_round(
     site: Site, joined: Sequence[JoinedJob], bits: float, alone: int, delay: int
 ) -> RoundSeconds:
-    """bits: that each job sends to each other one; alone, delay: steps before a round and under it."""
-    jobs = range(len(joined))
-    templates: dict[Hashable, Transfer] = dict.fromkeys(("off", "there", "end"), Transfer(1))
-    capacities: dict[Hashable, float] = {}
-    ethernet, nodes = site.fabric_by_name[ETHERNET], Counter(node.cluster for node in site.nodes)
-    rate, farthest_s = float(ethernet.rate_bps), ethernet.latency_s
-    for job, sender in enumerate(joined):
-        capacities |= {(job, "out"): rate, (job, "in"): rate}
-        nics = tuple(((job, direction), site.processes) for direction in ("out", "in"))
-        templates["own", job] = Transfer(
-            1, bits=delay * sender.ethernet_s * rate / site.processes / _PIECES, uses=nics
-        )
-        for other, receiver in enumerate(joined):
-            if job != other:
-                streams = max(nodes[sender.cluster], nodes[receiver.cluster]) * site.processes
-                leaving, arriving = (
-                    streams / nodes[sender.cluster],
-                    streams / nodes[receiver.cluster],
-                )
-                ends = ((job, "out"), leaving), ((other, "in"), arriving)
-                hops = site.wan.hops(sender.cluster, receiver.cluster)
-                link = site.wan.pair_of.get((sender.cluster, receiver.cluster))
-                capacities |= {hop.key: hop.rate_bps for hop in hops}
-                limit = float(link.stream_bps if link and link.stream_bps else inf)
-                way_s = sum(hop.latency_s for hop in hops) or ethernet.latency_s
-                farthest_s = max(farthest_s, way_s)
-                uses = *((hop.key, streams) for hop in hops), *ends
-                templates["bits", job, other] = (
-                    Transfer(  # the first bytes are answered before all may leave
-                        1, way_s, bits / streams, limit, uses, latency_s=way_s
-                    )
-                )
-    templates |= dict.fromkeys(("go", "done"), Transfer(len(joined), latency_s=2 * farthest_s))
-    transfers = Transfers(templates)
-    training = [list(_training(number, job, alone, delay)) for number, job in enumerate(joined)]
-    Simulation(
-        [*training, *(list(_rounds(job, jobs)) for job in jobs)], transfers, capacities
-    ).run()
+    """Simulate a round and return its times.
 
-    def at(event: str, job: int, number: int = _ROUNDS[-1]) -> float:
+    Args:
+        site: The clusters, and the links between them.
+        joined: The jobs.
+        bits: Bits that each job sends to each other job in a round.
+        alone: Inner steps before the round.
+        delay: Inner steps during the round.
+    """
+    jobs = range(len(joined))
+    network = _Network(site, joined)
+    for job in jobs:
+        network.add_steps(job, delay)
+        for other in jobs:
+            if job != other:
+                network.add_exchange(job, other, bits)
+    network.add_verdicts()
+    transfers = Transfers(network.templates)
+    training_actors = [
+        list(_training(index, job, alone, delay)) for index, job in enumerate(joined)
+    ]
+    round_actors = [list(_rounds(job, jobs)) for job in jobs]
+    Simulation([*training_actors, *round_actors], transfers, network.capacities).run()
+
+    def time_of(event: str, job: int, number: int = _ROUNDS[-1]) -> float:
         return transfers[event, job, number].ended
 
-    waited = {job: max(0.0, at("end", job) - at("there", job)) for job in jobs}
-    slowest = min(jobs, key=lambda job: (waited[job], -joined[job].step_s))
-    before = max(at(event, slowest, _ROUNDS[-2]) for event in ("there", "end"))
-    longer = at("there", slowest) - before - (alone + delay) * joined[slowest].step_s
-    round_s = max(at("end", job) for job in jobs) - max(at("off", job) for job in jobs)
-    return RoundSeconds(round_s, waited[slowest], max(0.0, longer))
+    waited_s = {job: max(0.0, time_of("end", job) - time_of("there", job)) for job in jobs}
+    slowest = min(jobs, key=lambda job: (waited_s[job], -joined[job].step_s))
+    period_start = max(time_of(event, slowest, _ROUNDS[-2]) for event in ("there", "end"))
+    steps_s = time_of("there", slowest) - period_start
+    steps_alone_s = (alone + delay) * joined[slowest].step_s
+    round_start = max(time_of("off", job) for job in jobs)
+    round_end = max(time_of("end", job) for job in jobs)
+    return RoundSeconds(
+        round_s=round_end - round_start,
+        waited_s=waited_s[slowest],
+        longer_s=max(0.0, steps_s - steps_alone_s),
+    )
 
 
-def _training(job: int, runs: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
+@dataclass
+class _Network:
+    """Transfers of the simulation, and the capacities that they share.
+
+    Events of job j, each a transfer without bits: "off" (its pseudo-gradient is sent), "there" (training
+    needs the aggregate) and "end" (the aggregate is there).
+    """
+
+    site: Site
+    joined: Sequence[JoinedJob]
+    templates: dict[Hashable, Transfer] = field(
+        default_factory=lambda: dict.fromkeys(("off", "there", "end"), Transfer(1))
+    )
+    capacities: dict[Hashable, float] = field(default_factory=dict)  # NIC or hop -> bits/s
+    longest_way_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        ethernet = self.site.fabric_by_name[ETHERNET]
+        self.nic_bps = float(ethernet.rate_bps)
+        self.ethernet_latency_s = ethernet.latency_s
+        self.longest_way_s = ethernet.latency_s
+        self.nodes = Counter(node.cluster for node in self.site.nodes)
+
+    def add_steps(self, job: int, delay: int) -> None:
+        """Add the transfers over Ethernet of a job's inner steps during a round, in _PIECES pieces.
+
+        Args:
+            job: Index of the job.
+            delay: Inner steps during a round.
+        """
+        self.capacities[job, "out"] = self.nic_bps
+        self.capacities[job, "in"] = self.nic_bps
+        processes = self.site.processes
+        nics = tuple(((job, direction), processes) for direction in ("out", "in"))
+        bits = delay * self.joined[job].ethernet_s * self.nic_bps / processes / _PIECES
+        self.templates["own", job] = Transfer(1, bits=bits, uses=nics)
+
+    def add_exchange(self, job: int, other: int, bits: float) -> None:
+        """Add the transfer of a pseudo-gradient from a job to another job.
+
+        Args:
+            job: Index of the sending job.
+            other: Index of the receiving job.
+            bits: Size of the compressed pseudo-gradient.
+        """
+        sender = self.joined[job].cluster
+        receiver = self.joined[other].cluster
+        streams = max(self.nodes[sender], self.nodes[receiver]) * self.site.processes
+        streams_of_sending_node = streams / self.nodes[sender]
+        streams_of_receiving_node = streams / self.nodes[receiver]
+        hops = self.site.wan.hops(sender, receiver)
+        for hop in hops:
+            self.capacities[hop.key] = hop.rate_bps
+        link = self.site.wan.pair_of.get((sender, receiver))
+        stream_bps = float(link.stream_bps if link and link.stream_bps else inf)
+        way_s = sum(hop.latency_s for hop in hops) or self.ethernet_latency_s
+        self.longest_way_s = max(self.longest_way_s, way_s)
+        uses = (
+            *((hop.key, streams) for hop in hops),
+            ((job, "out"), streams_of_sending_node),
+            ((other, "in"), streams_of_receiving_node),
+        )
+        # The first bytes must be answered before all bytes may leave: way_s at the begin and at the end.
+        self.templates["bits", job, other] = Transfer(
+            1, way_s, bits / streams, stream_bps, uses, latency_s=way_s
+        )
+
+    def add_verdicts(self) -> None:
+        """Add the requests of all jobs to the coordinator, and its replies."""
+        round_trip_s = 2 * self.longest_way_s
+        for verdict in ("go", "done"):
+            self.templates[verdict] = Transfer(len(self.joined), latency_s=round_trip_s)
+
+
+def _training(index: int, job: JoinedJob, alone: int, delay: int) -> Iterator[Op]:
+    """Yield the operations of a job's training thread."""
+    compute_s = delay * (job.step_s - job.ethernet_s) / _PIECES
     for number in _ROUNDS:
-        yield ("compute", "forward", alone * runs.step_s, -1, 0)
-        yield ("post", ("off", job, number))
+        yield ("compute", "forward", alone * job.step_s, -1, 0)
+        yield ("post", ("off", index, number))
         for piece in range(_PIECES):
-            yield ("compute", "forward", delay * (runs.step_s - runs.ethernet_s) / _PIECES, -1, 0)
-            if delay * runs.ethernet_s:
-                yield ("post", (("own", job), number, piece))
-                yield ("wait", (("own", job), number, piece), "reduce", -1)
-        yield ("post", ("there", job, number))
-        yield ("wait", ("end", job, number), "reduce", -1)
+            yield ("compute", "forward", compute_s, -1, 0)
+            if delay * job.ethernet_s:
+                yield ("post", (("own", index), number, piece))
+                yield ("wait", (("own", index), number, piece), "reduce", -1)
+        yield ("post", ("there", index, number))
+        yield ("wait", ("end", index, number), "reduce", -1)
 
 
 def _rounds(job: int, jobs: Sequence[int]) -> Iterator[Op]:
-    """What the thread of a job's rounds does (join/rounds.py)."""
+    """Yield the operations of a job's rounds thread (rounds/round_runner.py)."""
+    others = [other for other in jobs if other != job]
     for number in _ROUNDS:
         yield ("wait", ("off", job, number), "idle", -1)
-        yield from _all(("go", number))
-        yield from (("post", (("bits", job, other), number)) for other in jobs if other != job)
-        yield from (
-            ("wait", (("bits", other, job), number), "reduce", -1) for other in jobs if other != job
-        )
-        yield from _all(("done", number))
+        yield from _verdict(("go", number))
+        for other in others:
+            yield ("post", (("bits", job, other), number))
+        for other in others:
+            yield ("wait", (("bits", other, job), number), "reduce", -1)
+        yield from _verdict(("done", number))
         yield ("post", ("end", job, number))
 
 
-def _all(tag: Hashable) -> tuple[Op, Op]:
-    """To the coordinator, and its answer once all jobs have told."""
+def _verdict(tag: Hashable) -> tuple[Op, Op]:
+    """Return the operations of a request to the coordinator, which replies when all jobs have sent it."""
     return ("post", tag), ("wait", tag, "reduce", -1)

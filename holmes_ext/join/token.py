@@ -1,9 +1,12 @@
-"""The token of a run: whoever has it may join. Needs no torch.
+"""Token of a run, the shared secret of its jobs: whoever has it may join. Needs no torch.
 
-HOLMES_JOIN_TOKEN         the token itself
-HOLMES_JOIN_TOKEN_FILE    a file that holds it
-neither                   `holmes join serve` keeps one for each port in ~/.local/state/holmes_ext, mode 0600,
-                          and `holmes join status` on the same host reads it there
+The token comes from the first of these that exists:
+
+    HOLMES_JOIN_TOKEN         the token itself
+    HOLMES_JOIN_TOKEN_FILE    a file that contains it
+    neither                   `holmes join serve` keeps a random token for each port in
+                              ~/.local/state/holmes_ext (mode 0600), where `holmes join status` on the same
+                              host reads it
 """
 
 from __future__ import annotations
@@ -18,24 +21,37 @@ from pathlib import Path
 from holmes_ext.errors import HolmesError
 from holmes_ext.words import why
 
-#: Characters of the shortest token that is taken.
+#: Characters of the shortest valid token.
 LEAST = 12
-#: Bits that a token should have at least; the ones that are drawn here have 144.
+#: Entropy below which a warning is printed, in bits; random tokens have 144.
 _SAFE_BITS = 72
+#: Bytes of a random token.
 _DRAWN_BYTES = 18
+#: Mode bits of a file that let other users access it.
+_OTHERS = 0o077
 #: Bytes of the largest file that is read as a token.
 _MOST_BYTES = 4096
 
 
 def token_from(environ: Mapping[str, str], port: int = 0) -> str:
-    """From the environment, else what `serve` keeps for this port (not 0) on this host. HolmesError: none, or
-    unusable."""
+    """Return the token of the run.
+
+    Args:
+        environ: Environment variables.
+        port: Port of the coordinator, if it may run on this host; 0: it does not.
+
+    Raises:
+        HolmesError: There is no token, or it is invalid.
+    """
     if "HOLMES_JOIN_TOKEN" in environ:
         return _checked(environ["HOLMES_JOIN_TOKEN"].strip(), "HOLMES_JOIN_TOKEN")
-    if path := environ.get("HOLMES_JOIN_TOKEN_FILE"):
+    path = environ.get("HOLMES_JOIN_TOKEN_FILE")
+    if path:
         return _read(Path(path), "HOLMES_JOIN_TOKEN_FILE: ")
-    if port and (kept := kept_file(environ, port)).exists():
-        return _read(kept)
+    if port:
+        kept = kept_file(environ, port)
+        if kept.exists():
+            return _read(kept)
     raise HolmesError(
         "a joined job needs the run's token: set HOLMES_JOIN_TOKEN, or HOLMES_JOIN_TOKEN_FILE to the file "
         "that `holmes join serve` names"
@@ -43,7 +59,14 @@ def token_from(environ: Mapping[str, str], port: int = 0) -> str:
 
 
 def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | None]:
-    """The token, and its file (None: the environment has it). What is not there is drawn and kept."""
+    """Return the token for `holmes join serve`, and its file; a missing file gets a random token.
+
+    Returns:
+        The token, and the path of its file; None instead of the path if the environment has the token.
+
+    Raises:
+        HolmesError: The token is invalid, or the file cannot be written.
+    """
     if "HOLMES_JOIN_TOKEN" in environ:
         return token_from(environ), None
     path = Path(environ.get("HOLMES_JOIN_TOKEN_FILE") or kept_file(environ, port))
@@ -62,29 +85,37 @@ def served_token(environ: Mapping[str, str], port: int) -> tuple[str, Path | Non
 
 
 def kept_file(environ: Mapping[str, str], port: int) -> Path:
-    """Where `serve` keeps the token of a port."""
-    state = environ.get("XDG_STATE_HOME") or Path(environ.get("HOME", "/")) / ".local" / "state"
+    """Return the file in which `holmes join serve` keeps the token of a port."""
+    state = environ.get("XDG_STATE_HOME")
+    if not state:
+        state = str(Path(environ.get("HOME", "/")) / ".local" / "state")
     return Path(state) / "holmes_ext" / f"join-{port}.token"
 
 
 def warning_of(token: str) -> str:
-    """One line where the token can be guessed; "" where it cannot."""
-    if len(token) * math.log2(max(2, len(set(token)))) >= _SAFE_BITS:
+    """Return a warning if the token can be guessed; "" if it cannot."""
+    distinct_characters = max(2, len(set(token)))
+    entropy_bits = len(token) * math.log2(distinct_characters)
+    if entropy_bits >= _SAFE_BITS:
         return ""
     return "the token can be guessed by trying; let `holmes join serve` draw one, or: openssl rand -base64 18"
 
 
 def exposure_of(path: Path) -> str:
-    """One line where others on this host can read the file; "" where they cannot."""
+    """Return a warning if other users of this host can read the file; "" if they cannot."""
     mode = stat.S_IMODE(path.stat().st_mode)
-    return (
-        f"others on this host can read {path} (mode {mode:o}): chmod 600 {path}"
-        if mode & 0o077
-        else ""
-    )
+    if mode & _OTHERS:
+        return f"others on this host can read {path} (mode {mode:o}): chmod 600 {path}"
+    return ""
 
 
 def _read(path: Path, source: str = "") -> str:
+    """Return the token in a file; raise HolmesError if it cannot be read, or is invalid.
+
+    Args:
+        path: The file.
+        source: Prefix of error messages, such as the name of a variable.
+    """
     try:
         if not stat.S_ISREG(path.stat().st_mode):
             raise HolmesError(f"{source}{path}: is no file, so no token is read from it")
@@ -97,10 +128,11 @@ def _read(path: Path, source: str = "") -> str:
 
 
 def _checked(token: str, source: str) -> str:
+    """Return the token; raise HolmesError if it is too short, too long or not printable."""
     if len(token) < LEAST:
-        what = f"has {len(token)} characters" if token else "is empty"
+        problem = f"has {len(token)} characters" if token else "is empty"
         raise HolmesError(
-            f"{source}: the token {what}, it needs {LEAST} at least; let `holmes join serve` draw one"
+            f"{source}: the token {problem}, it needs {LEAST} at least; let `holmes join serve` draw one"
         )
     if len(token) > _MOST_BYTES or not token.isprintable():
         raise HolmesError(

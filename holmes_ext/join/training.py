@@ -1,14 +1,17 @@
-"""The joined job of this process: what --holmes-join asks for, what a framework's patch tells, what a user is
-told.
+"""State of the joined job in this process, and the functions that framework patches call.
 
-    job.py                  request(options)      what was asked for; nothing happens yet
-    patches/*/joined.py     claim(owner, stack)          before the first step: whose weights, whose steps
-                            stepped(tokens)       after each real step of the inner
-                                                  optimizer: a round may begin or end
-                            joined_state_dict()   with the framework's checkpoint
-    job.py                  end()                 when the program ends
+Joined jobs train one model together over a WAN: each job takes inner steps by itself, and now and then the
+jobs exchange pseudo-gradients and take an outer step (DiLoCo, arXiv 2311.08105).
 
-Where a framework has an optimizer inside its own, the outermost claims: what claims later is not listened to.
+    caller              function                    effect
+    start of holmes     request(options)            checks the flags; nothing is joined yet
+    framework's patch   claim(owner, adapter)       before each inner step; the first one joins the other jobs
+                        stepped(tokens)             after each inner step: a round may begin or end
+                        joined_state_dict()         outer state for the framework's checkpoint
+    end of the program  end()                       leaves the run
+
+If one optimizer contains another (DeepSpeed's contains torch's), the outermost one claims the job first, and
+later claims have no effect.
 """
 
 from __future__ import annotations
@@ -35,41 +38,52 @@ if TYPE_CHECKING:
     from holmes_ext.join.loop import OuterLoop, Record
 
 
+#: Least duration of training in a division, in seconds.
+_SHORTEST_S = 1e-9
+
+
 @dataclass(frozen=True)
 class WeightShards:
-    """The weights of one rank, as its framework has them.
+    """Weights of one rank, as a framework's patch describes them."""
 
-    position: where in the model-parallel grid, such as "pipeline 0, tensor 1"; tensors: name, shape and type
-    of all that the ranks of this position hold together, in the model's order; parts: name of a tensor, first
-    element of it, and a flat view of those that this rank steps; moved: whether the framework has put other
-    memory in the place of these.
-    """
-
+    #: Position in the model-parallel grid, such as "pipeline 0, tensor 1".
     position: str
+    #: Name, shape and dtype of all tensors that the ranks at this position hold together, in model order.
     tensors: list[tuple[str, tuple[int, ...], str]]
+    #: Name of a tensor, index of a first element in it, and a flat view of the elements that this rank's
+    #: inner optimizer steps.
     parts: list[tuple[str, int, Any]]
+    #: Returns whether the framework has put the weights in other memory since.
     moved: Callable[[], bool] = lambda: False
 
 
 @dataclass(frozen=True)
 class FrameworkAdapter:
-    """What a patch knows of a job.
+    """Access of the outer training to the weights of a framework, made by the framework's patch."""
 
-    weights: of this rank, HolmesError where they cannot be had; written: brings what the framework derives
-    from them up to date, on all ranks in the same step; device: where they are; agreed: what else must be the
-    same in all jobs (parallel sizes); refusal: why a job with these settings cannot join, None where it can.
-    """
-
+    #: Name of the framework, the same in all jobs.
     name: str
+    #: Returns the weights of this rank; raises HolmesError if they cannot be described.
     weights: Callable[[], WeightShards]
+    #: Returns the torch.device of the weights.
     device: Callable[[], Any]
+    #: Updates what the framework derives from the weights, after the outer training has changed them. Called
+    #: on all ranks in the same step.
     written: Callable[[], None] = lambda: None
+    #: Facts that must be equal in all jobs, such as parallel sizes.
     agreed: Mapping[str, Any] = field(default_factory=dict)
+    #: Returns why the job cannot join with these settings, or None if it can.
     refusal: Callable[[OuterSettings], str | None] = lambda settings: None
 
 
 def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: bool) -> str | None:
-    """Why a job cannot join whose stages (weights that are tied) or tensor-parallel ranks have copies."""
+    """Return why copies of a weight on several ranks would become different, or None if they stay equal.
+
+    Args:
+        settings: The --holmes-outer settings.
+        sizes: Number of pipeline stages ("pipeline") and tensor-parallel ranks ("tensor").
+        tied: Whether a weight is shared by several layers.
+    """
     if tied and sizes["pipeline"] > 1 and settings.fragments > 1:
         return (
             "weights are tied over pipeline stages, whose copies must be updated together; "
@@ -85,25 +99,32 @@ def refusal_of_copies(settings: OuterSettings, sizes: Mapping[str, int], tied: b
 
 @dataclass
 class _Job:
-    """rank 0 tells. saved: outer state and its source, until the job begins; shared: the data are."""
+    """The joined job of this process."""
 
     address: JoinAddress
     settings: OuterSettings
     token: str
     options: Options
-    owner: object = None
-    loop: OuterLoop | None = None
-    saved: tuple[Any, str] | None = None
-    shared: bool = False
-    began: float = 0.0
-    first_step: int = 0
+    owner: object = None  # optimizer or engine whose steps are the inner steps
+    loop: OuterLoop | None = None  # None before the first step
+    saved: tuple[Any, str] | None = None  # outer state to load at the first step, and its source
+    shared: bool = False  # a patch makes this job read only its part of the data set
+    began: float = 0.0  # time.monotonic() at the first step
+    first_step: int = 0  # number of the first inner step, after a checkpoint more than 0
 
 
 _job: _Job | None = None
 
 
 def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Read what the flags say; lines for the user. HolmesError when they cannot be followed."""
+    """Check the flags, and remember that this job joins others at its first step.
+
+    Returns:
+        Lines for the user; none without --holmes-join.
+
+    Raises:
+        HolmesError: The flags are invalid, or there is no token.
+    """
     global _job
     if not options.value("join"):
         if options.value("outer"):
@@ -112,27 +133,30 @@ def request(options: Options, environ: Mapping[str, str] = os.environ) -> list[s
                 "NAME@HOST:PORT too"
             )
         return []
-    settings, address, token = (
-        parse_outer(options.value("outer")),
-        parse_address(options.value("join")),
-        token_from(environ),
-    )
+    settings = parse_outer(options.value("outer"))
+    address = parse_address(options.value("join"))
+    token = token_from(environ)
     port_range(options.value("join_ports"), options.value("join_address"), environ)
     privacy = _privacy(options, address)
     _job = _Job(address, settings, token, options)
     atexit.register(end)
-    often = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
-    where = address_text(address.host, address.port)
-    how = f"every {often} in {settings.fragments} fragments, each hidden behind {settings.delay} steps"
+    interval = f"{settings.every} steps" if settings.every else f"{settings.seconds:g} s"
+    coordinator = address_text(address.host, address.port)
     line = (
-        f"job {address.job} joins others at {where}: {settings.algorithm}, {how}, {settings.compress}; "
-        f"{privacy}"
+        f"job {address.job} joins others at {coordinator}: {settings.algorithm}, every {interval} in "
+        f"{settings.fragments} fragments, each hidden behind {settings.delay} steps, "
+        f"{settings.compress}; {privacy}"
     )
-    return [line, *filter(None, [warning_of(token)])]
+    warning = warning_of(token)
+    return [line, warning] if warning else [line]
 
 
 def _privacy(options: Options, address: JoinAddress) -> str:
-    """What others on the way can read. HolmesError where it cannot be as the options say."""
+    """Return a phrase that says who can read the traffic between jobs.
+
+    Raises:
+        HolmesError: The options ask for encryption that is impossible.
+    """
     if options.value("join_plain") == "on":
         return (
             "NOT encrypted (--holmes-join-plain): anyone on the path can read the weights; changes are "
@@ -140,8 +164,8 @@ def _privacy(options: Options, address: JoinAddress) -> str:
         )
     if bool(options.value("join_certificate")) != bool(options.value("join_ca")):
         raise HolmesError("--holmes-join-certificate and --holmes-join-ca: give both, or none")
-    made_here = not options.value("join_certificate") and not is_loopback(address.host)
-    if made_here and find_spec("cryptography") is None:
+    needs_own_certificate = not options.value("join_certificate") and not is_loopback(address.host)
+    if needs_own_certificate and find_spec("cryptography") is None:
         raise HolmesError(
             "--holmes-join: jobs encrypt what they send to other hosts, and `cryptography` is not installed: "
             "pip install 'holmes_ext[join]' (or --holmes-join-plain on: nothing is encrypted)"
@@ -149,35 +173,51 @@ def _privacy(options: Options, address: JoinAddress) -> str:
     return "encrypted between hosts (TLS 1.3)"
 
 
-def asked() -> bool:
-    """Whether this process's job is to join others."""
+def is_requested() -> bool:
+    """Return whether the job of this process joins others (--holmes-join)."""
     return _job is not None
 
 
 def owner() -> object:
-    """Whose steps are the job's; None before the first one, and where nothing is to join."""
+    """Return the optimizer or engine whose steps are the job's inner steps.
+
+    None before the first step, and without --holmes-join.
+    """
     return _job.owner if _job is not None else None
 
 
-def part() -> tuple[int, int]:
-    """(k, K): this job reads the k-th of K parts of the data; (0, 1): nobody said so."""
+def data_part() -> tuple[int, int]:
+    """Return (k, K): this job reads the k-th of K parts of the data set (--holmes-outer part=k/K).
+
+    (0, 1) without --holmes-join, and by default.
+    """
     return _job.settings.data_part if _job is not None else (0, 1)
 
 
-def share() -> None:
-    """A patch gives this job its part of the data."""
+def mark_data_divided() -> None:
+    """Record that a patch makes this job read only its part of the data set."""
     if _job is not None:
         _job.shared = True
 
 
 def reserve(owner: object) -> None:
-    """A framework that has optimizers inside its own says so before they step."""
+    """Make the steps of `owner` the job's inner steps, if no other object has been reserved before.
+
+    A framework whose optimizer contains other optimizers calls this before those take a step.
+    """
     if _job is not None and _job.owner is None:
         _job.owner = owner
 
 
 def claim(owner: object, adapter: Callable[[], FrameworkAdapter]) -> bool:
-    """Before a step of `owner`: whether its steps are the job's. The first one joins; collective then."""
+    """Return whether the steps of `owner` are the job's inner steps; call this before each step.
+
+    The first call for the job's owner joins the other jobs, and is collective.
+
+    Args:
+        owner: Optimizer or engine.
+        adapter: Returns the access to its weights; called once, to join.
+    """
     reserve(owner)
     if _job is None or _job.owner is not owner:
         return False
@@ -187,22 +227,31 @@ def claim(owner: object, adapter: Callable[[], FrameworkAdapter]) -> bool:
 
 
 def stepped(tokens: float = 1.0) -> None:
-    """After a real step of the inner optimizer, on all ranks. tokens: that this rank read, or samples."""
+    """Report an inner step that changed the weights; call this on all ranks.
+
+    Args:
+        tokens: Tokens or samples that this rank has read for the step.
+    """
     if _job is not None and _job.loop is not None:
         _job.loop.after_step(tokens)
 
 
 def joined_state_dict() -> dict[str, Any] | None:
-    """The outer state of this rank, for a checkpoint of all at one step; None: there is none."""
-    return _job.loop.state_dict() if _job is not None and _job.loop is not None else None
+    """Return the outer state of this rank for a checkpoint; None if the job has not joined.
+
+    All ranks must save the state of the same step.
+    """
+    if _job is None or _job.loop is None:
+        return None
+    return _job.loop.state_dict()
 
 
 def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -> None:
-    """Go on from a checkpoint's outer state; before the first step.
+    """Load the outer state of a checkpoint; only before the first step.
 
     Args:
-        saved: What joined_state_dict() gave.
-        source: What errors call it.
+        saved: What joined_state_dict() returned.
+        source: Name of the checkpoint in error messages.
 
     Raises:
         HolmesError: The job has begun already.
@@ -217,82 +266,95 @@ def load_joined_state_dict(saved: dict[str, Any], source: str = "outer state") -
 
 
 def end(why: str = "training is over") -> None:
-    """Leave the run."""
+    """Leave the run; the other jobs go on.
+
+    Args:
+        why: Reason for the coordinator's log.
+    """
     global _job
-    job, _job = _job, None
+    job = _job
+    _job = None
     atexit.unregister(end)
     if job is not None and job.loop is not None:
         job.loop.end(why)
 
 
 def _begin(job: _Job, adapter: FrameworkAdapter) -> None:
-    from holmes_ext.join.join import (
-        join,
-        place_of,
-        weights_of,
-    )  # a job that is not joined must not load them
+    """Join the other jobs, with the outer state of a checkpoint if there is one; collective.
+
+    Raises:
+        HolmesError: The job cannot join.
+    """
+    # Imported here, because a job that joins no others must not load these modules.
+    from holmes_ext.join.join import join, place_of, weights_of
 
     def weights() -> Any:
-        if why := adapter.refusal(job.settings):
-            raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {why}")
+        reason = adapter.refusal(job.settings)
+        if reason:
+            raise HolmesError(f"--holmes-join: a job of {adapter.name} cannot join: {reason}")
         return weights_of(adapter.weights())
 
-    place = place_of(job.address, job.token, job.options)
-    agreed = {"framework": adapter.name, **adapter.agreed}
     loop = join(
-        place,
+        place_of(job.address, job.token, job.options),
         job.settings,
         weights,
-        agreed,
-        adapter.device(),
-        _report,
-        adapter.written,
-        lambda: _status(job),
+        agreed={"framework": adapter.name, **adapter.agreed},
+        device=adapter.device(),
+        on_round=_report,
+        written=adapter.written,
+        status=lambda: _telemetry_of(job),
     )
     if job.saved is not None:
-        loop.load_state_dict(*job.saved)
+        saved, source = job.saved
+        loop.load_state_dict(saved, source)
         job.saved = None
-    job.began, job.first_step = time.monotonic(), loop.steps
-    begun = loop.begin()
+    job.began = time.monotonic()
+    job.first_step = loop.steps
+    origin_of_weights = loop.begin()
     job.loop = loop
     if not job.shared:
         k, parts = job.settings.data_part
-        what = (
-            f"part={k}/{parts}: no sampler that is known was made"
-            if parts > 1
-            else "no part=k/K is given"
-        )
-        _say(loop, f"{what}; the script must make jobs read different data")
+        if parts > 1:
+            reason = f"part={k}/{parts}: no sampler that is known was made"
+        else:
+            reason = "no part=k/K is given"
+        _say(loop, f"{reason}; the script must make jobs read different data")
     _say(
         loop,
-        f"job {job.address.job} is in the run: {begun}; {loop.state.host_bytes / 1e6:.1f} MB of outer "
-        f"state on each host's rank 0",
+        f"job {job.address.job} is in the run: {origin_of_weights}; "
+        f"{loop.state.host_bytes / 1e6:.1f} MB of outer state on each host's rank 0",
     )
 
 
-def _status(job: _Job) -> dict[str, Any]:
-    """For heartbeats: what is known of these."""
-    seconds = max(time.monotonic() - job.began, 1e-9)
-    links = job.loop.rounds.links if job.loop is not None else None
-    sent = 8 * links.sent / seconds if links is not None else 0.0
-    steps = job.loop.steps - job.first_step if job.loop is not None else 0
-    status = {
+def _telemetry_of(job: _Job) -> dict[str, Any]:
+    """Return the telemetry for a heartbeat, without values that are unknown or not finite."""
+    seconds = max(time.monotonic() - job.began, _SHORTEST_S)
+    steps = 0
+    sent_bytes = 0
+    if job.loop is not None:
+        steps = job.loop.steps - job.first_step
+        sent_bytes = job.loop.rounds.links.sent
+    telemetry_values = {
         "steps_per_second": steps / seconds,
-        "bits_per_second": sent,
+        "bits_per_second": 8 * sent_bytes / seconds,
         "drift": _last.get("drift"),
     }
     return {
-        name: value for name, value in status.items() if value is not None and math.isfinite(value)
+        name: value
+        for name, value in telemetry_values.items()
+        if value is not None and math.isfinite(value)
     }
 
 
+#: Latest values for telemetry that come from rounds.
 _last: dict[str, Any] = {}
 
 
 def _report(record: Record) -> None:
-    """Of each round: telemetry's line, and one for the user where something is other than usual."""
+    """Write the telemetry of a round, and tell the user if the round was unusual."""
     outcome = record.outcome
-    _last["drift"] = outcome.drift if outcome.drift is not None else _last.get("drift")
+    if outcome.drift is not None:
+        _last["drift"] = outcome.drift
     telemetry.outer_round(
         {
             "round": record.number,
@@ -322,6 +384,7 @@ def _report(record: Record) -> None:
         _say(_job.loop, f"round {record.number} came to nothing: {outcome.why}; training goes on")
 
 
-def _say(joined: OuterLoop, text: str) -> None:
-    if joined.rounds.job_ranks.rank == 0:
+def _say(loop: OuterLoop, text: str) -> None:
+    """Print a line for the user on rank 0."""
+    if loop.rounds.job_ranks.rank == 0:
         tell_user(text)

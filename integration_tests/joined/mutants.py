@@ -66,17 +66,14 @@ MUTANTS = [
     Mutant(
         "the caller's proof is not looked at",
         "join/sockets/handshake.py",
-        "if not hmac.compare_digest(\n"
-        '        str(proven.get("proof")).encode(), _proof(key, "caller", facts).encode()\n    ):',
+        'if not _is_proof(request.get("proof"), _proof(key, "caller", facts)):',
         NEVER,
         HANDSHAKE,
     ),
     Mutant(
         "the listener's proof is not looked at",
         "join/sockets/handshake.py",
-        'if not hmac.compare_digest(\n            str(answer.get("proof")).encode(), _proof(key, '
-        '"listener", facts)'
-        ".encode()\n        ):",
+        'if not _is_proof(answer.get("proof"), _proof(key, "listener", facts)):',
         NEVER,
         HANDSHAKE,
     ),
@@ -271,7 +268,7 @@ MUTANTS = [
         MEMBERS + " -k pile",
     ),
     Mutant(
-        "an open token file is not said", "join/token.py", "if mode & 0o077", "if False", TOKENS
+        "an open token file is not said", "join/token.py", "if mode & _OTHERS", "if False", TOKENS
     ),
     Mutant(
         "false reports do not drop a job",

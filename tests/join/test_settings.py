@@ -132,7 +132,7 @@ def test_what_others_can_read_is_said(monkeypatch):
 
 
 def test_without_join_nothing_is_asked_for():
-    assert training.request(Options(), {}) == [] and not training.asked()
+    assert training.request(Options(), {}) == [] and not training.is_requested()
     assert not training.claim(object(), lambda: pytest.fail("it was asked"))
     with pytest.raises(HolmesError, match="give --holmes-join"):
         training.request(options_from(outer="every=4"), {})

@@ -33,7 +33,7 @@ class AwaitedPeers:
         self._since.pop(name, None)
 
     def may_arrive(self, now: float) -> bool:
-        """Return whether at least one expected job may still connect."""
+        """Return whether any expected job may still connect."""
         patience_s = self._patience_s()
         return any(now < since + patience_s for since in self._since.values())
 

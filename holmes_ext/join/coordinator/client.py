@@ -1,5 +1,6 @@
-"""Client of the coordinator, used by rank 0 of each job. Needs no torch.
+"""Client of the coordinator of joined jobs, used by rank 0 of each job. Needs no torch.
 
+Joined jobs train one model together over a WAN; the coordinator decides when they exchange pseudo-gradients.
 The coordinator may be restarted at any time, so the client repeats a request until its deadline:
 
 1. Connect, if there is no connection.
@@ -43,14 +44,14 @@ _LAST_S = 2.0
 
 
 class RoundSalt(NamedTuple):
-    """Salt for the checksums of one round, which no job can know before the coordinator sends it."""
+    """Salt for the checksums of a round, which no job can know before the coordinator sends it."""
 
     round: int
     salt: str
 
 
 class CoordinatorClient:
-    """Connection of one job to the coordinator, restored whenever it is lost. Not thread-safe.
+    """Connection of a job to the coordinator, restored whenever it is lost. Not thread-safe.
 
     A refusal before the first accepted request is an error of the user (a wrong token, other settings) and
     is raised. Once the coordinator has accepted the job, a refusal counts as no reply, so that an
@@ -147,7 +148,7 @@ class CoordinatorClient:
             self._heartbeat.now()
 
     def _exchange(self, document: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Send one document on the open connection and return the reply to it.
+        """Send a document on the open connection and return the reply to it.
 
         Raises:
             Refused: The reply is an error.
@@ -207,6 +208,7 @@ class Heartbeat:
         self._thread.join(_LAST_S)
 
     def _run(self) -> None:
+        """Send heartbeats until the thread is stopped, then the last one with the reason."""
         channel: Channel | None = None
         while not self._ended.is_set():
             channel = self._beat(channel)
@@ -218,10 +220,10 @@ class Heartbeat:
             channel.close()
 
     def _beat(self, channel: Channel | None, **more: str) -> Channel | None:
-        """Send one heartbeat, on a new connection if there is none.
+        """Send a heartbeat, on a new connection if there is none.
 
         Returns:
-            The connection for the next heartbeat; None if this one could not be sent.
+            The connection for the next heartbeat; None if sending failed.
         """
         deadline = Deadline(_HEARTBEAT_S, "a heartbeat")
         try:

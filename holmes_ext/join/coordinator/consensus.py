@@ -65,7 +65,7 @@ def voted_out(votes: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the jobs whose contribution to a round must not count, with the reasons.
 
     A job is voted out if more than half of the other jobs, and at least two, accuse it. With fewer
-    accusers, either the accuser or the accused lies. The one that is part of several such conflicts
+    accusers, either the accuser or the accused lies. The job that is part of several such conflicts
     is voted out; if that does not single out either of them, both are.
 
     Args:

@@ -1,4 +1,4 @@
-"""Jobs that let the others wait: they are marked late, and repeat offenders sit out rounds.
+"""Jobs that let the others wait: they are marked late, and sit out rounds if they are late repeatedly.
 
 Pure: no clock, no network.
 """

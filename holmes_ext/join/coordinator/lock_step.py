@@ -181,10 +181,10 @@ class LockStepRounds:
         ready = [member for member in reported if member.state == "in"]
         ready.sort(key=lambda member: member.order)
         claims = {member.name: self._salted_claim(round_state, member) for member in ready}
-        truth = self._true_claim(round_state, ready, claims)
-        if truth is not None:
+        valid = self._valid_salted_claim(round_state, ready, claims)
+        if valid is not None:
             round_state.behind = {
-                name for name, claim in claims.items() if not is_compatible(claim, truth)
+                name for name, claim in claims.items() if not is_compatible(claim, valid)
             }
         able = [member for member in ready if member.name not in round_state.behind]
         ranks = {member.name: len(member.hello.addresses) for member in able}
@@ -213,7 +213,7 @@ class LockStepRounds:
         checksum = report.salted if report.salt_round == round_state.number else ""
         return Claim(claim.version, checksum)
 
-    def _true_claim(
+    def _valid_salted_claim(
         self, round_state: RoundState, ready: list[Member], salted_claims: dict[str, Claim]
     ) -> Claim | None:
         """Return the majority's version of the round's fragment, with its salted checksum if known.
@@ -226,19 +226,19 @@ class LockStepRounds:
             salted_claims: Job -> its claim with the salted checksum.
         """
         trusted = [member for member in ready if member.current] or ready
-        truth = self._versions.truth(round_state.fragment, trusted)
-        if truth is None:
+        valid = self._versions.valid_claim(round_state.fragment, trusted)
+        if valid is None:
             return None
         holders = [
             member
             for member in trusted
-            if is_compatible(member.claims[round_state.fragment], truth)
+            if is_compatible(member.claims[round_state.fragment], valid)
         ]
         checksums = [salted_claims[member.name].checksum for member in holders]
         checksums = [checksum for checksum in checksums if checksum]
         if not checksums:
-            return Claim(truth.version)
-        return Claim(truth.version, max(checksums, key=checksums.count))
+            return Claim(valid.version)
+        return Claim(valid.version, max(checksums, key=checksums.count))
 
     def _reply(self, round_state: RoundState, member: Member, now: float) -> Reply | None:
         """Return the verdict of the round for a job that is ready; None until the round begins."""

@@ -57,9 +57,8 @@ class _Line:
 
     channel: Channel
     job: str  # of the rank
-    over: threading.Event = field(
-        default_factory=threading.Event
-    )  # set once it is not needed any more
+    #: Set when the line is not needed any more.
+    over: threading.Event = field(default_factory=threading.Event)
 
 
 class PeerRelay:

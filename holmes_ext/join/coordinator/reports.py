@@ -81,7 +81,7 @@ def _number(table: Table, key: str, least: int, most: int) -> int:
 
 
 def _real(table: Table, key: str, most: float) -> float:
-    """Return a number from 0 to `most` of the table; raise HolmesError if it is another one."""
+    """Return a number from 0 to `most` of the table; raise HolmesError if it is outside."""
     value = float(table.take(key, float))
     if not 0 <= value <= most:
         raise HolmesError(f"{table.at(key)}: {value:g} is not 0 to {most:g}")
@@ -174,7 +174,7 @@ class ReadyReport:
 
 @dataclass(frozen=True)
 class Offer:
-    """Pseudo-gradient of one fragment that waits for a round (rounds=async)."""
+    """Pseudo-gradient of a fragment that waits for a round (rounds=async)."""
 
     fragment: int
     #: Tokens that the job has processed for this pseudo-gradient.

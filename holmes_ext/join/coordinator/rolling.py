@@ -97,7 +97,11 @@ class RollingRounds:
         return void_reply(round_state)
 
     def _open_round(self, now: float) -> None:
-        """Begin a round of the first offered fragment that has a quorum and whose grace has passed."""
+        """Begin a round, if enough jobs offer pseudo-gradients of the same fragment.
+
+        Of several fragments with a quorum of jobs, whose grace period for other jobs is over, the fragment
+        that was offered first is taken.
+        """
         active = [member for member in self._state.members.values() if self._is_active(member, now)]
         able = [member for member in active if member.current]
         able.sort(key=lambda member: member.order)

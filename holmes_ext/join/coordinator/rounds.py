@@ -45,7 +45,7 @@ class Rounds:
         least: int,
         now: float,
     ) -> bool:
-        """Begin the exchange, or end the round as void if too few pseudo-gradients count.
+        """Begin the exchange of pseudo-gradients, or void the round if too few of them count.
 
         Args:
             round_state: The round.
@@ -94,7 +94,7 @@ class Rounds:
         state.events.append(f"round {round_state.number}: commit ({shares_text})")
 
     def void(self, round_state: RoundState, why: str) -> None:
-        """End the round without an outer step."""
+        """End the round without an outer step: the jobs keep their pseudo-gradients for the next one."""
         round_state.outcome = "void"
         round_state.why = why
         self._state.events.append(f"round {round_state.number}: void: {why}")

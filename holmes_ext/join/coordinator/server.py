@@ -176,7 +176,7 @@ class CoordinatorServer:
         self.relay.close()
 
     def _welcome(self, guest: Guest) -> None:
-        """Serve one connection, in its own thread, until it ends."""
+        """Serve a connection, in its thread, until it ends."""
         try:
             deadline = Deadline(HANDSHAKE_S, "the handshake")
             channel, purpose = answer(

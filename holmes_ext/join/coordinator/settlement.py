@@ -41,7 +41,7 @@ _LEAST_OTHERS = 2
 
 
 class Settlement:
-    """The rules that lead a round from its exchange to commit or void."""
+    """Rules that lead a round from the exchange of pseudo-gradients to commit or void."""
 
     def __init__(self, state: RunState, rounds: Rounds):
         self._state = state

@@ -21,12 +21,12 @@ MOST_JOBS = 64
 
 
 class NotInRun(Exception):
-    """A request came from a job that is not in the run; the job must say hello (again)."""
+    """Error: a request came from a job that is not in the run; the job must say hello (again)."""
 
 
 @dataclass
 class Member:
-    """One job of a run, as the coordinator sees it."""
+    """State that the coordinator keeps of a job."""
 
     name: str
     incarnation: str  # identifies this start of the job
@@ -46,12 +46,10 @@ class Member:
     awaits: int | None = None
     awaits_from: float = 0.0  # time since when it does
     corrected: bool = False  # the coordinator has named fragments that the job must take
-    avoids: set[str] = field(
-        default_factory=set
-    )  # donors that gave this job other weights than claimed
-    took: dict[int, str] = field(
-        default_factory=dict
-    )  # fragment -> donor, until the weights are checked
+    #: Donors that gave this job other weights than claimed.
+    avoids: set[str] = field(default_factory=set)
+    #: Fragment -> donor, until the weights are checked.
+    took: dict[int, str] = field(default_factory=dict)
     rounds: int = 0  # committed rounds with this job
     missed: int = 0  # rounds in which the others waited for the job in vain
     in_vain: int = 0  # the same, since the job's last committed round
@@ -69,7 +67,7 @@ class Member:
 
 @dataclass
 class RoundState:
-    """One round: an exchange of the pseudo-gradients of one fragment, and the outer step after it."""
+    """State of a round: an exchange of the pseudo-gradients of one fragment, and the outer step after it."""
 
     number: int
     fragment: int
@@ -91,9 +89,8 @@ class RoundState:
     check: int = 0  # number of comparisons of received data in this attempt
     outcome: str = ""  # "commit" or "void" once the round is over
     why: str = ""  # reason of a void round
-    informed: set[str] = field(
-        default_factory=set
-    )  # rounds=async: members that got the verdict void
+    #: With rounds=async, the members that got the verdict void.
+    informed: set[str] = field(default_factory=set)
     #: Job -> factor of its pseudo-gradient in the committed sum.
     factors: dict[str, float] = field(default_factory=dict)
     gap: float = 1.0  # ratio with which the outer step scales its momentum (algorithms.py)
@@ -104,9 +101,8 @@ class RunState:
     """Jobs and rounds of a run; all rules of a coordinator share one instance."""
 
     started: float  # time at which the coordinator started
-    members: dict[str, Member] = field(
-        default_factory=dict
-    )  # by name; also recent jobs that are gone
+    #: By name; also recent jobs that are gone.
+    members: dict[str, Member] = field(default_factory=dict)
     rounds: dict[int, RoundState] = field(default_factory=dict)  # by number; only recent ones
     number: int = 0  # of the round that was opened last
     #: Fragment -> last round in which it was stepped; empty after a restart of the coordinator.

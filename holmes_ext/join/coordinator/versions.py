@@ -24,7 +24,7 @@ class Versions:
     def __init__(self, state: RunState):
         self._state = state
 
-    def truth(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
+    def valid_claim(self, fragment: int, members: Sequence[Member] | None = None) -> Claim | None:
         """Return the valid version of a fragment, by majority of the members' claims.
 
         Only members that are up to date vote (`current`), or all members if none is.
@@ -102,22 +102,22 @@ class Versions:
         others = [other for other in self._state.participants() if other is not member]
         donors: dict[str, list[int]] = {}
         for fragment, claim in enumerate(member.claims):
-            truth = self.truth(fragment)
-            if truth is None or is_compatible(claim, truth):
+            valid = self.valid_claim(fragment)
+            if valid is None or is_compatible(claim, valid):
                 continue
             for other in others:
-                if is_compatible(other.claims[fragment], truth):
+                if is_compatible(other.claims[fragment], valid):
                     donors.setdefault(other.name, []).append(fragment)
         return donors
 
     def _judge_donors(self, member: Member) -> None:
         """Record the donors that gave this member other weights than they claimed to have."""
         for fragment, donor in list(member.took.items()):
-            truth = self.truth(fragment)
-            if truth is None or member.claims[fragment].version != truth.version:
+            valid = self.valid_claim(fragment)
+            if valid is None or member.claims[fragment].version != valid.version:
                 continue
             del member.took[fragment]
-            if not is_compatible(member.claims[fragment], truth):
+            if not is_compatible(member.claims[fragment], valid):
                 member.avoids.add(donor)
                 self._state.events.append(
                     f"job {donor} gave job {member.name} other weights than it has"

@@ -73,9 +73,8 @@ def _adapter(engine: Any) -> training.FrameworkAdapter:
         name="DeepSpeed",
         weights=lambda: _weights(engine),
         device=lambda: get_accelerator().current_device_name(),
-        written=lambda: _update_model_weights(
-            engine
-        ),  # called after the outer training changed weights
+        # The outer training calls this after it has changed weights.
+        written=lambda: _update_model_weights(engine),
         agreed={"sizes": _sizes(engine)},  # must be the same in all joined jobs
         refusal=lambda settings: refusal(engine, settings),
     )
@@ -161,15 +160,11 @@ def _weights(engine: Any) -> training.WeightShards:
         if piece.values.numel():
             parts.append((name_of[piece.parameter], piece.first, piece.values.detach()))
             addresses.append((piece.values, piece.values.data_ptr()))
-    tensors = [
-        (
-            name,
-            tuple(getattr(parameter, "ds_shape", parameter.shape)),
-            "float32",
-        )  # ZeRO 3: the whole shape
-        for parameter, name in name_of.items()
-        if parameter in updated
-    ]
+    tensors = []  # name, shape, dtype
+    for parameter, name in name_of.items():
+        if parameter in updated:
+            shape = getattr(parameter, "ds_shape", parameter.shape)  # ZeRO 3: the whole shape
+            tensors.append((name, tuple(shape), "float32"))
     pipeline = _call_grid(engine, "pipe", "rank", default=0)
     tensor = _call_grid(engine, "model", "rank", default=0)
 
@@ -318,7 +313,7 @@ def _load(call, instance, load_dir, tag):
     """
     path, client_state = call()  # DeepSpeedEngine.load_checkpoint
     loaded_nothing = path is None
-    trains_alone = not training.asked()  # asked(): whether the option --holmes-join is set
+    trains_alone = not training.is_requested()  # without the option --holmes-join
     if loaded_nothing or trains_alone:
         return path, client_state
     file = _file(load_dir, tag_of(load_dir, tag), instance)  # that _save has written for this rank

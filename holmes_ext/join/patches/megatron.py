@@ -19,7 +19,8 @@ Joined jobs of Megatron-LM and Megatron-DeepSpeed can share a data set (--holmes
     build_pretraining_data_loader      sees samples k, k + K, k + 2 K, ... of it
 
 Thus no sample is read twice, whatever the jobs' batch sizes. The jobs need equal --train-samples (or
-iterations x batch) and --seed."""
+iterations x batch) and --seed.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +58,8 @@ def _remember_chunks(call, instance, model_chunks):
     optimizer of these chunks, around an optimizer of torch. reserve() makes only the steps of megatron-core's
     optimizer count as steps of the job, not those of torch's.
     """
-    training.reserve(
-        _OWNER
-    )  # has an effect only for the first framework that calls it in this process
+    # Only the first framework of this process that calls reserve() gets the steps.
+    training.reserve(_OWNER)
     _chunks[:] = model_chunks
     return call()
 
@@ -237,7 +237,7 @@ def _enlarge(call, instance, build_train_valid_test_datasets_provider):
     calls the program's provider with the numbers of samples that one job needs. Here these numbers are
     multiplied by K, so that all jobs build the same index of samples.
     """
-    _, job_count = training.part()  # k and K of --holmes-outer part=k/K
+    _, job_count = training.data_part()  # k and K of --holmes-outer part=k/K
     if job_count == 1:
         return call()
 

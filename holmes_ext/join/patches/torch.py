@@ -114,9 +114,8 @@ def weights_of(optimizer: Any) -> training.WeightShards:
             )
         parts.append((name, _offset(name, parameter), local.view(-1)))
 
-    addresses = [
-        (parameter, _local(parameter).data_ptr()) for _, parameter in named
-    ]  # at this moment
+    # Addresses at this moment, to notice later that a parameter has moved.
+    addresses = [(parameter, _local(parameter).data_ptr()) for _, parameter in named]
 
     def have_moved() -> bool:
         """Return whether a parameter has other memory by now than when weights_of() was called."""
@@ -164,9 +163,8 @@ def _offset(name: str, parameter: Any) -> int:
         HolmesError: the shards are not contiguous ranges of the parameter's elements, or FSDP1 shards it.
     """
     if not hasattr(parameter, "_local_tensor"):
-        if hasattr(
-            parameter, "_sharded_size"
-        ):  # FSDP1 changes the size of its flat parameters in each step
+        # FSDP1 changes the size of its flat parameters in each step.
+        if hasattr(parameter, "_sharded_size"):
             raise HolmesError(
                 "--holmes-join: FSDP1 (FullyShardedDataParallel) cannot join; use fully_shard (FSDP2)"
             )
@@ -210,14 +208,14 @@ def _sample_job_part(call, instance, num_replicas, rank):
     A DistributedSampler deals samples to its replicas in turn: replica j of n draws those with i mod n = j.
     So rank r of this job, which has R ranks, becomes replica k + K * r of K * R.
     """
-    k, part_count = training.part()  # (0, 1) without --holmes-outer part=k/K
+    k, part_count = training.data_part()  # (0, 1) without --holmes-outer part=k/K
     if part_count == 1:
         return call()
 
     import torch.distributed as dist
 
     # Notes that the job reads its own part. Otherwise holmes warns that the script must divide the data.
-    training.share()
+    training.mark_data_divided()
     if num_replicas is None:
         num_replicas = dist.get_world_size()
     if rank is None:

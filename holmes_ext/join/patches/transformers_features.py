@@ -1,4 +1,4 @@
-"""What holmes patches in transformers, and the versions that it was run with."""
+"""Feature that patches transformers for joined jobs, and the versions of transformers that were tested."""
 
 from holmes_ext.patches.engine.patch import Feature
 

@@ -48,7 +48,7 @@ Exchange = Mapping[Peer, list[memoryview]]
 
 
 class LaneKey(NamedTuple):
-    """Identity of one connection."""
+    """Identity of a connection to a rank of another job."""
 
     job: str
     incarnation: str
@@ -57,14 +57,14 @@ class LaneKey(NamedTuple):
 
 
 class Connections(NamedTuple):
-    """Result of opening connections to several peers."""
+    """Connections that were opened to several peers, and the failures."""
 
     channels: dict[Peer, list[Channel]]  # reached peer -> one channel for each lane
     failed: dict[str, str]  # job with an unreachable rank -> reason
 
 
 class PeersFailed(Exception):
-    """An exchange with some jobs failed; `jobs` names them."""
+    """Error: the exchange with some jobs failed; the attribute `jobs` has their names."""
 
     def __init__(self, jobs: Iterable[str], why: str):
         super().__init__(why)
@@ -190,6 +190,7 @@ class PeerLinks:
             OSError: There is none before the deadline.
         """
         key = LaneKey(peer.job, peer.incarnation, peer.rank, lane)
+        # Only one of the two ranks calls, so that there are never two connections.
         peer_calls = self.job > peer.job
         calling = deadline.part(_CALLING_S, "calling")
         reason = ""

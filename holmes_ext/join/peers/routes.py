@@ -1,4 +1,4 @@
-"""Ways in which a rank reaches a rank of another job, and is reached.
+"""Routes between ranks of different joined jobs: how a rank calls another rank, and is called.
 
     direct      the caller connects to the address that the other rank has published
     reversed    the other rank cannot be called (firewall, no open port). It keeps a standby line to the

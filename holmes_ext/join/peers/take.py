@@ -1,7 +1,7 @@
 """Transfer of whole fragments from one job (the donor) to a job that has other weights (the taker).
 
-A taker is a job that is new, late, or restarted from an older checkpoint. Each of its ranks takes the elements
-that it exchanges from the donor's ranks that exchange the same elements:
+A taker is a job that is new, late, or restarted from an older checkpoint. Each of its ranks takes the
+elements that it exchanges from the donor's ranks that exchange the same elements:
 
 1. Taker: open a connection to the donor's rank, and send a request
        {"fragment": 2, "version": 57, "start": first element, "stop": element after the last}
@@ -12,9 +12,9 @@ that it exchanges from the donor's ranks that exchange the same elements:
    and they begin again. Otherwise each rank stores the fragment.
 
 The donor goes on training: a thread answers from its host memory. Nobody waits for ever: each request, each
-wait for a version and each turn has a deadline, and a taker gives up after a few attempts. That the donor sent
-the weights that it claimed to have shows in the taker's next round, when all jobs report checksums with a new
-salt (coordinator/versions.py).
+wait for a version and each turn has a deadline, and a taker gives up after a few attempts. Whether the donor
+sent the weights that it claimed to have shows in the taker's next round, when all jobs report checksums with
+a new salt (coordinator/versions.py).
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 2. The selector waits for any connection that can be read or written, and moves as many bytes as possible
    without blocking, until all transfers are complete or have failed.
 
-No transfer waits for ever. It fails when no byte moves for `patience_s` seconds, and when its deadline passes,
-which is four times the best time that the same number of bytes to this peer has taken (Speed).
+No transfer waits for ever. It fails when no byte moves for `patience_s` seconds, and when its deadline
+passes, which is four times the best time that the same number of bytes to this peer has taken (Speed).
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Speed:
         return Deadline(patience_s + _SLOWER * best * count, purpose)
 
     def took(self, peer: Peer, count: int, seconds: float) -> None:
-        """Record the time of an exchange.
+        """Record the duration of an exchange, in seconds, for `count` bytes in both directions.
 
-        The best time since the last failure counts. If the latest one did, a job could take four
-        times as long in each exchange as in the one before.
+        The best rate since the last failure counts. If the latest rate counted, a job could take four
+        times as long in each exchange as in the previous exchange.
         """
         if count >= _ENOUGH:
             best = self._seconds_per_byte.get(peer.job, math.inf)
@@ -97,10 +97,9 @@ class PeerTransfer:
         our_label = memoryview(_LABEL.pack(*label, sum(map(len, out))))
         self._outgoing = chain(channel.outgoing([our_label]), channel.outgoing(out))
         self._incoming = self._buffers_to_fill(channel, into)
-        self._out = next(self._outgoing, None)  # rest of the current buffer; None: all was sent
-        self._into = next(
-            self._incoming, None
-        )  # rest of the current buffer; None: all was received
+        # What is left of the buffers under way; None: all was sent, or received.
+        self._out = next(self._outgoing, None)
+        self._into = next(self._incoming, None)
 
     def _buffers_to_fill(
         self, channel: Channel, into: Sequence[memoryview]

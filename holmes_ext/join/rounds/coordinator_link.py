@@ -1,4 +1,4 @@
-"""Requests to the coordinator on all ranks of a job at once, and the information about other jobs.
+"""Requests of a joined job to the coordinator, on all its ranks at once, and facts about other jobs.
 
 All functions that talk to the coordinator are collective: rank 0 sends the request, and broadcasts the reply
 to the other ranks of the job. So all ranks get the same verdict.
@@ -71,6 +71,7 @@ class CoordinatorLink:
         return str(salt) if round_number == number else ""
 
     def _ask_on_rank_0(self, op: str, document: Mapping[str, Any]) -> Verdict:
+        """Send a request; return "void" with the reason instead of an error, once the job has entered."""
         assert self.client is not None
         seconds = _AWAY_S if self._is_away else 2 * self._patience_s + _EXTRA_S
         try:
@@ -172,7 +173,7 @@ class RemoteJob:
 
 
 class FoundJobs(NamedTuple):
-    """Result of `RemoteJobs.find`."""
+    """Ranks of other jobs that were looked up, and the jobs that were not found."""
 
     jobs: dict[str, RemoteJob]  # by name
     missing: frozenset[str]  # names of jobs whose ranks cannot be found any more

@@ -19,9 +19,8 @@ class RoundResult:
     source: str = ""
     fragments: list[int] = field(default_factory=list)
     members: dict[str, float] = field(default_factory=dict)  # job -> share of its pseudo-gradient
-    left_out: dict[str, str] = field(
-        default_factory=dict
-    )  # job whose pseudo-gradient did not count -> reason
+    #: Job whose pseudo-gradient did not count -> reason.
+    left_out: dict[str, str] = field(default_factory=dict)
     period: int = 0  # inner steps until the next fragment, as rank 0 proposes; 0: no change
     bytes: int = 0  # sent by this rank
     seconds: float = 0.0  # from start to end, on this rank

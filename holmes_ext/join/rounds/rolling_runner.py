@@ -1,6 +1,7 @@
-"""Thread that runs the outer rounds of one rank with rounds=async: it asks for rounds all the time.
+"""Thread that runs the outer rounds of one rank of a joined job with rounds=async.
 
-The rounds threads of all ranks of the job repeat these steps:
+The job asks the coordinator for rounds all the time, and contributes to a round whenever it is ready. The
+rounds threads of all ranks of the job repeat these steps:
 
 1. Rank 0: collect the pseudo-gradients that training has submitted; broadcast their number. The other ranks
    wait until their training threads have submitted as many, so that all ranks offer the same ones.

@@ -1,7 +1,8 @@
-"""Thread that runs the outer rounds of one rank, beside the training thread.
+"""Thread that runs the outer rounds of one rank of a joined job, beside the training thread.
 
-The training thread submits a pseudo-gradient and goes on training. For each one, the rounds threads of all
-ranks of the job do the following together:
+Joined jobs train one model together over a WAN (DiLoCo, arXiv 2311.08105): in a round they exchange the
+pseudo-gradients of a fragment of the model. The training thread submits a pseudo-gradient and goes on
+training. For each of them, the rounds threads of all ranks of the job do the following together:
 
 1. All ranks: add up the squared length of the pseudo-gradient over the job.
 2. Rank 0: send "ready" to the coordinator and broadcast the verdict. "go" leads to step 3, "behind" to 6.
@@ -65,9 +66,8 @@ class _Received:
 
     attempt: Attempt
     names: list[str]  # jobs that contribute, this one among them
-    gradients: list[
-        torch.Tensor
-    ]  # of this rank's elements, one for each name; empty if the exchange failed
+    #: This rank's elements, one tensor for each name; empty if the exchange failed.
+    gradients: list[torch.Tensor]
     gram: torch.Tensor  # inner products of the whole pseudo-gradients, float64 [J, J]
     unreached: list[str]  # jobs with which the exchange failed on some rank
     faults: dict[str, str]  # job whose data cannot be used -> reason
@@ -75,6 +75,8 @@ class _Received:
 
 class RoundRunner:
     """Background thread that runs the outer rounds of one rank (setting rounds=sync).
+
+    In a round, joined jobs exchange and aggregate the pseudo-gradients of a fragment of the model.
 
     Args:
         settings: The --holmes-outer settings.
@@ -111,9 +113,8 @@ class RoundRunner:
         self.number = 0  # last round that this job knows of
         self.claims = Claims(state, job_ranks)
         self._screening = Screening(settings.aggregate)
-        self._inbox: queue.SimpleQueue[InFlight | None] = (
-            queue.SimpleQueue()
-        )  # None: end the thread
+        # None in the queue ends the thread.
+        self._inbox: queue.SimpleQueue[InFlight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="holmes-rounds", daemon=True)
 
     @property
@@ -266,21 +267,21 @@ class RoundRunner:
         members: dict[str, float] = {}
         while True:
             kind = verdict["verdict"]
-            if kind == "go":
+            if kind == "go":  # begin the exchange, or another attempt with other members
                 members = verdict["members"]
                 received = self._exchange(in_flight, verdict)
                 report = {"unreached": received.unreached, "faults": received.faults}
                 verdict = self._send_report("done", in_flight, verdict, report)
-            elif kind == "check" and received is not None:
+            elif kind == "check" and received is not None:  # compare the received data
                 report = self._checked_report(
                     in_flight, received, members, verdict, momentum_square
                 )
                 verdict = self._send_report("checked", in_flight, verdict, report)
             elif kind == "commit" and received is not None:
                 return self._commit(in_flight, received, members, verdict)
-            elif kind == "behind":
+            elif kind == "behind":  # this job's weights are outdated
                 return self.take(verdict)
-            else:
+            else:  # "void" or "skip": nothing changes
                 why = str(verdict.get("why", "the round was over already"))
                 number = int(verdict.get("round", in_flight.number))
                 left_out = verdict.get("left_out", {})

@@ -172,7 +172,7 @@ class Replicas:
 
 
 def _parts(ranges: Sequence[Range], values: torch.Tensor) -> list[Part]:
-    """Return views of the values, one for each range; the values of the ranges follow each other."""
+    """Split a flat tensor, which holds the elements of several ranges in order, into parts (views)."""
     parts = []
     offset = 0
     for start, stop in ranges:

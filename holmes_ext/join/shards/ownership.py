@@ -1,10 +1,10 @@
 """Assignment of weight elements to ranks: which rank of a job exchanges which elements, and with whom.
 
-All weights at one position of the model-parallel grid (pipeline stage, tensor-parallel rank, ...) are numbered
-in the model's order, so that element i is the same weight in every job. A rank holds ranges of elements: all
+All weights at one position of the model-parallel grid (pipeline stage, tensor-parallel rank) are numbered in
+the model's order, so that element i is the same weight in every job. A rank holds ranges of elements: all
 of them under plain data parallelism, a shard under ZeRO, FSDP or a distributed optimizer.
 
-    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half of the elements
+    job east, 2 replicas       [ rank 0       ][ rank 1          ]  each replica exchanges half of them
     job west, sharded over 3   [ rank 0  ][ rank 1     ][ rank 2 ]  each rank exchanges its shard
     pieces of the exchange     [ 0-0     ][0-1 ][1-1   ][ 1-2    ]  cut wherever the rank changes in some job
 

@@ -99,7 +99,7 @@ class Fragment:
 
 
 class FragmentCopy(NamedTuple):
-    """Copy of some elements of a fragment, for another job."""
+    """Copy of elements of a fragment (a part of the model), to send to another job."""
 
     version: int
     anchor: torch.Tensor

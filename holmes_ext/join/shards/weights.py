@@ -159,7 +159,7 @@ class Weights:
 
 
 def row_of(tensors: Iterable[Tensor]) -> dict[str, int]:
-    """Return the number of each tensor's first element.
+    """Return the position of each tensor's first element in the flat weights, by the tensor's name.
 
     Raises:
         HolmesError: Two tensors have the same name.

@@ -1,0 +1,1 @@
+"""Authenticated connections of joined jobs: handshake, TLS certificates, frames, and JSON documents."""

@@ -1,12 +1,12 @@
-"""TLS 1.3 contexts: both ends show a certificate.
+"""TLS 1.3 contexts with which both ends of a connection show a certificate.
 
-    without files     made at start, in memory: a CA whose key follows from the run's token, the
-                      same in all processes, and a certificate of this process, signed by it.
-                      Needs `cryptography` (holmes_ext[join])
-    of a site's CA    --holmes-join-certificate FILE (chain and key) and --holmes-join-ca FILE
+    without files    each process makes, in memory, a CA whose key follows from the run's token (the same CA
+                     in all processes), and its own certificate, signed by this CA. Needs `cryptography`
+                     (holmes_ext[join])
+    a site's CA      --holmes-join-certificate FILE (certificate, chain and key) and --holmes-join-ca FILE
 
-Either way both certificates' hashes are part of the proof of the token (handshake.py), so whoever stands
-between two processes is found out, and whoever has a certificate but no token is refused.
+In both cases the hashes of both certificates are part of the proof of the token (handshake.py). So a
+man in the middle is detected, and a process with a certificate but without the token is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import ssl
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.document import read_text
 from holmes_ext.errors import HolmesError
@@ -27,28 +27,68 @@ from holmes_ext.words import why
 
 MISSING = "`cryptography` is not installed: pip install 'holmes_ext[join]'"
 
+_BEGIN = "-----BEGIN CERTIFICATE-----"
+_END = "-----END CERTIFICATE-----"
+#: Order of the curve P-256 (FIPS 186-4, D.1.2.3).
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+#: All key usages of a certificate (RFC 5280, section 4.2.1.3).
+_KEY_USAGES = (
+    "digital_signature",
+    "content_commitment",
+    "key_encipherment",
+    "data_encipherment",
+    "key_agreement",
+    "key_cert_sign",
+    "crl_sign",
+    "encipher_only",
+    "decipher_only",
+)
+
 
 @dataclass(frozen=True)
 class TlsContexts:
-    """For listeners and for callers. certificate: SHA-256 of this process's own."""
+    """TLS contexts of this process."""
 
-    server: ssl.SSLContext
-    client: ssl.SSLContext
-    certificate: bytes
+    server: ssl.SSLContext  # for accepted connections
+    client: ssl.SSLContext  # for calls
+    certificate: bytes  # SHA-256 of this process's certificate
+
+
+class _PemFiles(NamedTuple):
+    """PEM texts that a process makes at start."""
+
+    authority: bytes  # certificate of the CA
+    certificate: bytes  # of this process, signed by the CA
+    private_key: bytes  # of this process
 
 
 def own_contexts(key: bytes) -> TlsContexts:
-    """Certificates made here. key: of the run (handshake.Credentials). HolmesError: no `cryptography`."""
+    """Return TLS contexts with certificates that are made now.
+
+    Args:
+        key: Key of the run (handshake.Credentials), from which the CA follows.
+
+    Raises:
+        HolmesError: `cryptography` is not installed.
+    """
     try:
-        authority, certificate, private_key = _make(key)
+        files = _make_certificates(key)
     except ImportError:
         raise HolmesError(MISSING) from None
-    with _memory_file(certificate + private_key) as file:
-        return _contexts(file, authority.decode())
+    with _memory_file(files.certificate + files.private_key) as file:
+        return _contexts(file, files.authority.decode())
 
 
 def site_contexts(certificate: str, authority: str) -> TlsContexts:
-    """From files. HolmesError names the one that cannot be used."""
+    """Return TLS contexts with the certificates in files.
+
+    Args:
+        certificate: File with certificate, chain and key.
+        authority: File with the CA.
+
+    Raises:
+        HolmesError: A file cannot be read or used.
+    """
     chain = read_text(certificate, "--holmes-join-certificate names a PEM file")
     trusted = read_text(authority, "--holmes-join-ca names a PEM file")
     try:
@@ -63,32 +103,40 @@ def site_contexts(certificate: str, authority: str) -> TlsContexts:
 
 
 def certificate_hash(der: bytes) -> bytes:
+    """Return the SHA-256 of a certificate in DER format."""
     return hashlib.sha256(der).digest()
 
 
 def _contexts(file: str, authority: str) -> TlsContexts:
-    made = []
-    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.check_hostname = False  # who it is shows the token's proof, wherever it listens
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(file, password=lambda: "")
-        context.load_verify_locations(cadata=authority)
-        made.append(context)
-    made[0].num_tickets = 0  # sessions are not resumed
+    """Return TLS contexts with the certificate and key in a PEM file.
+
+    Args:
+        file: Path of the file.
+        authority: Trusted CA, as PEM text.
+    """
+    server = _context(ssl.PROTOCOL_TLS_SERVER, file, authority)
+    client = _context(ssl.PROTOCOL_TLS_CLIENT, file, authority)
+    server.num_tickets = 0  # sessions are not resumed
     with open(file, encoding="ascii") as pem:
-        first = pem.read().partition(_END)[0] + _END
-    der = ssl.PEM_cert_to_DER_cert(first[first.index(_BEGIN) :])
-    return TlsContexts(made[0], made[1], certificate_hash(der))
+        first_certificate = pem.read().partition(_END)[0] + _END
+    der = ssl.PEM_cert_to_DER_cert(first_certificate[first_certificate.index(_BEGIN) :])
+    return TlsContexts(server, client, certificate_hash(der))
 
 
-_BEGIN, _END = "-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----"
+def _context(protocol: Any, file: str, authority: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The proof of the token identifies the other end, on whatever host it runs.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(file, password=lambda: "")
+    context.load_verify_locations(cadata=authority)
+    return context
 
 
 @contextlib.contextmanager
 def _memory_file(data: bytes) -> Iterator[str]:
-    """A name under which OpenSSL can read `data`, which is never on a disk."""
+    """Provide a path from which OpenSSL can read `data` without a file on a disk."""
     descriptor = os.memfd_create("holmes-join")
     try:
         os.write(descriptor, data)
@@ -97,43 +145,66 @@ def _memory_file(data: bytes) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _make(key: bytes) -> tuple[bytes, bytes, bytes]:
-    """The CA's certificate, one of this process, its private key: PEM."""
+def _make_certificates(key: bytes) -> _PemFiles:
+    """Make the CA of the run, and a certificate for this process.
+
+    Args:
+        key: Key of the run.
+    """
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     curve = ec.SECP256R1()
-    number = int.from_bytes(hmac.digest(key, b"certificate authority", "sha512"), "big")
-    authority_key = ec.derive_private_key(number % (_P256_ORDER - 1) + 1, curve)
+    digest = hmac.digest(key, b"certificate authority", "sha512")
+    # From 1 to the order of the curve - 1.
+    private_number = int.from_bytes(digest, "big") % (_P256_ORDER - 1) + 1
+    authority_key = ec.derive_private_key(private_number, curve)
     own_key = ec.generate_private_key(curve)
-    authority = _signed(authority_key, authority_key.public_key(), is_authority=True)
-    certificate = _signed(authority_key, own_key.public_key(), is_authority=False)
-    form, lock = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    return authority, certificate, own_key.private_bytes(serialization.Encoding.PEM, form, lock)
+    return _PemFiles(
+        authority=_signed(authority_key, authority_key.public_key(), is_authority=True),
+        certificate=_signed(authority_key, own_key.public_key(), is_authority=False),
+        private_key=own_key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )
 
 
 def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
-    """A certificate that is valid whatever the hosts' clocks say: PEM."""
+    """Return a certificate as PEM text, valid whatever the clocks of the hosts say.
+
+    Args:
+        authority_key: Private key of the CA.
+        public_key: Key that the certificate contains.
+        is_authority: Make the certificate of the CA itself.
+    """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
 
     def name(text: str) -> x509.Name:
         return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
 
-    usage = dict.fromkeys(_KEY_USAGES, False)
-    usage["key_cert_sign" if is_authority else "digital_signature"] = True
-    made = (
+    if is_authority:
+        subject = "holmes joined jobs"
+        allowed_usage = "key_cert_sign"
+        path_length = 0
+    else:
+        subject = "one process"
+        allowed_usage = "digital_signature"
+        path_length = None
+    usages = dict.fromkeys(_KEY_USAGES, False)
+    usages[allowed_usage] = True
+    certificate = (
         x509.CertificateBuilder()
         .issuer_name(name("holmes joined jobs"))
-        .subject_name(name("holmes joined jobs" if is_authority else "one process"))
+        .subject_name(name(subject))
         .public_key(public_key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(datetime(2000, 1, 1))
         .not_valid_after(datetime(2100, 1, 1))
-        .add_extension(
-            x509.BasicConstraints(is_authority, 0 if is_authority else None), critical=True
-        )
-        .add_extension(x509.KeyUsage(**usage), critical=True)
+        .add_extension(x509.BasicConstraints(is_authority, path_length), critical=True)
+        .add_extension(x509.KeyUsage(**usages), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(
             x509.AuthorityKeyIdentifier.from_issuer_public_key(authority_key.public_key()),
@@ -141,19 +212,4 @@ def _signed(authority_key: Any, public_key: Any, is_authority: bool) -> bytes:
         )
         .sign(authority_key, hashes.SHA256())
     )
-    return made.public_bytes(serialization.Encoding.PEM)
-
-
-#: Of the curve P-256: FIPS 186-4, D.1.2.3.
-_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
-_KEY_USAGES = (
-    "digital_signature",
-    "content_commitment",
-    "key_encipherment",
-    "data_encipherment",
-    "key_agreement",
-    "key_cert_sign",
-    "crl_sign",
-    "encipher_only",
-    "decipher_only",
-)
+    return certificate.public_bytes(serialization.Encoding.PEM)

@@ -1,10 +1,10 @@
-"""Frames between two processes: documents (JSON) and bytes, each with its place in the order, and a MAC.
+"""Connection between two processes that carries frames: JSON documents, or parts of a byte stream.
 
-    frame    bytes of the payload (4), sequence number (8), payload, tag (16)
+    frame    payload length (4 bytes), sequence number (8), payload, tag (16)
 
-tag: the first half of HMAC-SHA256 over what stands before it, with a key for each direction of each
-connection (RFC 2104, section 5). Over TLS there is none: its own AEAD is the MAC. A frame that was changed,
-left out, sent twice or in another order ends the connection.
+The tag is the first half of HMAC-SHA256 over the rest of the frame (RFC 2104, section 5), with another key
+for each direction of each connection. Over TLS there is no tag, because TLS authenticates the bytes itself.
+A frame that was changed, dropped, repeated or reordered ends the connection.
 """
 
 from __future__ import annotations
@@ -19,35 +19,48 @@ from typing import Any
 from holmes_ext.join.sockets.documents import pack, unpack
 from holmes_ext.runtime.deadline import Deadline
 
+#: Payload length, sequence number.
 _HEADER = struct.Struct("!IQ")
 _TAG_BYTES = 16
-#: Of a payload that is sent as bytes: what has to come whole before it is checked.
+#: Payload of a frame of a byte stream. Such a frame is checked once it is complete.
 FRAME_BYTES = 2**18
-#: Given to the kernel, or taken from it, in one call.
+#: Bytes that are read or written in one system call, at most.
 _CALL_BYTES = 2**20
-#: Of a document, where nothing else is said.
+#: Default limit of the size of a document, in bytes.
 SHORT = 2**20
 
 
 class BrokenFrame(ConnectionError):
-    """What came is not what was sent, or not in its place."""
+    """Error: a received frame was changed, dropped, repeated or reordered, or is no frame."""
 
 
 class _Direction:
-    """One direction of a connection. key: None over TLS."""
+    """Sequence numbers and tags of one direction of a connection.
+
+    Args:
+        key: Key of the tags; None over TLS: there are no tags.
+    """
 
     def __init__(self, key: bytes | None):
         self._mac = hmac.new(key, digestmod="sha256") if key is not None else None
-        self._sequence = 0
+        self._sequence = 0  # of the next frame
 
     def header(self, length: int) -> bytes:
-        """Of the next frame."""
-        made = _HEADER.pack(length, self._sequence)
+        """Return the header of the next frame, for a payload of `length` bytes."""
+        header = _HEADER.pack(length, self._sequence)
         self._sequence += 1
-        return made
+        return header
 
     def length_of(self, header: bytes | bytearray, longest: int) -> int:
-        """Of the payload of the next frame; BrokenFrame when it cannot be the next one."""
+        """Return the payload length of the next received frame.
+
+        Args:
+            header: The received header.
+            longest: Largest accepted length, in bytes.
+
+        Raises:
+            BrokenFrame: It is not the next frame, or too long.
+        """
         length, sequence = _HEADER.unpack(header)
         if sequence != self._sequence:
             raise BrokenFrame(f"frame {sequence} came where frame {self._sequence} should")
@@ -57,7 +70,11 @@ class _Direction:
         return length
 
     def tag(self, *parts: bytes | bytearray | memoryview) -> bytes:
-        """Of header and payload."""
+        """Return the tag of a frame; b"" over TLS.
+
+        Args:
+            parts: Header and payload, in any number of parts.
+        """
         if self._mac is None:
             return b""
         mac = self._mac.copy()
@@ -66,18 +83,26 @@ class _Direction:
         return mac.digest()[:_TAG_BYTES]
 
     def check(self, tag: bytes | bytearray, *parts: bytes | bytearray | memoryview) -> None:
+        """Raise BrokenFrame if a received tag does not fit header and payload."""
         if not hmac.compare_digest(self.tag(*parts), tag):
             raise BrokenFrame("a frame was changed on the way: its MAC differs")
 
     @property
     def tag_bytes(self) -> int:
+        """Return the length of a tag in bytes."""
         return _TAG_BYTES if self._mac is not None else 0
 
 
 class Channel:
-    """A connection with frames. Calls block until their deadline; OSError when it breaks (TimeoutError).
+    """Connection that carries frames: JSON documents, and parts of a byte stream.
 
-    send_key, receive_key: of the MACs; None over TLS, and before there is a key.
+    Calls block until their deadline. They raise TimeoutError then, and other OSErrors if the connection
+    breaks.
+
+    Args:
+        connection: TCP or TLS socket.
+        send_key: Key of the tags of sent frames; None: no tags, over TLS and before there is a key.
+        receive_key: Key of the tags of received frames; None: no tags.
     """
 
     def __init__(
@@ -87,20 +112,32 @@ class Channel:
         receive_key: bytes | None = None,
     ):
         self.socket = connection
-        self._sent, self._received = _Direction(send_key), _Direction(receive_key)
+        self._sent = _Direction(send_key)
+        self._received = _Direction(receive_key)
 
     def send(self, document: dict[str, Any], deadline: Deadline) -> None:
+        """Send a JSON document."""
         payload = pack(document)
         header = self._sent.header(len(payload))
         self._write(memoryview(header + payload + self._sent.tag(header, payload)), deadline)
 
     def receive(self, deadline: Deadline, longest: int = SHORT) -> dict[str, Any]:
-        """The next document. longest: bytes of it at most. BrokenFrame when it is none."""
+        """Receive a JSON document.
+
+        Args:
+            deadline: Until when it must be complete.
+            longest: Largest accepted size, in bytes.
+
+        Raises:
+            BrokenFrame: The frame is broken, or contains no document.
+        """
         header = bytes(self._read(bytearray(_HEADER.size), deadline))
         payload = bytearray()
-        for_length = self._received.length_of(header, longest)
-        while len(payload) < for_length:  # memory is taken as it comes, not as the header promises
-            payload += self._read(bytearray(min(FRAME_BYTES, for_length - len(payload))), deadline)
+        length = self._received.length_of(header, longest)
+        # Memory grows with the received bytes: a header may announce bytes that never come.
+        while len(payload) < length:
+            part_bytes = min(FRAME_BYTES, length - len(payload))
+            payload += self._read(bytearray(part_bytes), deadline)
         tag = bytes(self._read(bytearray(self._received.tag_bytes), deadline))
         self._received.check(tag, header, payload)
         try:
@@ -109,29 +146,38 @@ class Channel:
             raise BrokenFrame(f"no document came: {error}") from None
 
     def send_bytes(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
+        """Send the bytes of the buffers, one buffer after the other."""
         for part in self.outgoing(buffers):
             self._write(part, deadline)
 
     def receive_bytes(self, buffers: Sequence[memoryview], deadline: Deadline) -> None:
+        """Fill the buffers with received bytes, one buffer after the other."""
         for part in self.incoming(buffers):
             self._read(part, deadline)
 
     def outgoing(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """What to send for these bytes, in order."""
+        """Yield what must be written to the socket, in order, to send the bytes of the buffers."""
         for chunk in _chunks(buffers):
-            header = self._sent.header(sum(map(len, chunk)))
+            header = self._sent.header(_total_bytes(chunk))
             yield memoryview(header)
             yield from chunk
-            if tag := self._sent.tag(header, *chunk):
+            tag = self._sent.tag(header, *chunk)
+            if tag:
                 yield memoryview(tag)
 
     def incoming(self, buffers: Sequence[memoryview]) -> Iterator[memoryview]:
-        """Where to put what comes, one after the other; of the sender's sizes or not, as many bytes in all.
-        BrokenFrame."""
+        """Yield the buffers that must be filled from the socket, in order, to fill the given buffers.
+
+        The sender may have divided the same number of bytes into other buffers.
+
+        Raises:
+            BrokenFrame: A frame is broken; raised after its last buffer was filled.
+        """
         for chunk in _chunks(buffers):
-            header, tag = bytearray(_HEADER.size), bytearray(self._received.tag_bytes)
+            header = bytearray(_HEADER.size)
+            tag = bytearray(self._received.tag_bytes)
             yield memoryview(header)
-            length = sum(map(len, chunk))
+            length = _total_bytes(chunk)
             if self._received.length_of(header, length) != length:
                 raise BrokenFrame("it is at other bytes")
             yield from chunk
@@ -140,18 +186,26 @@ class Channel:
             self._received.check(tag, header, *chunk)
 
     def lives(self) -> bool:
-        """Whether the other end has not closed it, as far as is known here. Takes nothing that has come."""
+        """Return whether the other end has not closed the connection, as far as this end knows.
+
+        Nothing is read.
+        """
         return self._next_byte() != b""
 
     def idle(self) -> bool:
-        """Whether it lives, and nothing has come that was not read: of an end that has to wait."""
+        """Return whether the connection is open, and no received byte waits to be read."""
         return self._next_byte() is None
 
     def _next_byte(self) -> bytes | None:
-        """That has come already; b"" at the end, None where nothing has come."""
+        """Return the next received byte without reading it.
+
+        Returns:
+            b"" if the connection is closed; None if no byte has been received.
+        """
         try:
+            # Another object for the same connection: a TLS socket does not support MSG_PEEK.
             probe = socket.socket(fileno=self.socket.fileno())
-        except (OSError, ValueError):  # it is closed here
+        except (OSError, ValueError):  # this end has closed it
             return b""
         try:
             return probe.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
@@ -163,10 +217,14 @@ class Channel:
             probe.detach()
 
     def close(self) -> None:
+        """Close the connection."""
         self.socket.close()
 
     def cut(self) -> None:
-        """From another thread: whoever reads or writes gets an error, and closes."""
+        """Shut the connection down from another thread.
+
+        The thread that reads or writes gets an error, and closes the connection.
+        """
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -174,11 +232,13 @@ class Channel:
         while data:
             deadline.limit(self.socket)
             try:
-                data = data[self.socket.send(data[:_CALL_BYTES]) :]
+                count = self.socket.send(data[:_CALL_BYTES])
             except TimeoutError:
                 raise deadline.missed() from None
+            data = data[count:]
 
     def _read(self, into: bytearray | memoryview, deadline: Deadline) -> bytearray | memoryview:
+        """Fill a buffer with received bytes, and return it."""
         left = memoryview(into)
         while left:
             deadline.limit(self.socket)
@@ -192,16 +252,23 @@ class Channel:
         return into
 
 
+def _total_bytes(buffers: Sequence[memoryview]) -> int:
+    return sum(len(buffer) for buffer in buffers)
+
+
 def _chunks(buffers: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """The bytes of all buffers, FRAME_BYTES at a time."""
+    """Yield the bytes of all buffers in chunks of FRAME_BYTES; each chunk is a list of views."""
     chunk: list[memoryview] = []
-    room = FRAME_BYTES
+    space = FRAME_BYTES  # bytes that the chunk can still take
     for buffer in buffers:
         while buffer:
-            chunk.append(buffer[:room])
-            buffer, room = buffer[room:], room - len(chunk[-1])
-            if not room:
+            view = buffer[:space]
+            chunk.append(view)
+            buffer = buffer[len(view) :]
+            space -= len(view)
+            if not space:
                 yield chunk
-                chunk, room = [], FRAME_BYTES
+                chunk = []
+                space = FRAME_BYTES
     if chunk:
         yield chunk

@@ -1,8 +1,8 @@
-"""JSON objects that cross a network: what nobody should send is refused with a ValueError.
+"""JSON documents that cross a network, with strict limits.
 
-Not taken: NaN and infinities (JSON has none), numbers that only look finite, whole numbers of more than 20
-digits, text that is not Unicode (lone surrogates), nesting that exhausts the parser, more values than any
-document here has (each takes tens of bytes of memory for two of the text).
+unpack() raises ValueError for NaN and infinities (which JSON does not have), numbers beyond the range of
+float64, whole numbers of more than 20 digits, lone surrogates in texts, nesting that exhausts the parser, and
+more values than any document here has (each takes tens of bytes of memory, but perhaps two bytes of text).
 """
 
 from __future__ import annotations
@@ -11,23 +11,29 @@ import json
 import math
 from typing import Any
 
-#: Of a whole number: 2^64 has 20.
+#: Digits of a whole number: 2^64 has 20.
 _DIGITS = 20
-#: Of a document: a map of 100,000 ranges has 300,000.
+#: Values of a document: a shard map of 100,000 ranges has 300,000.
 MOST_VALUES = 2**22
 
 
 def pack(document: dict[str, Any]) -> bytes:
+    """Return a document as compact JSON."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
 def unpack(data: bytes) -> dict[str, Any]:
+    """Return the document in received bytes.
+
+    Raises:
+        ValueError: The bytes are not a JSON object, or exceed a limit.
+    """
     if sum(map(data.count, (b",", b"[", b"{"))) > MOST_VALUES:
         raise ValueError(f"it has more than {MOST_VALUES} values")
     try:
         text = data.decode("utf-8")
         document = json.loads(text, parse_int=_whole, parse_float=_finite, parse_constant=_refuse)
-        if "\\ud" in text.lower():
+        if "\\ud" in text.lower():  # an escape that may be a lone surrogate
             _check_text(document)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
@@ -37,12 +43,14 @@ def unpack(data: bytes) -> dict[str, Any]:
 
 
 def _whole(text: str) -> int:
+    """Return a whole number; raise ValueError if it has too many digits."""
     if len(text.lstrip("-")) > _DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return int(text)
 
 
 def _finite(text: str) -> float:
+    """Return a number; raise ValueError if it exceeds the range of float64."""
     value = float(text)
     if not math.isfinite(value):
         raise ValueError(f"the number {text[:30]} is not finite")
@@ -50,11 +58,12 @@ def _finite(text: str) -> float:
 
 
 def _refuse(name: str) -> float:
+    """Raise ValueError for NaN, Infinity or -Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
 def _check_text(value: Any) -> None:
-    """UnicodeEncodeError (a ValueError) for lone surrogates."""
+    """Raise UnicodeEncodeError (a ValueError) if a text in the value contains a lone surrogate."""
     if isinstance(value, str):
         value.encode("utf-8")
     elif isinstance(value, dict):

@@ -1,18 +1,17 @@
-"""Who may speak: both ends show that they have the run's token, before anything else is read.
+"""Mutual authentication: both ends of a connection prove that they know the run's token.
 
-    caller      {"holmes": 2, "challenge": C}
-    listener    {"holmes": 2, "challenge": S}
-    caller      {"purpose": P, "proof": HMAC(key, "caller" T)}           P: JSON as text; what
-                                                                         the connection is for
-    listener    {"proof": HMAC(key, "listener" T)}                       or {"error": one line}
-    T           the version, C, S, P, and over TLS the SHA-256 of both ends' certificates
+    1. caller      {"holmes": 2, "challenge": C}              C, S: random numbers
+    2. listener    {"holmes": 2, "challenge": S}
+    3. caller      {"purpose": P, "proof": HMAC(key, "caller" T)}       P: JSON text, use of the connection
+    4. listener    {"proof": HMAC(key, "listener" T)}                   or {"error": one line}
 
-The key follows from the token by scrypt (RFC 7914), so the token never travels, and guessing it is slow. Over
-TLS all of it is inside: certificates.py says whose they are; whoever ends TLS in between has other
-certificates, and its proof is none. Without TLS what follows is signed frame by frame (channel.py), with keys
-that follow from T; anybody on the way can read it.
+T, the transcript, consists of the protocol version, C, S, P, and over TLS the SHA-256 of both ends'
+certificates. The key follows from the token by scrypt (RFC 7914), so the token never crosses the network, and
+guessing it is slow. Nothing else is read before step 3 has succeeded.
 
-TLS is used between hosts, unless Credentials say plain; between two loopback addresses it is not.
+TLS is used between hosts, unless the user chooses plain connections; not between loopback addresses. Over
+TLS, all steps are encrypted. A man in the middle has other certificates, so its proofs fail. Without TLS,
+each frame that follows has a MAC (channel.py) with keys that follow from T; anybody on the way can read it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import socket
 import ssl
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.sockets.certificates import (
@@ -40,57 +39,87 @@ from holmes_ext.runtime.deadline import Deadline
 from holmes_ext.runtime.sockets import address_text, prepare, stays_on_host
 from holmes_ext.words import why
 
+#: Version of the protocol.
 VERSION = 2
 #: Seconds that a handshake may take.
 HANDSHAKE_S = 10.0
-#: Bytes of a frame from somebody who has not shown the token.
+#: Bytes of a frame from an end that has not proved the token.
 _STRANGERS = 8192
-#: First byte of TLS's first record; of a frame it would be a length of 370 MB.
+#: First byte of TLS's first record. In a frame it would mean a length of 370 MB.
 _TLS = b"\x16"
-#: Seconds to find a connection between the addresses that a name has.
+#: Seconds to open a TCP connection to any of the addresses of a host name.
 _CONNECT_S = 5.0
+#: Least timeout of a socket, in seconds.
+_LEAST_TIMEOUT_S = 0.001
+#: Characters of a protocol version in an error message.
+_LONGEST_VERSION = 20
 WRONG_TOKEN = "the token is not this run's; set HOLMES_JOIN_TOKEN to the one of `holmes join serve`"
 
 
 class Refused(HolmesError):
-    """The other end answered, and said no."""
+    """Error: the other end of a connection rejected this end, or failed to prove the run's token."""
 
 
 class NotHolmes(ConnectionError):
-    """What the other end says is not this protocol."""
+    """Error: the other end of a connection does not speak the protocol of joined jobs."""
+
+
+class Accepted(NamedTuple):
+    """A connection whose caller has proved the token."""
+
+    channel: Channel
+    purpose: dict[str, Any]  # what the connection is for, and who calls
 
 
 class Credentials:
-    """What this process shows. plain: no TLS, anybody on the way can read; certificate, authority: files of a
-    site's CA, else made here. HolmesError: files cannot be used."""
+    """Token and certificates of this process.
+
+    Args:
+        token: Token of the run.
+        plain: Do not use TLS: anybody on the way can read.
+        certificate: PEM file with certificate, chain and key; "": made at start.
+        authority: PEM file with the CA of `certificate`.
+
+    Raises:
+        HolmesError: A file cannot be used.
+    """
 
     def __init__(self, token: str, plain: bool = False, certificate: str = "", authority: str = ""):
-        self.key, self.plain = _key(token), plain
+        self.key = _key(token)
+        self.plain = plain
         self._contexts = site_contexts(certificate, authority) if certificate else None
 
     def contexts(self) -> TlsContexts:
-        """HolmesError where there are none and `cryptography` is missing."""
+        """Return the TLS contexts, which are made at the first call if no files were given.
+
+        Raises:
+            HolmesError: They cannot be made, because `cryptography` is not installed.
+        """
         if self._contexts is None:
             self._contexts = own_contexts(self.key)
         return self._contexts
 
     def derived(self, secret: bytes) -> bytes:
-        """The key of connections whose ends know a secret besides the token."""
+        """Return the key of connections whose ends know a secret besides the token.
+
+        Args:
+            secret: The secret; b"": only the token.
+        """
         return hmac.digest(self.key, secret, "sha256") if secret else self.key
 
 
 @lru_cache(maxsize=8)
 def _key(token: str) -> bytes:
+    """Return the key of a run; this is slow on purpose, so that guessing tokens is, too."""
     return hashlib.scrypt(
         token.encode(), salt=b"holmes_ext joined jobs", n=2**14, r=8, p=1, dklen=32
     )
 
 
 def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """A TCP connection. OSError."""
-    connection = socket.create_connection(
-        (host, port), timeout=max(0.001, min(_CONNECT_S, deadline.left))
-    )
+    """Open a TCP connection; raise OSError if that is not possible before the deadline."""
+    timeout_s = max(_LEAST_TIMEOUT_S, min(_CONNECT_S, deadline.left))
+    connection = socket.create_connection((host, port), timeout=timeout_s)
     prepare(connection)
     return connection
 
@@ -103,8 +132,21 @@ def call(
     deadline: Deadline,
     secret: bytes = b"",
 ) -> Channel:
-    """A channel to a listener, after the handshake. OSError; Refused: it says no; HolmesError: no TLS
-    here."""
+    """Connect to a listener, and authenticate both ends.
+
+    Args:
+        host: Host of the listener.
+        port: Port of the listener.
+        credentials: Token and certificates.
+        purpose: What the connection is for, and who calls.
+        deadline: Until when the handshake must be complete.
+        secret: What both ends must know besides the token.
+
+    Raises:
+        OSError: The listener was not reached, or does not speak this protocol.
+        Refused: The listener rejected the caller, or does not know the token.
+        HolmesError: TLS is needed and not available.
+    """
     connection = connect(host, port, deadline)
     encrypt = not credentials.plain and not stays_on_host(connection)
     return greet(
@@ -121,34 +163,52 @@ def greet(
     secret: bytes = b"",
     encrypt: bool = True,
 ) -> Channel:
-    """The caller's side on a connection that is there; it is closed when this fails. where: for errors."""
+    """Run the caller's side of the handshake on an open connection, which is closed if that fails.
+
+    Args:
+        connection: TCP connection to the listener.
+        where: Name of the listener in error messages.
+        credentials: Token and certificates.
+        purpose: What the connection is for, and who calls.
+        deadline: Until when the handshake must be complete.
+        secret: What both ends must know besides the token.
+        encrypt: Use TLS.
+
+    Raises:
+        OSError: The connection broke, or the listener does not speak this protocol.
+        Refused: The listener rejected the caller, or does not know the token.
+        HolmesError: TLS is not available.
+    """
     try:
-        ours = theirs = b""
+        our_certificate = b""
+        their_certificate = b""
         if encrypt:
             contexts = credentials.contexts()
-            connection = _wrapped(connection, contexts.client, False, where, deadline)
-            ours, theirs = contexts.certificate, _certificate_of(connection)
+            connection = _with_tls(connection, contexts.client, False, where, deadline)
+            our_certificate = contexts.certificate
+            their_certificate = _certificate_of(connection)
         channel = Channel(connection)
         challenge = secrets.token_hex(16)
         channel.send({"holmes": VERSION, "challenge": challenge}, deadline)
         hello = _receive(channel, where, deadline)
         if hello.get("holmes") != VERSION:
+            version = str(hello.get("holmes"))[:_LONGEST_VERSION]
             raise Refused(
-                f"{where} speaks version {str(hello.get('holmes'))[:20]} of this protocol, not {VERSION};"
+                f"{where} speaks version {version} of this protocol, not {VERSION};"
                 " install the same holmes_ext"
             )
         text = json.dumps(purpose, separators=(",", ":"))
-        facts = _facts(challenge, str(hello.get("challenge")), text, ours, theirs)
+        facts = _transcript(
+            challenge, str(hello.get("challenge")), text, our_certificate, their_certificate
+        )
         key = credentials.derived(secret)
         channel.send({"purpose": text, "proof": _proof(key, "caller", facts)}, deadline)
         answer = _receive(channel, where, deadline)
         if "error" in answer:
             raise Refused(printable(str(answer["error"])))
-        if not hmac.compare_digest(
-            str(answer.get("proof")).encode(), _proof(key, "listener", facts).encode()
-        ):
+        if not _is_proof(answer.get("proof"), _proof(key, "listener", facts)):
             raise Refused(f"{where} does not know the token of this run; is it another run's?")
-        return _signed(connection, key, facts, "caller", "listener", encrypt)
+        return _authenticated(connection, key, facts, "caller", "listener", encrypt)
     except BaseException:
         connection.close()
         raise
@@ -161,61 +221,81 @@ def answer(
     secret_for: Callable[[Mapping[str, Any]], bytes] = lambda purpose: b"",
     plain_too: bool | None = None,
     on_tls: Callable[[socket.socket], None] = lambda wrapped: None,
-) -> tuple[Channel, dict[str, Any]]:
-    """The listener's side: the channel, and what the caller wants. Refused when the caller has not the token
-    (it has been told), NotHolmes when it speaks something else; OSError when the connection broke.
+) -> Accepted:
+    """Run the listener's side of the handshake on an accepted connection.
 
-    secret_for: what callers with this purpose must know besides the token; plain_too: whether TLS may be
-    missing; None: as Credentials say, and between loopback addresses; on_tls: is given the socket that takes
-    the place of `connection` where the caller encrypts.
+    Args:
+        connection: TCP connection from a caller.
+        credentials: Token and certificates.
+        deadline: Until when the handshake must be complete.
+        secret_for: Returns what a caller with a purpose must know besides the token.
+        plain_too: Accept callers without TLS; None: if the credentials say so, and on a loopback address.
+        on_tls: Called with the TLS socket that takes the place of `connection`.
+
+    Raises:
+        Refused: The caller does not know the token. It has been told so.
+        NotHolmes: The caller does not speak this protocol.
+        OSError: The connection broke.
     """
     if plain_too is None:
         plain_too = credentials.plain or stays_on_host(connection)
     deadline.limit(connection)
-    first = connection.recv(1, socket.MSG_PEEK)
-    encrypt = first == _TLS
-    ours = theirs = b""
+    first_byte = connection.recv(1, socket.MSG_PEEK)
+    encrypt = first_byte == _TLS
+    our_certificate = b""
+    their_certificate = b""
     if encrypt:
         try:
             contexts = credentials.contexts()
         except HolmesError as error:
             raise NotHolmes(f"it speaks TLS, and here {error}") from None
-        connection = _wrapped(connection, contexts.server, True, "it", deadline, on_tls)
-        ours, theirs = contexts.certificate, _certificate_of(connection)
+        connection = _with_tls(connection, contexts.server, True, "it", deadline, on_tls)
+        our_certificate = contexts.certificate
+        their_certificate = _certificate_of(connection)
     channel = Channel(connection)
     hello = _receive(channel, "it", deadline)
     if hello.get("holmes") != VERSION:
-        raise NotHolmes(
-            f"it speaks version {printable(str(hello.get('holmes')))[:20]}, not {VERSION}"
-        )
+        version = printable(str(hello.get("holmes")))[:_LONGEST_VERSION]
+        raise NotHolmes(f"it speaks version {version}, not {VERSION}")
     if not (encrypt or plain_too):
-        channel.send({"holmes": VERSION, "challenge": ""}, deadline)
-        _receive(channel, "it", deadline)
-        channel.send(
-            {"error": "this run is encrypted; leave --holmes-join-plain away in all jobs"}, deadline
-        )
-        raise Refused("it does not encrypt, and this run does")
+        _refuse_plain(channel, deadline)
     challenge = secrets.token_hex(16)
     channel.send({"holmes": VERSION, "challenge": challenge}, deadline)
-    proven = _receive(channel, "it", deadline)
-    text = str(proven.get("purpose"))
+    request = _receive(channel, "it", deadline)
+    text = str(request.get("purpose"))
     try:
         purpose = unpack(text.encode())
     except ValueError as error:
         raise NotHolmes(f"its purpose cannot be read: {error}") from None
-    facts = _facts(str(hello.get("challenge")), challenge, text, theirs, ours)
+    facts = _transcript(
+        str(hello.get("challenge")), challenge, text, their_certificate, our_certificate
+    )
     key = credentials.derived(secret_for(purpose))
-    if not hmac.compare_digest(
-        str(proven.get("proof")).encode(), _proof(key, "caller", facts).encode()
-    ):
+    if not _is_proof(request.get("proof"), _proof(key, "caller", facts)):
         channel.send({"error": WRONG_TOKEN}, deadline)
         raise Refused("it does not know the token")
     channel.send({"proof": _proof(key, "listener", facts)}, deadline)
-    return _signed(connection, key, facts, "listener", "caller", encrypt), purpose
+    return Accepted(_authenticated(connection, key, facts, "listener", "caller", encrypt), purpose)
+
+
+def _refuse_plain(channel: Channel, deadline: Deadline) -> None:
+    """Tell a caller without TLS that this run is encrypted, and raise Refused."""
+    channel.send({"holmes": VERSION, "challenge": ""}, deadline)
+    _receive(channel, "it", deadline)
+    channel.send(
+        {"error": "this run is encrypted; leave --holmes-join-plain away in all jobs"}, deadline
+    )
+    raise Refused("it does not encrypt, and this run does")
 
 
 def bare(connection: socket.socket, deadline: Deadline) -> socket.socket:
-    """The connection without the TLS that is on it; both ends do this. OSError."""
+    """Return the TCP connection of a socket, after ending its TLS with the other end.
+
+    The other end must call this function too.
+
+    Raises:
+        OSError: The connection broke.
+    """
     if isinstance(connection, ssl.SSLSocket):
         deadline.limit(connection)
         connection = connection.unwrap()
@@ -223,11 +303,18 @@ def bare(connection: socket.socket, deadline: Deadline) -> socket.socket:
 
 
 def printable(text: str, most: int = 300) -> str:
-    """One line that a terminal only shows: escapes and other control characters are replaced."""
+    """Return a text from another process as one line that is safe for a terminal.
+
+    Escapes and other control characters are replaced by "?".
+
+    Args:
+        text: The text.
+        most: Characters of the result, at most.
+    """
     return "".join(c if c.isprintable() else "?" for c in text[:most])
 
 
-def _wrapped(
+def _with_tls(
     connection: socket.socket,
     context: ssl.SSLContext,
     listens: bool,
@@ -235,6 +322,21 @@ def _wrapped(
     deadline: Deadline,
     on_tls: Callable[[socket.socket], None] = lambda wrapped: None,
 ) -> ssl.SSLSocket:
+    """Return a TLS socket for a TCP connection, after the TLS handshake.
+
+    Args:
+        connection: The TCP connection; closed if the handshake fails.
+        context: TLS context for this side.
+        listens: This is the listener's side.
+        where: Name of the other end in error messages.
+        deadline: Until when the handshake must be complete.
+        on_tls: Called with the TLS socket before the handshake.
+
+    Raises:
+        NotHolmes: As the listener: the handshake failed.
+        Refused: As the caller: the handshake failed.
+        OSError: The connection broke.
+    """
     wrapped = context.wrap_socket(connection, server_side=listens, do_handshake_on_connect=False)
     on_tls(wrapped)
     try:
@@ -250,7 +352,9 @@ def _wrapped(
                 f"{where} and this end do not trust each other's certificates ({reason}); all jobs and"
                 " `holmes join serve` need one token, and one --holmes-join-ca or none"
             )
-        raise (NotHolmes if listens else Refused)(text) from None
+        if listens:
+            raise NotHolmes(text) from None
+        raise Refused(text) from None
     except BaseException:
         wrapped.close()
         raise
@@ -258,13 +362,20 @@ def _wrapped(
 
 
 def _certificate_of(connection: ssl.SSLSocket) -> bytes:
-    """SHA-256 of the other end's."""
+    """Return the SHA-256 of the other end's certificate."""
     certificate = connection.getpeercert(binary_form=True)
     assert certificate is not None, "CERT_REQUIRED"
     return certificate_hash(certificate)
 
 
 def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]:
+    """Receive a short document; raise NotHolmes if the other end sends something else.
+
+    Args:
+        channel: Connection to an end that has not proved the token.
+        where: Name of the other end in error messages.
+        deadline: Until when the document must be complete.
+    """
     try:
         return channel.receive(deadline, _STRANGERS)
     except BrokenFrame as error:
@@ -273,25 +384,42 @@ def _receive(channel: Channel, where: str, deadline: Deadline) -> dict[str, Any]
         raise NotHolmes(f"{where} broke TLS off ({why(error)})") from None
 
 
-def _facts(
+def _transcript(
     caller: str, listener: str, purpose: str, caller_certificate: bytes, listener_certificate: bytes
 ) -> str:
+    """Return the facts that both ends prove to agree on.
+
+    Args:
+        caller: The caller's challenge.
+        listener: The listener's challenge.
+        purpose: JSON text of the purpose.
+        caller_certificate: SHA-256 of the caller's certificate; b"" without TLS.
+        listener_certificate: SHA-256 of the listener's certificate; b"" without TLS.
+    """
     return json.dumps(
         [VERSION, caller, listener, purpose, caller_certificate.hex(), listener_certificate.hex()]
     )
 
 
 def _proof(key: bytes, role: str, facts: str) -> str:
+    """Return the proof that the end with a role ("caller" or "listener") knows the key."""
     return hmac.new(key, f"{role} {facts}".encode(), "sha256").hexdigest()
 
 
-def _signed(
+def _is_proof(received: object, expected: str) -> bool:
+    """Return whether a received proof is the expected one, in constant time."""
+    return hmac.compare_digest(str(received).encode(), expected.encode())
+
+
+def _authenticated(
     connection: socket.socket, key: bytes, facts: str, my_role: str, other_role: str, encrypt: bool
 ) -> Channel:
+    """Return the channel for what follows the handshake, with MACs if there is no TLS."""
     if encrypt:
         return Channel(connection)
     keys = [
         hmac.digest(key, f"frames of the {role} {facts}".encode(), "sha256")
         for role in (my_role, other_role)
     ]
-    return Channel(connection, *keys)
+    send_key, receive_key = keys
+    return Channel(connection, send_key, receive_key)

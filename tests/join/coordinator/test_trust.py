@@ -5,10 +5,10 @@ from coordinator_rules import TIMEOUT, Run, claims_of
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.join.coordinator.consensus import (
-    agreed_claim,
     accusations_from_digests,
-    medians_by_key,
+    agreed_claim,
     is_compatible,
+    medians_by_key,
     voted_out,
 )
 from holmes_ext.join.coordinator.reports import MOST, Claim, ReadyReport, hello_from, ready_from
