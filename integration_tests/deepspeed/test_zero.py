@@ -59,7 +59,7 @@ CASES = {
         True,
     ),
     "ZeRO 0 clipping": ({"gradient_clipping": 0.1}, {}, 1e-6, True),
-    "ZeRO 0 sent as bf16": ({}, {"compress": "bf16"}, 1e-2, True),
+    "ZeRO 0 sent as bf16": ({}, {"compress_gradients": "bf16"}, 1e-2, True),
     "ZeRO 0 bf16": (BF16, {}, 1e-2, True),
     "ZeRO 0 fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, {}, 1e-2, True),
     "ZeRO 1": (zero(1), {}, 1e-6, True),
@@ -119,7 +119,7 @@ def session_with(options):
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
         return ReductionSpec(
-            False, 0, clusters, hierarchical_from=65, compress=options.get("compress", "off")
+            False, 0, clusters, hierarchical_from=65, compress=options.get("compress_gradients", "off")
         )
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()
@@ -171,7 +171,7 @@ def compare_cases(rank, names):
             with holmes(options) as elements:
                 ours = train(rank, config)
         results[name] = stock, ours, elements[0], said.getvalue()
-    with contextlib.redirect_stdout(io.StringIO()), holmes({"compress": "int8"}):
+    with contextlib.redirect_stdout(io.StringIO()), holmes({"compress_gradients": "int8"}):
         try:
             train(rank, {})
             results["int8"] = ""
