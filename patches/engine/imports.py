@@ -1,4 +1,4 @@
-"""Reports which modules the program imports."""
+"""Finds out which modules the program imports, and reports each import when it begins."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Patches of Lightning."""
+"""Patches (changes of holmes) to Lightning."""

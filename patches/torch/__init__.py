@@ -1,1 +1,1 @@
-"""Patches of torch.distributed."""
+"""Patches (changes of holmes) to torch.distributed, FSDP, DistributedDataParallel and pipelining."""
