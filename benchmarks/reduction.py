@@ -180,6 +180,7 @@ def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
 
 
 def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
+    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results."""
     order = interleave(spec)
     bound = all_rdma(spec)
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
@@ -413,6 +414,7 @@ CASES = {
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()
