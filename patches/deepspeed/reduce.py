@@ -90,7 +90,7 @@ class _Overlap:
 
     def __init__(self, engine: Any):
         self.engine = engine
-        self.source = gradients_of(engine)  # knows which gradients the optimizer reads
+        self.source = gradients_of(engine)  # finds the gradients that the optimizer reads
         self.reducer: Any = None  # a GradientReducer, which sends the buckets; made by prepare()
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
