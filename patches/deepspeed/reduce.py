@@ -102,7 +102,7 @@ class _Overlap:
 
     @property
     def armed(self) -> bool:
-        """Whether the last backward pass has begun, and the reduction has not ended yet."""
+        """True from the start of the last backward pass until the reduction has ended."""
         return self.reducer is not None and self.reducer.armed
 
     def prepare(self) -> None:

@@ -31,7 +31,7 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 
 class _State:
-    """What this process measures for --holmes-profile."""
+    """State of the measurement for --holmes-profile in this process."""
 
     #: None before the first step, and after the profile has been written.
     profiler: Profiler | None = None
