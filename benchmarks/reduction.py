@@ -1,4 +1,4 @@
-"""Measures the gain of overlapped and of hierarchical gradient reductions, in emulated clusters of 4 + 4 nodes.
+"""Measures the gain of overlapped and hierarchical gradient reductions in emulated clusters of 4 + 4 nodes.
 
     python benchmarks/reduction.py [--json FILE]
                                    [--cases overlap,pipeline,pipeline 8,ring,owners,step,gather,gather 6]
