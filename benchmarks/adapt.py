@@ -131,6 +131,7 @@ ISSUE = Case(layers=6, hidden=192, micro_batches=8, stage_s=0.262144)
 
 
 def _script(engine: str, case: Case) -> list[str]:
+    """Return the training script of a case with its arguments."""
     example, stages, _ = ENGINES.get(engine, PLAIN)
     model = (
         f"--layers {case.layers} --hidden {case.hidden} --heads 4 "
@@ -146,16 +147,19 @@ def _script(engine: str, case: Case) -> list[str]:
 
 
 def _accelerator(engine: str, case: Case) -> dict[str, Any]:
+    """Return the settings of the emulated accelerator of a case."""
     return {"flops": case.flops, **ENGINES.get(engine, PLAIN)[2]}
 
 
 def _file(folder: Path, rate_bps: float) -> Path:
+    """Write a cluster file whose Ethernet has a rate in bits/s, and return its path."""
     file = folder / f"{rate_bps:.0f}.toml"
     file.write_text(two(f"{rate_bps / 1e6:.3f}Mb/s"))
     return file
 
 
 def _variant(name: str, file: Path, *flags: str) -> Variant:
+    """Return a job under holmes on the clusters of a file, with nodes of both clusters in turn."""
     spec = load_spec(file)
     return Variant(
         name, spec, interleave(spec), ("--holmes", "--holmes-cluster", str(file), *flags)
@@ -361,6 +365,7 @@ CASES_BY_NAME: dict[str, Rows] = {
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)

@@ -160,6 +160,7 @@ class SummingJob(SimulatedJob):
         group_fields = {"ranks": ranks, "description": "hierarchical" if hierarchical else ""}
 
         def told(rank: Any) -> tuple[Any, ...]:
+            """Return the operations of the step and their sums, as a rank records them."""
             done = DoneReduction(
                 reduction, self.hour.bytes, hierarchical, reduction.overlap, follows=True
             )

@@ -110,6 +110,7 @@ def main() -> None:
     outcomes: list[tuple[float, float, str]] = []  # (start, end, verdict) of each rank
 
     def run_rank(rank: int) -> None:
+        """Vote as one rank, and append its times and its verdict to `outcomes`."""
         store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
         vote = Vote(store, "adapt", rank, WORLD, threading.Event(), PATIENCE_S)
         boundary = Boundary(lambda number: "")

@@ -149,6 +149,7 @@ def measure(case: str) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
     rows = [row for case in chosen(args.cases, CASES) for row in measure(case)]
     return finish(rows, args.json, "command lines of the Megatrons' example scripts")

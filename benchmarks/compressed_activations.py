@@ -66,6 +66,7 @@ def train(lab: Lab, file: Path, kind: str, steps: int, seed: int) -> tuple[list[
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the curves there (png)"

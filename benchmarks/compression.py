@@ -212,6 +212,7 @@ def draw(losses: dict[str, list[list[float]]], path: Path, what: str) -> None:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the curves there (png)"

@@ -129,6 +129,7 @@ def slices(repetitions: int, steps: int) -> list[Row]:
 
 
 def tied(engine: str, repetitions: int, steps: int) -> list[Row]:
+    """Measure the case "tied" with an engine, and return its rows."""
     case, (example, stages, paced, feature) = f"tied {engine}", ENGINES[engine]
     script = [
         str(examples() / example / "train.py"),
@@ -208,6 +209,7 @@ def run(
     steps: int,
     accelerator: dict,
 ) -> dict[str, Series]:
+    """Run the variants in the lab, and return their measurements by name."""
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
     return compare(
@@ -222,6 +224,7 @@ def run(
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     # start-up, whose bytes count too, is little beside them

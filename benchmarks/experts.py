@@ -127,6 +127,7 @@ def measure(case: str, names: list[str], per_rank: tuple[int, ...], count: int) 
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--count", type=int, default=20)
     arguments.add_argument("--large", type=int, default=5)

@@ -209,6 +209,7 @@ def rows_of(name: str, case: Case) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
     rows = []
     for name in (name for name in CASES if any(part in name for part in args.cases.split(";"))):

@@ -213,6 +213,7 @@ CASES: dict[str, Callable[[], list[Row]]] = {
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
     names = chosen(args.cases, CASES)
     rows = kept(args.json, names)

@@ -351,6 +351,7 @@ def cluster_toml(slower: float) -> str:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=1)
     arguments.add_argument(

@@ -122,7 +122,7 @@ class Row:
 
     @property
     def bound(self) -> bool:
-        """Whether this machine was too busy for the value to say something about the measured program."""
+        """True if this machine was too busy for the value to describe the measured program."""
         return self.busy is not None and self.busy > BOUND
 
 

@@ -153,6 +153,7 @@ def measure(name: str, file: Path, repetitions: int, runs: Runs) -> list[Row]:
             for mode in rates:
 
                 def once(mode: str = mode) -> float:
+                    """Run the jobs in one mode, and return their tokens per second."""
                     with coordinator(lab) as (address, _):
                         jobs = {
                             "apart": {job: (nodes, alone) for job, nodes in case.nodes.items()},
@@ -199,6 +200,7 @@ def eight_as_two(rows: list[Row]) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     Runs.add_arguments(arguments)

@@ -184,18 +184,24 @@ class OuterLoop:
         return list(self.in_flight)
 
     def new_period(self) -> None:
+        """Begin a period of outer rounds."""
         self.in_period = 0
 
     def settle(self, fragment: int) -> None:
-        momentum, anchor, sent = self.momenta[fragment], self.anchors[fragment], None
+        """Apply the outer step of a fragment, and give all jobs the new weights.
+
+        The outer step uses the pseudo-gradient that has travelled since the last call for this fragment,
+        if there is one.
+        """
+        momentum = self.momenta[fragment]
+        anchor = self.anchors[fragment]
+        sent = None
         if fragment in self.in_flight:
             gradient, sent = self.in_flight.pop(fragment)
             before = float(momentum.float().square().sum()) if momentum is not None else 0.0
-            gap = (
-                self.algorithm.gap_of(before, float(gradient.square().sum()))
-                if self.algorithm.needs_gap
-                else 1.0
-            )
+            gap = 1.0
+            if self.algorithm.needs_gap:
+                gap = self.algorithm.gap_of(before, float(gradient.square().sum()))
             mu = self.algorithm.momentum_of([1.0] * len(self.copies))
             self.algorithm.step(anchor, momentum, gradient, mu, gap, self.matrices[fragment])
         for k, copy in enumerate(self.copies):
@@ -204,6 +210,7 @@ class OuterLoop:
             local.copy_(self.algorithm.mixed(local, then, anchor))
 
     def cross(self, gradient: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """Return a pseudo-gradient as the receiver decodes it, and keep the rounding error."""
         wide = residual.float() if residual is not None else None
         decoded = self.codec.decode(self.codec.encode(gradient, wide), gradient)
         if residual is not None:
@@ -212,6 +219,7 @@ class OuterLoop:
 
 
 def batch(text: torch.Tensor, seed: int, number: int) -> torch.Tensor:
+    """Return the training sequences of one step."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + number)
     starts = torch.randint(len(text) - SEQUENCE - 1, (ROWS,), generator=generator)
     return torch.stack([text[start : start + SEQUENCE + 1] for start in starts]).long()
@@ -293,6 +301,7 @@ def differences(rows: list[Row]) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--steps", type=int, default=STEPS)
     arguments.add_argument("--seeds", type=int, default=3)

@@ -204,6 +204,7 @@ CASES = {
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()

@@ -436,6 +436,7 @@ def next_versions(pip: list[str], slim: bool) -> int:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--parts", default="", metavar="NAME,...", help="check, tests, lab, nccl, or few"

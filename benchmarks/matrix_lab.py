@@ -58,6 +58,7 @@ def run(
     preload: Sequence[str],
     **accelerator: str,
 ) -> dict[str, Series]:
+    """Run the variants of a script in the lab, and return their measurements."""
     return compare(
         compared,
         [*map(str, script)],
@@ -82,6 +83,7 @@ def deepspeed(repetitions: int) -> dict[str, Series]:
 
 
 def megatron_core(repetitions: int) -> dict[str, Series]:
+    """Train with megatron-core, without and with holmes."""
     import megatron_two_clusters
 
     shim = str(ROOT / "examples" / "megatron_core" / "on_cpu")
@@ -164,6 +166,7 @@ MAKERS: dict[str, Callable[[int], dict[str, Series]]] = dict(
 
 
 def main() -> int:
+    """Measure the job of the command line, and print its results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--repetitions", type=int, default=3)

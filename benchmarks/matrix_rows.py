@@ -123,6 +123,7 @@ ALL = ("torch", "deepspeed", "megatron-core", "transformers", "lightning")
 
 
 def _pair(name: str, torch: str, *packages: str, **more) -> Row:
+    """Return a row with a version of torch and several frameworks."""
     features = tuple(
         project
         for project in ALL
@@ -138,6 +139,7 @@ def _pair(name: str, torch: str, *packages: str, **more) -> Row:
 
 
 def _torch(version: str, packages: tuple[str, ...]) -> Row:
+    """Return a row with a version of torch."""
     lab = ("Trainer", "FSDP2") if version in ("2.6.0", "2.9.1", "2.15.0") else ()
     return Row(
         f"torch {version}",
@@ -152,6 +154,7 @@ def _torch(version: str, packages: tuple[str, ...]) -> Row:
 
 
 def _deepspeed(version: str) -> Row:
+    """Return a row with a version of DeepSpeed."""
     return Row(
         f"deepspeed {version}",
         "deepspeed",
@@ -164,6 +167,11 @@ def _deepspeed(version: str) -> Row:
 
 
 def _megatron(version: str, source: str = "") -> Row:
+    """Return a row with a version of megatron-core.
+
+    Args:
+        source: A tag or branch of Megatron-LM; "": the package from PyPI.
+    """
     packages = () if source else (f"megatron-core=={version}",)
     return Row(
         f"megatron-core {version}",

@@ -72,7 +72,10 @@ def _name(row: Row) -> str:
 
 
 def _cells(figures: dict[str, Figure]) -> list[str]:
+    """Return the cells of one line of the table."""
+
     def number(metric: str) -> str:
+        """Return the value of a metric as text, or "-" if it was not measured."""
         return f"{figures[metric].value:g}" if metric in figures else "-"
 
     named = {case: f"{case}, holmes : stock" for case in CASES}

@@ -502,6 +502,7 @@ def slow_stage_link(checkout: Checkout, repetitions: int, steps: int) -> list[Ro
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=12)

@@ -44,6 +44,7 @@ CASES = {
 
 
 def case(name: str, repetitions: int, steps: int) -> list[Row]:
+    """Measure a case without holmes, with holmes and on a single InfiniBand cluster; return its rows."""
     file, micro_batches, flops, (flags, holmes_flags), ratio, bound = CASES[name]
     path = examples() / "clusters" / file
     spec = load_spec(path)
@@ -108,6 +109,7 @@ def case(name: str, repetitions: int, steps: int) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)

@@ -380,6 +380,7 @@ def by_profile(case: Case, plan: Plan, split: tuple[int, ...], profile: Profile)
 def _measured_rows(
     title: str, method: str, split: tuple[int, ...], series: Series, uniform: Series
 ) -> list[Row]:
+    """Return rows with the step time of a partition, and its loss difference to the uniform partition."""
     (run,) = series.steps
     loss = max_loss_difference(uniform, series)
     return [
@@ -427,6 +428,7 @@ def error_rows(
 
 
 def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
+    """Return rows with the ratios of the step times of two methods."""
     rows = []
     for better, worse in (("speed", "uniform"), ("balanced", "speed"), ("balanced", "uniform")):
         ratio = of[worse].median / of[better].median
@@ -440,6 +442,7 @@ def _comparisons(title: str, case: Case, of: dict[str, Series]) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--cells", default="", metavar="TEXT;...", help="only cells whose name begins so"

@@ -298,6 +298,7 @@ def measure(case: str, args: Any, runs: Runs) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     add = arguments.add_argument
     add("--torchft", default="", metavar="PYTHON", help="of an environment with torchft")

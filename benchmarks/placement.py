@@ -396,6 +396,7 @@ def measure(name: str, folder: Path | None, seeds: list[int], trials: int) -> li
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--dtfm", type=Path, metavar="FOLDER", help="DT-FM's scheduler.py and config.py"

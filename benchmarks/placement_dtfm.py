@@ -21,6 +21,7 @@ import time
 
 
 def main() -> None:
+    """Search, or compute the cost of given groups, and print the result as JSON."""
     folder, case = sys.argv[1], int(sys.argv[2])
     sys.path.insert(0, folder)
     import config

@@ -242,6 +242,7 @@ def run_in_lab(table: Table, case: Case, named: list[str], end: float = inf) -> 
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     add = arguments.add_argument
     add("--planners", default="", metavar="NAME,...", help="only these planners")

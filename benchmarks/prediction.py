@@ -419,31 +419,24 @@ def overheads(
     """
     from scipy.optimize import nnls
 
-    units, costs = (1e-4, 1e-9, 1e-3), (0.0, 0.0, 0.0)
+    units = (1e-4, 1e-9, 1e-3)  # steps of the numeric derivatives, in seconds
+    costs = (0.0, 0.0, 0.0)
     for _ in range(ROUNDS):
-        rows, wanted = [], []
+        # Non-negative least squares for the linear model: predicted + slopes x (change of costs / units).
+        rows = []  # slopes of each case, relative to its measured step
+        wanted = []  # right-hand sides
         for case, measured in zip(cases, seconds):
             predicted = predict(case, links, costs)
-            slopes = [
-                predict(
-                    case,
-                    links,
-                    tuple(
-                        part + unit * (i == j) for j, (part, unit) in enumerate(zip(costs, units))
-                    ),
-                )
-                - predicted
-                for i, unit in enumerate(units)
-            ]
-            rows.append([slope / measured for slope in slopes])
-            wanted.append(
-                (
-                    measured
-                    - predicted
-                    + sum(slope * part / unit for slope, part, unit in zip(slopes, costs, units))
-                )
-                / measured
+            slopes = []  # change of the predicted step for one unit of each cost
+            for i, unit in enumerate(units):
+                changed_costs = list(costs)
+                changed_costs[i] += unit
+                slopes.append(predict(case, links, tuple(changed_costs)) - predicted)
+            at_current_costs = sum(
+                slope * cost / unit for slope, cost, unit in zip(slopes, costs, units)
             )
+            rows.append([slope / measured for slope in slopes])
+            wanted.append((measured - predicted + at_current_costs) / measured)
         parts, _ = nnls(rows, wanted)
         costs = tuple(float(part * unit) for part, unit in zip(parts, units))
     return costs
@@ -534,6 +527,7 @@ def lab_rows(cases: list[Case], measured: Measured) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--store",

@@ -29,6 +29,7 @@ STORE = Path(__file__).parent / "results" / "prediction_links_measured.json"
 
 
 def _cases() -> tuple[Case, ...]:
+    """Return the cases."""
     off, on = ("--holmes-overlap", "off"), ("--holmes-overlap", "on")
     cases = []
     labels = {
@@ -81,6 +82,7 @@ CASES = _cases()
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument(
         "--store", type=Path, default=STORE, metavar="FILE", help="what was measured"

@@ -66,6 +66,7 @@ def steps(site: Site, model: Model) -> dict[str, float]:
 
 
 def paper_rows() -> list[Row]:
+    """Return rows with the predicted ratios of steps, and those of the paper."""
     spec = load_spec(examples() / "clusters" / "paper_4_roce_4_ib.toml")
     model = replace(
         on_clusters(load_model(examples() / "models" / "gpt_7.5b.toml"), spec), micro_batch=4

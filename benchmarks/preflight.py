@@ -68,6 +68,12 @@ def rank_main(cluster: str, flag: str) -> None:
 
 
 def preflights(per_node: int, runs: int) -> list:
+    """Measure the start of 64 ranks with and without the preflight.
+
+    Args:
+        per_node: Ranks on a node.
+        runs: Number of runs.
+    """
     from harness import tell, toml
     from holmes_lab import Lab
 
@@ -184,6 +190,7 @@ def healthy_main(out: str, *command: str) -> None:
 
 
 def healthy_steps(cycles: int) -> list:
+    """Measure steps with and without the checks that run beside training."""
     from harness import Row, tell
     from holmes_lab import Lab, interleave
     from two_clusters import CASES, script
@@ -264,6 +271,7 @@ def _quartiles(values: list[float]) -> tuple[float, float]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     import harness
 
     arguments = harness.parser(__doc__)

@@ -1,24 +1,29 @@
-"""What overlapping and hierarchical reduction gain, in an emulated cluster of 4 + 4 nodes.
+"""Measures the gain of overlapped and hierarchical gradient reductions in emulated clusters of 4 + 4 nodes.
 
     python benchmarks/reduction.py [--json FILE]
                                    [--cases overlap,pipeline,pipeline 8,ring,owners,step,gather,gather 6]
                                    [--repetitions N]
 
-    overlap    4 nodes of one cluster, plain torch: the time that finish() waits, with and without overlap
-    pipeline   8 nodes, DeepSpeed, pipeline 2 x data 4: stock, holmes without and with overlap, all-RDMA
-               likewise; 6 micro-batches, and 8 in "pipeline 8"
-    ring       8 nodes, an all-reduce alone: a flat ring on Ethernet,
-               and hierarchical; bytes from the NICs' own counters
-    owners     4 nodes (and 2) on Ethernet, 10 MiB of gradients under
-               ZeRO 1: an all-reduce, and chains to their owners
-    step       8 nodes, plain torch, data 8 over both clusters, overlapped: a flat ring, and hierarchical
-    gather     8 nodes, megatron-core's distributed optimizer, pipeline 2 x data 4: updated weights are waited
-               for, or travel under the next forward pass; 2 micro-batches, and 6 in "gather 6"
+The cases:
 
-Networks are shaped links between network namespaces; layers sleep as long as an emulated GPU would compute
-(in ring and owners nothing computes). In overlap, pipeline, step and gather networks and GPUs both are slower
-than the sample cluster's by one factor: the proportions stay, and the two CPU cores, which are eight hosts,
-their NICs and the switch, have the time for it. Needs root (or user namespaces) and iproute2.
+    overlap    Plain torch on the 4 nodes of one cluster: the seconds for which finish() waits, with and
+               without overlap.
+    pipeline   DeepSpeed on 8 nodes, pipeline 2 x data 4: stock, holmes without and with overlap, and
+               all-RDMA without and with overlap. There are 6 micro-batches, and 8 in "pipeline 8".
+    ring       An all-reduce on 8 nodes without training: a flat ring over Ethernet, and hierarchical. The
+               bytes are those of the NICs' counters.
+    owners     10 MiB of gradients under ZeRO 1 on 4 nodes, and on 2, over Ethernet: an all-reduce, and
+               chains to the ranks that need each part.
+    step       Plain torch on 8 nodes, data 8 over both clusters, with overlap: a flat ring, and hierarchical.
+    gather     The distributed optimizer of megatron-core on 8 nodes, pipeline 2 x data 4: updated weights
+               are gathered after the step, or during the next forward pass. There are 2 micro-batches, and
+               6 in "gather 6".
+
+Nodes are network namespaces, and their links have limited rates. Layers sleep as long as an emulated GPU
+would compute; in "ring" and "owners" nothing is computed. In "overlap", "pipeline", "step" and "gather",
+networks and GPUs are slower than in the sample cluster by the same factor. Proportions stay the same, and
+the two CPU cores of this machine, which run eight nodes, their NICs and the switch, have enough time. The
+program needs root (or user namespaces) and iproute2.
 """
 
 from __future__ import annotations
@@ -180,6 +185,7 @@ def pipeline(repetitions: int, case: str = "pipeline") -> list[Row]:
 
 
 def _pipeline(case: str, file: Path, spec: SiteSpec, repetitions: int) -> list[Row]:
+    """Run DeepSpeed's pipeline engine in its variants, and return the rows of results."""
     order = interleave(spec)
     bound = all_rdma(spec)
     holmes = ("--holmes", "--holmes-cluster", str(file), "--holmes-overlap")
@@ -413,6 +419,7 @@ CASES = {
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     args = arguments.parse_args()

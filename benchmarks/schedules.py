@@ -39,12 +39,11 @@ ASKED = "40 ms; 16 micro-batches", "the fullest"
 
 
 def measure(name: str) -> list[Row]:
+    """Compare the schedules of one case, and return the rows of results."""
     between_s, count = CASES[name]
-    forward, backward, stage_links = (
-        (PASS_S,) * STAGES,
-        (2 * PASS_S,) * STAGES,
-        (0.0, between_s, 0.0),
-    )
+    forward = (PASS_S,) * STAGES  # seconds of each stage
+    backward = (2 * PASS_S,) * STAGES
+    stage_links = (0.0, between_s, 0.0)
     no_limit = (float("inf"),) * STAGES
     held = quickest_in_flight(
         forward, backward, stage_links, count, (0.0,) * len(stage_links), no_limit
@@ -78,6 +77,7 @@ def measure(name: str) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     args = parser(__doc__.splitlines()[0]).parse_args()
     known = [*CASES, *schedules_lab.ENGINES_OF]
     names = chosen(args.cases, known)

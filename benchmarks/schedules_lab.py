@@ -124,6 +124,7 @@ def plans(framework: str) -> tuple[SearchResult, dict[str, Candidate]]:
 
 
 def run(engine: Engine, folder: Path) -> tuple[dict[str, Candidate], dict[str, Series]]:
+    """Run an engine with all schedules, and return its measurements."""
     asked, candidates = plans(engine.framework)
     spec, model, variants = parse_spec(SITE), asked.model, []
     cluster, config, stock_flags = folder / "cluster.toml", folder / "ds_config.json", engine.flags

@@ -136,6 +136,7 @@ UNITS = {
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     args = harness.parser(__doc__.splitlines()[0]).parse_args()
     names = [*CASES, SITES]
     parts = args.cases.split(";")

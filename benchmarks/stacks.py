@@ -59,6 +59,7 @@ def of_clusters() -> tuple[SiteSpec, tuple[str, ...], tuple[str, ...]]:
 def run(
     case: str, variants: list[Variant], script: list[str], classes: str, flops: float, args
 ) -> dict[str, Series]:
+    """Run the variants of a script in the lab, and return their measurements."""
     total, started = args.repetitions * len(variants), iter(range(1, 1000))
     return compare(
         variants,
@@ -313,6 +314,7 @@ def simulated_exposure(spec: SiteSpec) -> dict[str, float]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument("--steps", type=int, default=11)

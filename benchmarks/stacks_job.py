@@ -26,6 +26,7 @@ SCRIPTS = {"trainer": TRAINER, "lightning": ROOT / "examples" / "lightning" / "t
 
 
 def loop(by_reducer: bool) -> None:
+    """Train in a plain loop, with a GradientReducer or with DistributedDataParallel."""
     spec = importlib.util.spec_from_file_location("trainer_example", TRAINER)
     example = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(example)

@@ -205,6 +205,7 @@ def fitted(predict: Callable[[float], float], measured: float) -> float:
 
 
 def rows(case: str, predicted: dict[str, float], measured: dict[str, float]) -> list[Row]:
+    """Return rows with a predicted step and its error."""
     table = []
     for name, seconds in predicted.items():
         error = seconds / measured[name] - 1

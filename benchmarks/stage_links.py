@@ -178,6 +178,7 @@ def _prepared(case: Case, folder: Path) -> tuple[Path, list[Run]]:
 
 
 def measured_anew(repetitions: int, name: str) -> list[Row]:
+    """Run a case in the lab, and return its rows."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
         model, runs = _prepared(case, Path(directory))
@@ -212,6 +213,7 @@ def measured_anew(repetitions: int, name: str) -> list[Row]:
 
 
 def medians(by_variant: dict[str, Series]) -> dict[str, float]:
+    """Return the median step time of each variant, in seconds."""
     return {name: series.median for name, series in by_variant.items()}
 
 
@@ -223,6 +225,7 @@ def _pipeline_s(telemetry: Path) -> float:
 def _ratios(
     name: str, case: Case, series: dict[str, Series], exposed: dict[str, float]
 ) -> list[Row]:
+    """Return rows that compare the variants of a case."""
     if len(case.stage_links) == 1:
         engine, again = series["engine, as it is"], series["again, as it is"]
         ours = series["holmes, as it is"]
@@ -412,6 +415,7 @@ def prediction_rows(
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=3)
     arguments.add_argument(

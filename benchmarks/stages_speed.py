@@ -25,6 +25,7 @@ LAYERS, STAGES = 128, 64
 
 
 def case(seed: int) -> StageCosts:
+    """Return the random costs of a case."""
     rng = random.Random(seed)
     kinds, spread = rng.choice((1, 2, 2, 4, 8)), rng.choice((0.0, 0.1, 0.1, 0.5))
     factors = [rng.choice((1.0, 1.2, 1.5, 2.0)) for _ in range(kinds)]
@@ -56,6 +57,7 @@ def case(seed: int) -> StageCosts:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--count", type=int, default=200)
     args = arguments.parse_args()

@@ -214,6 +214,7 @@ def loopback_bytes() -> int:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     from harness import Row, chosen, finish, parser, tell
 
     arguments = parser(__doc__.splitlines()[0])

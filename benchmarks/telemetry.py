@@ -191,6 +191,7 @@ def operation(repetitions: int) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=14)

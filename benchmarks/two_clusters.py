@@ -237,6 +237,7 @@ def one_cluster_toml(spec: SiteSpec) -> str:
 def run(
     name: str, variants: list[Variant], case: Case, repetitions: int, steps: int
 ) -> dict[str, Series]:
+    """Run the variants of a case in the lab, and return their measurements by name."""
     accelerator = {"flops": case.flops / case.slower, "classes": ["Block"]}
     total = repetitions * len(variants)
     started = iter(range(1, total + 1))
@@ -280,6 +281,7 @@ def startup(repetitions: int) -> list[Row]:
 
 
 def main() -> int:
+    """Measure the chosen cases, print the table of results, and write the results file."""
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--repetitions", type=int, default=5)
     arguments.add_argument("--steps", type=int, default=12)

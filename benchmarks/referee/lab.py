@@ -100,6 +100,7 @@ def _stock_losses(case: Case, data: int, micro_batch: int) -> list[float]:
 def _run(
     variant: Variant, case: Case, stages: int, accelerator: dict | None = None, scale: float = 1.0
 ) -> Series:
+    """Run a variant in the lab, and return its measurements."""
     model = case.model
     size = [
         "--layers",

@@ -238,16 +238,14 @@ class _Clusters:
     def __init__(self, view: files.View):
         self.view = view
         processes = view.case.site.processes
-        self.left = {
-            key: [
-                node.cluster
-                for name in names
-                for node in view.case.site.nodes
-                if node.cluster == name
-                for _ in range(processes)
-            ]
-            for key, names in view.groups.items()
-        }
+        #: (type of the GPU, zone) -> cluster of each GPU that is still free.
+        self.left: dict[tuple[str, str], list[str]] = {}
+        for key, names in view.groups.items():
+            free = []
+            for name in names:
+                nodes = sum(node.cluster == name for node in view.case.site.nodes)
+                free += [name] * (nodes * processes)
+            self.left[key] = free
 
     def take(self, key: tuple[str, str]) -> str:
         """Return the cluster of the next GPU with a type and zone.

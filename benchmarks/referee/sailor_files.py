@@ -250,6 +250,7 @@ def piper(view: View) -> Json:
     tables = {size: view.layers(GPUS[0], size, 1) for size in view.tensors}
 
     def node(at: int) -> Json:
+        """Return the node of a layer, with its times and memory for each tensor-parallel size."""
         options = {
             str(tensor): [
                 {

@@ -124,7 +124,7 @@ def _hierarchical_reduction_of(group: Any, size: int) -> Any:
         size,
         hierarchical=hierarchical,
         overlap=False,
-        reported=True,  # the user knows already why the reduction does not overlap: reduce.py prints it
+        reported=True,  # reduce.py has printed why the reduction does not overlap
     )
     if not hierarchical:
         return None

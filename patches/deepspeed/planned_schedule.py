@@ -100,7 +100,7 @@ class PlannedPasses:
         yield [schedule.ReduceTiedGrads(), schedule.ReduceGrads(), schedule.OptimizerStep()]
 
     def _run_forward(self, micro_batch: int) -> Iterator[list[Any]]:
-        """Yield the instructions of a forward pass, and tell the mailbox when it begins and ends.
+        """Yield the instructions of a forward pass, and report its begin and end to the mailbox.
 
         The activation that arrives for this pass shows that the previous stage has received all gradients
         which it needed before its own forward pass. The mailbox may free those gradients.
@@ -114,7 +114,7 @@ class PlannedPasses:
             self.mailbox.release_sent(BACKWARD, last_received)  # frees gradients up to this one
 
     def _run_backward(self, kind: str, micro_batch: int) -> Iterator[list[Any]]:
-        """Yield the instructions of a backward pass, and tell the mailbox when it begins and ends.
+        """Yield the instructions of a backward pass, and report its begin and end to the mailbox.
 
         The gradient that arrives for this pass shows that the next stage has received the activation of the
         micro-batch. The mailbox may free the activation.

@@ -90,7 +90,7 @@ class _Overlap:
 
     def __init__(self, engine: Any):
         self.engine = engine
-        self.source = gradients_of(engine)  # knows which gradients the optimizer reads
+        self.source = gradients_of(engine)  # finds the gradients that the optimizer reads
         self.reducer: Any = None  # a GradientReducer, which sends the buckets; made by prepare()
         self.backwards_left = 0  # backward passes until the end of the batch; 0 in evaluation
         # In the single queue, buckets would delay the backward pass and thereby the stages before this one.
@@ -102,7 +102,7 @@ class _Overlap:
 
     @property
     def armed(self) -> bool:
-        """Whether the last backward pass has begun, and the reduction has not ended yet."""
+        """True from the start of the last backward pass until the reduction has ended."""
         return self.reducer is not None and self.reducer.armed
 
     def prepare(self) -> None:

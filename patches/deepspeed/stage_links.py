@@ -283,10 +283,10 @@ def _exec_schedule(current, call, instance, pipe_schedule):
         tell(current, f"DeepSpeed's own pipeline schedule is used: {reason}", once=True)
         return call()
 
-    # The mailbox must know the messages of a micro-batch before it can post receives in advance. In the first
-    # step, between listen() and learn(), it records what it receives. In every later step, between begin()
-    # and end(), it transfers the messages in the background.
-    if not _mailbox.has_forms:  # no step has been recorded yet
+    # The mailbox needs a record of a micro-batch's messages before it can post receives in advance. In
+    # the first step, between start_recording() and finish_recording(), it records what it receives. In
+    # every later step, between begin() and end(), it transfers the messages in the background.
+    if not _mailbox.has_forms:  # it has no record yet
         _mailbox.start_recording()
         result = call()
         _mailbox.finish_recording(instance.micro_batches)  # divides the recorded messages by the micro-batches
@@ -294,7 +294,7 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     import torch
 
     planned_schedule = planned_schedule_class()(pipe_schedule, planned_order, instance, _mailbox)
-    # An empty tensor tells the mailbox the device on which it allocates receive buffers.
+    # The mailbox allocates its receive buffers on the device of this empty tensor.
     tensor_on_device = torch.empty(0, device=instance.device)
     _mailbox.begin(planned_order, instance.micro_batches, tensor_on_device)
     result = call(pipe_schedule=planned_schedule)

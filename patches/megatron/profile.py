@@ -1,8 +1,8 @@
 """Measures layers, messages and gradient reductions of a megatron-core job, for --holmes-profile.
 
 --holmes-profile N measures N training steps and writes a profile, from which `holmes plan --profile` plans.
-The measuring itself is done by a Profiler (holmes_ext/runtime/measure/profiler.py). This module tells the
-Profiler when each part of a step begins and ends:
+The measuring itself is done by a Profiler (holmes_ext/runtime/measure/profiler.py). This module reports to
+the Profiler when each part of a step begins and ends:
 
     step                 from the start of a forward_backward schedule to the start of the next one
     forward, backward    forward_step and backward_step of one micro-batch; the Profiler divides the time over
@@ -31,7 +31,7 @@ from holmes_ext.runtime.measure.profiler import Profiler, profiler
 
 
 class _State:
-    """What this process measures for --holmes-profile."""
+    """State of the measurement for --holmes-profile in this process."""
 
     #: None before the first step, and after the profile has been written.
     profiler: Profiler | None = None

@@ -172,10 +172,10 @@ _step: _Step | None = None
 
 
 def unsupported_feature(config: Any, arguments: dict[str, Any]) -> str | None:
-    """Return a feature of the job, in words, with which the mailbox cannot transfer its messages, or None.
+    """Return the name of a feature of the job that the mailbox does not support, or None.
 
-    The mailbox sends the messages between pipeline stages without waiting. It must know in advance which
-    tensors come. All ranks of a pipeline get the same answer.
+    The mailbox sends the messages between pipeline stages without waiting. It needs the shapes of the
+    tensors in advance. All ranks of a pipeline get the same answer.
 
     Args:
         config: The model's configuration.
@@ -272,8 +272,8 @@ def _new_step(model: Any, micro_batches: int, arguments: dict[str, Any]) -> _Ste
     device = next(chunk.parameters()).device
     # Mailbox.send and recv call wire_to() for the Wire that encodes or decodes. PLAIN changes nothing.
     mailbox.wire_to = lambda peer: wires.get(peer, PLAIN)
-    # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. The empty
-    # tensor tells it the device on which it allocates receive buffers.
+    # From begin() to end(), which _schedule calls, the mailbox transfers the messages of the step. It
+    # allocates its receive buffers on the device of the empty tensor.
     mailbox.begin(receive_order, micro_batches, torch.empty(0, device=device))
     stage = pipeline_group.rank()
     return _Step(mailbox, receive_order, stage, dtype=config.pipeline_dtype, device=device)

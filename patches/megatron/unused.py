@@ -35,7 +35,7 @@ UNUSED = {
 
 
 def _package_of(module: str) -> str:
-    """Return the package of UNUSED that a module belongs to, or "" if there is none."""
+    """Return the package in the table UNUSED to which a module belongs, or "" if there is none."""
     for package in UNUSED:
         if module == package or module.startswith(f"{package}."):
             return package
@@ -78,9 +78,12 @@ class _EmptyModule(ModuleType):
     __path__: list[str] = []  # marks a package, whose submodules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        """Return a placeholder class, for code of Megatron-DeepSpeed only.
+        """Return a placeholder class for a capitalized name, if code of Megatron-DeepSpeed imports it.
 
-        AttributeError for a name in lower case makes Python import it as a submodule.
+        Raises:
+            AttributeError: The name is in lower case, which makes Python import it as a submodule. Or
+            other code
+                imports it.
         """
         if name.startswith("__") or name.islower() or not _is_imported_by_megatron():
             raise AttributeError(f"{self.__name__} is not installed: it has no {name}")

@@ -2,10 +2,10 @@
 
 With the distributed optimizer each rank updates a shard of the weights. The ranks then gather the shards.
 megatron-core's option overlap_param_gather delays the gathers until the forward pass needs them. A program
-that does not know of it would read old weights between step() and the forward pass, for example in a
+that does not expect this would read old weights between step() and the forward pass, for example in a
 checkpoint.
 
-This module switches the option on in programs that do not know of it, and changes two things:
+This module switches the option on in programs that have not set it, and changes two things:
 
     step()                            starts all gathers at its end, those of the first layers first
     state_dict(), load_state_dict()   wait until the gathers are complete
@@ -78,7 +78,7 @@ def prepare(ddp: Any) -> None:
 
 
 def _bucket_groups(ddp: Any) -> Iterator[Any]:
-    """Yield the groups of buckets of a DistributedDataParallel, whose weights are gathered together."""
+    """Yield the bucket groups of a model. The weights in a group are gathered by one operation."""
     yield from ddp.bucket_groups
     yield from ddp.expert_parallel_bucket_groups
 
