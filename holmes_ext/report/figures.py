@@ -93,7 +93,7 @@ class RankRow:
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """Rounds with joined jobs. Values are medians over the rounds."""
+    """Outer rounds, in which jobs exchange pseudo-gradients. Values are medians over the rounds."""
 
     rounds: int
     counted: int  # committed rounds in which this job took part
@@ -208,7 +208,7 @@ def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
 
 
 def _joined_row(run: Run) -> JoinedRow | None:
-    """Return the figures of rounds with joined jobs; None if there were no rounds."""
+    """Return the figures of outer rounds with other jobs; None if there were no rounds."""
     rounds = list(run.rounds.values())  # of each round the figures of each rank
     if not rounds:
         return None
@@ -318,9 +318,8 @@ def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
 def _pair_rows(run: Run) -> tuple[PairRow, ...]:
     """Return the traffic between clusters, the most exposed pair first."""
     sent_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> bytes per step
-    exposed_of: dict[tuple[str, str], dict[int, float]] = defaultdict(
-        lambda: defaultdict(float)
-    )  # (from, to) -> rank -> seconds per step
+    # (from, to) -> rank -> seconds per step
+    exposed_of: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank in run.ranks:
         for step in run.steps:
             for source, target, sent_bytes, exposed_s in rank.steps[step].get("between", ()):
@@ -394,9 +393,9 @@ def _common_interval(participants: Sequence[_Participant]) -> tuple[float, float
 
 def _rates(sends: list[_Send]) -> dict[Any, float]:
     """Return the bits/s of each sender. Overlapping intervals of one timeline count once."""
-    intervals_of: dict[Any, dict[Hashable, list[tuple[float, float]]]] = defaultdict(
-        lambda: defaultdict(list)
-    )  # sender -> timeline -> intervals
+    # sender -> timeline -> intervals
+    intervals_of: dict[Any, dict[Hashable, list[tuple[float, float]]]]
+    intervals_of = defaultdict(lambda: defaultdict(list))
     sent_bytes_of: dict[Any, float] = defaultdict(float)
     for send in sends:
         start, end = send.interval

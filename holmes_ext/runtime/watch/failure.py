@@ -201,7 +201,7 @@ def with_first(mine: str) -> str:
 
 
 def _both(mine: str, first: str) -> str:
-    """Return this rank's message, with the job's first message if that is another one."""
+    """Return this rank's failure message, followed by the job's first one if that is different."""
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
