@@ -70,7 +70,7 @@ _Pair = tuple[int, int]
 
 
 class PairResult(NamedTuple):
-    """What one rank has measured in a round. Values that it has not measured are 0."""
+    """Measurements of one rank in a round. Values that it has not measured are 0."""
 
     trip_s: float  # round-trip time
     stream_bps: float  # of one stream

@@ -86,7 +86,7 @@ class Profiler:
 
     @property
     def finished(self) -> bool:
-        """Whether the warm-up and all steps to measure are over."""
+        """True if the warm-up and all steps to measure are over."""
         return self.done >= WARM_UP + self.steps
 
     @contextmanager

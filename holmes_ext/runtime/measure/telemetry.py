@@ -110,7 +110,7 @@ class Recorder:
 
     @property
     def keeps(self) -> bool:
-        """Whether operations are kept after their end, because telemetry or metrics use them."""
+        """True if operations are kept after their end, because telemetry or metrics use them."""
         return bool(self.on_step)
 
     # Operations
