@@ -136,8 +136,7 @@ def explain(error: BaseException) -> str | None:
 
 
 def broken(operation: str, error: str) -> str:
-    """Return a one-line message that `operation` failed: who saw it, the lost node, and the transport's
-    error.
+    """Return a one-line message that `operation` failed, with this rank, the lost node and the error.
 
     If another rank has ended before because of bad input, the message of that rank is returned instead. It
     begins with INPUT.
