@@ -185,7 +185,7 @@ def rank0_main(world: int) -> None:
 
     bounds = [1, *(world * number // CLIENTS for number in range(1, CLIENTS + 1))]
     clients = [Clients.forked(*part, world, port) for part in zip(bounds, bounds[1:])]
-    store = connect(process(0, world, port), TIMEOUT_S, hosts=True)
+    store = connect(process(0, world, port), TIMEOUT_S, is_host=True)
     for client in clients:
         assert client.said.readline() == "ready\n"
     before, begin = loopback_bytes(), time.monotonic()

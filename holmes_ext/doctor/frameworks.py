@@ -47,7 +47,7 @@ _MEGATRON_DEEPSPEED_NEEDS = ("regex", "pybind11", "six", "transformers")
 
 @dataclass(frozen=True)
 class Fit:
-    """Whether a patch (a change of holmes to a function of a framework) fits the installed framework."""
+    """Result of comparing a patch (a change of a framework's function) with the installed framework."""
 
     patch: Patch
     installed: str | None  # version of the framework; None: it is not installed
@@ -211,14 +211,14 @@ def check_others(folders: Iterable[str] | None = None) -> Iterator[Finding]:
     """
     if folders is None:
         folders = site.getsitepackages()
-    for name, what in PATCHING.items():
+    for name, effect in PATCHING.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
         yield note(
             f"{name} {version}",
-            what=f"is installed; it {what}",
+            what=f"is installed; it {effect}",
             why="holmes's patches do not fit functions that it replaced first, and stay off",
             mend="import it before the frameworks are used, and look at `holmes patches --check` in that "
             "environment",
@@ -351,7 +351,10 @@ def check_stock_versions() -> Iterator[Finding]:
             why="holmes refuses to run a job on it",
             mend=WITH_GIL,
         )
-    for which, what, mend in conflicts():
+    for packages, conflict, way_out in conflicts():
         yield problem(
-            which, what=what, why="the two do not work together, with or without holmes", mend=mend
+            packages,
+            what=conflict,
+            why="the two do not work together, with or without holmes",
+            mend=way_out,
         )

@@ -37,7 +37,7 @@ _FINDS_GID_INDEX = Version("2.21")
 
 
 class InstalledNccl(NamedTuple):
-    """The NCCL that pip's torch loads."""
+    """NCCL package that the installed torch loads."""
 
     name: str  # of the package; "" if there is none
     version: Version | None

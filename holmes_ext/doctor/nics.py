@@ -199,11 +199,12 @@ def _check_modules(nics: Sequence[Nic]) -> Iterator[Finding]:
     """Yield findings about NICs that can do RDMA and whose kernel module for it is not loaded."""
     if any(nic.fast for nic in nics):
         return
+    # Kernel module -> names of the NICs that need it.
     without_rdma = grouped(
         (RDMA_MODULES[nic.driver], nic.name)
         for nic in nics
         if nic.driver in RDMA_MODULES and not nic.fast and not nic.rdma
-    )  # module -> names of NICs
+    )
     for module, names in without_rdma.items():
         yield note(
             ", ".join(names),

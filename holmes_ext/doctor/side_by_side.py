@@ -28,7 +28,7 @@ _ADVICE = "write it with `holmes doctor --json`"
 
 @dataclass(frozen=True)
 class NodeCheck:
-    """What `holmes doctor` has found on one node."""
+    """Results of `holmes doctor` on one node."""
 
     node: NodeReport  # with its NICs
     versions: dict[str, str]  # package -> version, which must be the same on all nodes
@@ -59,7 +59,7 @@ def compare(checks: Sequence[NodeCheck], spec: SiteSpec | None) -> list[Finding]
     """Return findings about differences between nodes.
 
     Args:
-        checks: What was found on each node.
+        checks: Results of each node.
         spec: Content of cluster.toml. Nodes of a cluster are compared; without it, nodes with the same
         kind of
             fast NIC.

@@ -1,338 +1,429 @@
-"""What `holmes report` shows, worked out from the files of a run's telemetry."""
+"""Computes the figures of `holmes report` from the telemetry of a run."""
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.report.files import RankFile, Run
 from holmes_ext.units import union_s
 
-#: Kind, fabric, "inside" or "across" clusters.
+#: Groups of a step: (kind, fabric, "inside" or "across" clusters).
 Key = tuple[str, str, str]
-#: Rank, start, end, bytes.
-Member = tuple[int, float, float, float]
-#: What sends, the place whose spans may overlap, (start, end), bytes.
-Send = tuple[Any, Any, tuple[float, float], float]
 
-
-#: Part of its rate below which a network is slow: gloo's rings reach more.
+#: Share of its rate below which a network counts as slow. Rings of gloo reach more.
 SLOW = 0.25
+_EXPOSED = 7  # position of the exposed seconds in a row of a step's "groups"
+
+
+class _Participant(NamedTuple):
+    """The part of one rank in an operation, with times on rank 0's clock."""
+
+    rank: int
+    start: float
+    end: float
+    sent_bytes: float
+
+
+class _Send(NamedTuple):
+    """Bytes that were sent in an interval of time."""
+
+    sender: Any  # for which the rate is computed, e.g. a pair of clusters
+    timeline: Hashable  # overlapping intervals of the same timeline count once
+    interval: tuple[float, float]  # start and end, in seconds
+    sent_bytes: float
+
+
+class _OperationKey(NamedTuple):
+    """Identity of an operation, which is the same on all ranks that take part."""
+
+    kind: str
+    fabric: str
+    group: str
+    name: str  # "message" for a send and its receive
+    number: int
+    ends: tuple[int, int] | None  # sender and receiver of a message
 
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One kind of group on one fabric, inside a cluster or across: means of a step, on a rank that has such
-    groups.
-
-    Bytes, seconds, bits/s. busy_s: with an operation under way, waiting for others included; exposed_s: of it
-    the program stood still; achieved_bps: bytes sent over the time in which all of the group's ranks were
-    there (from the traced steps), 0 where it is not known; most_exposed: the rank that waited most.
-    """
+    """Groups of one kind on one fabric: means over all steps and all ranks with such groups."""
 
     kind: str
     fabric: str
-    where: str
-    ranks: int
-    operations: float
-    sent: float
-    busy_s: float
-    exposed_s: float
+    where: str  # "inside" a cluster or "across" clusters
+    ranks: int  # with such groups
+    operations: float  # per step
+    sent: float  # bytes per step
+    busy_s: float  # seconds per step with an operation under way, including waits for other ranks
+    exposed_s: float  # seconds per step for which the program stood still
+    #: Bits/s while all ranks of an operation took part (from the traced steps); 0 if unknown.
     achieved_bps: float
     configured_bps: float
-    most_exposed: int
+    most_exposed: int  # the rank with the most exposed seconds
 
 
 @dataclass(frozen=True)
 class PairRow:
-    """What goes from one cluster to another in a step: bytes of all ranks together, seconds that a rank which
-    has a part in it is exposed (mean), bits/s while anything was under way (traced steps; 0: not known),
-    bits/s and seconds there and back that the plan reckons with (0: no link of its own)."""
+    """Traffic from one cluster to another: means over all steps."""
 
     source: str
     target: str
-    sent: float
-    exposed_s: float
-    achieved_bps: float
-    configured_bps: float
-    round_trip_s: float
+    sent: float  # bytes of all ranks together, per step
+    exposed_s: float  # mean over the ranks that take part, seconds per step
+    achieved_bps: float  # while anything was under way (from the traced steps); 0 if unknown
+    configured_bps: float  # as the plan assumes; 0 if the clusters have no link of their own
+    round_trip_s: float  # as the plan assumes
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """One rank: medians of a step's seconds, those that it waited for communication, and the rest."""
+    """One rank: medians over all steps, in seconds."""
 
     rank: int
     node: str
     cluster: str
     step_s: float
-    exposed_s: float
-    own_s: float
+    exposed_s: float  # for which the program waited for communication
+    own_s: float  # the rest of the step
 
 
 @dataclass(frozen=True)
 class JoinedRow:
-    """Rounds with other jobs. counted: committed ones with this job in them; sent: bytes of all ranks in a
-    round; seconds: from start to end, exposed_s: waited for, both the slowest rank's, medians; drift: of the
-    last counted round, between this job's pseudo-gradient and the aggregate, None without another job."""
+    """Outer rounds, in which jobs exchange pseudo-gradients. Values are medians over the rounds."""
 
     rounds: int
-    counted: int
-    sent: float
-    seconds: float
-    exposed_s: float
+    counted: int  # committed rounds in which this job took part
+    sent: float  # bytes of all ranks together
+    seconds: float  # from start to end, on the slowest rank
+    exposed_s: float  # for which the slowest rank waited
+    #: Difference between this job's pseudo-gradient and the aggregate, in the last counted round. None if no
+    #: other job took part.
     drift: float | None
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """Micro-batches in flight, by stage (() for the engine's own), from a step on; predicted_s: of a step,
-    None before the first change; step_s: median of its steps, without the first one; 0: it had no other."""
+    """A plan that was used for some of the steps."""
 
-    step: int
-    in_flight: tuple[int, ...]
-    predicted_s: float | None
+    step: int  # the first one
+    in_flight: tuple[int, ...]  # micro-batches of each stage; () for the engine's own schedule
+    predicted_s: float | None  # seconds of a step; None before the first change
     steps: int
-    step_s: float
-    sums: str = ""  # what of the sums of gradients changed with it, in words
+    step_s: float  # median of its steps without the first one; 0 if there is only one
+    sums: str = ""  # how the reductions of gradients changed with it, in words
 
     @property
     def name(self) -> str:
+        """The plan in words: its reductions, or micro-batches in flight such as "3+1"."""
         return self.sums or "+".join(map(str, self.in_flight)) or "the engine's own"
 
 
 @dataclass(frozen=True)
 class Summary:
-    """step_s: median of the slowest rank's; spread: least and greatest; tokens_per_second 0: not known."""
+    """Figures of a run, over all steps after the warm-up."""
 
     run: str
     world: int
     steps: int
-    step_s: float
-    spread: tuple[float, float]
-    tokens_per_second: float
-    rows: tuple[GroupRow, ...]
-    pairs: tuple[PairRow, ...]
+    step_s: float  # median, on the slowest rank of each step
+    spread: tuple[float, float]  # shortest and longest step, in seconds
+    tokens_per_second: float  # 0 if unknown
+    rows: tuple[GroupRow, ...]  # the most exposed first
+    pairs: tuple[PairRow, ...]  # the most exposed first
     ranks: tuple[RankRow, ...]
     joined: JoinedRow | None = None
     plans: tuple[PlanRow, ...] = ()
 
     @property
     def slowest(self) -> RankRow:
-        """The rank whose own work takes longest: for it the others wait."""
+        """The rank whose own work takes longest, so that other ranks wait for it."""
         return max(self.ranks, key=lambda rank: (rank.own_s, -rank.rank))
 
     @property
     def slow_link(self) -> GroupRow | None:
-        """The groups that lose most on a network that carries less than SLOW of its rate; None where a rank's
-        own work, against the quickest rank's, costs as much."""
+        """The groups that lose most time on a slow network, which carries less than SLOW of its rate.
+
+        None if there is no slow network, or if the slowest rank's own work costs more time.
+        """
         late_s = self.slowest.own_s - min(rank.own_s for rank in self.ranks)
         slow = [row for row in self.rows if 0 < row.achieved_bps < SLOW * row.configured_bps]
         worst = max(slow, key=_lost_s, default=None)
-        return worst if worst is not None and _lost_s(worst) > late_s else None
+        if worst is None or _lost_s(worst) <= late_s:
+            return None
+        return worst
 
 
 def _lost_s(row: GroupRow) -> float:
-    """Of what is waited for, beyond what the network's rate would take."""
+    """Return the exposed seconds that the network would not have cost at its configured rate."""
     return row.exposed_s * (1 - row.achieved_bps / row.configured_bps)
 
 
 def summarize(run: Run) -> Summary:
-    """The figures of all steps but the warm-up."""
+    """Return the figures of a run."""
     steps = run.steps
     seconds = run.took(steps)
     tokens = [max(row.steps[step].get("tokens", 0) for row in run.ranks) for step in steps]
-    median = statistics.median(seconds)
-    rate = statistics.median(tokens) / median if median > 0 else 0.0
-    ranks = tuple(_rank_row(rank, steps) for rank in run.ranks)
-    spread, joined = (min(seconds), max(seconds)), _joined(run)
-    rows, pairs = _rows(run, steps), _pairs(run)
+    median_s = statistics.median(seconds)
+    tokens_per_second = statistics.median(tokens) / median_s if median_s > 0 else 0.0
     return Summary(
-        run.head["run"],
-        run.head["world"],
-        len(steps),
-        median,
-        spread,
-        rate,
-        rows,
-        pairs,
-        ranks,
-        joined,
-        _plans(run),
+        run=run.head["run"],
+        world=run.head["world"],
+        steps=len(steps),
+        step_s=median_s,
+        spread=(min(seconds), max(seconds)),
+        tokens_per_second=tokens_per_second,
+        rows=_group_rows(run, steps),
+        pairs=_pair_rows(run),
+        ranks=tuple(_rank_row(rank, steps) for rank in run.ranks),
+        joined=_joined_row(run),
+        plans=_plan_rows(run),
     )
 
 
-def _plans(run: Run) -> tuple[PlanRow, ...]:
+def _plan_rows(run: Run) -> tuple[PlanRow, ...]:
+    """Return the plans of a run in order; none if the plan never changed."""
     changes = [change for rank in run.ranks for change in rank.plans]
     if not changes:
         return ()
     first = {"step": run.steps[0] - 1, "in_flight": changes[0]["before"], "then_s": None}
-    rows, ends = [first, *changes], [change["step"] for change in changes]
-    plans = []
-    for row, end in zip(rows, [*ends, run.steps[-1] + 1]):
-        steps = [step for step in run.steps if row["step"] < step < end]
-        took = statistics.median(run.took(steps) or [0.0])
-        plans.append(
-            PlanRow(
-                max(row["step"], 0),
-                tuple(row["in_flight"]),
-                row["then_s"],
-                end - row["step"],
-                took,
-                row.get("sums", ""),
-            )
+    plans = [first, *changes]
+    ends = [*(change["step"] for change in changes), run.steps[-1] + 1]
+    rows = []
+    for plan, end in zip(plans, ends):
+        steps = [step for step in run.steps if plan["step"] < step < end]
+        row = PlanRow(
+            step=max(plan["step"], 0),
+            in_flight=tuple(plan["in_flight"]),
+            predicted_s=plan["then_s"],
+            steps=end - plan["step"],
+            step_s=statistics.median(run.took(steps) or [0.0]),
+            sums=plan.get("sums", ""),
         )
-    return tuple(plans)
+        rows.append(row)
+    return tuple(rows)
 
 
-def _joined(run: Run) -> JoinedRow | None:
-    if not (rounds := run.rounds):
+def _joined_row(run: Run) -> JoinedRow | None:
+    """Return the figures of outer rounds with other jobs; None if there were no rounds."""
+    rounds = list(run.rounds.values())  # of each round the figures of each rank
+    if not rounds:
         return None
-    ends = [reports[0] for reports in rounds.values()]
-    drifts = [end["drift"] for end in ends if isinstance(end.get("drift"), (int, float))]
+    first_reports = [reports[0] for reports in rounds]
+    drifts = []
+    for report in first_reports:
+        drift = report.get("drift")
+        if isinstance(drift, (int, float)):
+            drifts.append(drift)
     return JoinedRow(
-        len(rounds),
-        sum(end["verdict"] == "commit" for end in ends),
-        statistics.median(
-            sum(report["bytes"] for report in reports) for reports in rounds.values()
+        rounds=len(rounds),
+        counted=sum(report["verdict"] == "commit" for report in first_reports),
+        sent=statistics.median(sum(report["bytes"] for report in reports) for reports in rounds),
+        seconds=statistics.median(
+            max(report["seconds"] for report in reports) for reports in rounds
         ),
-        statistics.median(
-            max(report["seconds"] for report in reports) for reports in rounds.values()
+        exposed_s=statistics.median(
+            max(report["exposed"] for report in reports) for reports in rounds
         ),
-        statistics.median(
-            max(report["exposed"] for report in reports) for reports in rounds.values()
-        ),
-        drifts[-1] if drifts else None,
+        drift=drifts[-1] if drifts else None,
     )
 
 
 def _rank_row(rank_file: RankFile, steps: list[int]) -> RankRow:
-    of_steps = [rank_file.steps[step] for step in steps]
-    whole = [step["end"] - step["begin"] for step in of_steps]
-    exposed = [sum(row[7] for row in exposed_rows(step)) for step in of_steps]
-    own_s = statistics.median(a - b for a, b in zip(whole, exposed))
+    """Return the figures of one rank."""
+    step_times = []
+    exposed_times = []
+    own_times = []
+    for step in steps:
+        line = rank_file.steps[step]
+        step_s = line["end"] - line["begin"]
+        exposed_s = sum(row[_EXPOSED] for row in exposed_rows(line))
+        step_times.append(step_s)
+        exposed_times.append(exposed_s)
+        own_times.append(step_s - exposed_s)
     return RankRow(
-        rank_file.rank,
-        rank_file.node,
-        rank_file.head["cluster"],
-        statistics.median(whole),
-        statistics.median(exposed),
-        own_s,
+        rank=rank_file.rank,
+        node=rank_file.node,
+        cluster=rank_file.head["cluster"],
+        step_s=statistics.median(step_times),
+        exposed_s=statistics.median(exposed_times),
+        own_s=statistics.median(own_times),
     )
 
 
 def exposed_rows(step: dict[str, Any]) -> list[list[Any]]:
-    """The step's groups; what a GradientReducer's threads waited stands with the data groups across."""
+    """Return the "groups" of a step, with the time for which the program waited for a GradientReducer.
+
+    The threads of a GradientReducer wait for its operations, so telemetry has no exposed time for them. It is
+    added to the data groups across clusters, or to those inside if there are no others.
+    """
     rows = [list(row) for row in step["groups"]]
-    data = sorted((row for row in rows if row[0] == "data"), key=lambda row: row[2] != "across")
-    if data and "exposed" in step.get("reduction", ()):
-        data[0][7] += max(0.0, step["reduction"]["exposed"] - sum(row[7] for row in data))
+    data_rows = [row for row in rows if row[0] == "data"]
+    data_rows.sort(key=lambda row: row[2] != "across")
+    if data_rows and "exposed" in step.get("reduction", ()):
+        recorded_s = sum(row[_EXPOSED] for row in data_rows)
+        data_rows[0][_EXPOSED] += max(0.0, step["reduction"]["exposed"] - recorded_s)
     return rows
 
 
-def _rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
-    sums: dict[Key, dict[int, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0] * 4))
+class _Sums(NamedTuple):
+    """Sums over the steps of one rank."""
+
+    operations: float = 0.0
+    sent_bytes: float = 0.0
+    busy_s: float = 0.0
+    exposed_s: float = 0.0
+
+
+def _group_rows(run: Run, steps: list[int]) -> tuple[GroupRow, ...]:
+    """Return the figures of each kind of group on each fabric, the most exposed first."""
+    sums_of: dict[Key, dict[int, _Sums]] = defaultdict(dict)  # groups -> rank -> sums
     for rank_file in run.ranks:
+        rank = rank_file.rank
         for step in steps:
             for kind, fabric, where, operations, _, *values in exposed_rows(rank_file.steps[step]):
-                total = sums[kind, fabric, where][rank_file.rank]
-                total[:] = map(sum, zip(total, (operations, *values)))
-    rates = achieved(run)
+                rank_sums = sums_of[kind, fabric, where]
+                old = rank_sums.get(rank, _Sums())
+                added = (operations, *values)
+                rank_sums[rank] = _Sums(*(total + value for total, value in zip(old, added)))
+    rates_bps = achieved(run)
     rows = []
-    for key, by_rank in sums.items():
-        operations, sent, busy, exposed = (
-            sum(of) / len(by_rank) / len(steps) for of in zip(*by_rank.values())
+    for key, rank_sums in sums_of.items():
+        kind, fabric, where = key
+        means = _Sums(
+            *(sum(values) / len(rank_sums) / len(steps) for values in zip(*rank_sums.values()))
         )
-        configured = run.head["fabrics"].get(key[1], ["", 0])[1]
-        most = max(by_rank, key=lambda rank: (by_rank[rank][3], -rank))
-        means = (operations, sent, busy, exposed)
-        rows.append(GroupRow(*key, len(by_rank), *means, rates.get(key, 0.0), configured, most))
+        _, configured_bps = run.head["fabrics"].get(fabric, ["", 0])
+        most_exposed = max(rank_sums, key=lambda rank: (rank_sums[rank].exposed_s, -rank))
+        row = GroupRow(
+            kind=kind,
+            fabric=fabric,
+            where=where,
+            ranks=len(rank_sums),
+            operations=means.operations,
+            sent=means.sent_bytes,
+            busy_s=means.busy_s,
+            exposed_s=means.exposed_s,
+            achieved_bps=rates_bps.get(key, 0.0),
+            configured_bps=configured_bps,
+            most_exposed=most_exposed,
+        )
+        rows.append(row)
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
 
 
-def _pairs(run: Run) -> tuple[PairRow, ...]:
-    sent: dict[tuple[str, str], float] = defaultdict(float)
-    exposed: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+def _pair_rows(run: Run) -> tuple[PairRow, ...]:
+    """Return the traffic between clusters, the most exposed pair first."""
+    sent_of: dict[tuple[str, str], float] = defaultdict(float)  # (from, to) -> bytes per step
+    # (from, to) -> rank -> seconds per step
+    exposed_of: dict[tuple[str, str], dict[int, float]] = defaultdict(lambda: defaultdict(float))
     for rank in run.ranks:
         for step in run.steps:
-            for first, second, size, waited in rank.steps[step].get("between", ()):
-                sent[first, second] += size / len(run.steps)
-                exposed[first, second][rank.rank] += waited / len(run.steps)
+            for source, target, sent_bytes, exposed_s in rank.steps[step].get("between", ()):
+                sent_of[source, target] += sent_bytes / len(run.steps)
+                exposed_of[source, target][rank.rank] += exposed_s / len(run.steps)
     links = {
-        (source, target): (rate, latency)
-        for source, target, rate, latency in run.head.get("between", ())
+        (source, target): (rate_bps, latency_s)
+        for source, target, rate_bps, latency_s in run.head.get("between", ())
     }
-    rates, rows = _achieved_between(run), []
-    for pair, size in sent.items():
-        rate, latency = links.get(pair, (0.0, 0.0))
-        back = links.get(pair[::-1], (0.0, latency))[1]
-        mean = statistics.mean(exposed[pair].values())
-        rows.append(PairRow(*pair, size, mean, rates.get(pair, 0.0), rate, latency + back))
+    rates_bps = _achieved_between(run)
+    rows = []
+    for (source, target), sent_bytes in sent_of.items():
+        rate_bps, latency_s = links.get((source, target), (0.0, 0.0))
+        _, latency_back_s = links.get((target, source), (0.0, latency_s))
+        row = PairRow(
+            source=source,
+            target=target,
+            sent=sent_bytes,
+            exposed_s=statistics.mean(exposed_of[source, target].values()),
+            achieved_bps=rates_bps.get((source, target), 0.0),
+            configured_bps=rate_bps,
+            round_trip_s=latency_s + latency_back_s,
+        )
+        rows.append(row)
     return tuple(sorted(rows, key=lambda row: -row.exposed_s))
 
 
 def _achieved_between(run: Run) -> dict[tuple[str, str], float]:
-    """Bits/s from cluster to cluster while anything that goes there is under way on any rank."""
-    cluster = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
-    sends: list[Send] = []
+    """Return the bits/s between clusters while an operation between them is under way on any rank.
+
+    A collective is taken for a ring in the order of the ranks: each rank sends to the next one.
+    """
+    cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
+    sends: list[_Send] = []
     for step in run.traced():
-        for members in _matched(run, step).values():
-            span, ring = _all_there(members), sorted(members)
-            for (rank, _, _, size), (following, *_) in zip(ring, (*ring[1:], ring[0])):
-                pair = cluster[rank], cluster[following]
+        for participants in _complete_operations(run, step).values():
+            interval = _common_interval(participants)
+            ring = sorted(participants)
+            for sender, receiver in zip(ring, [*ring[1:], ring[0]]):
+                pair = (cluster_of[sender.rank], cluster_of[receiver.rank])
                 if pair[0] != pair[1]:
-                    sends.append((pair, step, span, size))
+                    sends.append(_Send(pair, step, interval, sender.sent_bytes))
     return _rates(sends)
 
 
 def achieved(run: Run) -> dict[Key, float]:
-    """Bits/s that a rank sends from the latest start to the latest end of its operations' members
-    (overlapping ones once). Empty without traced steps."""
-    cluster = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
-    sends: list[Send] = []
+    """Return the bits/s of a rank's operations while all their ranks took part.
+
+    Only traced steps count. Operations of a rank that overlap count once.
+    """
+    cluster_of = {rank_file.rank: rank_file.head["cluster"] for rank_file in run.ranks}
+    sends: list[_Send] = []
     for step in run.traced():
-        for (kind, fabric, *_), members in _matched(run, step).items():
-            span = _all_there(members)
-            where = "across" if len({cluster[rank] for rank, *_ in members}) > 1 else "inside"
-            sends += [
-                ((kind, fabric, where), (rank, step), span, size) for rank, _, _, size in members
-            ]
+        for operation, participants in _complete_operations(run, step).items():
+            clusters = {cluster_of[participant.rank] for participant in participants}
+            where = "across" if len(clusters) > 1 else "inside"
+            key = (operation.kind, operation.fabric, where)
+            interval = _common_interval(participants)
+            for participant in participants:
+                timeline = (participant.rank, step)
+                sends.append(_Send(key, timeline, interval, participant.sent_bytes))
     return _rates(sends)
 
 
-def _all_there(members: list[Member]) -> tuple[float, float]:
-    """From the latest start to the latest end of an operation."""
-    return max(start for _, start, _, _ in members), max(end for _, _, end, _ in members)
+def _common_interval(participants: Sequence[_Participant]) -> tuple[float, float]:
+    """Return the time from the latest start to the latest end of an operation's ranks."""
+    start = max(participant.start for participant in participants)
+    end = max(participant.end for participant in participants)
+    return start, end
 
 
-def _rates(sends: list[Send]) -> dict[Any, float]:
-    """Bits/s by what sends; spans of one place that overlap count once."""
-    spans: dict[Any, dict[Any, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
-    sent: dict[Any, float] = defaultdict(float)
-    for sender, place, (start, end), size in sends:
-        if size and end > start:
-            spans[sender][place].append((start, end))
-            sent[sender] += size
-    seconds = {sender: sum(map(union_s, of.values())) for sender, of in spans.items()}
-    return {sender: sent[sender] * 8 / total for sender, total in seconds.items() if total > 0}
+def _rates(sends: list[_Send]) -> dict[Any, float]:
+    """Return the bits/s of each sender. Overlapping intervals of one timeline count once."""
+    # sender -> timeline -> intervals
+    intervals_of: dict[Any, dict[Hashable, list[tuple[float, float]]]]
+    intervals_of = defaultdict(lambda: defaultdict(list))
+    sent_bytes_of: dict[Any, float] = defaultdict(float)
+    for send in sends:
+        start, end = send.interval
+        if send.sent_bytes and end > start:
+            intervals_of[send.sender][send.timeline].append(send.interval)
+            sent_bytes_of[send.sender] += send.sent_bytes
+    rates_bps = {}
+    for sender, timelines in intervals_of.items():
+        seconds = sum(union_s(intervals) for intervals in timelines.values())
+        if seconds > 0:
+            rates_bps[sender] = sent_bytes_of[sender] * 8 / seconds
+    return rates_bps
 
 
-def _matched(run: Run, step: int) -> dict[tuple, list[Member]]:
-    """By (kind, fabric, group, operation, number, its ends); complete ones only."""
-    operations: dict[tuple, list[Member]] = defaultdict(list)
-    for rank in run.ranks:
-        offset = run.offset(rank)
-        for kind, fabric, name, group, number, peer, start, end, _, size in rank.steps[step]["ops"]:
-            if end:
-                ends = (
-                    None
-                    if peer is None
-                    else (rank.rank, peer)
-                    if name == "send"
-                    else (peer, rank.rank)
-                )
-                key = (kind, fabric, group, "message" if ends else name, number, ends)
-                operations[key].append((rank.rank, start + offset, end + offset, size))
-    return {key: members for key, members in operations.items() if len(members) > 1}
+def _complete_operations(run: Run, step: int) -> dict[_OperationKey, list[_Participant]]:
+    """Return the operations of a traced step of which two or more ranks have a part that is over."""
+    operations: dict[_OperationKey, list[_Participant]] = defaultdict(list)
+    for rank_file in run.ranks:
+        rank = rank_file.rank
+        offset = run.offset(rank_file)
+        for row in rank_file.steps[step]["ops"]:
+            kind, fabric, name, group, number, peer, start, end, _, sent_bytes = row
+            if not end:
+                continue
+            ends = None
+            if peer is not None:
+                ends = (rank, peer) if name == "send" else (peer, rank)
+                name = "message"
+            key = _OperationKey(kind, fabric, group, name, number, ends)
+            operations[key].append(_Participant(rank, start + offset, end + offset, sent_bytes))
+    return {key: participants for key, participants in operations.items() if len(participants) > 1}

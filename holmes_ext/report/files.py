@@ -95,7 +95,7 @@ class Run:
 
     @property
     def rounds(self) -> dict[int, list[dict[str, Any]]]:
-        """Figures of the rounds with joined jobs: number of a round -> the figures of each rank."""
+        """Figures of outer rounds with other jobs: number of a round -> the figures of each rank."""
         reports = grouped(
             (report["round"], report) for rank in self.ranks for report in rank.rounds
         )

@@ -1,5 +1,4 @@
-"""Shows one training step of every rank: as a trace for Chrome or Perfetto, and as rows of a timeline
-picture.
+"""Shows one training step of every rank: a trace for Chrome or Perfetto, and rows of a timeline picture.
 
 The trace has a process for each rank. Its threads are "compute", and one for each kind of process group
 (trace event format of Chrome).

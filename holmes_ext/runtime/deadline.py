@@ -102,7 +102,7 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the deadline has passed."""
+        """True if the deadline has passed."""
         return self.left == 0
 
     def check(self) -> None:

@@ -70,7 +70,7 @@ _Pair = tuple[int, int]
 
 
 class PairResult(NamedTuple):
-    """What one rank has measured in a round. Values that it has not measured are 0."""
+    """Measurements of one rank in a round. Values that it has not measured are 0."""
 
     trip_s: float  # round-trip time
     stream_bps: float  # of one stream
@@ -262,7 +262,7 @@ def _median(rates: Sequence[_Rates]) -> float:
 def _connect(
     address: tuple[str, int], kind: bytes, lead_s: float = 0.0, window_s: float = 0.0
 ) -> socket.socket:
-    """Connect to another node's server, and send the head that says what the connection is for."""
+    """Connect to another node, and send the purpose of the connection: _ECHO or _FLOOD."""
     connection = socket.create_connection(address, timeout=PATIENCE_S)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(_HEAD.pack(kind, lead_s, window_s))
@@ -321,7 +321,10 @@ def _serve(server: socket.socket, streams: int) -> None:
 
 
 def _answer(connection: socket.socket) -> None:
-    """Send bytes back, or measure a stream and send its rates, as the head of the connection says."""
+    """Serve one connection: send each byte back, or measure a stream and send its rates.
+
+    The first bytes of the connection say which of them.
+    """
     with connection:
         connection.settimeout(PATIENCE_S)
         kind, lead_s, window_s = _HEAD.unpack(_receive_exactly(connection, _HEAD.size))

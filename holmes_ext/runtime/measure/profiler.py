@@ -86,7 +86,7 @@ class Profiler:
 
     @property
     def finished(self) -> bool:
-        """Whether the warm-up and all steps to measure are over."""
+        """True if the warm-up and all steps to measure are over."""
         return self.done >= WARM_UP + self.steps
 
     @contextmanager
@@ -148,7 +148,7 @@ class Profiler:
             self._open.cuts.append(_Cut(label, self.clock()))
 
     def _close_step(self, begin: Any, end: Any) -> None:
-        """Read the cuts of a step that has ended, unless it was one of the warm-up."""
+        """Add the times of a training step that has ended, unless it was a step of the warm-up."""
         self.done += 1
         spans = self._spans
         self._spans = []

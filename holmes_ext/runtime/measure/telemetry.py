@@ -86,9 +86,8 @@ class Recorder:
         self.groups: dict[int, GroupTraffic] = {}  # id(process group) -> its traffic
         self.open: dict[int, Op] = {}  # id(op) -> an operation under way
         self.by_work: dict[int, Op] = {}  # id(work) -> its operation
-        self.coalescing: dict[
-            int, list[Op]
-        ] = {}  # id(process group) -> operations of an open block
+        #: id(process group) -> operations of a block that the program coalesces now.
+        self.coalescing: dict[int, list[Op]] = {}
         self.done: list[Op] = []  # ended since the last step
         self.behind: list[Op] = []  # under way when the last step ended
         #: (kind, begin, end) of spans since the last step; times in seconds, or Marks of the GPU.
@@ -111,7 +110,7 @@ class Recorder:
 
     @property
     def keeps(self) -> bool:
-        """Whether operations are kept after their end, because telemetry or metrics use them."""
+        """True if operations are kept after their end, because telemetry or metrics use them."""
         return bool(self.on_step)
 
     # Operations
@@ -426,7 +425,7 @@ def reduction_done(times: Any, on_host: bool) -> None:
 
 
 def outer_round(figures: dict[str, Any]) -> None:
-    """Record the figures of a round with joined jobs."""
+    """Record the figures of an outer round, in which jobs exchange pseudo-gradients (join)."""
     if recorder is not None and recorder.on_round is not None:
         recorder.on_round({"outer": figures})
 

@@ -95,7 +95,7 @@ class Writer:
         limit: int = LIMIT_BYTES,
         take: Callable[[dict[str, Any]], None] = _ignore,
     ):
-        """Create the file with its first line, and start the thread.
+        """Create the telemetry file with its first line, and start the thread that writes it.
 
         Args:
             path: The file; None if only `take` gets the lines.
@@ -179,7 +179,7 @@ class Writer:
             board.close()
 
     def _write_line(self, document: dict[str, Any]) -> None:
-        """Write a line into the file, if it is open. An error closes the file."""
+        """Write a JSON document as a line of the telemetry file. After an error the file is closed."""
         if self._file < 0:
             return
         data = (json.dumps(document, separators=(",", ":")) + "\n").encode()
@@ -235,7 +235,7 @@ class Writer:
         return document
 
     def totals(self, done: list[Op]) -> list[list[Any]]:
-        """Return the "groups" of a step's line: sums over operations of the same kind and network."""
+        """Return sums over operations of the same kind and network: the "groups" of a step's line."""
         ops_of: dict[_GroupKey, list[Op]] = defaultdict(list)
         for op in done:
             clusters = {self.cluster_of(rank) for rank in self.recorder.ends(op)}
@@ -252,7 +252,7 @@ class Writer:
         return rows
 
     def between(self, done: list[Op]) -> list[list[Any]]:
-        """Return the "between" of a step's line: bytes and exposed seconds for each pair of clusters.
+        """Return the bytes and exposed seconds for each pair of clusters: the "between" of a step's line.
 
         A collective counts with the bytes that it sends to the group's next rank, if that is in another
         cluster. Its exposed seconds count for the cluster of the next rank that is in another one.
@@ -373,7 +373,7 @@ def tensorboard_writer(directory: Path) -> Any:
 
 
 def _add_scalars(board: Any, line: dict[str, Any]) -> None:
-    """Write the sums of a training step for TensorBoard.
+    """Write exposed time, bytes and rate of each kind of process group for TensorBoard.
 
     Args:
         board: A SummaryWriter, or None.

@@ -343,7 +343,7 @@ def _exchange_through_store(
 def _lead_round(
     store: Any, process: Process, reports: list[bytes], decide: Decide, deadline: Deadline
 ) -> Verdict:
-    """Begin a round, wait for the reports of all ranks, and store the verdict. Only rank 0 calls this."""
+    """Begin a new start of the job, collect the reports of all ranks, and store the verdict, as rank 0."""
     round_number = store.add(_ROUND_KEY, 1)
     prefix = f"holmes/{round_number}"
     if round_number > 1:
@@ -366,7 +366,7 @@ def _lead_round(
 def _follow_round(
     store: Any, process: Process, reports: list[bytes], deadline: Deadline
 ) -> _StoredVerdict | None:
-    """Report in the current round, or in the next one if that is over, and return the round's verdict.
+    """Report to rank 0 in the current start of the job, or the next if that is over, and await its verdict.
 
     Returns:
         The verdict; None if there is none before the deadline.
@@ -397,7 +397,7 @@ def _follow_round(
 
 
 def _pack(reports: list[bytes]) -> bytes:
-    """Return JSON objects as one compressed JSON list."""
+    """Return reports, which are JSON objects, as one compressed JSON list."""
     return zlib.compress(b"[" + b",".join(reports) + b"]", 1)
 
 

@@ -1,6 +1,6 @@
-"""Compares what a job did in its first training steps with its plan, and prints the differences.
+"""Compares the first training steps of a job with its plan, and prints the differences.
 
-The plan is what holmes has decided before the job started. Compared are:
+holmes has made the plan before the job started. Compared are:
 
     groups       the network of each process group (environment variables such as GLOO_SOCKET_IFNAME, or
                  options of NCCL, can choose another one)
@@ -33,7 +33,7 @@ _WHEN_SUMMED = {True: "under the last backward pass", False: "after the backward
 
 
 class Difference(NamedTuple):
-    """A difference between what the job did and what holmes planned."""
+    """Difference between the job and its plan."""
 
     # A sentence. It contains no rank, so that it is the same on all ranks and can be printed by one of them.
     text: str
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 class Comparison:
-    """Compares a job with what holmes planned for it, once, after the second training step."""
+    """Compares a job with its plan, once, after the second training step."""
 
     def __init__(self, current: Session, put: Callable[[dict[str, Any]], None]):
         """Prepare the comparison. Nothing is compared yet.
@@ -57,7 +57,7 @@ class Comparison:
     def step_done(self) -> None:
         """Count a finished training step. After the second one, compare the job with its plan.
 
-        The plan is what holmes decided before the start: networks, reductions, micro-batches in flight. The
+        holmes has made the plan before the start: networks, reductions, micro-batches in flight. The
         differences are printed and put into the report.
         """
         self.steps += 1
@@ -111,7 +111,7 @@ def summary(current: Session) -> dict[str, Any]:
 
 
 def find_differences(current: Session) -> Iterator[Difference]:
-    """Yield each difference between what the job did and what holmes planned."""
+    """Yield the differences between the job and its plan: networks, reductions, micro-batches in flight."""
     sizes = current.plan.sizes
     world = current.plan.world_size
     for record in current.groups:  # the process groups that were created

@@ -1,10 +1,17 @@
-"""What a failed communication means, and the watch that reports failures of NICs and of NCCL.
+"""Explains failures of communication in one line, and watches this node's NICs and NCCL communicators.
 
-The message names the rank, bucket, fabric and lost node, and which NIC is to blame. When a rank dies its
-neighbours in the ring see the connection close; then they end, and theirs see that. Only the first sight is
-of use, so it is left in the job's store, and whoever comes later repeats it. The NIC is found by asking the
-kernel (nics.py): this node's links and error counters, and whether the neighbours still answer. All of it is
-over in seconds, whatever is broken.
+The message names the rank, the bucket of gradients, the network and the lost node, and the NICs that may
+be the cause.
+
+    1. A rank dies. Its neighbours in the ring see their connections close, and end.
+    2. The neighbours of these ranks see the same, and so on. Only the first failure helps the user.
+    3. So each rank puts its message into the job's key-value store, unless one is there. Every later rank
+    prints
+       the first message, too.
+    4. The cause is looked for in the kernel (nics.py): links and error counters of this node's NICs, and
+       connections to the neighbours.
+
+Each step has a timeout, so the message is printed within seconds.
 
 NicWatch polls this node's NICs and the NCCL communicators of this rank once a second.
 
@@ -52,7 +59,7 @@ _KEY = "first_failure"
 #: Beginning of a message about bad input, in the job's store. The message alone is enough for the user.
 INPUT = "holmes: "
 _STORE_S = 5.0  # seconds to wait for the job's store; its host may be the node that was lost
-#: What an error of a collective says, whoever raised it (gloo, NCCL, torch's store).
+#: Words in errors of collectives, from gloo, NCCL or torch's store.
 _OF_COMMUNICATION = re.compile(
     r"gloo|NCCL|Connection (closed|reset|refused)|Timed out waiting|timed out|Broken pipe|Socket(Timeout| )"
     r"|[Nn]o route to host|unreachable|ProcessGroup"
@@ -65,7 +72,9 @@ _WRITE_FAILED = re.compile(
 _ADDRESS = re.compile(r"\[?([0-9]+(?:\.[0-9]+){3}|[0-9a-fA-F]*(?::[0-9a-fA-F]*){2,})\]?:[0-9]+")
 
 
-def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, error: str) -> str:
+def describe_failure(
+    gradients: str, ranks: Sequence[int], fabric: Fabric | None, error: str
+) -> str:
     """Return a one-line message about a failed reduction of gradients.
 
     The message names:
@@ -78,7 +87,7 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
     since it is the cause of this failure.
 
     Args:
-        what: The gradients that were reduced, e.g. "bucket 0 of 8".
+        gradients: The gradients that were reduced, e.g. "bucket 0 of 8".
         ranks: The members of the process group.
         fabric: The network of the group, or None if holmes has not planned one for it.
         error: The message of the transport (gloo or NCCL).
@@ -90,7 +99,7 @@ def describe_failure(what: str, ranks: Sequence[int], fabric: Fabric | None, err
     where = f"fabric {fabric.name}" if fabric else f"backend {backend_of()}"
     lost_node = _lost_node(error, ranks)  # "" if `error` contains no address of a node
     failure = (
-        f"the reduction of {what} failed over {where} in the group of ranks {some_of(ranks)}"
+        f"the reduction of {gradients} failed over {where} in the group of ranks {some_of(ranks)}"
         f"{lost_node}: {_last_line(error)}"
     )
     # _bad_input_or() returns this failure, or the bad input that another rank has reported before.
@@ -126,21 +135,21 @@ def explain(error: BaseException) -> str | None:
     return f"{mine}; is the disk full?" if is_disk_full else None
 
 
-def broken(what: str, error: str) -> str:
-    """Return a one-line message that `what` failed: who saw it, the lost node, and the transport's error.
+def broken(operation: str, error: str) -> str:
+    """Return a one-line message that `operation` failed, with this rank, the lost node and the error.
 
     If another rank has ended before because of bad input, the message of that rank is returned instead. It
     begins with INPUT.
 
     Args:
-        what: What failed, e.g. "communication".
+        operation: The failed operation in words, e.g. "communication".
         error: The message of the transport (gloo or NCCL).
     """
     current = session.active()
     assert current is not None
     # It is "" if the error contains no address of a node.
     lost_node = _lost_node(error, range(current.plan.world_size))
-    return _bad_input_or(me(current), f"{what} failed{lost_node}: {_last_line(error)}")
+    return _bad_input_or(me(current), f"{operation} failed{lost_node}: {_last_line(error)}")
 
 
 def describe_nccl_failure() -> str | None:
@@ -181,7 +190,7 @@ def _bad_input_or(reporter: str, failure: str) -> str:
 
     Args:
         reporter: This rank and its node, in words.
-        failure: What failed, in words.
+        failure: The failure, in words.
     """
     mine = f"{reporter}: {failure}{_blamed()}"  # with what the kernel says of NICs
     first = _first(mine)
@@ -201,12 +210,12 @@ def with_first(mine: str) -> str:
 
 
 def _both(mine: str, first: str) -> str:
-    """Return this rank's message, with the job's first message if that is another one."""
+    """Return this rank's failure message, followed by the job's first one if that is different."""
     return mine if first == mine else f"{mine}; first seen as: {first}"
 
 
 def _blamed() -> str:
-    """Return what the kernel says of NICs that may have caused the failure, e.g. "; NIC roce0 of node b1".
+    """Return NICs that may have caused the failure, in words, e.g. "; NIC roce0 of node b1 has no link".
 
     These are the links and error counters of this node's NICs. If they have no problem, neighbours that do
     not answer are named. "" is returned if nothing is known.

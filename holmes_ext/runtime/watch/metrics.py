@@ -214,7 +214,7 @@ class Metrics:
         write: Callable[[], None] | None,
         shut: Callable[[], None],
     ):
-        """Combine a collector with the port or file through which it is exported.
+        """Combine a collector of metrics with the port or file through which they are exported.
 
         Args:
             collector: Holds the values.

@@ -53,7 +53,7 @@ def _ignore(document: dict[str, Any]) -> None:
 
 
 def start(current: Session, metrics: Metrics | None = None) -> list[str]:
-    """Start what the options of holmes require: telemetry, metrics, watchdog, and the watch over NICs.
+    """Start telemetry, metrics, the watchdog and the watch over NICs, as far as the options require them.
 
     Args:
         current: The session of this process.
@@ -172,7 +172,7 @@ def hook_optimizers(recorder: telemetry.Recorder) -> None:
 
 
 def compare_with_plan(current: Session) -> None:
-    """Install a hook that compares the job with what holmes planned for it, after the second training step.
+    """Install a hook that compares the job with its plan after the second training step.
 
     Differences are printed, and are written into the telemetry of this process, if that is on.
 

@@ -313,9 +313,8 @@ class Watchdog:
         operations = recorder.in_flight()
         groups = list(recorder.groups.values())
         started = {group.name: group.collectives for group in groups}
-        messages: dict[
-            tuple[str, str, int], int
-        ] = {}  # (group, "send" or "receive", peer) -> count
+        # (group, "send" or "receive", rank of the other end) -> messages started
+        messages: dict[tuple[str, str, int], int] = {}
         for group in groups:
             for (direction, peer), count in list(group.messages.items()):
                 messages[group.name, direction, peer] = count
@@ -350,7 +349,7 @@ class Watchdog:
                 self.recorder.finish(op)
 
     def _waiting(self, op: Op, now: float) -> Waiting:
-        """Return an operation of telemetry in the form in which other ranks get it."""
+        """Return an operation under way in the form that is stored for other ranks."""
         transport = op.group.transport
         return Waiting(
             group=op.group.name,

@@ -49,7 +49,9 @@ def test_both_ends_pass_the_same_barriers_and_the_sender_knows_what_arrived(monk
     parts = [([0], [1]), ([0], [1]), None]
 
     def part(rank):
-        found[rank] = crossings._measure_pair(rank, parts[rank], servers[rank], addresses, barrier.wait)
+        found[rank] = crossings._measure_pair(
+            rank, parts[rank], servers[rank], addresses, barrier.wait
+        )
 
     crossings._together([lambda rank=rank: part(rank) for rank in range(3)])
     trip, stream, together = found[0]
