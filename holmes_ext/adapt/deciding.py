@@ -48,7 +48,7 @@ from holmes_ext.runtime.session import Session
 # Least distance between rank 0's decision and the change.
 LEAD = 2  # steps
 LEAD_S = 0.5  # seconds
-#: Changes on which the ranks vote.
+#: Changes that the ranks vote on.
 Changes = Change | SumChange | Restart
 #: Kind of change in a proposal -> its class.
 CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "restart": Restart}
@@ -96,7 +96,7 @@ class Deciding:
             reports: Measurements of each rank; None for ranks that did not answer.
 
         Returns:
-            "at": step with which the change begins, or 0 for no change; "next": first step of the next
+            "at": first step with the change, or 0 for no change; "next": first step of the next
             window; "kind" and "change": the change, for change_of().
         """
         no_change = {"at": 0, "next": step + 1}

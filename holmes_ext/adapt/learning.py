@@ -4,7 +4,7 @@ On each rank, in the training thread (T) or in a thread of its own (L):
 
     1  L  _measure()        collects the measurements of LENGTH steps, which on_step() (T) puts into a queue
     2  L  Vote.round()      agrees with the other ranks on a change; on rank 0, Deciding.propose() chooses it
-    3  L  Boundary          takes the change and the number of the step with which it begins
+    3  L  Boundary          takes the change and the number of the first step with it
     4  T  begin_step()      adopts the change at the beginning of that step
 
 The first window begins when the engine's first steps are over. A change begins some steps after rank 0 has

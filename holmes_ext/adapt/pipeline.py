@@ -32,7 +32,7 @@ GAIN = 0.02  # that a change must be predicted to save
 KEPT = 0.005  # that a change must have saved to stay
 RESTART = 0.05  # that a restart must be predicted to save
 # Shares of the longest pass or stage link.
-OTHER = 0.1  # by which times must differ to try a rejected change again
+OTHER = 0.1  # least difference of times to try a rejected change again
 SAME = 0.01  # up to which times count as equal, so that no decision is needed
 #: `basis` of a plan with measured times.
 MEASURED = "measured"
@@ -209,7 +209,7 @@ class _Trial:
     """Change whose effect is measured."""
 
     change: Any
-    deciding_times: tuple[float, ...]  # seconds on which the decision was based
+    deciding_times: tuple[float, ...]  # seconds that the decision was based on
     unchanged_times: tuple[float, ...]  # seconds that the change should not affect
 
 
@@ -239,7 +239,7 @@ class Trials:
 
         Args:
             change: The change.
-            deciding_times: Seconds on which the decision was based.
+            deciding_times: Seconds that the decision was based on.
             unchanged_times: Seconds that the change should not affect.
         """
         self.running = _Trial(change, deciding_times, unchanged_times)
@@ -344,7 +344,7 @@ class PipelineEvaluator:
 
         Args:
             change: The change.
-            plan: Plan with measured times, on which the decision was based.
+            plan: Plan with measured times that the decision was based on.
         """
         stage_links, _ = self._decisions(plan).stage_link_seconds()
         times = _times_of(plan, stage_links)

@@ -38,16 +38,16 @@ class Summed:
 
     reduction: ReductionSpec  # algorithm of the sums
     size: float  # bytes of gradients of a rank
-    seconds: float  # in which sums were under way
+    seconds: float  # while sums were under way
     exposed_s: float  # seconds that the program waited for sums
-    #: Network -> seconds in which it carried sums.
+    #: Network -> seconds of carrying sums.
     busy: Mapping[str, float] = field(default_factory=dict)
     #: End of the stage's last backward pass, in seconds after that of the stage that ends first.
     end_s: float = 0.0
 
     @property
     def hierarchical(self) -> bool:
-        """Whether the sums are hierarchical."""
+        """True if the sums are hierarchical."""
         return is_hierarchical(self.reduction, self.size)
 
 
@@ -94,7 +94,7 @@ class SumChange:
 
 
 class _ReductionKey(NamedTuple):
-    """Properties by which two algorithms are compared."""
+    """Properties for the comparison of two algorithms."""
 
     is_hierarchical: bool
     across: CrossClusterAlgorithm | None
@@ -280,7 +280,7 @@ class SumEvaluator:
         Args:
             change: The change.
             plan: Plan before the change.
-            summed: Measurements on which the decision was based.
+            summed: Measurements that the decision was based on.
         """
         times = _times_on_networks(self._with_measured_networks(plan, summed), summed)
         unchanged_times = _times_without_sums(summed, change.now_s)

@@ -19,16 +19,16 @@ from holmes_ext.runtime.measure.telemetry import LAST_BUCKET, Op, Recorder
 from holmes_ext.runtime.session import DoneReduction, Session
 from holmes_ext.units import union_s
 
-#: Share of the largest sum's bytes below which a sum is not one of gradients.
+#: Smaller sums, as a share of the largest sum's bytes, are not sums of gradients.
 SMALL = 1 / 64
 
 
 class _StepTimes(NamedTuple):
     """Times of the sums of gradients in one step, in seconds."""
 
-    seconds: float  # in which any sum was under way
-    exposed_s: float  # in which the program waited
-    busy_s: dict[str, float]  # network -> seconds in which it carried sums
+    seconds: float  # while any sum was under way
+    exposed_s: float  # while the program waited
+    busy_s: dict[str, float]  # network -> seconds of carrying sums
 
 
 class SumWindow:

@@ -19,7 +19,7 @@ from holmes_ext.runtime.measure.stage import Stage
 from holmes_ext.runtime.measure.telemetry import Op, Recorder
 from holmes_ext.units import union_s
 
-#: Wait for a receive, in seconds, from which on the message is assumed to have arrived when the wait ended.
+#: Least wait for a receive, in seconds, that counts: the message has arrived when the wait ends.
 WAITED_S = 2e-4
 #: Share of a device's memory that can be used; the rest is lost in pieces that are too small.
 MARGIN = 0.95
