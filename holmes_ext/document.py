@@ -56,7 +56,7 @@ _PIPE_S = 5.0
 #: Largest size of a file.
 _MOST_BYTES = 2**28
 _MIB = 2**20
-#: Magnitude from which on a number counts as infinite. (math.isfinite fails for whole numbers that are too
+#: Least magnitude that counts as infinite. (math.isfinite fails for whole numbers that are too
 #: large for a float.)
 _INFINITE = 1e300
 
@@ -251,7 +251,7 @@ class Table:
             raise HolmesError(f"{self.source}: {place}{error}") from None
 
     def _value(self, key: str, annotation: Any) -> Any:
-        """Return the value of a key, which must have the type of a type annotation."""
+        """Return the value of a key; its type must agree with a type annotation."""
         if not self._mark_read(key):
             raise self._missing(key)
         if isinstance(annotation, UnionType):  # such as "int | None"

@@ -27,7 +27,7 @@ from holmes_ext.errors import HolmesError
 Options = Any  # holmes_ext.options.Options, which imports this module
 Session = Any  # holmes_ext.runtime.session.Session
 
-#: The entry-point group in which packages publish their extensions.
+#: Entry-point group for the extensions of packages.
 GROUP = "holmes_ext.extensions"
 #: Extensions that come with holmes_ext.
 BUILT_IN = (

@@ -240,7 +240,7 @@ class Options:
 
     @property
     def watchdog_limits(self) -> units.WatchdogLimits | None:
-        """Limits from which on a step is explained; None if the watchdog is off or the text is invalid."""
+        """Limits beyond which a step is explained; None if the watchdog is off or the text is invalid."""
         return units.parse_watchdog_limits(self.watchdog)
 
     @property
@@ -260,7 +260,7 @@ class Options:
 
     @property
     def profile_stops(self) -> bool:
-        """Whether the job ends when the profile is written (`holmes tune`)."""
+        """True if the job ends when the profile is written (`holmes tune`)."""
         return self.profile.endswith(STOP)
 
     @property
@@ -281,7 +281,7 @@ class Options:
 
     @property
     def needs_model(self) -> bool:
-        """Whether layers are divided among stages by their predicted cost."""
+        """True if layers are divided among stages by their predicted cost."""
         return self.partition != "uniform" and not self.stage_layers
 
     @property

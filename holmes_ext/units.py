@@ -36,7 +36,7 @@ _MOST_SECONDS = 1e6
 
 
 class WatchdogLimits(NamedTuple):
-    """Limits from which on the watchdog explains a training step; a step must exceed both."""
+    """Limits for the watchdog, which explains a training step that exceeds both."""
 
     factor: float  # in median step times
     seconds: float

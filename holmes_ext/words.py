@@ -81,7 +81,7 @@ def named_values(parts: Iterable[str], known: Iterable[str], where: str) -> dict
     Args:
         parts: Texts of the form NAME=VALUE. In NAME, "-" and "_" are equal if `known` has names.
         known: Allowed names; if it is empty, all names are.
-        where: Source of the texts, with which errors begin.
+        where: Source of the texts; errors begin with it.
 
     Raises:
         HolmesError: a text has another form, or a name is unknown or occurs twice.
@@ -120,7 +120,7 @@ def some_of(items: Iterable[object], most: int = 8, separator: str = ", ") -> st
 
     Args:
         items: The items.
-        most: Number of items from which on the list is cut.
+        most: Largest number of items that are listed.
         separator: Text between two items.
     """
     texts = [str(item) for item in items]

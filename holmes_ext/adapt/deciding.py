@@ -1,9 +1,9 @@
-"""Rank 0's part of a plan that learns: what the ranks measured -> what to change, and the lines about it.
+"""Decides on rank 0 what to change in the plan of a running job, from the measurements of all ranks.
 
-    reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight (engine tells passes)
-                        -> Summed  -> SumEvaluator       how gradients are summed (reducers that follow it)
+    reports of a window -> Profile -> PipelineEvaluator  micro-batches in flight, if passes are measured
+                        -> Summed  -> SumEvaluator       algorithm that sums gradients, if it follows the plan
 
-One change is tried at a time, so that what it brought is its own.
+Only one change is tried at a time, so that its effect on the step time can be measured.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ from holmes_ext.plan.traffic import SOCKETS, ReductionSpec
 from holmes_ext.runtime.measure.profile_file import merge
 from holmes_ext.runtime.session import Session
 
-#: Steps, and seconds, from rank 0's decision to the change.
-LEAD, LEAD_S = 2, 0.5
-#: What the ranks vote on; kinds of it, by name.
+# Least distance between rank 0's decision and the change.
+LEAD = 2  # steps
+LEAD_S = 0.5  # seconds
+#: Changes that the ranks vote on.
 Changes = Change | SumChange | Restart
+#: Kind of change in a proposal -> its class.
 CHANGES: dict[str, type[Changes]] = {"in flight": Change, "sums": SumChange, "restart": Restart}
 
 
 class Deciding:
-    """Of a job of complete `sizes`. tell: prints a line; put: keeps a document in the telemetry's file."""
+    """Decisions of rank 0 on changes of a running job's plan."""
 
     def __init__(
         self,
@@ -63,198 +65,268 @@ class Deciding:
         tell: Callable[[str], None],
         put: Callable[[dict[str, Any]], None],
     ):
-        self.current, self.sizes, self.network_api = current, sizes, network_api
-        self.tell, self.put = tell, put
-        known = network_api, current.options, current.engine
-        self.evaluator, self.sums = PipelineEvaluator(*known), SumEvaluator(*known)
-        self._stage_links: dict[int, float] = {}
-        self._told: set[str] = set()
-        self._busy: list[float] = []  # of the stages, when layers and model were last looked at
-        self._taken: Callable[[], None] = lambda: None
-        # what all ranks are asked for; whether they have said yes
-        self._restart: Restart | None = None
-        self._will_restart = False
+        """Prepare to decide.
+
+        Args:
+            current: State of holmes in this process.
+            sizes: Complete parallel sizes of the job.
+            network_api: VERBS for NCCL, SOCKETS for gloo.
+            tell: Prints a line for the user.
+            put: Writes a document to the telemetry file.
+        """
+        self.current = current
+        self.sizes = sizes
+        self.network_api = network_api
+        self.tell = tell
+        self.put = put
+        self.evaluator = PipelineEvaluator(network_api, current.options, current.engine)
+        self.sums = SumEvaluator(network_api, current.options, current.engine)
+        self._stage_links: dict[int, float] = {}  # stage -> seconds of a message to the next stage
+        self._lines_told: set[str] = set()
+        self._busy_s: list[float] = []  # of the stages, when layers were last compared
+        self._on_taken: Callable[[], None] = _do_nothing  # called when all ranks adopt the proposal
+        self._restart: Restart | None = None  # to be proposed
+        self._will_restart = False  # all ranks have agreed on a restart
 
     def propose(self, step: int, reports: list[dict[str, Any] | None]) -> dict[str, Any]:
-        """What to change of what the ranks measured, and where the next window begins."""
-        none = {"at": 0, "next": step + 1}
+        """Return a proposal for a change.
+
+        Args:
+            step: Step that rank 0 trains now.
+            reports: Measurements of each rank; None for ranks that did not answer.
+
+        Returns:
+            "at": first step with the change, or 0 for no change; "next": first step of the next
+            window; "kind" and "change": the change, for change_of().
+        """
+        no_change = {"at": 0, "next": step + 1}
         answered = [report for report in reports if report is not None]
         answered.sort(key=lambda report: report["rank"])
         if len(answered) < self.current.process.world_size:
-            return none
+            return no_change
         step_s = max(report["totals"]["step"] for report in answered)
-        change: Changes | None = None
-        plan, learned = self.current.plan_for(self.sizes), None
-        if all("forward" in report for report in answered):
-            profile, learned = self._measured(plan, answered)
-            self._look(profile, learned)
-            if self.sums.trials.running is None and wants_in_flight(self.current):
-                change = held = self.evaluator.next(learned, step_s)
-                self._tell_ended(self.evaluator.trials)
-                if held is not None:
-                    self._taken = partial(self.evaluator.taken, held, learned)
-        if change is None and self.evaluator.trials.running is None:
-            if summed := self._summed(answered, learned):
-                change = sums = self.sums.next(plan, summed, step_s)
-                self._tell_ended(self.sums.trials)
-                if sums is not None:
-                    self._taken = partial(self.sums.taken, sums, plan, summed)
-        if (
-            change is None
-            and self._restart is not None
-            and not (self.evaluator.trials.running or self.sums.trials.running)
-        ):
-            change, self._taken = self._restart, self._restarts
+        change = self._next_change(answered, step_s)
         if change is None:
-            return none
+            return no_change
         if self.current.options.value("adapt") == "report":
             self._tell_change(change)
-            return none
-        at = step + max(LEAD, 1 + ceil(LEAD_S / step_s))
+            return no_change
+        steps_ahead = max(LEAD, 1 + ceil(LEAD_S / step_s))
+        at = step + steps_ahead
         kind = next(
             name for name, change_class in CHANGES.items() if isinstance(change, change_class)
         )
         return {"at": at, "next": at + 1, "kind": kind, "change": asdict(change)}
 
     def taken(self) -> None:
-        """All ranks go on with what was proposed last."""
-        self._taken()
+        """Note that all ranks adopt the last proposal."""
+        self._on_taken()
 
-    def _restarts(self) -> None:
-        self._restart, self._will_restart = None, True
+    def _next_change(self, reports: list[dict[str, Any]], step_s: float) -> Changes | None:
+        """Return the change to propose, or None. Only one change is on trial at a time.
+
+        Args:
+            reports: Measurements of all ranks.
+            step_s: Seconds of the slowest rank's step.
+        """
+        plan = self.current.plan_for(self.sizes)
+        measured_plan: Plan | None = None
+        if all("forward" in report for report in reports):
+            profile, measured_plan = self._measured(plan, reports)
+            self._compare_layers(profile, measured_plan)
+            if self.sums.trials.running is None and wants_in_flight(self.current):
+                change = self.evaluator.next(measured_plan, step_s)
+                self._tell_ended(self.evaluator.trials)
+                if change is not None:
+                    self._on_taken = partial(self.evaluator.taken, change, measured_plan)
+                    return change
+        if self.evaluator.trials.running is None:
+            summed = self._summed(reports, measured_plan)
+            if summed:
+                sum_change = self.sums.next(plan, summed, step_s)
+                self._tell_ended(self.sums.trials)
+                if sum_change is not None:
+                    self._on_taken = partial(self.sums.taken, sum_change, plan, summed)
+                    return sum_change
+        on_trial = self.evaluator.trials.running or self.sums.trials.running
+        if self._restart is not None and not on_trial:
+            self._on_taken = self._note_restart
+            return self._restart
+        return None
+
+    def _note_restart(self) -> None:
+        self._restart = None
+        self._will_restart = True
 
     def _measured(self, plan: Plan, reports: list[dict[str, Any]]) -> tuple[Profile, Plan]:
+        """Return the profile of the reports, and the plan with its times.
+
+        The reports get the transfer times of their stage links.
+        """
         self._stage_links |= stage_links_of(reports)
         for report in reports:
             report["stage_link_s"] = self._stage_links.get(report["stage"], 0.0)
         profile = replace(merge(self.current, reports), sizes=self.sizes)
         return profile, measured(plan, profile, memory_of(reports, profile))
 
-    def _summed(self, reports: list[dict[str, Any]], learned: Plan | None) -> list[Summed]:
-        """By stage, of the rank that came last to a sum: it waited for nobody. [] unless all ranks follow."""
+    def _summed(self, reports: list[dict[str, Any]], measured_plan: Plan | None) -> list[Summed]:
+        """Return the measurements of the sums of gradients of each stage.
+
+        The shortest time of a stage's ranks counts: its rank came last to the sum, and waited for no other.
+
+        Args:
+            reports: Measurements of all ranks.
+            measured_plan: Plan with measured times; None if passes were not measured.
+
+        Returns:
+            [] if a rank's reduction does not follow the plan, or the ranks of a stage report different
+            reductions: the window of a rank began before a change of the others.
+        """
         if not all(report["sums"] for report in reports):
             return []
-        ends: list[float] = [0.0] * self.sizes.pipeline
-        if learned is not None:
-            loads, stage_links = learned.loads, self._decided_stage_links(learned)
-            held = learned.traffic_of(self.network_api).in_flight or tuple(range(len(loads), 0, -1))
-            ends = list(
-                walked_ends(
-                    [load.forward_s for load in loads],
-                    [load.backward_s for load in loads],
-                    stage_links,
-                    learned.workload.micro_batches,
-                    held,
-                )
-            )
+        end_s_of_stage = self._ends_of_backward(measured_plan)
         summed = []
-        for stage, end_s in enumerate(ends):
-            windows = [
-                report["sums"] for report in reports if report["stage"] == stage
-            ]  # SumWindow.report()
+        for stage, end_s in enumerate(end_s_of_stage):
+            windows = [report["sums"] for report in reports if report["stage"] == stage]
             reductions = {json.dumps(window["way"]) for window in windows}
-            if len(reductions) != 1:  # a rank's window began before the others changed
+            if len(reductions) != 1:
                 return []
-            names = {name for window in windows for name in window["busy"]}
-            busy = {
-                name: min(window["busy"][name] for window in windows if name in window["busy"])
-                for name in names
-            }
-            summed.append(
-                Summed(
-                    Table(windows[0]["way"], "report").into(ReductionSpec),
-                    max(window["bytes"] for window in windows),
-                    min(window["seconds"] for window in windows),
-                    min(window["exposed"] for window in windows),
-                    busy,
-                    end_s - min(ends),
-                )
+            busy_s: dict[str, float] = {}  # network -> shortest time of the stage's ranks
+            for window in windows:
+                for network, seconds in window["busy"].items():
+                    busy_s[network] = min(seconds, busy_s.get(network, seconds))
+            stage_sums = Summed(
+                reduction=Table(windows[0]["way"], "report").into(ReductionSpec),
+                size=max(window["bytes"] for window in windows),
+                seconds=min(window["seconds"] for window in windows),
+                exposed_s=min(window["exposed"] for window in windows),
+                busy=busy_s,
+                end_s=end_s - min(end_s_of_stage),
             )
+            summed.append(stage_sums)
         return summed
 
-    def _decided_stage_links(self, learned: Plan) -> tuple[float, ...]:
-        options, engine = self.current.options, self.current.engine
-        return decisions(learned, self.network_api, options, engine).stage_link_seconds()[0]
+    def _ends_of_backward(self, measured_plan: Plan | None) -> list[float]:
+        """Return the seconds at which each stage ends its last backward pass; zeros if unknown."""
+        if measured_plan is None:
+            return [0.0] * self.sizes.pipeline
+        loads = measured_plan.loads
+        in_flight = measured_plan.traffic_of(self.network_api).in_flight
+        in_flight_of_1f1b = tuple(range(len(loads), 0, -1))
+        ends = walked_ends(
+            [load.forward_s for load in loads],
+            [load.backward_s for load in loads],
+            self._decided_stage_links(measured_plan),
+            measured_plan.workload.micro_batches,
+            in_flight or in_flight_of_1f1b,
+        )
+        return list(ends)
 
-    def _look(self, profile: Profile, learned: Plan) -> None:
-        """Where passes take other times than before: keep the model, and see whether a restart would help."""
-        busy = [load.busy_s for load in learned.loads]
-        if self._busy and not differ(self._busy, busy):
+    def _decided_stage_links(self, measured_plan: Plan) -> tuple[float, ...]:
+        """Return the seconds of a message on each stage link, measured or from the networks' rates."""
+        options = self.current.options
+        decided = decisions(measured_plan, self.network_api, options, self.current.engine)
+        stage_link_s, _ = decided.stage_link_seconds()
+        return stage_link_s
+
+    def _compare_layers(self, profile: Profile, measured_plan: Plan) -> None:
+        """If the times of passes have changed, store the model, and look for better layers of the stages."""
+        busy_s = [load.busy_s for load in measured_plan.loads]
+        if self._busy_s and not differ(self._busy_s, busy_s):
             return
-        self._busy = busy
-        self._keep(profile, learned)
-        self._look_at_restart(profile)
+        self._busy_s = busy_s
+        self._store_model(profile, measured_plan)
+        self._look_for_restart(profile)
 
-    def _keep(self, profile: Profile, learned: Plan) -> None:
-        """The model as measured, for `holmes report --write-model`; where nobody waited for a stage link, the
-        networks' price stands for it."""
+    def _store_model(self, profile: Profile, measured_plan: Plan) -> None:
+        """Write the measured model to the telemetry file, for `holmes report --write-model`.
+
+        A stage link that no program waited for gets the time that follows from the networks' rates.
+        """
+        stage_link_s = (*self._decided_stage_links(measured_plan), 0.0)
         stages = [
-            replace(stage, stage_link_s=stage_link)
-            for stage, stage_link in zip(profile.stages, (*self._decided_stage_links(learned), 0.0))
+            replace(stage, stage_link_s=seconds)
+            for stage, seconds in zip(profile.stages, stage_link_s)
         ]
-        whole = replace(profile, stages=tuple(stages))
-        self.put({"model": json.loads(whole.to_json()), "stage_links": sorted(self._stage_links)})
+        model = replace(profile, stages=tuple(stages))
+        self.put({"model": json.loads(model.to_json()), "stage_links": sorted(self._stage_links)})
 
-    # ------------------------------------------------------------------- what is told
+    def _look_for_restart(self, profile: Profile) -> None:
+        """Look for layers of the stages, which only a restart can change, that would shorten the step.
+
+        With --holmes-restart auto the restart is proposed to the ranks, otherwise printed.
+        """
+        options = self.current.options
+        plan = self.current.plan_for(self.sizes)
+        layers = [len(stage.blocks) for stage in profile.stages]
+        network = Network(site_of(plan, self.network_api))
+        rules = rules_of(self.current.engine, options, self.network_api == SOCKETS)
+        prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
+        placement = network.placement(plan.nodes, self.sizes)
+        costs = costs_of(prices, placement, None, profile, overlap=False)
+        self._restart = None
+        better = better_split(costs, layers, profile.step_s)
+        if better is None or self._will_restart:
+            return
+        consequence = better.brings
+        if options.value("restart") == "auto" and options.value("adapt") == "on":
+            obstacle = why_not(self.current.process, options, self.current.engine, os.environ)
+            if not obstacle:
+                self._restart = better
+                return
+            consequence += f" (--holmes-restart auto: {obstacle})"
+        self._tell_once(better.text, consequence)
+
+    # Lines for the user
 
     def _tell_ended(self, trials: Trials) -> None:
+        """Print the result of a trial that has ended, unless it took back an earlier change."""
         if trials.ended is None:
             return
         change, step_s, stays = trials.ended
         if change.back:
             return
-        times = f"a step takes {step_s:.4g} s, it took {change.now_s:.4g} (predicted {change.then_s:.4g})"
-        self.tell(f"{change.text}: {times}{'' if stays else '; reverted'}")
+        line = (
+            f"{change.text}: a step takes {step_s:.4g} s, "
+            f"it took {change.now_s:.4g} (predicted {change.then_s:.4g})"
+        )
+        if not stays:
+            line += "; reverted"
+        self.tell(line)
 
     def _tell_change(self, change: Changes) -> None:
-        left = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
-        self._tell_once(f"with {change.text}", f"{left} (--holmes-adapt on does it)")
+        """Print a change that --holmes-adapt report does not make."""
+        effect = f"a step would take {change.then_s:.4g} s, not {change.now_s:.4g}"
+        self._tell_once(f"with {change.text}", f"{effect} (--holmes-adapt on does it)")
 
-    def _look_at_restart(self, profile: Profile) -> None:
-        """What only a restart can change: layers of each stage. All ranks are asked for it where the options
-        say so, else it is told."""
-        plan, layers = (
-            self.current.plan_for(self.sizes),
-            [len(stage.blocks) for stage in profile.stages],
-        )
-        network = Network(site_of(plan, self.network_api))
-        rules = rules_of(self.current.engine, self.current.options, self.network_api == SOCKETS)
-        prices = Prices(network, RankModel.of_workload(profile.workload(), self.sizes), rules)
-        costs = costs_of(
-            prices, network.placement(plan.nodes, self.sizes), None, profile, overlap=False
-        )
-        self._restart, options = None, self.current.options
-        better = better_split(costs, layers, profile.step_s)
-        if better is None or self._will_restart:
-            return
-        why = ""
-        if options.value("restart") == "auto" and options.value("adapt") == "on":
-            why = why_not(self.current.process, options, self.current.engine, os.environ)
-            if not why:
-                self._restart = better
-                return
-        self._tell_once(
-            better.text, better.brings + (f" (--holmes-restart auto: {why})" if why else "")
-        )
+    def _tell_once(self, subject: str, effect: str) -> None:
+        """Print a subject and its effect, if no line with this subject was printed before."""
+        if subject not in self._lines_told:
+            self._lines_told.add(subject)
+            self.tell(f"{subject} {effect}")
 
-    def _tell_once(self, what: str, brings: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
-            self.tell(f"{what} {brings}")
+
+def _do_nothing() -> None:
+    pass
 
 
 def change_of(proposal: dict[str, Any]) -> Changes:
+    """Return the change of a proposal that propose() returned, also if it went through JSON."""
     change: Changes = Table(proposal["change"], "proposal").into(CHANGES[proposal["kind"]])
     return change
 
 
 def memory_of(reports: list[dict[str, Any]], profile: Profile) -> list[Room]:
-    """By stage, of the rank with the least room; Room() where a rank does not know its own."""
+    """Return the memory of the rank with the least room in each stage; Room() if it is not measured."""
     tightest = []
     for stage in range(len(profile.stages)):
         rooms = [Room(*report["memory"]) for report in reports if report["stage"] == stage]
-        known = all(room.limit_bytes for room in rooms)
-        tightest.append(
-            min(rooms, key=lambda room: room.limit_bytes - room.fixed_bytes) if known else Room()
-        )
+        if all(room.limit_bytes for room in rooms):
+            tightest.append(min(rooms, key=_free_bytes))
+        else:
+            tightest.append(Room())
     return tightest
+
+
+def _free_bytes(room: Room) -> float:
+    return room.limit_bytes - room.fixed_bytes

@@ -1,13 +1,16 @@
-"""One rank's plan that learns: a window of steps is measured, rank 0 decides again, all take it at one step's
-boundary.
+"""Re-plans a running job: ranks measure their steps, rank 0 decides on a change, all ranks adopt it together.
 
-    training thread    begin_step() at each step's boundary: a look at what was agreed on; on_step: what it
-                       took
-    own thread         Window, SumWindow -> Vote.round -> Boundary; rank 0: Deciding
+On each rank, in the training thread (T) or in a thread of its own (L):
 
-Windows are LENGTH steps long, the first begins once the engine's first steps are over; a change is adopted
-some steps after the one in which rank 0 decided (deciding.py). What goes wrong in the thread is one line, and
-the plan stays.
+    1  L  _measure()        collects the measurements of LENGTH steps, which on_step() (T) puts into a queue
+    2  L  Vote.round()      agrees with the other ranks on a change; on rank 0, Deciding.propose() chooses it
+    3  L  Boundary          takes the change and the number of the first step with it
+    4  T  begin_step()      adopts the change at the beginning of that step
+
+The first window begins when the engine's first steps are over. A change begins some steps after rank 0 has
+decided (deciding.py). After an error in thread L, the plan stays as it is, and a line is printed.
+
+No rank waits for ever: see vote.py.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from holmes_ext.adapt import restart
 from holmes_ext.adapt.deciding import Deciding, change_of
-from holmes_ext.adapt.pipeline import Restart
+from holmes_ext.adapt.pipeline import Change, Restart
 from holmes_ext.adapt.reductions import SumChange
 from holmes_ext.adapt.sums import SumWindow, fits
 from holmes_ext.adapt.vote import KEEP, TAKE, Boundary, Stopped, Vote
@@ -34,16 +38,17 @@ from holmes_ext.runtime.session import Session
 from holmes_ext.runtime.start.store import ENDED_S, STORE_S, connect, leave_layers
 from holmes_ext.words import tell_user
 
-#: Steps that are left out at the start, steps of a window.
-FIRST, LENGTH = 2, 2
-#: How often the learning begins anew in a job whose sizes or micro-batches change (a batch that grows); then
-#: it is off.
+#: First step that is measured.
+FIRST = 2
+#: Number of steps in a window.
+LENGTH = 2
+#: How often re-planning may start again in a job whose sizes or micro-batches change (a growing batch). Then
+#: it stays off.
 MOST_STARTS = 50
 
 
 class Learning:
-    """Of one rank. network_api: of the pipeline's groups; of the data-parallel ones where there is no
-    pipeline; tell: prints a line, on rank 0; put: keeps a document in the telemetry's file."""
+    """Re-planning of one rank, with its thread."""
 
     def __init__(
         self,
@@ -57,25 +62,43 @@ class Learning:
         put: Callable[[dict[str, Any]], None],
         start: int = 1,
     ):
-        self.current, self.sizes = current, sizes
-        self.network_api, self.stage = network_api, stage
+        """Start the thread.
+
+        Args:
+            current: State of holmes in this process.
+            sizes: Complete parallel sizes of the job.
+            network_api: VERBS for NCCL, SOCKETS for gloo: of the pipeline's groups, or of the data-parallel
+                groups if there is no pipeline.
+            stage: Pipeline stage of this rank.
+            recorder: Reports the measurements of each step.
+            open_store: Returns a new client of the job's store, for the thread.
+            tell: Prints a line for the user; called on rank 0.
+            put: Writes a document to the telemetry file.
+            start: How often re-planning has started in this job.
+        """
+        self.current = current
+        self.sizes = sizes
+        self.network_api = network_api
+        self.stage = stage
         self.recorder = recorder
-        self.tell, self.put, self.stopped, self._start = tell, put, threading.Event(), start
+        self.tell = tell
+        self.put = put
+        self.stopped = threading.Event()
+        self._start = start
         self.deciding = Deciding(current, sizes, network_api, tell, put)
         self.boundary = Boundary(self._verdict_now)
         self._open_store = open_store
         self._steps: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
         self._vote: Vote | None = None
-        self._restart_after: int | None = (
-            None  # of checkpoints, where all ranks wait for the next one
-        )
+        #: Number of checkpoints after which the job restarts; None without an agreed restart.
+        self._restart_after: int | None = None
         self._thread = threading.Thread(target=self._serve, name="holmes adapt", daemon=True)
         self._thread.start()
 
-    # ------------------------------------------------------------------- the training thread
+    # The training thread
 
     def begin_step(self) -> None:
-        """A training step begins, on all ranks of the job in the same order."""
+        """Adopt an agreed change that begins with the next step; all ranks call this method before a step."""
         if self._restart_after is not None and restart.checkpoints() > self._restart_after:
             restart.leave(self.current.store, self.current.round, self.current.process.world_size)
         change = self.boundary.begin()
@@ -87,18 +110,23 @@ class Learning:
                     f"the job starts again after its next checkpoint: {change.text} {change.brings}"
                 )
         elif change is not None:
-            sums = isinstance(change, SumChange)
-            plan = self.current.plan_for(self.sizes)
-            held = list(plan.traffic_of(self.network_api).in_flight)
-            self.current.adopt(self.sizes, change.adapted(plan, self.network_api), sums)
-            if self.current.rank == 0:
-                after = (
-                    {"before": held, "in_flight": held, "sums": change.text}
-                    if sums
-                    else {"before": change.before, "in_flight": change.in_flight}
-                )
-                taken = {name: getattr(change, name) for name in ("now_s", "then_s", "back")}
-                self.put({"plan": {"step": self.recorder.step, **after, **taken}})
+            self._adopt(change)
+
+    def _adopt(self, change: Change | SumChange) -> None:
+        """Change the plan of this rank; rank 0 writes the change to the telemetry file."""
+        changes_sums = isinstance(change, SumChange)
+        plan = self.current.plan_for(self.sizes)
+        in_flight = list(plan.traffic_of(self.network_api).in_flight)
+        self.current.adopt(self.sizes, change.adapted(plan, self.network_api), changes_sums)
+        if self.current.rank != 0:
+            return
+        document: dict[str, Any] = {"step": self.recorder.step}
+        if isinstance(change, SumChange):
+            document |= {"before": in_flight, "in_flight": in_flight, "sums": change.text}
+        else:
+            document |= {"before": change.before, "in_flight": change.in_flight}
+        document |= {"now_s": change.now_s, "then_s": change.then_s, "back": change.back}
+        self.put({"plan": document})
 
     def on_step(
         self,
@@ -110,28 +138,31 @@ class Learning:
         spans: Any,
         reduction: Any,
     ) -> None:
-        """A Recorder's."""
+        """Pass the measurements of a step to the thread; the recorder calls this method after each step."""
         self._steps.put((self.boundary.step, begin, end, done, spans, reduction))
 
     def stop(self) -> None:
-        """It ends by itself, soon: nobody waits for it here."""
+        """Let the thread end, without waiting for it."""
         self.stopped.set()
         self._steps.put(None)
 
     def join(self) -> None:
-        """stop(), and return when its thread has ended."""
+        """End the thread, and wait for its end for at most ENDED_S seconds."""
         self.stop()
         self._thread.join(ENDED_S)
 
     def _verdict_now(self, number: int) -> str:
-        """The training thread has come to the step before its own thread knows: the first one who sets it
-        decides."""
+        """Return the verdict of a round whose step has come before the thread knows the verdict.
+
+        If no rank has set a verdict yet, it becomes KEEP for all ranks.
+        """
         assert self._vote is not None
         return self._vote.set_verdict(self.current.store, number, KEEP)
 
-    # ------------------------------------------------------------------- its own thread
+    # The thread of votes
 
     def _serve(self) -> None:
+        """Run rounds of votes until the job ends."""
         world = self.current.process.world_size
 
         def propose(reports: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -141,63 +172,73 @@ class Learning:
             store = self._open_store()
             prefix = f"{self.current.round}/adapt/{self._start}"
             self._vote = Vote(store, prefix, self.current.rank, world, self.stopped)
-            number, first = 0, FIRST
+            number = 0
+            first_step = FIRST
             while True:
-                report = self._measure(first)
+                report = self._measure(first_step)
                 proposal, verdict = self._vote.round(number, report, propose, self._agree)
                 if verdict:
                     self.boundary.settle(number, verdict)
                     if verdict == TAKE and self.current.rank == 0:
                         self.deciding.taken()
-                first, number = proposal["next"], number + 1
+                first_step = proposal["next"]
+                number += 1
         except Stopped:
             return
-        except Exception as error:  # noqa: BLE001 - training goes on, whatever it is
+        except Exception as error:  # noqa: BLE001 - no error here may end the training
             from torch.distributed import DistError
 
-            if not self.stopped.is_set() and not isinstance(
-                error, DistError
-            ):  # the store goes with the job
-                said = f"rank {self.current.rank}: the plan stays as it is from here on"
-                tell_user(f"--holmes-adapt: {said} ({type(error).__name__}: {error})")
+            store_is_closed = isinstance(error, DistError)  # the job is ending
+            if not self.stopped.is_set() and not store_is_closed:
+                tell_user(
+                    f"--holmes-adapt: rank {self.current.rank}: the plan stays as it is from here on "
+                    f"({type(error).__name__}: {error})"
+                )
 
-    def _measure(self, first: int) -> dict[str, Any]:
-        """Of LENGTH steps from step `first` on."""
-        held = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
-        window, count = Window(self.stage, self.recorder, held[self.stage.stage] if held else 0), 0
+    def _measure(self, first_step: int) -> dict[str, Any]:
+        """Return the measurements of LENGTH steps, beginning with a step.
+
+        Raises:
+            Stopped: the job ends.
+        """
+        planned = self.current.plan_for(self.sizes).traffic_of(self.network_api).in_flight
+        in_flight = planned[self.stage.stage] if planned else 0
+        window = Window(self.stage, self.recorder, in_flight)
         sums = SumWindow(self.current, self.recorder)
+        count = 0
         while count < LENGTH:
-            item = self._steps.get()
-            if item is None:
+            measured_step = self._steps.get()
+            if measured_step is None:
                 raise Stopped
-            if item[0] >= first:
-                sums.step(*item[3:])
-                window.step(*item[1:])
+            step, begin, end, done, spans, reduction = measured_step
+            if step >= first_step:
+                sums.step(done, spans, reduction)
+                window.step(begin, end, done, spans, reduction)
                 count += 1
         return {**window.report(), "sums": sums.report()}
 
     def _agree(self, number: int, proposal: dict[str, Any]) -> bool:
+        """Return whether this rank can adopt the change that was proposed in a round."""
         change = change_of(proposal)
         current = self.current
         if isinstance(change, SumChange) and not fits(change, self.recorder):
             return False
-        if isinstance(change, Restart) and restart.why_not(
-            current.process, current.options, current.engine, os.environ
-        ):
-            return False
+        if isinstance(change, Restart):
+            obstacle = restart.why_not(current.process, current.options, current.engine, os.environ)
+            if obstacle:
+                return False
         return self.boundary.agree(number, proposal["at"], change)
 
 
-# --------------------------------------------------------------------------- of this process
-
-
 class _Running:
-    """learning: what goes on; key: for which sizes and micro-batches; starts: how often that changed;
-    reducer: whose steps are the job's, where no engine tells of them."""
+    """State of re-planning in this process."""
 
     learning: Learning | None = None
+    #: Sizes and micro-batches for which `learning` was started.
     key: tuple[Sizes, int] | None = None
+    #: GradientReducer that marks the beginning of steps, in a job without a pipeline engine.
     reducer: weakref.ref[Any] | None = None
+    #: How often `key` has changed.
     starts = 0
 
 
@@ -208,9 +249,17 @@ def begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
-    """A training step of a pipeline of complete `sizes` begins, the same on all ranks; the first one, and the
-    first with other sizes or micro-batches, starts the learning where the options ask for it. describe: what
-    its engine tells."""
+    """Begin a training step of a pipeline; all ranks call this hook.
+
+    The first step, and the first step with other sizes or micro-batches, starts re-planning.
+
+    Args:
+        current: State of holmes in this process.
+        sizes: Complete parallel sizes.
+        micro_batches: Micro-batches of the step.
+        network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
+        describe: Returns a description of this rank's pipeline stage.
+    """
     if sizes.pipeline > 1:
         _begin_step(current, sizes, micro_batches, network_api, describe)
 
@@ -222,6 +271,7 @@ def _begin_step(
     network_api: str,
     describe: Callable[[], Stage],
 ) -> None:
+    """Begin a training step of any job; see begin_step() for the arguments."""
     recorder = telemetry.recorder
     if recorder is None:
         return
@@ -230,7 +280,8 @@ def _begin_step(
             recorder.on_step.append(_on_step)
         else:
             _Running.learning.stop()
-        _Running.key, _Running.starts = (sizes, micro_batches), _Running.starts + 1
+        _Running.key = (sizes, micro_batches)
+        _Running.starts += 1
         if _Running.starts > MOST_STARTS:
             return
         recorder.on_gpu(network_api == VERBS)
@@ -240,10 +291,10 @@ def _begin_step(
             network_api,
             describe(),
             recorder,
-            lambda: connect(current.process, STORE_S),
-            tell_user,
-            recorder.on_round or (lambda document: None),
-            _Running.starts,
+            open_store=partial(connect, current.process, STORE_S),
+            tell=tell_user,
+            put=recorder.on_round or _ignore,
+            start=_Running.starts,
         )
     assert _Running.learning is not None
     if _Running.starts <= MOST_STARTS:
@@ -251,28 +302,47 @@ def _begin_step(
 
 
 def begin_sums(current: Session, ranks: tuple[int, ...], network_api: str, reducer: object) -> None:
-    """A step of `reducer`'s begins, which sums over `ranks`: the job's, where it is data-parallel alone and
-    this is its only reducer; in a pipeline its engine tells (begin_step)."""
+    """Begin a step of a gradient reducer.
+
+    It is a training step of the job if the job is only data-parallel and has no other reducer. Otherwise this
+    hook has no effect: a pipeline engine calls begin_step().
+
+    Args:
+        current: State of holmes in this process.
+        ranks: Global ranks over which the reducer sums.
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+        reducer: The reducer.
+    """
     world = current.plan.world_size
-    whole = Sizes().complete(world)
-    sizes = current.plan.sizes or whole
-    if len(ranks) != world or sizes != whole:
+    data_parallel_sizes = Sizes().complete(world)
+    sizes = current.plan.sizes or data_parallel_sizes
+    if len(ranks) != world or sizes != data_parallel_sizes:
         return
     if _Running.reducer is None or _Running.reducer() is None:
         _Running.reducer = weakref.ref(reducer)
     if _Running.reducer() is reducer:
-        _begin_step(
-            current, sizes, 1, network_api, lambda: Stage("torch", 0, 1, 1, {}, {current.rank: 0})
-        )
+
+        def describe() -> Stage:
+            return Stage("torch", 0, 1, 1, {}, {current.rank: 0})
+
+        _begin_step(current, sizes, 1, network_api, describe)
 
 
 def on_stop(reason: str) -> None:
-    """End the learning of this process, as a hook of the extension."""
+    """End re-planning in this process, as a hook of the extension."""
     if _Running.learning is not None:
         _Running.learning.join()
-    _Running.learning, _Running.key, _Running.reducer, _Running.starts = None, None, None, 0
+    _Running.learning = None
+    _Running.key = None
+    _Running.reducer = None
+    _Running.starts = 0
+
+
+def _ignore(document: dict[str, Any]) -> None:
+    """Drop a document: the job writes no telemetry file."""
 
 
 def _on_step(*step: Any) -> None:
+    """Pass the recorder's measurements of a step to re-planning, if it runs."""
     if _Running.learning is not None:
         _Running.learning.on_step(*step)

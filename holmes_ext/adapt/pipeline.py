@@ -1,20 +1,20 @@
-"""Decides again, of what a running job has measured, what can change at a step's boundary: micro-batches in
-flight.
+"""Decides again on the micro-batches in flight of a running job, from measured times.
 
-    measured(plan, ...)    the plan with the job's own seconds in place of the model's and the networks'
-    PipelineEvaluator      step after step: what to change, whether it brought what was predicted, what to
-                           take back
+    measured()           returns the plan with the job's measured times instead of predicted ones
+    PipelineEvaluator    chooses a change after each window of steps, checks its effect, and takes it back if
+                         it has none
+    better_split()       finds layers of the stages that would shorten the step, for a restart
 
-The price and the code are those of the start (plan/decide.py, plan/cost/pipeline.py). Nothing flaps: a
-change must be predicted to bring GAIN of a step; one that does not bring KEPT of it is taken back, and is not
-tried again until what was measured differs by OTHER.
+Prices and rules are those of the plan at the start (plan/decide.py, plan/cost/pipeline.py). Three thresholds
+prevent flapping: a change must be predicted to save GAIN of a step. If it does not save KEPT of a step, it is
+taken back. Then it is not tried again until the measured times differ by OTHER.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.errors import HolmesError
 from holmes_ext.options import Options
@@ -27,250 +27,340 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.profile import Profile
 from holmes_ext.plan.workload import StageLoad, passes_s
 
-#: Parts of a step: that a change must be predicted to bring; that it must have brought to stay; that a
-#: restart must bring to be told. OTHER: part by which a pass or a stage link must differ to count as another;
-#: SAME: up to which nothing is decided anew.
-GAIN, KEPT, RESTART, OTHER, SAME = 0.02, 0.005, 0.05, 0.1, 0.01
-#: `basis` of a plan with a job's own figures.
+# Shares of the step time.
+GAIN = 0.02  # that a change must be predicted to save
+KEPT = 0.005  # that a change must have saved to stay
+RESTART = 0.05  # that a restart must be predicted to save
+# Shares of the longest pass or stage link.
+OTHER = 0.1  # least difference of times to try a rejected change again
+SAME = 0.01  # up to which times count as equal, so that no decision is needed
+#: `basis` of a plan with measured times.
 MEASURED = "measured"
 
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes of a stage's fullest rank: fixed, of each micro-batch under way, and of its device; 0: not
-    known."""
+    """Memory of the rank of a stage that has the least; zeros if it is not measured."""
 
-    fixed_bytes: float = 0.0
-    kept_bytes: float = 0.0
-    limit_bytes: float = 0.0
+    fixed_bytes: float = 0.0  # independent of the micro-batches in flight
+    kept_bytes: float = 0.0  # for each micro-batch in flight
+    limit_bytes: float = 0.0  # usable bytes of the device
 
 
 @dataclass(frozen=True)
 class Change:
-    """From one number of micro-batches in flight by stage to another. now_s, then_s: seconds of a step,
-    measured and predicted; back: a change is taken back. forward_s, backward_s: of the stages, that were
-    measured."""
+    """Change of the micro-batches in flight; () stands for the engine's own schedule."""
 
-    before: tuple[int, ...]
-    in_flight: tuple[int, ...]
-    now_s: float
-    then_s: float
-    forward_s: tuple[float, ...]
-    backward_s: tuple[float, ...]
-    back: bool = False
+    before: tuple[int, ...]  # micro-batches in flight before the change, by stage
+    in_flight: tuple[int, ...]  # after the change
+    now_s: float  # measured seconds of a step before the change
+    then_s: float  # predicted seconds of a step after the change
+    forward_s: tuple[float, ...]  # measured seconds of a forward pass, by stage
+    backward_s: tuple[float, ...]  # measured seconds of a backward pass, by stage
+    back: bool = False  # whether an earlier change is taken back
 
     @property
     def key(self) -> tuple[int, ...]:
+        """Value that is equal for changes with the same result."""
         return self.in_flight
 
     @property
     def text(self) -> str:
-        now, before = (
-            "+".join(map(str, counts)) if counts else "the engine's own"
-            for counts in (self.in_flight, self.before)
-        )
-        return f"{now} micro-batches in flight (were {before})"
+        """Description for messages."""
+        after = _counts_text(self.in_flight)
+        return f"{after} micro-batches in flight (were {_counts_text(self.before)})"
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
-        """`plan` as a job goes on with it."""
-        known = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
-        pairs = zip(known, self.forward_s, self.backward_s)
+        """Return a plan with this change and the measured times of passes."""
+        old_loads = plan.loads or (StageLoad(0.0, 0.0),) * len(self.forward_s)
         loads = tuple(
-            replace(load, forward_s=forward, backward_s=backward)
-            for load, forward, backward in pairs
+            replace(load, forward_s=forward_s, backward_s=backward_s)
+            for load, forward_s, backward_s in zip(old_loads, self.forward_s, self.backward_s)
         )
         traffic = tuple(replace(decided, in_flight=self.in_flight) for decided in plan.traffic)
         return replace(plan, loads=loads, traffic=traffic)
 
 
+def _counts_text(counts: Sequence[int]) -> str:
+    return "+".join(map(str, counts)) if counts else "the engine's own"
+
+
 @dataclass(frozen=True)
 class Restart:
-    """Layers of each stage that only a restart can give. now_s, then_s: seconds of a step, measured and
-    predicted."""
+    """Change of the layers of the stages, which needs a restart."""
 
-    layers: tuple[int, ...]
-    now_s: float
-    then_s: float
+    layers: tuple[int, ...]  # of each stage
+    now_s: float  # measured seconds of a step
+    then_s: float  # predicted seconds of a step after the restart
 
     @property
     def partition(self) -> str:
+        """Value of --holmes-partition."""
         return ",".join(map(str, self.layers))
 
     @property
     def text(self) -> str:
+        """Description for messages."""
         return f"a restart with --holmes-partition {self.partition}"
 
     @property
     def brings(self) -> str:
+        """Effect for messages, a predicate."""
         return f"would take {self.then_s / self.now_s:.2f} of a step"
 
 
 def measured(plan: Plan, profile: Profile, memory: Sequence[Room] = ()) -> Plan:
-    """`plan` with what its stages take by `profile`, which has its sizes."""
+    """Return a plan with the measured times of its stages.
+
+    Args:
+        plan: The plan.
+        profile: Measured times, for the same parallel sizes.
+        memory: Measured memory of each stage; empty if unknown.
+    """
     assert plan.sizes == profile.sizes
-    known = memory or [Room()] * len(profile.stages)
-    loads = tuple(
-        StageLoad(
-            sum(stage.forward_s) + stage.before_s[0] + stage.after_s[0],
-            sum(stage.backward_s) + stage.before_s[1] + stage.after_s[1],
+    loads = []
+    for stage, room in zip(profile.stages, memory or [Room()] * len(profile.stages)):
+        forward_before_s, backward_before_s = stage.before_s  # of modules before the blocks
+        forward_after_s, backward_after_s = stage.after_s  # of modules after the blocks
+        load = StageLoad(
+            sum(stage.forward_s) + forward_before_s + forward_after_s,
+            sum(stage.backward_s) + backward_before_s + backward_after_s,
             room.fixed_bytes,
             room.kept_bytes,
             room.limit_bytes,
             stage.stage_link_s,
         )
-        for stage, room in zip(profile.stages, known)
-    )
-    return replace(plan, loads=loads, workload=profile.workload(), basis=MEASURED)
+        loads.append(load)
+    return replace(plan, loads=tuple(loads), workload=profile.workload(), basis=MEASURED)
 
 
 def pipeline_s(plan: Plan, stage_links: Sequence[float], in_flight: Sequence[int]) -> float:
-    """Seconds from a step's begin to its last backward, by the loads of `plan`."""
-    return max(
-        walked_ends(
-            *passes_s(plan.loads), stage_links, plan.workload.micro_batches, tuple(in_flight)
-        )
-    )
+    """Return the seconds from the begin of a step to the end of its last backward pass.
+
+    Args:
+        plan: Its loads have the times of passes.
+        stage_links: Seconds of a message on each stage link.
+        in_flight: Micro-batches in flight, by stage.
+    """
+    forward_s, backward_s = passes_s(plan.loads)
+    micro_batches = plan.workload.micro_batches
+    return max(walked_ends(forward_s, backward_s, stage_links, micro_batches, tuple(in_flight)))
 
 
 def quickest(
     plan: Plan, stage_links: Sequence[float], in_flight: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """`in_flight`, or more where these make the step shorter, as many as the memory has room for: while few
-    micro-batches fill the pipeline, faster stages work ahead, and messages have more time."""
-    if not in_flight or plan.workload.micro_batches > SETTLED * in_flight[0]:
+    """Return more micro-batches in flight as long as they shorten the step and fit the memory.
+
+    With few micro-batches in a step, faster stages can work ahead, so that messages have more time. With
+    many, `in_flight` is returned unchanged.
+
+    Args:
+        plan: Plan with measured times.
+        stage_links: Seconds of a message on each stage link.
+        in_flight: Micro-batches in flight, by stage; () for the engine's own schedule.
+    """
+    micro_batches = plan.workload.micro_batches
+    if not in_flight or micro_batches > SETTLED * in_flight[0]:
         return in_flight
-    least = pipeline_s(plan, stage_links, in_flight)
+    seconds = pipeline_s(plan, stage_links, in_flight)
     while True:
-        deeper = (
-            max(count, int(min(count + 1, load.most, plan.workload.micro_batches)))
-            for count, load in zip(in_flight[:-1], plan.loads)
-        )
-        more = (*deeper, in_flight[-1])
-        then = pipeline_s(plan, stage_links, more)
-        if then >= least * (1 - WORTH_MORE):
+        deeper = []
+        for count, load in zip(in_flight[:-1], plan.loads):
+            allowed = int(min(count + 1, load.most, micro_batches))
+            deeper.append(max(count, allowed))
+        candidate = (*deeper, in_flight[-1])
+        candidate_s = pipeline_s(plan, stage_links, candidate)
+        if candidate_s >= seconds * (1 - WORTH_MORE):
             return in_flight
-        in_flight, least = more, then
+        in_flight = candidate
+        seconds = candidate_s
 
 
 def better_split(costs: StageCosts, layers: Sequence[int], step_s: float) -> Restart | None:
-    """What layers other than `layers` would make of a step of step_s seconds; None where it would bring less
-    than RESTART."""
-    now = partition_s(costs, layers)
+    """Return the layers of the stages with the shortest step; None if they save less than RESTART.
+
+    Args:
+        costs: Costs of the layers on each stage.
+        layers: Layers of each stage now.
+        step_s: Measured seconds of a step.
+    """
+    now_s = partition_s(costs, layers)
     try:
         split = partition.partition("balanced", costs)
     except HolmesError:  # no split fits the memory
         return None
-    then_s = step_s - now + partition_s(costs, split)
+    then_s = step_s - now_s + partition_s(costs, split)
     if split == tuple(layers) or then_s >= step_s * (1 - RESTART):
         return None
     return Restart(split, step_s, then_s)
 
 
 def partition_s(costs: StageCosts, layers: Sequence[int]) -> float:
-    """Seconds of the pipeline's passes with so many layers on each stage."""
-    passes, stage_links = passes_s(costs.loads(layers)), costs.stage_links_s(layers)
-    return max(walked_ends(*passes, stage_links, costs.micro_batches, costs.in_flight(layers)))
+    """Return the seconds of the pipeline's passes for a number of layers on each stage."""
+    forward_s, backward_s = passes_s(costs.loads(layers))
+    stage_link_s = costs.stage_links_s(layers)
+    in_flight = costs.in_flight(layers)
+    return max(walked_ends(forward_s, backward_s, stage_link_s, costs.micro_batches, in_flight))
 
 
 @dataclass(frozen=True)
 class _Trial:
+    """Change whose effect is measured."""
+
     change: Any
-    figures: tuple[float, ...]
-    rest: tuple[float, ...]
+    deciding_times: tuple[float, ...]  # seconds that the decision was based on
+    unchanged_times: tuple[float, ...]  # seconds that the change should not affect
+
+
+class EndedTrial(NamedTuple):
+    """Result of a trial."""
+
+    change: Any
+    step_s: float  # measured seconds of a step with the change
+    stays: bool  # False if the change is taken back
 
 
 class Trials:
-    """What was changed, one after the other: a change has `key`, now_s and back."""
+    """Changes of one kind, of which one at a time is on trial.
+
+    A change has the attributes `key`, `now_s` and `back`.
+    """
 
     def __init__(self) -> None:
-        self.running: _Trial | None = None  # its steps are being measured
-        # the last one: seconds that a step took, whether it stays
-        self.ended: tuple[Any, float, bool] | None = None
-        self._refused: list[_Trial] = []
+        self.running: _Trial | None = None
+        self.ended: EndedTrial | None = None  # by the last call of end()
+        self._rejected: list[_Trial] = []
 
-    def begin(self, change: Any, figures: tuple[float, ...], rest: tuple[float, ...]) -> None:
-        """All ranks go on with it. figures: seconds that it was decided on; rest: those that it does not
-        change."""
-        self.running = _Trial(change, figures, rest)
+    def begin(
+        self, change: Any, deciding_times: tuple[float, ...], unchanged_times: tuple[float, ...]
+    ) -> None:
+        """Begin the trial of a change that all ranks adopt.
 
-    def end(self, rest: tuple[float, ...], step_s: float) -> Any:
-        """The change that runs is over; it itself, where it is to be taken back."""
-        self.ended, trial, self.running = None, self.running, None
+        Args:
+            change: The change.
+            deciding_times: Seconds that the decision was based on.
+            unchanged_times: Seconds that the change should not affect.
+        """
+        self.running = _Trial(change, deciding_times, unchanged_times)
+
+    def end(self, unchanged_times: tuple[float, ...], step_s: float) -> Any:
+        """End the trial; return its change if it must be taken back, else None.
+
+        A change stays if it has shortened the step, if other times have changed meanwhile, which hides its
+        effect, or if it took back an earlier change.
+
+        Args:
+            unchanged_times: Measured seconds that the change should not affect.
+            step_s: Measured seconds of a step.
+        """
+        trial = self.running
+        self.running = None
+        self.ended = None
         if trial is None:
             return None
         change = trial.change
-        stays = differ(trial.rest, rest) or step_s <= change.now_s * (1 - KEPT) or change.back
-        self.ended = change, step_s, stays
-        if not stays:
-            self._refused.append(trial)
-        return None if stays else change
+        has_saved_time = step_s <= change.now_s * (1 - KEPT)
+        others_differ = differ(trial.unchanged_times, unchanged_times)
+        stays = others_differ or has_saved_time or change.back
+        self.ended = EndedTrial(change, step_s, stays)
+        if stays:
+            return None
+        self._rejected.append(trial)
+        return change
 
-    def refused(self, key: Any, figures: tuple[float, ...]) -> bool:
-        """Whether it was taken back, and what it was decided on has not changed."""
+    def refused(self, key: Any, deciding_times: tuple[float, ...]) -> bool:
+        """Return whether a change was taken back before, when the measured times were similar."""
         return any(
-            trial.change.key == key and not differ(trial.figures, figures)
-            for trial in self._refused
+            trial.change.key == key and not differ(trial.deciding_times, deciding_times)
+            for trial in self._rejected
         )
 
 
 class PipelineEvaluator:
-    """Of one job. network_api: of its pipeline's groups."""
+    """Decisions on the micro-batches in flight of one job."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        self.network_api, self.options, self.engine = network_api, options, engine
+        """Prepare to decide.
+
+        Args:
+            network_api: VERBS for NCCL, SOCKETS for gloo, of the pipeline's groups.
+            options: Options of the job.
+            engine: Abilities of the training framework.
+        """
+        self.network_api = network_api
+        self.options = options
+        self.engine = engine
         self.trials = Trials()
-        self._left: tuple[float, ...] = ()  # loads that called for no change
+        self._times_without_change: tuple[float, ...] = ()  # for which no change was found
 
     def next(self, plan: Plan, step_s: float) -> Change | None:
-        """What to change now, in a job whose steps take step_s with `plan`, which is measured()."""
-        loads = _figures(plan, [load.stage_link_s for load in plan.loads])
-        if self.trials.running is None and self._left and not differ(self._left, loads, SAME):
+        """Return the next change, or None.
+
+        Args:
+            plan: Plan with measured times (measured()).
+            step_s: Measured seconds of a step.
+        """
+        times = _times_of(plan, [load.stage_link_s for load in plan.loads])
+        is_unchanged = bool(self._times_without_change) and not differ(
+            self._times_without_change, times, SAME
+        )
+        if self.trials.running is None and is_unchanged:
             self.trials.ended = None
             return None
         change = self._next(plan, step_s)
-        self._left = () if change else loads
+        self._times_without_change = () if change else times
         return change
 
     def _next(self, plan: Plan, step_s: float) -> Change | None:
+        """Return the next change, or None, if measured times have changed or a trial runs."""
         decided = self._decisions(plan)
         stage_links, _ = decided.stage_link_seconds()
-        now, figures = plan.traffic_of(self.network_api).in_flight, _figures(plan, stage_links)
-        back = self.trials.end(figures, step_s)
-        in_flight = back.before if back is not None else decided.in_flight()
-        if back is None and self.options.inflight == "auto":
+        now = plan.traffic_of(self.network_api).in_flight
+        times = _times_of(plan, stage_links)
+        rejected = self.trials.end(times, step_s)
+        takes_back = rejected is not None
+        in_flight = rejected.before if takes_back else decided.in_flight()
+        if not takes_back and self.options.inflight == "auto":
             in_flight = quickest(plan, stage_links, in_flight)
-        sizes = plan.sizes
-        if (
-            not in_flight and now and sizes is not None
-        ):  # the engine's own schedule would do as well
-            of_1f1b = range(sizes.pipeline, 0, -1)
-            in_flight = tuple(min(count, plan.workload.micro_batches) for count in of_1f1b)
+        if not in_flight and now and plan.sizes is not None:
+            # The engine's own schedule (1F1B) would do. A running job can only change the counts.
+            counts_of_1f1b = range(plan.sizes.pipeline, 0, -1)
+            in_flight = tuple(min(count, plan.workload.micro_batches) for count in counts_of_1f1b)
         if in_flight == now:
             return None
-        then_s = (
-            step_s + pipeline_s(plan, stage_links, in_flight) - pipeline_s(plan, stage_links, now)
-        )
-        if back is None and (
-            then_s > step_s * (1 - GAIN) or self.trials.refused(in_flight, figures)
-        ):
-            return None
-        return Change(now, in_flight, step_s, then_s, *passes_s(plan.loads), back=back is not None)
+        pipeline_now_s = pipeline_s(plan, stage_links, now)
+        pipeline_then_s = pipeline_s(plan, stage_links, in_flight)
+        then_s = step_s + pipeline_then_s - pipeline_now_s
+        if not takes_back:
+            saves_enough = then_s <= step_s * (1 - GAIN)
+            if not saves_enough or self.trials.refused(in_flight, times):
+                return None
+        forward_s, backward_s = passes_s(plan.loads)
+        return Change(now, in_flight, step_s, then_s, forward_s, backward_s, back=takes_back)
 
     def taken(self, change: Change, plan: Plan) -> None:
-        """All ranks go on with it; `plan`: the measured one that it was decided on."""
-        figures = _figures(plan, self._decisions(plan).stage_link_seconds()[0])
-        self.trials.begin(change, figures, figures)
+        """Begin the trial of a change that all ranks adopt.
+
+        Args:
+            change: The change.
+            plan: Plan with measured times that the decision was based on.
+        """
+        stage_links, _ = self._decisions(plan).stage_link_seconds()
+        times = _times_of(plan, stage_links)
+        self.trials.begin(change, deciding_times=times, unchanged_times=times)
 
     def _decisions(self, plan: Plan) -> Decisions:
         return decisions(plan, self.network_api, self.options, self.engine)
 
 
-def _figures(plan: Plan, stage_links: Sequence[float]) -> tuple[float, ...]:
-    forward, backward = passes_s(plan.loads)
-    return *forward, *backward, *stage_links
+def _times_of(plan: Plan, stage_links: Sequence[float]) -> tuple[float, ...]:
+    """Return the seconds of all stages' passes and of all stage links."""
+    forward_s, backward_s = passes_s(plan.loads)
+    return *forward_s, *backward_s, *stage_links
 
 
-def differ(some: Sequence[float], others: Sequence[float], part: float = OTHER) -> bool:
-    """Whether seconds of a pipeline are others: by more than a part of its longest pass or stage link."""
-    slack = part * max(*some, *others)
-    return any(abs(a - b) > slack for a, b in zip(some, others))
+def differ(times: Sequence[float], other_times: Sequence[float], share: float = OTHER) -> bool:
+    """Return whether two lists of seconds differ by more than a share of the longest time."""
+    tolerance = share * max(*times, *other_times)
+    return any(abs(first - second) > tolerance for first, second in zip(times, other_times))

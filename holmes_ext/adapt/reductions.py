@@ -1,11 +1,13 @@
-"""Decides again, of what a running job's sums of gradients took, how each stage sums them: in one ring or in
-a hierarchical all-reduce, in which buckets or chunks, how across.
+"""Decides again how each stage of a running job sums gradients, from measured times of the sums.
 
-    measured_networks(plan, ...)   the plan with each network as fast as the sums on it were
-    SumEvaluator                   step after step: what to change, whether it brought what was predicted
+The choice is between one ring and a hierarchical all-reduce, with sizes of buckets or chunks and the
+algorithm between clusters.
 
-The price and the code are those of the start (plan/decide.py), and nothing flaps, as in adapt/pipeline.py.
-A sum that goes another way adds in another order: losses differ by float32's rounding from there on.
+    measured_networks()    returns the plan with the rates of networks that follow from the measured sums
+    SumEvaluator           chooses a change after each window of steps, and checks its effect
+
+Prices and rules are those of the plan at the start (plan/decide.py). Flapping is prevented as in
+adapt/pipeline.py. Another algorithm adds in another order, so losses differ by rounding from then on.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil, log2
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 from holmes_ext.adapt.pipeline import GAIN, MEASURED, Trials
 from holmes_ext.cluster.fabric import ETHERNET
@@ -26,72 +28,86 @@ from holmes_ext.plan.plan import Plan
 from holmes_ext.plan.traffic import ReductionSpec
 from holmes_ext.units import format_bytes
 
+if TYPE_CHECKING:
+    from holmes_ext.plan.traffic import CrossClusterAlgorithm
+
 
 @dataclass(frozen=True)
 class Summed:
-    """What the ranks of a stage measured of a step's sums. reduction: how they went; size: bytes of a rank;
-    seconds: that they were under way; exposed_s: that the program stood still for them; busy: network ->
-    seconds in which it carried them; end_s: of the stage's last backward pass, after the first one's."""
+    """Measurements of the sums of gradients of one stage in a step."""
 
-    reduction: ReductionSpec
-    size: float
-    seconds: float
-    exposed_s: float
+    reduction: ReductionSpec  # algorithm of the sums
+    size: float  # bytes of gradients of a rank
+    seconds: float  # while sums were under way
+    exposed_s: float  # seconds that the program waited for sums
+    #: Network -> seconds of carrying sums.
     busy: Mapping[str, float] = field(default_factory=dict)
+    #: End of the stage's last backward pass, in seconds after that of the stage that ends first.
     end_s: float = 0.0
 
     @property
     def hierarchical(self) -> bool:
+        """True if the sums are hierarchical."""
         return is_hierarchical(self.reduction, self.size)
 
 
 @dataclass(frozen=True)
 class SumChange:
-    """From one way of every stage to sum `size` bytes to another. now_s, then_s: seconds of a step, measured
-    and predicted; back: a change is taken back."""
+    """Change of the algorithms that sum gradients."""
 
-    before: tuple[ReductionSpec, ...]
-    after: tuple[ReductionSpec, ...]
-    size: float
-    now_s: float
-    then_s: float
-    back: bool = False
+    before: tuple[ReductionSpec, ...]  # of each stage, before the change
+    after: tuple[ReductionSpec, ...]  # of each stage, after the change
+    size: float  # bytes of gradients
+    now_s: float  # measured seconds of a step before the change
+    then_s: float  # predicted seconds of a step after the change
+    back: bool = False  # whether an earlier change is taken back
 
     @property
-    def key(self) -> tuple[Any, ...]:
-        """What tells it from others: sizes of buckets and chunks that are about the same count as one."""
+    def key(self) -> tuple[_ReductionKey, ...]:
+        """Value that is equal for changes with a similar result: sizes are rounded to powers of two."""
         return tuple(map(self._key, self.after))
 
-    def _key(self, reduction: ReductionSpec) -> tuple[Any, ...]:
+    def _key(self, reduction: ReductionSpec) -> _ReductionKey:
         if is_hierarchical(reduction, self.size):
-            return True, reduction.across, round(log2(reduction.chunk_bytes))
-        return False, None, round(log2(reduction.bucket_bytes))
+            return _ReductionKey(True, reduction.across, round(log2(reduction.chunk_bytes)))
+        return _ReductionKey(False, None, round(log2(reduction.bucket_bytes)))
 
     def adapted(self, plan: Plan, network_api: str) -> Plan:
-        """`plan` as a job goes on with it: what was measured has decided, not the nominal model."""
-        traffic = tuple(
-            replace(known, reductions=self.after) if network_api in known.network_apis else known
-            for known in plan.traffic
-        )
-        return replace(plan, traffic=traffic, basis=MEASURED)
+        """Return a plan with this change, which is based on measurements instead of a nominal model."""
+        all_traffic = []
+        for traffic in plan.traffic:
+            if network_api in traffic.network_apis:
+                traffic = replace(traffic, reductions=self.after)
+            all_traffic.append(traffic)
+        return replace(plan, traffic=tuple(all_traffic), basis=MEASURED)
 
     @property
     def text(self) -> str:
-        pairs = zip(self.after, self.before)
-        stage = next(stage for stage, (now, before) in enumerate(pairs) if now != before)
-        of = f" of stage {stage}" if len(self.after) > 1 else ""
-        return (
-            f"gradients{of} {reduction_text(self.after[stage], self.size)} (were "
-            f"{reduction_text(self.before[stage], self.size)})"
-        )
+        """Description of the first stage that changes, for messages."""
+        stage = 0
+        while self.after[stage] == self.before[stage]:
+            stage += 1
+        of_stage = f" of stage {stage}" if len(self.after) > 1 else ""
+        after = reduction_text(self.after[stage], self.size)
+        before = reduction_text(self.before[stage], self.size)
+        return f"gradients{of_stage} {after} (were {before})"
+
+
+class _ReductionKey(NamedTuple):
+    """Properties for the comparison of two algorithms."""
+
+    is_hierarchical: bool
+    across: CrossClusterAlgorithm | None
+    log2_bytes: int  # of a chunk or a bucket
 
 
 def is_hierarchical(reduction: ReductionSpec, size: float) -> bool:
+    """Return whether gradients of so many bytes are summed hierarchically."""
     return bool(reduction.clusters) and size >= reduction.hierarchical_from
 
 
 def reduction_text(reduction: ReductionSpec, size: float) -> str:
-    """Of `size` bytes."""
+    """Return a description of how gradients of so many bytes are summed, for messages."""
     if not is_hierarchical(reduction, size):
         return f"in one ring, in buckets of {format_bytes(reduction.bucket_bytes)}"
     route = f" by {reduction.across.algorithm}" if reduction.across is not None else ""
@@ -101,26 +117,35 @@ def reduction_text(reduction: ReductionSpec, size: float) -> str:
 def measured_networks(
     plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
 ) -> Plan:
-    """`plan` with each network that the stages' sums were on as fast as they found it."""
-    slower: dict[str, float] = {}
+    """Return a plan whose networks have the rates that follow from the measured sums.
+
+    Networks without sums keep their rates.
+
+    Args:
+        plan: The plan.
+        network_api: VERBS for NCCL, SOCKETS for gloo.
+        options: Options of the job.
+        engine: Abilities of the training framework.
+        summed: Measurements of each stage.
+    """
+    slowdown: dict[str, float] = {}  # network -> measured time / predicted time
     decided = _by_size(plan, network_api, options, engine, summed)
     for stage, stage_sums in enumerate(summed):
         for name, price in _networks(decided[stage_sums.size], stage, stage_sums):
-            busy, predicted = (
-                stage_sums.busy.get(name, 0.0) - price.latency_s,
-                stage_sums.size * price.byte_s,
-            )
-            if busy > 0 and predicted > 0:
-                slower[name] = max(slower.get(name, 0.0), busy / predicted)
-    fabrics = tuple(
-        replace(fabric, rate_bps=max(1, round(fabric.rate_bps / slower.get(fabric.name, 1.0))))
-        for fabric in plan.fabrics
-    )
-    return replace(plan, fabrics=fabrics, wan=plan.wan.scaled(1 / slower.get(ETHERNET, 1.0)))
+            measured_s = stage_sums.busy.get(name, 0.0) - price.latency_s
+            predicted_s = stage_sums.size * price.byte_s
+            if measured_s > 0 and predicted_s > 0:
+                slowdown[name] = max(slowdown.get(name, 0.0), measured_s / predicted_s)
+    fabrics = []
+    for fabric in plan.fabrics:
+        rate_bps = round(fabric.rate_bps / slowdown.get(fabric.name, 1.0))
+        fabrics.append(replace(fabric, rate_bps=max(1, rate_bps)))
+    wan = plan.wan.scaled(1 / slowdown.get(ETHERNET, 1.0))
+    return replace(plan, fabrics=tuple(fabrics), wan=wan)
 
 
 def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[str, Price]]:
-    """The networks on which a stage's sums are, with what the slowest of its groups takes on them."""
+    """Yield (network, price) of the networks that a stage's sums use, for each of its groups."""
     for sums in decided.prices.sums(decided.placement, stage):
         if not summed.hierarchical:
             if sums.flat.load.fabric is not None:
@@ -135,106 +160,149 @@ def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[
 
 
 def _ring(sums: Sums, reduction: ReductionSpec, size: float) -> Price:
-    """One bucket after the other."""
+    """Return the price of a ring all-reduce of gradients of so many bytes, bucket by bucket."""
     once = sums.flat.once
-    return replace(once, latency_s=once.latency_s * max(1, ceil(size / reduction.bucket_bytes)))
+    bucket_count = max(1, ceil(size / reduction.bucket_bytes))
+    return replace(once, latency_s=once.latency_s * bucket_count)
 
 
 def _by_size(
     plan: Plan, network_api: str, options: Options, engine: EngineTraits, summed: Sequence[Summed]
 ) -> dict[float, Decisions]:
-    """The start's decisions for each number of bytes that a stage sums; stages of one size share them."""
-    plans = {
-        size: replace(plan, workload=replace(plan.workload, gradient_bytes=size), basis=MEASURED)
-        for size in {stage_sums.size for stage_sums in summed}
-    }
-    return {
-        size: decisions(sized_plan, network_api, options, engine)
-        for size, sized_plan in plans.items()
-    }
+    """Return the decisions of the plan's rules for each number of gradient bytes.
+
+    Returns:
+        Bytes of gradients of a stage -> decisions. Stages with the same number share them.
+    """
+    decided = {}
+    for size in {stage_sums.size for stage_sums in summed}:
+        workload = replace(plan.workload, gradient_bytes=size)
+        plan_for_size = replace(plan, workload=workload, basis=MEASURED)
+        decided[size] = decisions(plan_for_size, network_api, options, engine)
+    return decided
+
+
+class _Choice(NamedTuple):
+    """Algorithm for the sums of one stage."""
+
+    reduction: ReductionSpec
+    seconds: float  # of the sums in a step: predicted, or measured for the current algorithm
 
 
 class SumEvaluator:
-    """Of one job. network_api: of its data-parallel groups."""
+    """Decisions on how one job sums gradients."""
 
     def __init__(self, network_api: str, options: Options, engine: EngineTraits):
-        self.known = network_api, options, engine
+        """Prepare to decide.
+
+        Args:
+            network_api: VERBS for NCCL, SOCKETS for gloo, of the data-parallel groups.
+            options: Options of the job.
+            engine: Abilities of the training framework.
+        """
+        self.network_api = network_api
+        self.options = options
+        self.engine = engine
         self.trials = Trials()
 
     def next(self, plan: Plan, summed: Sequence[Summed], step_s: float) -> SumChange | None:
-        """What to change now, in a job whose steps take step_s with `plan`."""
-        learned = measured_networks(plan, *self.known, summed)
-        figures, current = (
-            _figures(learned, summed),
-            tuple(stage_sums.reduction for stage_sums in summed),
-        )
+        """Return the next change, or None.
+
+        Args:
+            plan: Current plan of the job.
+            summed: Measurements of each stage.
+            step_s: Measured seconds of a step.
+        """
+        measured_plan = self._with_measured_networks(plan, summed)
+        current = tuple(stage_sums.reduction for stage_sums in summed)
         size = max(stage_sums.size for stage_sums in summed)
-        if (back := self.trials.end(_rest(summed, step_s), step_s)) is not None:
-            return SumChange(current, back.before, size, step_s, back.now_s, back=True)
-        decided, before = (
-            _by_size(known_plan, *self.known, summed) for known_plan in (learned, plan)
-        )
-        choices = [
-            self._best(decided[stage_sums.size], before[stage_sums.size], stage, stage_sums)
-            for stage, stage_sums in enumerate(summed)
-        ]
-        after = tuple(reduction for reduction, _ in choices)
+        rejected = self.trials.end(_times_without_sums(summed, step_s), step_s)
+        if rejected is not None:
+            return SumChange(current, rejected.before, size, step_s, rejected.now_s, back=True)
+        decided = _by_size(measured_plan, self.network_api, self.options, self.engine, summed)
+        before = _by_size(plan, self.network_api, self.options, self.engine, summed)
+        choices = []
+        for stage, stage_sums in enumerate(summed):
+            size_of_stage = stage_sums.size
+            choice = self._best(decided[size_of_stage], before[size_of_stage], stage, stage_sums)
+            choices.append(choice)
+        after = tuple(choice.reduction for choice in choices)
         if after == current:
             return None
-        ends = [
-            stage_sums.end_s + max(0.0, stage_sums.exposed_s - stage_sums.seconds + seconds)
-            for stage_sums, (reduction, seconds) in zip(summed, choices)
-        ]
-        then_s = (
-            step_s
-            + max(ends)
-            - max(stage_sums.end_s + stage_sums.exposed_s for stage_sums in summed)
-        )
+        ends_now_s = []  # ends of the waits for sums, by stage
+        ends_then_s = []
+        for stage_sums, choice in zip(summed, choices):
+            exposed_then_s = stage_sums.exposed_s - stage_sums.seconds + choice.seconds
+            ends_now_s.append(stage_sums.end_s + stage_sums.exposed_s)
+            ends_then_s.append(stage_sums.end_s + max(0.0, exposed_then_s))
+        then_s = step_s + max(ends_then_s) - max(ends_now_s)
         change = SumChange(current, after, size, step_s, then_s)
-        return (
-            None
-            if then_s > step_s * (1 - GAIN) or self.trials.refused(change.key, figures)
-            else change
-        )
+        saves_enough = then_s <= step_s * (1 - GAIN)
+        times = _times_on_networks(measured_plan, summed)
+        if not saves_enough or self.trials.refused(change.key, times):
+            return None
+        return change
 
     def _best(
         self, decided: Decisions, before: Decisions, stage: int, stage_sums: Summed
-    ) -> tuple[ReductionSpec, float]:
-        """How the rules of the start let a stage sum, and the predicted seconds. The current way, and its
-        measured seconds, where the new one is no faster, or sums hierarchically over other networks inside
-        clusters than the current plan's, for which the groups were built. decided: of the learned plan;
-        before: of the current one."""
-        current, current_s, size = stage_sums.reduction, stage_sums.seconds, stage_sums.size
-        reduction = replace(decided.reduction(stage, current.overlap), compress=current.compress)
+    ) -> _Choice:
+        """Return the algorithm that the plan's rules choose for a stage, or the current one if it is faster.
+
+        A hierarchical all-reduce over other networks inside clusters than in the current plan is not chosen:
+        the process groups are made for those.
+
+        Args:
+            decided: Decisions for the plan with measured networks.
+            before: Decisions for the current plan.
+            stage: Number of the stage.
+            stage_sums: Measurements of the stage.
+        """
+        size = stage_sums.size
+        current = _Choice(stage_sums.reduction, stage_sums.seconds)
+        planned = decided.reduction(stage, current.reduction.overlap)
+        reduction = replace(planned, compress=current.reduction.compress)
         groups = decided.prices.sums(decided.placement, stage)
         if is_hierarchical(reduction, size):
-            if list(map(_inside, groups)) != list(
-                map(_inside, before.prices.sums(before.placement, stage))
-            ):
-                return current, current_s
+            groups_before = before.prices.sums(before.placement, stage)
+            networks = [_networks_inside(group) for group in groups]
+            if networks != [_networks_inside(group) for group in groups_before]:
+                return current
             seconds = max(group.both.seconds(size) for group in groups if group.both is not None)
         else:
             seconds = max(_ring(group, reduction, size).seconds(size) for group in groups)
-        return (reduction, seconds) if seconds < current_s else (current, current_s)
+        if seconds >= current.seconds:
+            return current
+        return _Choice(reduction, seconds)
 
     def taken(self, change: SumChange, plan: Plan, summed: Sequence[Summed]) -> None:
-        """All ranks go on with it; it was decided on what was `summed`."""
-        figures = _figures(measured_networks(plan, *self.known, summed), summed)
-        self.trials.begin(change, figures, _rest(summed, change.now_s))
+        """Begin the trial of a change that all ranks adopt.
+
+        Args:
+            change: The change.
+            plan: Plan before the change.
+            summed: Measurements that the decision was based on.
+        """
+        times = _times_on_networks(self._with_measured_networks(plan, summed), summed)
+        unchanged_times = _times_without_sums(summed, change.now_s)
+        self.trials.begin(change, deciding_times=times, unchanged_times=unchanged_times)
+
+    def _with_measured_networks(self, plan: Plan, summed: Sequence[Summed]) -> Plan:
+        return measured_networks(plan, self.network_api, self.options, self.engine, summed)
 
 
-def _inside(sums: Sums) -> list[str]:
-    """The networks inside clusters of a sum hierarchically."""
-    loads = sums.both.insides if sums.both is not None else ()
-    return [load.fabric.name for load in loads if load.fabric is not None]
+def _networks_inside(sums: Sums) -> list[str]:
+    """Return the networks that a hierarchical all-reduce uses inside clusters; [] if there is none."""
+    if sums.both is None:
+        return []
+    return [load.fabric.name for load in sums.both.insides if load.fabric is not None]
 
 
-def _rest(summed: Sequence[Summed], step_s: float) -> tuple[float]:
-    """Seconds of a step without its wait for sums."""
+def _times_without_sums(summed: Sequence[Summed], step_s: float) -> tuple[float]:
+    """Return the seconds of a step without the longest wait for sums."""
     return (step_s - max(stage_sums.exposed_s for stage_sums in summed),)
 
 
-def _figures(plan: Plan, summed: Sequence[Summed]) -> tuple[float, ...]:
-    """Seconds of the largest sum's bytes on each network."""
-    size = max(stage_sums.size for stage_sums in summed)
-    return tuple(8 * size / fabric.rate_bps for fabric in plan.fabrics)
+def _times_on_networks(plan: Plan, summed: Sequence[Summed]) -> tuple[float, ...]:
+    """Return the seconds that the bytes of the largest sum take on each network."""
+    size_bits = 8 * max(stage_sums.size for stage_sums in summed)
+    return tuple(size_bits / fabric.rate_bps for fabric in plan.fabrics)

@@ -141,6 +141,6 @@ def stage_links_of(reports: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def _direction(sent: _Messages, received: _Messages) -> Direction:
     """Return the messages of a direction from the lists in two ranks' reports."""
-    send_times = dict(sent)
+    send_times = {micro_batch: float(sent_at) for micro_batch, sent_at in sent}
     receives = {micro_batch: Receive(*times) for micro_batch, *times in received}
     return Direction(send_times, receives)

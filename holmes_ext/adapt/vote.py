@@ -3,7 +3,7 @@
 A round of votes. A thread of each rank runs it beside the training thread (Vote.round):
 
     1  every rank   stores its measurements of a window of steps                        key figures
-    2  rank 0       stores a proposal: a change and the step with which it begins       key proposal
+    2  rank 0       stores a proposal: a change and the first step with it              key proposal
     3  every rank   votes yes if it has not reached that step and has room (agree)      key votes, a counter
     4  verdict      the rank with the last yes sets "take"; a rank that says no, or
                     rank 0 after a time limit, sets "keep". The first verdict stands
@@ -58,7 +58,7 @@ class _Pending:
     """Change for which this rank has voted yes."""
 
     number: int  # of the round
-    at: int  # step with which the change begins
+    at: int  # first step with the change
     change: Any
     verdict: str = ""  # "" if it is not known yet
 
@@ -94,7 +94,7 @@ class Boundary:
 
         Args:
             number: Number of the round.
-            at: Step with which the change begins.
+            at: First step with the change.
             change: The change.
         """
         with self._lock:

@@ -47,7 +47,7 @@ def await_at_exit(ended: threading.Event, seconds: float) -> None:
 
 
 def before_exit(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Return a callback that calls a function of one argument, and for which the interpreter's exit waits."""
+    """Return a callback that calls a function; the interpreter's exit waits for the call."""
     ended = threading.Event()
     await_at_exit(ended, CALLS_S)
 

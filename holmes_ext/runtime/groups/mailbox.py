@@ -216,7 +216,7 @@ class Mailbox:
 
     @property
     def has_forms(self) -> bool:
-        """Whether the shapes and dtypes of all neighbours' messages are known, so that begin() may be called.
+        """True if the shapes and dtypes of all neighbours' messages are known, so that begin() may be called.
 
         All ranks of a pipeline have the same answer.
         """
@@ -234,7 +234,7 @@ class Mailbox:
         Args:
             flight: Order of the passes and messages of all stages.
             micro_batches: Micro-batches of the step.
-            like: Any tensor on the device on which receive buffers are allocated.
+            like: Any tensor on the device for receive buffers.
         """
         self.is_open = True
         self._device_tensor = like

@@ -194,7 +194,7 @@ class _PostedReceive(NamedTuple):
 class RelayedChunk:
     """A chunk that is summed by way of other clusters."""
 
-    blocks: list[DividedTensor]  # blocks of which this rank has its cluster's sum
+    blocks: list[DividedTensor]  # blocks whose cluster sum this rank has
     receives_of_round: list[list[_PostedReceive]]
     sends: list[GlooTransfer] = field(default_factory=list)
 
@@ -269,7 +269,7 @@ class _Stream(NamedTuple):
 
 
 class DirectExchange:
-    """Reduce-scatter and all-gather over gloo in which each rank sends to each other rank directly.
+    """Reduce-scatter and all-gather over gloo; each rank sends to each other rank directly.
 
     Calls with different tags may run in different threads at the same time.
     """
@@ -313,9 +313,9 @@ class DirectExchange:
         """Replace this rank's part of each tensor by the sum of all owners' copies of it.
 
         Args:
-            tensors: Tensors of which this rank owns a part. They are exchanged at the same time.
+            tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
             tag: Tag of the messages.
-            residuals: Rounding errors of earlier calls, which the compression adds (error feedback).
+            residuals: Rounding errors of earlier calls, added by the compression (error feedback).
         """
         transfers: list[GlooTransfer] = []
         received: list[dict[int, torch.Tensor]] = []  # of each tensor: owner -> its encoded copy
@@ -340,9 +340,9 @@ class DirectExchange:
         """Replace every part of each tensor by its owner's copy of it.
 
         Args:
-            tensors: Tensors of which this rank owns a part. They are exchanged at the same time.
+            tensors: Tensors with a part owned by this rank. They are exchanged at the same time.
             tag: Tag of the messages.
-            residuals: Rounding errors of earlier calls, which the compression adds (error feedback).
+            residuals: Rounding errors of earlier calls, added by the compression (error feedback).
         """
         transfers: list[GlooTransfer] = []
         encoded_parts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (part, its encoding)
@@ -402,7 +402,7 @@ class DirectExchange:
         """Add all copies of this rank's part in the order of the owners, and store the sum in the part.
 
         Args:
-            tensor: The tensor of which this rank owns a part.
+            tensor: The tensor, with a part owned by this rank.
             received: Other owner -> its encoded copy of this rank's part. The buffers may be overwritten.
         """
         own_part = tensor.part_of(self._rank)

@@ -40,7 +40,7 @@ class Item:
         Args:
             name: Name of the parameter.
             parameter: The parameter.
-            dtype: Type in which the gradient is sent; None for the parameter's.
+            dtype: Type of the sent gradient; None for the parameter's.
         """
         dtype = dtype or parameter.dtype
         return cls(name, parameter.numel(), dtype.itemsize, (dtype, parameter.device))
@@ -83,7 +83,7 @@ def fill_buckets(
 
     Args:
         items: All gradients.
-        order: Indices of the gradients to divide, in the order in which they become final.
+        order: Indices of the gradients to divide, in the order of their last accumulation.
         limit_bytes: Largest size of a bucket; only a single larger gradient exceeds it.
 
     Returns:
@@ -117,14 +117,14 @@ def layout_digest(items: Sequence[Item], limit_bytes: int) -> int:
 
 
 class _PendingCopy(NamedTuple):
-    """A gradient into which the reduced values must be copied."""
+    """A gradient that is overwritten by the reduced values."""
 
     gradient: torch.Tensor
     view: torch.Tensor  # the gradient's elements in the buffer of the bucket
 
 
 class FlatBucket:
-    """Flat buffer in which several gradients are reduced together.
+    """Flat buffer that reduces several gradients together.
 
     In each step, fill() copies the gradients into the buffer, a reduction sums the buffer over the ranks, and
     store() brings the sums back into the gradients.

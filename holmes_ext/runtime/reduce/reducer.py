@@ -13,7 +13,7 @@ A training step:
                              stores the averages in the gradients
 
 The first armed step only observes, and finish() launches all its buckets. It counts how often each gradient
-is accumulated, to recognize the final one, and notes the order in which gradients become final (_learn).
+is accumulated, to recognize the final one, and notes the order of the final gradients (_learn).
 
 Invariant: all ranks of the group launch the same buckets in the same order. A bucket that is complete early
 waits for the buckets before it; otherwise ranks would reduce different buckets with each other. The order is
@@ -90,7 +90,7 @@ class GradientReducer:
     bucket was sent, a HolmesError is raised. Hooks of other libraries that change gradients must be
     registered before the reducer is made.
 
-    All ranks of the group must make the reducer, with the same parameters, which is checked.
+    All ranks of the group must make the reducer, with the same parameters.
 
     Args:
         parameters: Parameters, or (name, parameter) pairs. Those without requires_grad are left out.
@@ -101,7 +101,7 @@ class GradientReducer:
         average: Divide the sums by the number of ranks.
         predivide: Divide gradients by this number before the sum, and by ranks / predivide after it, against
             an overflow of float16.
-        communication_dtype: Type in which gradients are sent; None for their own.
+        communication_dtype: Type of the sent gradients; None for their own.
         compress: Compression between clusters in a hierarchical all-reduce: "off", "bf16" or "int8"; None for
             --holmes-compress-gradients.
         deferred: Parameters whose gradients are final only after the backward pass (tied weights); finish()
@@ -316,8 +316,8 @@ class GradientReducer:
         """Choose the reduction and make the buckets.
 
         Args:
-            order: Indices of the parameters that are not deferred, in the order in which their gradients
-                become final.
+            order: Indices of the parameters that are not deferred, in the order of their gradients'
+                last accumulation.
         """
         self._order = tuple(order)
         hooked = flat_bucket.fill_buckets(self._items, order, self.bucket_bytes)

@@ -99,7 +99,7 @@ class ThreadPipeline:
 
         Args:
             name: Part of the threads' names.
-            steps: Functions of one part, in the order in which each part passes them.
+            steps: Functions of one part, in the order of execution.
         """
         self._inboxes: list[queue.SimpleQueue] = [queue.SimpleQueue() for _ in steps]
         outboxes: list[queue.SimpleQueue | None] = [*self._inboxes[1:], None]

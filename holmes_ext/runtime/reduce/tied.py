@@ -42,7 +42,7 @@ class TiedSum:
         Args:
             ranks: Global ranks of both stages.
             reduction: Sums tensors over these ranks.
-            least_bytes: Size of a gradient, in bytes, from which on the hierarchical sum is faster.
+            least_bytes: Least size of a gradient, in bytes, for the hierarchical sum.
         """
         self.ranks = ranks
         #: Number of data-parallel ranks of one stage.
@@ -71,7 +71,7 @@ def tied_sum_of(group: Any, sizes: Sizes, device_type: str) -> TiedSum | None:
     The first call for a group makes process groups: all ranks of both stages must make it.
 
     Args:
-        group: Process group in which the engine sums the gradient: a rank of the first stage and its twin.
+        group: Process group of the engine's own sum: a rank of the first stage and its twin.
         sizes: Parallel sizes of the job.
         device_type: Device of the gradient, "cpu" or "cuda".
 

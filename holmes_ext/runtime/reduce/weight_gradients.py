@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 
 class _KeptLayer(NamedTuple):
-    """Tensors from which the weight gradient of a linear layer is computed."""
+    """Tensors that the weight gradient of a linear layer is computed from."""
 
     weight: Any
     layer_input: Any
