@@ -119,7 +119,11 @@ def session_with(options):
     def reduction(ranks, backend, *_):
         clusters = ("a", "b") if len(ranks) == 4 else ()
         return ReductionSpec(
-            False, 0, clusters, hierarchical_from=65, compress=options.get("compress_gradients", "off")
+            False,
+            0,
+            clusters,
+            hierarchical_from=65,
+            compress=options.get("compress_gradients", "off"),
         )
 
     plan, rank = build_plan(site()), torch.distributed.get_rank()

@@ -105,9 +105,14 @@ class PlannedPasses:
         The activation that arrives for this pass shows that the previous stage has received all gradients
         which it needed before its own forward pass. The mailbox may free those gradients.
         """
-        self.mailbox.sending_pass = (FORWARD, micro_batch)  # Mailbox.send labels the sent tensors with it
+        self.mailbox.sending_pass = (
+            FORWARD,
+            micro_batch,
+        )  # Mailbox.send labels the sent tensors with it
         yield from self._forward_instructions(micro_batch, self._buffer_idx(micro_batch))
-        self.mailbox.post_due_receives(FORWARD, micro_batch)  # posts the receives that are due after this pass
+        self.mailbox.post_due_receives(
+            FORWARD, micro_batch
+        )  # posts the receives that are due after this pass
         if self.stage_id > 0:
             gradients_received = self.gradients_received_above[micro_batch]
             last_received = gradients_received - 1  # micro-batches are counted from 0

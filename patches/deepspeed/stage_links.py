@@ -65,7 +65,9 @@ def _mailbox_in_use() -> Mailbox | None:
     """
     if _mailbox is None:
         return None
-    is_recording = _mailbox.is_recording  # the first step, in which the mailbox records what is sent
+    is_recording = (
+        _mailbox.is_recording
+    )  # the first step, in which the mailbox records what is sent
     is_transferring = _mailbox.is_open  # a later step
     if is_transferring or is_recording:
         return _mailbox
@@ -289,7 +291,9 @@ def _exec_schedule(current, call, instance, pipe_schedule):
     if not _mailbox.has_forms:  # it has no record yet
         _mailbox.start_recording()
         result = call()
-        _mailbox.finish_recording(instance.micro_batches)  # divides the recorded messages by the micro-batches
+        _mailbox.finish_recording(
+            instance.micro_batches
+        )  # divides the recorded messages by the micro-batches
         return result
     import torch
 

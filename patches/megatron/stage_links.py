@@ -133,7 +133,10 @@ class _Step:
         """
         micro_batch = self.sent_count[kind] // self.messages_per_pass
         self.sent_count[kind] += 1
-        self.mailbox.sending_pass = (kind, micro_batch)  # the pass that sends; mailbox.send() reads it
+        self.mailbox.sending_pass = (
+            kind,
+            micro_batch,
+        )  # the pass that sends; mailbox.send() reads it
         self.mailbox.send(tensor, peer)
         is_last_message_of_pass = self.sent_count[kind] % self.messages_per_pass == 0
         if is_last_message_of_pass:
