@@ -291,7 +291,8 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 def verdict(summary: Summary) -> str:
     """Return the last line of a report: the slowest rank, and the network that costs most.
 
-    A network that is slower than its configured rate counts more than the rank for which other ranks wait.
+    A network that is slower than its configured rate counts more than the rank for which other
+    ranks wait.
     """
     rank = summary.slowest
     line = (
