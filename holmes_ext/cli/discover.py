@@ -39,8 +39,8 @@ CAPTURE = (
 )
 
 _EPILOG = f"""\
-To show the NICs of another machine, run the command below there. It writes /tmp/HOSTNAME.tar.gz. Unpack the file
-here with `tar -xzf HOSTNAME.tar.gz`, and pass the folder HOSTNAME to --sysfs:
+To show the NICs of another machine, run the command below there. It writes /tmp/HOSTNAME.tar.gz.
+Unpack the file here with `tar -xzf HOSTNAME.tar.gz`, and pass the folder HOSTNAME to --sysfs:
 
 {CAPTURE}
 

@@ -333,7 +333,9 @@ def _check_frameworks(imports: bool) -> list[Finding]:
 def _gather(
     process: launcher.Process, check: NodeCheck | None, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """Send the check of this node to rank 0, which returns those of all nodes. Other ranks return [].
+    """Send the check of this node to rank 0, and return those of all nodes there.
+
+    Other ranks return an empty list.
 
     Args:
         process: This process.

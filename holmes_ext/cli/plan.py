@@ -1,4 +1,4 @@
-"""Command `holmes plan`: places the pipeline stages of a job, chooses networks, predicts step times."""
+"""Command `holmes plan`: places pipeline stages, chooses networks, predicts step times."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.plan.workload import Workload
 from holmes_ext.words import some_of
 
-_ABOUT = """Place the pipeline stages of a job on nodes, choose the network of each group, and predict the step
-time: for a training command after --, for given sizes, or for the best sizes of a model."""
+_ABOUT = """Place the pipeline stages of a job on nodes, choose the network of each group, and predict
+the step time: for a training command after --, for given sizes, or for the best sizes of a model."""
 _EPILOG = """\
 Four kinds of use:
 
@@ -42,8 +42,8 @@ Four kinds of use:
   holmes plan --cluster FILE --pipeline 2                    place the stages of given sizes
   holmes plan --nodes 12 --from-cluster FILE -- COMMAND      choose 12 nodes to request from the scheduler
 
-Exit status: 0 for success, 1 if a group of the given sizes spans networks, 2 on bad input, 130 after Ctrl-C
-(the best plan found until then is printed)."""
+Exit status: 0 for success, 1 if a group of the given sizes spans networks, 2 on bad input, 130 after
+Ctrl-C (the best plan found until then is printed)."""
 
 
 #: Columns of the table of stages.
@@ -58,7 +58,9 @@ _STAGE_COLUMNS = (
 
 def add_parser(subparsers: Any) -> None:
     """Add the parser of the command."""
-    summary = "place a job's pipeline stages and predict step times: now, with holmes, and with the best sizes"
+    summary = (
+        "place pipeline stages and predict step times: now, with holmes, and with the best sizes"
+    )
     parser = subparsers.add_parser("plan", help=summary, description=_ABOUT, epilog=_EPILOG)
     _add_job_arguments(parser)
     _add_workload_arguments(parser)
@@ -116,7 +118,7 @@ def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for the times and message sizes of a model that is not described otherwise."""
+    """Add the arguments for the times and message sizes of a nominal model."""
     title = "computation and messages of the model (nominal values unless given)"
     add = parser.add_argument_group(title).add_argument
     add(
