@@ -3,12 +3,13 @@
     bridge eth0 (cluster 0) -- TAP wan0 --+              +-- TAP wan1 -- bridge eth1 (cluster 1)
                                       [uplink 0] -> [link 0-1] -> latency -> [uplink 1]
 
-It reads frames from one TAP, holds each until it has passed what lies on its way, and writes it to the other
-cluster's. The TAPs exchange frames of up to 64 KiB whole (virtio-net headers, checksum and segmentation left
-to the receiver), so few system calls carry much. A link or an uplink is a clock for each direction, and
-everything that passes waits for it in turn, every pair of nodes with the same share: what is small does not
-wait behind all that a large message has sent before. What would wait longer than its buffer is dropped, as a
-router does. Needs only the standard library (the lab's keeper forks it); the kernel needs TUN/TAP, not netem.
+It reads frames from one TAP, holds each until it has passed what lies on its way, and writes it to
+the other cluster's. The TAPs exchange frames of up to 64 KiB whole (virtio-net headers, checksum
+and segmentation left to the receiver), so few system calls carry much. A link or an uplink is a
+clock for each direction, and everything that passes waits for it in turn, every pair of nodes with
+the same share: what is small does not wait behind all that a large message has sent before. What
+would wait longer than its buffer is dropped, as a router does. Needs only the standard library (the
+lab's keeper forks it); the kernel needs TUN/TAP, not netem.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 TUN_DEVICE = "/dev/net/tun"
-#: Seconds that it sleeps after each round of work, so that frames come and go in handfuls, half of it early
-#: or late: the tenth part of the least latency, between these.
+#: Seconds that it sleeps after each round of work, so that frames come and go in handfuls, half of
+#: it early or late: the tenth part of the least latency, between these.
 QUANTA_S = 400e-6, 1e-3
-#: A clock's buffer holds so many seconds of its rate at least; else two round trips of its longest way. Much,
-#: so that a link is its rate and its latency and no more: for each loss Reno halves its window, and wins a
-#: segment back in a round trip (over 20 ms and 100 Mb/s sums of 10 MB took 3 to 12 % longer with 0.1 s,
-#: docs/numbers.md).
+#: A clock's buffer holds so many seconds of its rate at least; else two round trips of its longest
+#: way. Much, so that a link is its rate and its latency and no more: for each loss Reno halves its
+#: window, and wins a segment back in a round trip (over 20 ms and 100 Mb/s sums of 10 MB took 3 to
+#: 12 % longer with 0.1 s, docs/numbers.md).
 LEAST_BUFFER_S = 3.0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -62,8 +63,8 @@ class Passing:
 
 class Clock:
     """One direction of something that has a rate: frames leave one after the other, those of flows that wait
-    at once in turn, so that each gets the same rate (self-clocked fair queueing, Golestani 1994). rate_bps on
-    the wire; seconds.
+    at once in turn, so that each gets the same rate (self-clocked fair queueing, Golestani 1994).
+    rate_bps on the wire; seconds.
     """
 
     def __init__(self, rate_bps: float, buffer_s: float):
@@ -101,8 +102,8 @@ class Clock:
 
 class Router:
     """What is on its way. clusters: for each the MAC address of its router and its uplink's wire rate (0:
-    unlimited); links: [cluster, cluster, wire rate (0: unlimited), one-way latency in seconds], both
-    directions alike; nodes: IPv4 address -> (cluster, MAC address)."""
+    unlimited); links: [cluster, cluster, wire rate (0: unlimited), one-way latency in seconds],
+    both directions alike; nodes: IPv4 address -> (cluster, MAC address)."""
 
     def __init__(
         self,

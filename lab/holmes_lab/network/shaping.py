@@ -4,9 +4,9 @@
             [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
             [ib1 ]--veth--[f0r1]  the same, for a second rail
 
-Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the node
-receives). Where the file describes the network between clusters, each has an Ethernet of its own
-(lab/network/crossing.py).
+Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the
+node receives). Where the file describes the network between clusters, each has an Ethernet of its
+own (lab/network/crossing.py).
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ RAILS_SYSCTL = {
 class LabNic:
     """One emulated NIC.
 
-    rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows;
-    port: its other end in the switch namespace; number: of its fabric among the fast ones (0: Ethernet); hca:
-    RDMA device; rail: its number among the fast NICs of its node.
+    rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs
+    shows; port: its other end in the switch namespace; number: of its fabric among the fast ones
+    (0: Ethernet); hca: RDMA device; rail: its number among the fast NICs of its node.
     """
 
     name: str
@@ -175,10 +175,10 @@ def _nic(
 class Shaping:
     """What tbf and the veth are told. Bytes; bits/s on the wire; peak_bps and peak_burst 0: no peak rate.
 
-    tbf lets `burst` bytes pass at once after a pause. Up to 700 Mb/s a small burst with small packets keeps
-    that below 10 % of 128 KiB. Faster links need a large burst, to make up for timers that fire late; there a
-    peak rate of 1.06 x paces it, packet by packet: at 2 Gb/s a message of 128 KiB after a pause is carried at
-    the rate, without at 2 x it.
+    tbf lets `burst` bytes pass at once after a pause. Up to 700 Mb/s a small burst with small
+    packets keeps that below 10 % of 128 KiB. Faster links need a large burst, to make up for timers
+    that fire late; there a peak rate of 1.06 x paces it, packet by packet: at 2 Gb/s a message of
+    128 KiB after a pause is carried at the rate, without at 2 x it.
     """
 
     rate_bps: int
@@ -215,9 +215,9 @@ def shaping(rate_bps: int) -> Shaping:
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
     """One line for `ip -batch` and one for `tc -batch` that shape `device`'s egress to `rate_bps` bits/s.
 
-    Another burst is another handle, so another queue: a packet of the old one that is longer than the new
-    burst would stand at its head for ever, and all traffic behind it (net/sched/sch_tbf.c, tbf_dequeue). TCP
-    sends again what the old queue held.
+    Another burst is another handle, so another queue: a packet of the old one that is longer than
+    the new burst would stand at its head for ever, and all traffic behind it (net/sched/sch_tbf.c,
+    tbf_dequeue). TCP sends again what the old queue held.
     """
     s = shaping(rate_bps)
     peak = f" peakrate {s.peak_bps}bit minburst {s.peak_burst}" if s.peak_bps else ""
