@@ -6,11 +6,9 @@ lab/measure.py runs it on 2 n nodes. Rank r < n sends to the r-th address, where
 receives.
 
     1. With "flood", all senders send for LEAD_S seconds, until TCP's window has opened, and for
-    FLOOD_S more, in
-       which the receivers count bytes. All start at the same time.
+       FLOOD_S more, in which the receivers count bytes. All start at the same time.
     2. With a single pair and sizes, the sender measures round trips of one byte, and messages of
-    SIZE bytes. The
-       receiver acknowledges each message with one byte before the next message is sent.
+       SIZE bytes. The receiver acknowledges each message with one byte before the next is sent.
 
 Each sender prints {"flood": bits/s, "round_trip": median in seconds, "seconds": [mean for each
 size]}. The program uses the standard library only.
