@@ -21,10 +21,11 @@ from holmes_ext.doctor.nics import DEFAULT_PREFIX, check_nics
 from holmes_ext.errors import HolmesError
 from holmes_ext.units import format_rate
 
-#: Shell command that captures the parts of /sys that `holmes discover` reads. Links stay links. Of the devices behind
-#: them, only the named files are read: reading others (PCI BARs, vpd) may disturb the machine. Each `find` begins with
-#: class/net, because without any path it would search all of /sys. tar warns that files shrank (/sys reports 4096
-#: bytes for each) and pads them with NULs, which is harmless.
+#: Shell command that captures the parts of /sys that `holmes discover` reads. Links stay links. Of
+#: the devices behind them, only the named files are read: reading others (PCI BARs, vpd) may
+#: disturb the machine. Each `find` begins with class/net, because without any path it would search
+#: all of /sys. tar warns that files shrank (/sys reports 4096 bytes for each) and pads them with
+#: NULs, which is harmless.
 CAPTURE = (
     "cd /sys && ip -j addr > /tmp/ip_addr.json; "
     "R='realpath -eq --relative-to=.'; "
@@ -38,8 +39,8 @@ CAPTURE = (
 )
 
 _EPILOG = f"""\
-To show the NICs of another machine, run the command below there. It writes /tmp/HOSTNAME.tar.gz. Unpack the file
-here with `tar -xzf HOSTNAME.tar.gz`, and pass the folder HOSTNAME to --sysfs:
+To show the NICs of another machine, run the command below there. It writes /tmp/HOSTNAME.tar.gz.
+Unpack the file here with `tar -xzf HOSTNAME.tar.gz`, and pass the folder HOSTNAME to --sysfs:
 
 {CAPTURE}
 
@@ -245,7 +246,8 @@ def _remarks(nic: Nic, findings: Sequence[Finding]) -> list[str]:
 def _by_use(nic: Nic) -> tuple[bool, bool, int, bool, int]:
     """Return a sort key that puts useful NICs first.
 
-    The order: usable NICs, NICs that are down, NICs that no job uses; within these, fast kinds and fast NICs first.
+    The order: usable NICs, NICs that are down, NICs that no job uses; within these, fast kinds and
+    fast NICs first.
     """
     lacks_address = not nic.addresses and nic.kind == "ethernet"
     kind_rank = list(KINDS).index(nic.kind)

@@ -1,4 +1,4 @@
-"""`holmes doctor`: is this machine, and is this command, fit for a job over several clusters?"""
+"""Command `holmes doctor`: checks machines and a training command without starting a job."""
 
 from __future__ import annotations
 
@@ -52,40 +52,47 @@ from holmes_ext.units import format_rate
 from holmes_ext.words import some_of
 
 _EPILOG = """\
-Several nodes side by side, in one of three ways:
+Several nodes are compared in one of three ways:
 
   holmes doctor --slurm --cluster cluster.toml          in a Slurm allocation (salloc, a batch script)
   srun (or torchrun --nproc-per-node 1, pdsh with its variables) holmes doctor --cluster cluster.toml
   holmes doctor --json > $(hostname).json               on each node; then, on one of them,
   holmes doctor --cluster cluster.toml --nodes *.json
 
-Exit status: 0 nothing wrong (notes do not count), 1 a problem was found, 2 bad input.
+Exit status: 0 without a problem (notes do not count), 1 if a problem was found, 2 on bad input.
 """
 
 
+#: Seconds between two looks at the store while rank 0 waits.
+_POLL_S = 0.05
+#: Nodes that a finding names.
+_MOST_NAMED = 6
+
+
 def add_parser(subparsers: Any) -> None:
+    """Add the parser of the command."""
     parser = subparsers.add_parser(
         "doctor",
         help="check this machine, its environment and a command, without starting a job",
-        description="Checks whether anything on this machine, in its environment or in a command would stop "
+        description="Check whether anything on this machine, in its environment or in a command would stop "
         "a job over several clusters. Nothing is started.",
         epilog=_EPILOG,
     )
     parser.add_argument(
-        "--cluster", metavar="FILE", help="cluster.toml: check nodes and command against it"
+        "--cluster", metavar="FILE", help="check nodes and command against a cluster.toml"
     )
     parser.add_argument(
         "--nodes",
         metavar="FILE",
         nargs="+",
         default=[],
-        help="what `holmes doctor --json` printed on other nodes: compare them",
+        help="compare nodes, from the output of `holmes doctor --json` on each",
     )
     parser.add_argument(
         "--sysfs",
         metavar="DIR",
         default=sysfs_root(os.environ),
-        help="root of a /sys tree (default: this machine's)",
+        help="read the /sys tree in DIR (default: this machine's /sys)",
     )
     parser.add_argument(
         "--check",
@@ -97,37 +104,44 @@ def add_parser(subparsers: Any) -> None:
         metavar="OPTIONS",
         nargs="?",
         const="",
-        help="on every node of the Slurm allocation, by srun, with --preflight; without an "
-        "allocation OPTIONS are srun's: --slurm='--nodes 4 --partition gpu'",
+        help="check every node of the Slurm allocation with srun and --preflight; without an "
+        "allocation, pass OPTIONS to srun: --slurm='--nodes 4 --partition gpu'",
     )
     parser.add_argument(
         "--preflight",
         action="store_true",
-        help="under a launcher: try the links between the nodes, as at a job's start",
+        help="try the links between the nodes, as at the start of a job; needs a launcher",
     )
     parser.add_argument(
         "--timeout",
         type=float,
         default=60.0,
         metavar="S",
-        help="under a launcher: seconds to wait for the other nodes (default: 60)",
+        help="wait S seconds for the other nodes of a launcher (default: 60)",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print JSON: of one node alone what --nodes takes"
+        "--json", action="store_true", help="print JSON, for one node in the format of --nodes"
     )
     parser.add_argument(
         "words",
         metavar="-- COMMAND",
         nargs=argparse.REMAINDER,
         default=[],
-        help="a training command to check",
+        help="check a training command",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the findings. 0: no problem; 1: some. HolmesError on bad input."""
+    """Check one node or several, and print the findings.
+
+    Returns:
+        The exit status: 1 if a problem was found, otherwise 0.
+
+    Raises:
+        HolmesError: the input is bad, or a node did not report.
+    """
     words = args.words[1:] if args.words[:1] == ["--"] else args.words
-    if words and not args.words[0] == "--":
+    if words and args.words[0] != "--":
         raise HolmesError(
             f"{words[0]!r} is not an option of holmes doctor; write the command to check after --"
         )
@@ -135,59 +149,84 @@ def run(args: argparse.Namespace) -> int:
     if args.slurm is not None:
         return _over_allocation(args, words, spec)
     process = launcher.detect(os.environ)
-    if args.preflight and process.world_size < 2:
+    if args.preflight and process.world_size <= 1:
         raise HolmesError(
             "--preflight tries the links between nodes: start it on several by a launcher, or --slurm"
         )
-    faults = False
+    is_port_excluded = False
     if process.world_size > 1:
-        documents = _gather(
-            process, None if process.local_rank else check_node(args, words, spec), args.timeout
-        )
-        faults = args.preflight and _preflight(args, process)
+        check = None if process.local_rank else check_node(args, words, spec)
+        documents = _gather(process, check, args.timeout)
+        is_port_excluded = args.preflight and _preflight(args, process)
         if process.rank:
             return 0
-        together = [
-            NodeCheck.from_table(Table(document, "a node's report")) for document in documents
-        ]
-        spec = spec and part_for(spec, together)  # a file may describe more than the job has
+        checks = [NodeCheck.from_table(Table(doc, "a node's report")) for doc in documents]
+        spec = spec and part_for(spec, checks)  # a file may describe more nodes than the job has
+    elif args.nodes:
+        checks = [load_check(path) for path in args.nodes]
     else:
-        together = [load_check(path) for path in args.nodes] or [check_node(args, words, spec)]
-    for name, count in Counter(check.node.name for check in together).items():
+        checks = [check_node(args, words, spec)]
+    _check_names(checks)
+    differences = compare(checks, spec) if len(checks) > 1 or spec else []
+    if args.json:
+        _print_json(checks, differences)
+    else:
+        _print(checks, differences)
+    findings = [*differences, *(finding for check in checks for finding in check.findings)]
+    has_problem = any(finding.level == "problem" for finding in findings)
+    return 1 if is_port_excluded or has_problem else 0
+
+
+def _check_names(checks: Sequence[NodeCheck]) -> None:
+    """Raise HolmesError if two checks are of nodes with the same name."""
+    for name, count in Counter(check.node.name for check in checks).items():
         if count > 1:
             raise HolmesError(
                 f"two of the reports are from a node called {name!r}; give each node once"
                 " (HOLMES_NODE renames one)"
             )
-    differences = compare(together, spec) if len(together) > 1 or spec else []
-    if args.json:
-        nodes = [check.to_dict() for check in together]
-        compared = {
-            "version": 1,
-            "nodes": nodes,
-            "differences": [asdict(finding) for finding in differences],
-        }
-        print(json.dumps(nodes[0] if len(nodes) == 1 and not differences else compared, indent=2))
-    else:
-        _print(together, differences)
-    everything = [*differences, *(finding for check in together for finding in check.findings)]
-    return 1 if faults or any(finding.level == "problem" for finding in everything) else 0
+
+
+def _print_json(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
+    """Print the check of a single node, or those of all nodes with their differences, as JSON."""
+    nodes = [check.to_dict() for check in checks]
+    if len(nodes) == 1 and not differences:
+        print(json.dumps(nodes[0], indent=2))
+        return
+    document = {
+        "version": 1,
+        "nodes": nodes,
+        "differences": [asdict(finding) for finding in differences],
+    }
+    print(json.dumps(document, indent=2))
 
 
 def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> int:
-    """This command on every node of the allocation; srun's exit status, which is the greatest of theirs."""
+    """Run this command on every node of a Slurm allocation.
+
+    Args:
+        args: Arguments of this command.
+        words: The training command to check.
+        spec: Content of cluster.toml, None without one.
+
+    Returns:
+        The exit status of srun: the greatest of all nodes.
+
+    Raises:
+        HolmesError: a node of the allocation is in no cluster, or srun is not installed.
+    """
     if spec is not None:
         check_nodes(allocated(os.environ), spec)
-    program = [
-        sys.executable,
-        "-m",
-        "holmes_ext.cli.main",
-        "doctor",
-        "--preflight",
-        f"--timeout={args.timeout:g}",
-    ]
-    program += [f"--cluster={os.path.abspath(args.cluster)}"] if args.cluster else []
-    program += ["--check"] * args.check + ["--json"] * args.json + (["--", *words] if words else [])
+    program = [sys.executable, "-m", "holmes_ext.cli.main", "doctor", "--preflight"]
+    program.append(f"--timeout={args.timeout:g}")
+    if args.cluster:
+        program.append(f"--cluster={os.path.abspath(args.cluster)}")
+    if args.check:
+        program.append("--check")
+    if args.json:
+        program.append("--json")
+    if words:
+        program += ["--", *words]
     command = srun(os.environ, args.slurm, program)
     try:
         return subprocess.run(command, env=for_srun(os.environ)).returncode
@@ -199,58 +238,113 @@ def _over_allocation(args: argparse.Namespace, words: Sequence[str], spec: SiteS
 
 
 def _preflight(args: argparse.Namespace, process: launcher.Process) -> bool:
-    """Try the links between all nodes, as at a job's start; whether a port is left out. HolmesError on rank 0
-    (RemoteError elsewhere) where no job could start."""
+    """Try the links between all nodes, as at the start of a job.
+
+    Returns:
+        True if a port cannot be used.
+
+    Raises:
+        HolmesError: no job could start (on rank 0).
+        RemoteError: no job could start (on other ranks).
+    """
     holmes_ext.enable_on_nodes(args.cluster)
     current = session.require()
     assert current.store is not None
-    done = current.store.add(f"{current.round}/doctor", 1)
-    limit = time.monotonic() + args.timeout
-    # the store lives in rank 0
-    while process.rank == 0 and done < process.world_size and time.monotonic() < limit:
-        time.sleep(0.05)
-        done = current.store.add(f"{current.round}/doctor", 0)
+    # The store lives in rank 0, which therefore ends last.
+    key = f"{current.round}/doctor"
+    finished_ranks = current.store.add(key, 1)
+    if process.rank == 0:
+        deadline = time.monotonic() + args.timeout
+        while finished_ranks < process.world_size and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            finished_ranks = current.store.add(key, 0)
     return any(port.fault for node in current.site.nodes for port in node.ports)
 
 
 def check_node(args: argparse.Namespace, words: Sequence[str], spec: SiteSpec | None) -> NodeCheck:
-    """Everything that can be said of this node alone."""
-    live = os.path.realpath(args.sysfs) == "/sys"
-    captured = not live and captured_addresses(args.sysfs) is not None
-    environ = dict(os.environ) if live else {**os.environ, "HOLMES_SYSFS": args.sysfs}
-    nics = read_nics(args.sysfs, None if captured else interface_addresses())
+    """Return the findings about this node alone.
+
+    Args:
+        args: Arguments of this command.
+        words: The training command to check.
+        spec: Content of cluster.toml, None without one.
+    """
+    is_live = os.path.realpath(args.sysfs) == "/sys"
+    has_captured_addresses = not is_live and captured_addresses(args.sysfs) is not None
+    environ = dict(os.environ)
+    if not is_live:
+        environ["HOLMES_SYSFS"] = args.sysfs
+    name = node_name(os.environ)
+    nics = read_nics(args.sysfs, None if has_captured_addresses else interface_addresses())
+    node = NodeReport(
+        name,
+        identity=node_identity(),
+        ethernet=egress_interface("127.0.0.1") if is_live else "",
+        nics=nics,
+        nccl=nccl_of_node(environ, nics),
+    )
     findings = [*check_nics(nics), *check_hcas(args.sysfs)]
-    findings += rdma_limits(nics) if live else []
-    findings += check_machine(nics, kind_of(node_name(os.environ), spec), live)
+    if is_live:
+        findings += rdma_limits(nics)
+    findings += check_machine(nics, kind_of(name, spec), is_live)
     findings += variables.check_variables(os.environ, nics)
     if spec and (spec.wan or spec.pairs):
-        findings += check_tcp(spec, node_name(os.environ), read_limits(), os.environ)
-    # frameworks print when imported
-    with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
-        findings += frameworks.check_patches(
-            frameworks.fit_of(patch, args.check) for patch in all_patches()
-        )
-        findings += frameworks.check_replaced(all_patches()) if args.check else []
-    findings += [*frameworks.check_stock_versions(), *frameworks.check_others()]
-    findings += frameworks.check_compilers(environ) if live else []
-    findings += check_command(words, spec, os.environ) if words else []
-    findings += [
-        found for check in extensions.objects("doctor_checks").values() for found in check()
-    ]
-    frameworks_found = installed_versions(patch.feature for patch in all_patches())
-    versions = {"Python": platform.python_version(), "holmes_ext": __version__, **frameworks_found}
-    node_nccl = nccl_of_node(environ, nics)
-    ethernet = egress_interface("127.0.0.1") if live else ""
-    node = NodeReport(node_name(os.environ), node_identity(), ethernet, nics, nccl=node_nccl)
-    findings += nccl.check_nccl(node_nccl, environ)
-    lines = nccl.handed_over(node, spec, environ)
-    return NodeCheck(node, versions, variables.settings(os.environ), tuple(findings), tuple(lines))
+        findings += check_tcp(spec, name, read_limits(), os.environ)
+    findings += _check_frameworks(args.check)
+    if is_live:
+        findings += frameworks.check_compilers(environ)
+    if words:
+        findings += check_command(words, spec, os.environ)
+    for check in extensions.objects("doctor_checks").values():
+        findings += check()
+    findings += nccl.check_nccl(node.nccl, environ)
+    versions = {
+        "Python": platform.python_version(),
+        "holmes_ext": __version__,
+        **installed_versions(patch.feature for patch in all_patches()),
+    }
+    return NodeCheck(
+        node,
+        versions,
+        settings=variables.settings(os.environ),
+        findings=tuple(findings),
+        nccl=tuple(nccl.handed_over(node, spec, environ)),
+    )
+
+
+def _check_frameworks(imports: bool) -> list[Finding]:
+    """Return the findings about the installed frameworks.
+
+    Args:
+        imports: Import the frameworks and check the real functions, not their source.
+    """
+    findings: list[Finding] = []
+    # Frameworks print while they are imported.
+    with open(os.devnull, "w") as devnull, contextlib.redirect_stdout(devnull):
+        fits = (frameworks.fit_of(patch, imports) for patch in all_patches())
+        findings += frameworks.check_patches(fits)
+        if imports:
+            findings += frameworks.check_replaced(all_patches())
+    findings += frameworks.check_stock_versions()
+    findings += frameworks.check_others()
+    return findings
 
 
 def _gather(
     process: launcher.Process, check: NodeCheck | None, timeout_s: float
 ) -> list[dict[str, Any]]:
-    """The checks of all nodes, on rank 0, through a store of the launcher's addresses; [] elsewhere."""
+    """Send the check of this node to rank 0, and return those of all nodes there.
+
+    Other ranks return an empty list.
+
+    Args:
+        process: This process.
+        check: The check of this node; None on all but one of its ranks.
+        timeout_s: Seconds to wait for other nodes.
+
+    Raises:
+        HolmesError: torch is not installed, or a rank did not report in time.
+    """
     try:
         from holmes_ext.runtime.start.store import open_store  # which imports torch
 
@@ -262,51 +356,83 @@ def _gather(
             "--nodes"
         ) from None
     store.set(f"doctor/{process.rank}", json.dumps(check and check.to_dict()))
+    if process.rank != 0:
+        return []
+    # The store lives in rank 0, which therefore reads it until every rank has reported.
     documents = []
-    # the store lives in rank 0, which ends last
-    for rank in range(0 if process.rank else process.world_size):
+    for rank in range(process.world_size):
         try:
-            documents.append(json.loads(store.get(f"doctor/{rank}")))
-        except RuntimeError:  # torch.distributed.DistError is one
-            place = f"{process.master_addr}:{process.master_port}"
+            document = json.loads(store.get(f"doctor/{rank}"))
+        except RuntimeError:  # torch.distributed.DistError
+            master = f"{process.master_addr}:{process.master_port}"
             raise HolmesError(
                 f"rank {rank} of {process.world_size} did not report within {timeout_s:g} s; "
-                f"can it reach {place}?"
+                f"can it reach {master}?"
             ) from None
-    return [document for document in documents if document is not None]
+        if document is not None:
+            documents.append(document)
+    return documents
 
 
-def _print(together: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
+def _print(checks: Sequence[NodeCheck], differences: Sequence[Finding]) -> None:
+    """Print a table of the nodes, the findings, and a summary.
+
+    Args:
+        checks: Check of each node.
+        differences: Findings about several nodes.
+    """
     screen = Screen()
-    if len(together) > 1:
-        screen.table(COLUMNS, [_row(check) for check in together])
-    owners: dict[Finding, list[str]] = {finding: ["nodes compared"] for finding in differences}
-    for check in together:
+    first = checks[0]
+    if len(checks) > 1:
+        screen.table(COLUMNS, [_row(check) for check in checks])
+    nodes_of_finding: dict[Finding, list[str]] = {
+        finding: ["nodes compared"] for finding in differences
+    }
+    for check in checks:
         for finding in check.findings:
-            owners.setdefault(finding, []).append(check.node.name)
-    for finding, names in sorted(owners.items(), key=lambda item: item[0].level != "problem"):
-        head = Text(f"{finding.level}: ", "bold red" if finding.level == "problem" else "yellow")
-        head.append(
-            f"{some_of(names, 6)}: " if len(together) > 1 or finding in differences else "", "bold"
-        )
-        screen.line(head.append(f"{finding.about}: {finding.what}", ""))
-        screen.line(f"    why: {finding.why}\n    fix: {finding.mend}")
-    if len(together) == 1 and together[0].nccl:
+            nodes_of_finding.setdefault(finding, []).append(check.node.name)
+    problems_first = sorted(nodes_of_finding, key=lambda finding: finding.level != "problem")
+    for finding in problems_first:
+        has_subject = len(checks) > 1 or finding in differences
+        _print_finding(screen, finding, nodes_of_finding[finding] if has_subject else [])
+    if len(checks) == 1 and first.nccl:
         screen.line(Text("NCCL settings of a job on this node:", "bold"))
-        for line in together[0].nccl:
+        for line in first.nccl:
             screen.line(f"    {line}")
-    if remark := lab_remark(os.environ):
+    remark = lab_remark(os.environ)
+    if remark:
         screen.line(f"note: {remark}")
-    levels = Counter(finding.level for finding, names in owners.items() for _ in names)
-    counts = ", ".join(
-        f"{levels[level]} {level}{'s' * (levels[level] != 1)}" for level in ("problem", "note")
-    )
-    versions = ", ".join(f"{name} {version}" for name, version in together[0].versions.items())
-    nodes = f"{len(together)} nodes" if len(together) > 1 else f"node {together[0].node.name}"
+    levels: Counter[str] = Counter()
+    for finding, names in nodes_of_finding.items():
+        levels[finding.level] += len(names)
+    counts = ", ".join(_count(levels[level], level) for level in ("problem", "note"))
+    versions = ", ".join(f"{name} {version}" for name, version in first.versions.items())
+    nodes = f"{len(checks)} nodes" if len(checks) > 1 else f"node {first.node.name}"
     screen.line(f"holmes doctor: {nodes} ({versions}): {counts}")
 
 
-#: What stands side by side.
+def _print_finding(screen: Screen, finding: Finding, nodes: Sequence[str]) -> None:
+    """Print a finding with its reason and remedy.
+
+    Args:
+        screen: Output.
+        finding: The finding.
+        nodes: Names of the nodes that have it, [] to leave the nodes out.
+    """
+    line = Text(f"{finding.level}: ", "bold red" if finding.level == "problem" else "yellow")
+    if nodes:
+        line.append(f"{some_of(nodes, _MOST_NAMED)}: ", "bold")
+    line.append(f"{finding.about}: {finding.what}", "")
+    screen.line(line)
+    screen.line(f"    why: {finding.why}\n    fix: {finding.mend}")
+
+
+def _count(number: int, noun: str) -> str:
+    """Return a number with a noun in singular or plural: "1 note", "2 notes"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+#: Columns of the table of nodes.
 COLUMNS = (
     Column("node"),
     Column("fast NICs"),
@@ -318,18 +444,20 @@ COLUMNS = (
 
 
 def _row(check: NodeCheck) -> list[str]:
-    nics = check.node.nics
-    ethernet = [n for n in nics if not n.fast and n.usable and n.addresses and not n.rdma]
+    """Return the row of a node in the table COLUMNS."""
+    fast_nics = []
+    ethernet_nics = []
+    for nic in check.node.nics:
+        if nic.fast and not nic.skipped:
+            state = format_rate(nic.rate_bps) if nic.up else f"({nic.state_text})"
+            fast_nics.append(f"{nic.name} {nic.kind} {state}")
+        elif not nic.fast and nic.usable and nic.addresses and not nic.rdma:
+            ethernet_nics.append(f"{nic.name} {nic.addresses[0]}")
     levels = [finding.level for finding in check.findings]
     return [
         check.node.name,
-        "\n".join(
-            f"{nic.name} {nic.kind} {format_rate(nic.rate_bps) if nic.up else f'({nic.state_text})'}"
-            for nic in nics
-            if nic.fast and not nic.skipped
-        )
-        or "none",
-        "\n".join(f"{nic.name} {nic.addresses[0]}" for nic in ethernet) or "none",
+        "\n".join(fast_nics) or "none",
+        "\n".join(ethernet_nics) or "none",
         "\n".join(f"{name}={value}" for name, value in check.settings.items()),
         str(levels.count("problem")),
         str(levels.count("note")),

@@ -87,7 +87,7 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, **kwargs: Any):
         super().__init__(**{"formatter_class": Help, "allow_abbrev": False, **kwargs})
 
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+    def parse_known_args(self, args=None, namespace=None):
         """Parse arguments as argparse does, but raise a HolmesError for an unknown option."""
         parsed, unknown = super().parse_known_args(args, namespace)
         for argument in unknown:

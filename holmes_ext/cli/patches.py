@@ -1,4 +1,4 @@
-"""Command `holmes patches`: lists the changes to the frameworks, and whether they fit the versions."""
+"""Command `holmes patches`: lists the changes to the frameworks and whether they fit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""`holmes plan`: where each stage of a job should run, over which network, and what that is worth."""
+"""Command `holmes plan`: places pipeline stages, chooses networks, predicts step times."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from dataclasses import Field, dataclass, fields
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from holmes_ext.cli.parts import command_parts
 from holmes_ext.cli.show.matrix import show_wan
@@ -32,114 +32,151 @@ from holmes_ext.plan.traffic import LOCAL
 from holmes_ext.plan.workload import Workload
 from holmes_ext.words import some_of
 
-_ABOUT = """Says where each stage of a job should run, over which network, and what that is worth: for a
-training command after --, for sizes, or searched for a model."""
+_ABOUT = """Place the pipeline stages of a job on nodes, choose the network of each group, and predict
+the step time: for a training command after --, for given sizes, or for the best sizes of a model."""
 _EPILOG = """\
-Four ways to ask:
+Four kinds of use:
 
-  holmes plan --cluster FILE -- COMMAND                      today's command, with holmes, and the best sizes
-  holmes plan --cluster FILE --model FILE --global-batch N   the best sizes for a model
-  holmes plan --cluster FILE --pipeline 2                    where the stages of these sizes go
-  holmes plan --nodes 12 --from-cluster FILE -- COMMAND      which 12 nodes to ask the scheduler for
+  holmes plan --cluster FILE -- COMMAND                      compare the command, holmes, and the best sizes
+  holmes plan --cluster FILE --model FILE --global-batch N   search the best sizes for a model
+  holmes plan --cluster FILE --pipeline 2                    place the stages of given sizes
+  holmes plan --nodes 12 --from-cluster FILE -- COMMAND      choose 12 nodes to request from the scheduler
 
-Exit status: 0 good, 1 a group of the given sizes spans networks, 2 bad input, 130 after Ctrl-C
-(with the best found until then)."""
+Exit status: 0 for success, 1 if a group of the given sizes spans networks, 2 on bad input, 130 after
+Ctrl-C (the best plan found until then is printed)."""
+
+
+#: Columns of the table of stages.
+_STAGE_COLUMNS = (
+    Column("stage"),
+    Column("nodes", wrap=12),
+    Column("data-parallel over", wrap=10),
+    Column("to the next stage", wrap=10, drop=1),
+    Column("reduction", right=True),
+)
 
 
 def add_parser(subparsers: Any) -> None:
-    what = (
-        "what a step takes today, with holmes, and with the best sizes; where each stage should run"
+    """Add the parser of the command."""
+    summary = (
+        "place pipeline stages and predict step times: now, with holmes, and with the best sizes"
     )
-    parser = subparsers.add_parser("plan", help=what, description=_ABOUT, epilog=_EPILOG)
+    parser = subparsers.add_parser("plan", help=summary, description=_ABOUT, epilog=_EPILOG)
+    _add_job_arguments(parser)
+    _add_workload_arguments(parser)
+    _add_layer_arguments(parser)
+    for part in command_parts("plan"):
+        part.add_arguments(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for the clusters, the command, the parallel sizes and the output."""
     add = parser.add_argument
-    add("--cluster", metavar="FILE", help="cluster.toml")
+    add("--cluster", metavar="FILE", help="describe the clusters (cluster.toml)")
     add(
         "--nodelist",
         metavar="LIST",
-        help="with --cluster: only these of the file ($SLURM_JOB_NODELIST)",
+        help="use only these nodes of --cluster ($SLURM_JOB_NODELIST)",
     )
     add(
         "--sizes",
         metavar="TEXT",
-        help='parallel sizes, such as "pipeline=2,tensor=1"; what is left is data',
+        help='set the parallel sizes: "pipeline=2,tensor=1"; the data-parallel size follows',
     )
     for name in ("pipeline", "tensor", "context", "expert"):
-        add(f"--{name}", type=int, metavar="N", help=f"{name}-parallel size")
-    add("--order", metavar="O", help="axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)")
-    add("--global-batch", type=int, metavar="N", help="sequences of a step (default: the model's)")
+        add(f"--{name}", type=int, metavar="N", help=f"set the {name}-parallel size")
+    add(
+        "--order",
+        metavar="O",
+        help="set the order of axes in the ranks, innermost first (default: tp-cp-ep-dp-pp)",
+    )
+    add(
+        "--global-batch",
+        type=int,
+        metavar="N",
+        help="set the sequences of a step (default: the model's)",
+    )
     add(
         "--for",
         dest="framework",
         choices=tuple(ENGINES),
-        help="plan for what this framework can do (default: the one whose flags the command line has)",
+        help="plan for the abilities of this framework (default: the one whose flags the command has)",
     )
     add(
         "--output",
         metavar="FILE",
-        help="write plan.json: of the sizes given, or the best plan found",
+        help="write plan.json for the given sizes, or for the best plan found",
     )
     add("--json", action="store_true", help="print the plan as JSON instead of the table")
     add(
         "command",
         nargs="*",
         metavar="-- COMMAND",
-        help="a Megatron or DeepSpeed command line that names the model; its sizes are your layout",
+        help="read model and sizes from a Megatron or DeepSpeed command",
     )
-    add = parser.add_argument_group(
-        "what the model computes and sends (nominal values unless given)"
-    ).add_argument
-    add("--workload", metavar="FILE", help="TOML with such keys (forward_seconds = 0.03, ...)")
+
+
+def _add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for the times and message sizes of a nominal model."""
+    title = "computation and messages of the model (nominal values unless given)"
+    add = parser.add_argument_group(title).add_argument
+    add(
+        "--workload",
+        metavar="FILE",
+        help="read these values from TOML (forward_seconds = 0.03, ...)",
+    )
     for field in fields(Workload):
-        about = field.metadata
         add(
-            f"--{about['option']}",
+            f"--{field.metadata['option']}",
             dest=field.name,
-            type=_kind(field),
+            type=_type_of(field),
             metavar="N",
-            help=about["help"],
+            help=field.metadata["help"],
         )
+
+
+def _add_layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments for the model and for the split of its layers into stages."""
     add = parser.add_argument_group("layers of each stage").add_argument
-    add("--model", metavar="FILE", help="the model as TOML (examples/models), not a nominal one")
-    add("--profile", metavar="FILE", help="what a job measured with --holmes-profile N")
+    add("--model", metavar="FILE", help="describe the model in TOML (examples/models)")
+    add("--profile", metavar="FILE", help="use times that a job measured with --holmes-profile N")
     add(
         "--partition",
         choices=METHODS,
         default="uniform",
-        help="as the framework splits them, by the Holmes paper's formula, or for the least predicted step "
-        "(default: uniform)",
+        help="split layers as the framework does, by the Holmes paper's formula, or for the shortest "
+        "predicted step (default: uniform)",
     )
     add(
         "--alpha",
         type=float,
         default=1.0,
         metavar="X",
-        help="the paper's alpha, for --partition speed (default: 1)",
+        help="set the paper's alpha for --partition speed (default: 1)",
     )
     add(
         "--overlap",
         choices=("on", "off"),
         default="on",
-        help="gradients are reduced under the last backward, as --holmes-overlap auto does (default: on)",
+        help="reduce gradients under the last backward pass, as --holmes-overlap auto (default: on)",
     )
     add(
         "--inflight",
         choices=("auto", "off"),
         default="auto",
-        help="micro-batches in flight that hide stage links, as under --holmes-inflight auto, or off",
+        help="use more micro-batches in flight to hide stage links, as --holmes-inflight auto",
     )
     add(
         "--schedule",
         choices=("auto", "1f1b"),
         default="1f1b",
-        help="auto: backward passes in two, as under --holmes-schedule auto",
+        help="split backward passes in two with auto, as --holmes-schedule auto",
     )
-    for part in command_parts("plan"):
-        part.add_arguments(parser)
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print (or write) the plan of the given sizes, unless the arguments ask an extension for more.
+    """Print or write the plan of the given sizes, unless an extension handles the arguments.
 
     Returns:
         The exit status: 0 if no group spans networks, 1 if one does.
@@ -155,7 +192,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def inputs(args: argparse.Namespace) -> tuple[SiteSpec, Training]:
-    """Read cluster.toml, and what is to be trained."""
+    """Return the clusters and the training job that the arguments describe.
+
+    Raises:
+        HolmesError: the input is bad.
+    """
     if not args.cluster:
         raise HolmesError(
             "the following arguments are required: --cluster (see holmes plan --help)"
@@ -167,13 +208,19 @@ def inputs(args: argparse.Namespace) -> tuple[SiteSpec, Training]:
 
 
 def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
-    """Return the clusters with the listed nodes alone.
+    """Return the part of a cluster.toml that describes the listed nodes.
+
+    Args:
+        spec: Content of the file.
+        listed: A host list, such as "a[0-3]".
+        flag: Option that has the list, for the error message.
 
     Raises:
-        HolmesError: the file does not know a node of the list, which `flag` gave.
+        HolmesError: a node of the list is in no cluster.
     """
     names = expand(listed, flag)
-    if strangers := [name for name in names if not spec.known_as(name)]:
+    strangers = [name for name in names if not spec.known_as(name)]
+    if strangers:
         raise HolmesError(
             f"{flag}: {spec.source} does not know {some_of(strangers, 4)}; add it to a cluster's nodes"
         )
@@ -182,47 +229,73 @@ def only(spec: SiteSpec, listed: str, flag: str) -> SiteSpec:
 
 @dataclass(frozen=True)
 class GivenSizes:
-    """Plan of the parallel sizes that the user gave, and what it costs."""
+    """Plan and costs of the parallel sizes that the user gave."""
 
     spec: SiteSpec
-    site: Site  # with the rates that were measured
+    site: Site  # with measured rates, if there are any
     network: Network
     job: Training
     plan: Plan
     costs: StageCosts | None  # of a model or profile; None for a nominal model
-    step: Estimate | None  # None where the sizes are unknown
-    nominal: bool  # neither a model, nor a profile, nor a workload was given
+    step: Estimate | None  # predicted step; None if the sizes are unknown
+    nominal: bool  # no model, profile or workload was given
 
 
 def given_sizes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> GivenSizes:
-    """Plan the sizes that the arguments or the command line give."""
-    site, links = site_from_spec(spec), Links.of_spec(spec)
-    model, given_workload = job.model, workload(args)
+    """Return the plan and costs of the sizes that the options or the training command give.
+
+    Raises:
+        HolmesError: the sizes do not fit the clusters, or the input is bad.
+    """
     profile = load_profile(args.profile) if args.profile else None
-    known = model or profile
-    if known is not None and given_workload is not None:
+    given_workload = workload(args)
+    described_model = job.model or profile
+    if described_model is not None and given_workload is not None:
         conflict = "--model or --profile says what the model computes and sends"
         raise HolmesError(f"{conflict}; give it or --workload (--gradient-bytes, ...), not both")
-    how = args.partition, model, args.alpha, job.overlap, (), profile, links, job.options
-    plan = build_plan(site, job.sizes, given_workload, *how, engine=job.engine)
+    site = site_from_spec(spec)
+    links = Links.of_spec(spec)
+    plan = build_plan(
+        site,
+        job.sizes,
+        given_workload,
+        partition=args.partition,
+        model=job.model,
+        alpha=args.alpha,
+        overlap=job.overlap,
+        profile=profile,
+        links=links,
+        options=job.options,
+        engine=job.engine,
+    )
     network = Network(site, links)
-    costs = step = None
+    costs = None
+    step = None
     if plan.sizes is not None:
         rules = rules_of(job.engine, job.options, job.direct)
         prices = Prices(network, RankModel.of_workload(plan.workload, plan.sizes), rules)
         placement = network.placement(plan.nodes, plan.sizes)
-        if known is not None:
-            costs = costs_of(prices, placement, model, profile, job.overlap)
+        if described_model is not None:
+            costs = costs_of(prices, placement, job.model, profile, job.overlap)
             step = predict(costs, plan.stage_layers or uniform(costs.blocks, costs.stages))
         else:
-            by_stage = prices.costs(placement)
-            step = estimate(by_stage, (1,) * by_stage.stages)
-    nominal = known is None and given_workload is None
-    return GivenSizes(spec, links.site(site), network, job, plan, costs, step, nominal)
+            nominal_costs = prices.costs(placement)
+            one_layer_per_stage = (1,) * nominal_costs.stages
+            step = estimate(nominal_costs, one_layer_per_stage)
+    return GivenSizes(
+        spec=spec,
+        site=links.site(site),
+        network=network,
+        job=job,
+        plan=plan,
+        costs=costs,
+        step=step,
+        nominal=described_model is None and given_workload is None,
+    )
 
 
 def show_given_sizes(given: GivenSizes, args: argparse.Namespace) -> int:
-    """Print the plan, and write it where --output says; return the exit status."""
+    """Print the plan, write it to the file of --output, and return the exit status."""
     if args.output:
         given.plan.save(args.output)
     if args.json:
@@ -235,43 +308,63 @@ def show_given_sizes(given: GivenSizes, args: argparse.Namespace) -> int:
 
 
 def show_table(given: GivenSizes) -> None:
-    """Print what was read, the stages, their networks, and the predicted step."""
+    """Print the lines about the input, the stages, their networks, and the predicted step."""
     given.job.show(Screen())
     _show(given.site, given.plan, given.step, given.nominal)
     show_wan(given.site, given.spec.notes)
 
 
 def status_of(plan: Plan) -> int:
-    """Return the exit status: 1 if a group spans networks."""
+    """Return the exit status of a plan: 1 if a group spans networks, otherwise 0."""
     return 1 if plan.spanning else 0
 
 
 def workload(args: argparse.Namespace) -> Workload | None:
-    """None when nothing about the model was given."""
+    """Return the workload that --workload and the options describe, None if none of them is given.
+
+    Raises:
+        HolmesError: the file or a value is wrong.
+    """
     values = load_workload(args.workload) if args.workload else {}
-    options = {field.name: getattr(args, field.name) for field in fields(Workload)}
-    values |= {name: value for name, value in options.items() if value is not None}
+    for field in fields(Workload):
+        value = getattr(args, field.name)
+        if value is not None:
+            values[field.name] = value
     return Workload(**values) if values else None
 
 
 def load_workload(path: str) -> dict[str, Any]:
-    """Fields of Workload from a TOML file whose keys are the options' names with underscores."""
-    table, values = load_toml(path, "name a TOML file"), {}
+    """Return fields of a Workload from a TOML file. Its keys are the options with underscores.
+
+    Raises:
+        HolmesError: the file cannot be read, or a key or value is wrong.
+    """
+    table = load_toml(path, "name a TOML file")
+    values = {}
     for field in fields(Workload):
-        value = table.take(field.metadata["option"].replace("-", "_"), _kind(field), None)
+        key = field.metadata["option"].replace("-", "_")
+        value = table.take(key, _type_of(field), None)
         if value is not None:
             values[field.name] = value
     table.done()
     return values
 
 
-def _kind(field: Field[Any]) -> type:
+def _type_of(field: Field[Any]) -> type:
     """Return int or float, the type of a field of Workload."""
-    kind: type = get_type_hints(Workload)[field.name]
-    return kind
+    field_type: type = get_type_hints(Workload)[field.name]
+    return field_type
 
 
 def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
+    """Print the stages of a plan, the groups that span clusters, and the predicted step.
+
+    Args:
+        site: The clusters.
+        plan: The plan.
+        step: Predicted step, None if the sizes are unknown.
+        nominal: The prediction is for a nominal model.
+    """
     screen = Screen()
     if plan.sizes is None or step is None:
         clusters = ", ".join(dict.fromkeys(site.node_by_name[name].cluster for name in plan.nodes))
@@ -280,44 +373,23 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
         )
         screen.line(f"nodes: {folded(plan.nodes)}")
         return
-    columns = (
-        Column("stage"),
-        Column("nodes", wrap=12),
-        Column("data-parallel over", wrap=10),
-        Column("to the next stage", wrap=10, drop=1),
-        Column("reduction", right=True),
-    )
-    reductions = [f"{seconds:.3g} s" for seconds in step.reduction_s]
-    rows = [
-        (str(stage), *row, reductions[stage])
-        for stage, row in enumerate(_stage_rows(site, plan, plan.sizes))
-    ]
-    screen.table(columns, rows, _title(plan, plan.sizes))
-    for spanning in plan.spanning:
-        which = f"{spanning.kind} group{'s span' if spanning.groups > 1 else ' spans'} clusters"
-        text = f"! {spanning.groups} {which} (one has {', '.join(spanning.example)}): on {spanning.fabric}"
-        costs = (
-            f"costs {spanning.seconds:.3g} s a step"
-            if spanning.seconds
-            else ("no slower than inside clusters")
-        )
-        screen.line(f"{text}, {costs}", "yellow")
-    if not plan.spanning:
-        screen.line(
-            "no data-, tensor-, context- or expert-parallel group leaves its fabric", "green"
-        )
-    if (
-        slices := max(
-            (stage_link.slices for stage_link in plan.traffic_of().stage_links), default=1
-        )
-    ) > 1:
+    rows = []
+    for stage, row in enumerate(_stage_rows(site, plan, plan.sizes)):
+        reduction = f"{step.reduction_s[stage]:.3g} s"
+        rows.append((str(stage), row.nodes, row.data_fabrics, row.link_fabrics, reduction))
+    screen.table(_STAGE_COLUMNS, rows, _title(plan, plan.sizes))
+    _show_spanning(screen, plan)
+    slices = max((link.slices for link in plan.traffic_of().stage_links), default=1)
+    if slices > 1:
         screen.line(
             f"{slices} tensor ranks each send a slice of what a stage sends on Ethernet, unless "
             f"sequence parallelism splits it already"
         )
-    ours, stock = plan.predicted["step_seconds"], plan.predicted["stock_step_seconds"]
+    predicted_s = plan.predicted["step_seconds"]
+    stock_s = plan.predicted["stock_step_seconds"]
     screen.line(
-        f"predicted step: {ours:.4g} s; stock: {stock:.4g} s ({stock / ours:.2f} times as long)",
+        f"predicted step: {predicted_s:.4g} s; stock: {stock_s:.4g} s "
+        f"({stock_s / predicted_s:.2f} times as long)",
         "bold",
     )
     if plan.stage_layers:
@@ -329,32 +401,68 @@ def _show(site: Site, plan: Plan, step: Estimate | None, nominal: bool) -> None:
         screen.line(f"for a nominal model (10^9 parameters in each rank); {advice}")
 
 
+def _show_spanning(screen: Screen, plan: Plan) -> None:
+    """Print a line for each kind of group that spans clusters, or that there is none."""
+    for spanning in plan.spanning:
+        verb = "groups span" if spanning.groups > 1 else "group spans"
+        costs = "no slower than inside clusters"
+        if spanning.seconds:
+            costs = f"costs {spanning.seconds:.3g} s a step"
+        screen.line(
+            f"! {spanning.groups} {spanning.kind} {verb} clusters (one has "
+            f"{', '.join(spanning.example)}): on {spanning.fabric}, {costs}",
+            "yellow",
+        )
+    if not plan.spanning:
+        screen.line(
+            "no data-, tensor-, context- or expert-parallel group leaves its fabric", "green"
+        )
+
+
 def _title(plan: Plan, sizes: Sizes) -> str:
-    names = [
-        f"{name} {getattr(sizes, name)}"
-        for name in ("pipeline", "tensor", "context", "data", "expert")
-    ]
-    shown = [
-        text for text in names if not text.endswith(" 1") or text.startswith(("pipeline", "data"))
-    ]
-    return f"{plan.world_size} ranks on {len(plan.nodes)} nodes: {' x '.join(shown)}"
+    """Return the title of the table of stages: "16 ranks on 4 nodes: pipeline 2 x data 8".
+
+    Sizes of 1 are left out, except for pipeline and data.
+    """
+    texts = []
+    for name in ("pipeline", "tensor", "context", "data", "expert"):
+        size = getattr(sizes, name)
+        if size != 1 or name in ("pipeline", "data"):
+            texts.append(f"{name} {size}")
+    return f"{plan.world_size} ranks on {len(plan.nodes)} nodes: {' x '.join(texts)}"
 
 
-def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[tuple[str, str, str]]:
-    """Of each stage: its nodes, fabrics of its data-parallel groups, those of its stage links to the
-    next one."""
-    stages: list[list[dict[str, None]]] = [[{} for _ in range(sizes.pipeline)] for _ in range(3)]
-    nodes, data, stage_links = stages
+class _StageRow(NamedTuple):
+    """Cells of a pipeline stage in the table of stages."""
+
+    nodes: str
+    data_fabrics: str  # fabrics of the data-parallel groups
+    link_fabrics: str  # fabrics to the next stage
+
+
+def _stage_rows(site: Site, plan: Plan, sizes: Sizes) -> list[_StageRow]:
+    """Return the nodes and fabrics of each pipeline stage."""
+    # For each stage; the keys of a dict are an ordered set.
+    nodes: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
+    data_fabrics: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
+    link_fabrics: list[dict[str, None]] = [{} for _ in range(sizes.pipeline)]
     for rank in range(plan.world_size):
         nodes[sizes.stage(rank)][plan.node_of(rank)] = None
-    reducing, fabrics = groups(sizes, "data"), plan.transports["data"]
-    for group, fabric in zip(reducing, fabrics if len(fabrics) > 1 else fabrics * len(reducing)):
-        data[sizes.stage(group[0])][fabric] = None
+    data_groups = groups(sizes, "data")
+    fabrics = plan.transports["data"]
+    if len(fabrics) == 1:  # the same for all groups
+        fabrics = fabrics * len(data_groups)
+    for group, fabric in zip(data_groups, fabrics):
+        data_fabrics[sizes.stage(group[0])][fabric] = None
     for group in groups(sizes, "pipeline"):
         for stage, pair in enumerate(zip(group, group[1:])):
             shared = plan.fabric_of(pair)
-            stage_links[stage][LOCAL if shared is None else shared.name] = None
+            link_fabrics[stage][LOCAL if shared is None else shared.name] = None
     return [
-        (" ".join(runs(names)), ", ".join(data[stage]), ", ".join(stage_links[stage]))
-        for stage, names in enumerate(nodes)
+        _StageRow(
+            nodes=" ".join(runs(nodes[stage])),
+            data_fabrics=", ".join(data_fabrics[stage]),
+            link_fabrics=", ".join(link_fabrics[stage]),
+        )
+        for stage in range(sizes.pipeline)
     ]

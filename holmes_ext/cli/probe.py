@@ -29,9 +29,9 @@ Start it on every node in the same way as the training. One process for each nod
   srun --ntasks 8 --ntasks-per-node 1 holmes probe --cluster cluster.toml
   holmes lab run --cluster cluster.toml -- holmes probe --cluster cluster.toml      on emulated clusters
 
-Rank 0 replaces the file's [link.FABRIC] and [[measured]] tables and leaves the other lines as they are. Each
-pair of clusters has a [[measured]] table: rate of several nodes at once, rate of one stream, latency. If the file
-describes a flat network and the measurements agree, there are no such tables.
+Rank 0 replaces the file's [link.FABRIC] and [[measured]] tables and leaves the other lines as they are.
+Each pair of clusters has a [[measured]] table: rate of several nodes at once, rate of one stream, latency.
+If the file describes a flat network and the measurements agree, there are no such tables.
 Exit status: 0 if everything was measured, 2 on bad usage, bad input or a network error.
 """
 
@@ -102,7 +102,7 @@ class _Measured(NamedTuple):
 
 
 def _measure(args: argparse.Namespace, process: Process) -> _Measured:
-    """Measure all fabrics and links between clusters. All ranks call this function at the same time.
+    """Measure all fabrics and links between clusters. All ranks must call this function.
 
     Raises:
         HolmesError: the measurement failed.

@@ -1,4 +1,4 @@
-"""Command `holmes report`: summarizes step times and communication from --holmes-telemetry files."""
+"""Command `holmes report`: summarizes step times and communication from telemetry files."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _show(screen: Screen, job: Run, summary: Summary) -> None:
 
 
 def headline(summary: Summary) -> str:
-    """Return the first line of a report: ranks, steps, step time, and tokens/s if they are known."""
+    """Return the first line of a report: ranks, steps, step time, and tokens/s if known."""
     fastest_s, slowest_s = summary.spread
     line = (
         f"run {summary.run}: {summary.world} ranks, {summary.steps} steps of {summary.step_s:.4f} s "
@@ -233,7 +233,7 @@ def _pair_cells(summary: Summary) -> list[list[str]]:
 
 
 def _plan_cells(summary: Summary) -> list[list[str]]:
-    """Return the rows of the table PLANS: one for each plan if the plan changed while the job ran."""
+    """Return the rows of the table PLANS: one for each plan that the job used."""
     rows = []
     for row in summary.plans:
         rows.append(
@@ -291,7 +291,8 @@ def _rank_cells(summary: Summary) -> list[list[str]]:
 def verdict(summary: Summary) -> str:
     """Return the last line of a report: the slowest rank, and the network that costs most.
 
-    A network that is slower than its configured rate counts more than the rank for which other ranks wait.
+    A network that is slower than its configured rate counts more than the rank for which other
+    ranks wait.
     """
     rank = summary.slowest
     line = (

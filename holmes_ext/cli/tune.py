@@ -1,4 +1,4 @@
-"""Command `holmes tune -- COMMAND`: measures a few steps of a job and writes a plan for the real run."""
+"""Command `holmes tune`: measures a few steps of a job and writes a plan for the real run."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from holmes_ext.plan.profile import load_profile
 
 _ABOUT = """Run a job for a few steps, measure its stages, and write the plan for the real run. COMMAND is the
 whole command (torchrun ..., deepspeed ..., holmes lab run ...). It runs under holmes without a flag and ends
-after the measured steps. On several machines, run holmes tune on each with the same files. Exit status: 0 if the
-plan was written, 1 if COMMAND failed, 2 on bad input or if nothing was measured."""
+after the measured steps. On several machines, run holmes tune on each with the same files. Exit status: 0 if
+the plan was written, 1 if COMMAND failed, 2 on bad input or if nothing was measured."""
 #: Steps before the measured ones.
 _WARM_UP_STEPS = 2
 _MOST_STEPS = 100_000

@@ -167,7 +167,7 @@ def shortfalls(
     wan: Wan,
     ethernet_bps: float,
     clusters: Mapping[str, int],
-    here: str,
+    sender: str,
     limits: TcpLimits,
     streams: int = 1,
 ) -> Iterator[Shortfall]:
@@ -177,18 +177,18 @@ def shortfalls(
         wan: The network between the clusters.
         ethernet_bps: Ethernet rate of one node, in bits/s.
         clusters: Cluster name -> number of its nodes.
-        here: The cluster that sends.
+        sender: Name of the cluster that sends.
         limits: TCP limits of the nodes.
         streams: Sockets of one connection.
     """
     for other in clusters:
-        hops = wan.hops(here, other)
+        hops = wan.hops(sender, other)
         round_trip_s = 2 * sum(hop.latency_s for hop in hops)
-        sharing_nodes = max(1, min(clusters[here], clusters[other]))
+        sharing_nodes = max(1, min(clusters[sender], clusters[other]))
         node_bps = min([ethernet_bps, *(hop.rate_bps / sharing_nodes for hop in hops)])
         stream_bps = limits.stream_bps(round_trip_s)
         if streams * stream_bps < ENOUGH * node_bps:
-            yield Shortfall(here, other, node_bps, round_trip_s, streams, stream_bps, limits)
+            yield Shortfall(sender, other, node_bps, round_trip_s, streams, stream_bps, limits)
 
 
 #: File with the output of `ip -j addr`, at the root of a captured tree.

@@ -3,8 +3,8 @@
 A node's NICs are a tuple of `Nic`. The kinds differ in the transports that a collective library can
 use:
 
-    ib        an InfiniBand port (verbs; sockets through its IPoIB net device, when it has one)
-    roce      an RDMA port on Ethernet (verbs with a RoCE v2 GID; sockets through its net device)
+    ib        an InfiniBand port (verbs; sockets through its IPoIB network device, if there is any)
+    roce      an RDMA port on Ethernet (verbs with a RoCE v2 GID; sockets through its network device)
     ethernet  a network device for sockets. The network device of a RoCE port is listed a second
               time with this kind, and its `rdma` names the port ("mlx5_1:1"), so that either use
               can be chosen

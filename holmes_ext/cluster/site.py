@@ -129,12 +129,12 @@ class Site:
 
     @cached_property
     def node_by_name(self) -> dict[str, Node]:
-        """Node name -> node."""
+        """Nodes of the site by their names."""
         return {node.name: node for node in self.nodes}
 
     @cached_property
     def fabric_by_name(self) -> dict[str, Fabric]:
-        """Fabric name -> fabric."""
+        """Fabrics of the site by their names."""
         return {fabric.name: fabric for fabric in self.fabrics}
 
     @cached_property

@@ -218,12 +218,12 @@ class SiteSpec:
 
     @cached_property
     def owner(self) -> dict[str, ClusterSpec]:
-        """Node -> cluster that has it."""
+        """Cluster of each node, by the name of the node."""
         return {node: cluster for cluster in self.clusters for node in cluster.nodes}
 
     @cached_property
     def _by_short_name(self) -> dict[str, str]:
-        """Short host name -> the first node with it."""
+        """Names of nodes by their short names; the first node of several."""
         return {short_name(node): node for node in reversed(self.owner)}
 
     def known_as(self, host: str) -> str:

@@ -99,12 +99,12 @@ class Wan:
 
     @cached_property
     def uplink_of(self) -> dict[str, int]:
-        """Cluster -> rate of its uplink in bits/s, for clusters with an uplink."""
+        """Rates of the uplinks in bits/s, by the name of the cluster."""
         return {uplink.cluster: uplink.rate_bps for uplink in self.uplinks}
 
     @cached_property
     def pair_of(self) -> dict[tuple[str, str], Between]:
-        """(cluster, cluster) -> link between the two; both orders are keys."""
+        """Links by the names of their two clusters, in both orders."""
         links: dict[tuple[str, str], Between] = {}
         for link in self.between:
             first, second = link.clusters
@@ -159,7 +159,7 @@ class Wan:
         """
         if not pairs:
             return self
-        # A link is found by its clusters in any order.
+        # By the clusters in any order. A MeasuredPair becomes a plain Between.
         links = {frozenset(link.clusters): link for link in self.between}
         for link in pairs:
             links[frozenset(link.clusters)] = Between(**vars(link))

@@ -1,4 +1,7 @@
-"""How busy this machine's cores are: what is timed on full cores is a figure of the machine."""
+"""Meter of the load of this machine's cores.
+
+Times that are measured while all cores are busy describe this machine, not the emulated network.
+"""
 
 from __future__ import annotations
 
@@ -9,56 +12,66 @@ from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 
-#: Share of the cores' time from which on a timing is "bound by this machine's cores".
+#: Load of the cores, from 0 to 1, from which on a time is marked with BOUND_TEXT.
 BOUND = 0.8
 BOUND_TEXT = "bound by this machine's cores"
 
 
 @dataclass(frozen=True)
 class CoreTimes:
-    """Of all cores since this machine started, in ticks: used by anything that runs on it, and in all."""
+    """Time of all cores since this machine started, in clock ticks."""
 
-    used: int
+    used: int  # by any program on this machine
     total: int
 
     def busy_since(self, before: CoreTimes) -> float:
-        """Share of the time since `before` in which the cores were used, 0 to 1."""
+        """Return the load of the cores since an earlier time, from 0 to 1."""
         return (self.used - before.used) / max(1, self.total - before.total)
 
 
 def core_times(stat: Path = Path("/proc/stat")) -> CoreTimes:
-    """From the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal (proc(5))."""
-    user, nice, system, idle, waiting, *interrupts = map(
-        int, stat.read_text().split("\n", 1)[0].split()[1:9]
-    )
+    """Return the times in the first line of /proc/stat.
+
+    The columns are user, nice, system, idle, iowait, irq, softirq, steal (proc(5)).
+    """
+    first_line = stat.read_text().partition("\n")[0]
+    _, *columns = first_line.split()
+    user, nice, system, idle, iowait, *interrupts = map(int, columns[:8])
     used = user + nice + system + sum(interrupts)
-    return CoreTimes(used, used + idle + waiting)
+    return CoreTimes(used=used, total=used + idle + iowait)
 
 
 class CoreMeter:
-    """Measures how busy the cores are from its making on, in pieces of SAMPLE_S."""
+    """Meter that records the load of the cores for every SAMPLE_S seconds since its creation."""
 
     SAMPLE_S = 0.5
 
     def __init__(self) -> None:
-        self._began, self._before = time.monotonic(), core_times()
+        self._sample_start_s = time.monotonic()
+        self._times_at_start = core_times()
         self._shares: list[float] = []
 
     def sample(self) -> None:
-        """Called often: counts a piece once it is over."""
+        """Record the load if a sample is over. The owner calls this method often."""
         now = time.monotonic()
-        if now - self._began >= self.SAMPLE_S:
+        if now - self._sample_start_s >= self.SAMPLE_S:
             times = core_times()
-            self._shares.append(times.busy_since(self._before))
-            self._began, self._before = now, times
+            self._shares.append(times.busy_since(self._times_at_start))
+            self._sample_start_s = now
+            self._times_at_start = times
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Of the pieces, in order; before the first one is over, of the time so far."""
-        return tuple(self._shares) or (core_times().busy_since(self._before),)
+        """Load of the cores in each sample, or until now if no sample is over yet."""
+        return tuple(self._shares) or (core_times().busy_since(self._times_at_start),)
 
 
 def median_share(shares: Sequence[float], last_s: float = inf) -> float:
-    """The median of a CoreMeter's shares in its last `last_s` seconds; 0 where there are none."""
-    pieces = max(1, round(min(last_s / CoreMeter.SAMPLE_S, len(shares))))
-    return statistics.median(shares[-pieces:] or [0.0])
+    """Return the median load in the last seconds of a CoreMeter, 0 without a sample.
+
+    Args:
+        shares: Load in each sample.
+        last_s: Seconds whose samples count.
+    """
+    samples = max(1, round(min(last_s / CoreMeter.SAMPLE_S, len(shares))))
+    return statistics.median(shares[-samples:] or [0.0])

@@ -1,9 +1,10 @@
-"""Achieved against configured bandwidth of every kind of link, by plain TCP between two nodes
-(lab/network/stream.py); between clusters also the round trip, and what several pairs of nodes get at once.
+"""Measurement of the lab's emulated links: achieved and configured rates of TCP between two nodes.
 
-On a fast link the acknowledgement's way back is much of the time of a message of 64 KiB: rows count (and must
-be within 10 %) from 128 KiB on. Both processes run under SCHED_RR where permitted: a busy machine is not what
-is measured.
+network/stream.py runs on the nodes. Between clusters, it also measures the round trip and the rate
+of several pairs of nodes at once. On a fast link, the way of the acknowledgement is a large part of
+the time of a message of 64 KiB, so only messages from COUNTS_FROM on must be within TOLERANCE. Both
+processes run under SCHED_RR if the system permits it, so that a busy machine does not change the
+result.
 """
 
 from __future__ import annotations
@@ -23,98 +24,143 @@ from holmes_lab.lab import Lab
 from holmes_lab.network import crossing
 from holmes_lab.network.shaping import LabNode
 
+#: Sizes of the messages in bytes.
 SIZES = (64 << 10, 128 << 10, 512 << 10, 4 << 20)
+#: Smallest message in bytes that must reach the configured rate.
 COUNTS_FROM = 128 << 10
+#: Largest relative difference between the achieved and the configured rate.
 TOLERANCE = 0.10
+#: Largest difference between the round trip and the configured one: relative, and in seconds.
+_TRIP_TOLERANCE = 0.05
+_LEAST_TRIP_ERROR_S = 1e-3
+#: Largest number of pairs of nodes that send at once.
 MOST_PAIRS = 4
-LONGEST_S = 1.0  # messages between clusters that take longer tell nothing new
+#: Messages between clusters that would take longer (seconds) are left out.
+LONGEST_S = 1.0
 _STREAM = str(Path(__file__).with_name("network") / "stream.py")
 
 
 @dataclass(frozen=True)
 class LinkRow:
-    """One link and message size. Rates in bits/s of application data; ratio: achieved / configured."""
+    """Measured rate of one link with one message size."""
 
     link: str
     nodes: tuple[str, str]
     interface: tuple[str, str]
     message_bytes: int
-    configured_bps: int
+    configured_bps: int  # of TCP data, as the other rates
     achieved_bps: float
-    ratio: float
-    within: bool
-    counts: bool
+    ratio: float  # achieved / configured
+    within: bool  # the ratio is within TOLERANCE
+    counts: bool  # the message is large enough for the ratio to count
 
 
 @dataclass(frozen=True)
 class CrossingRow:
-    """Between two clusters. what: "round trip" (seconds), "512 KiB" (a message, one pair of nodes) or "4
-    pairs at once" (bits/s of application data, all of them together)."""
+    """Measured value of the link between two clusters."""
 
     clusters: tuple[str, str]
+    #: "round trip" (seconds), "512 KiB" (bits/s of a message) or "4 pairs at once" (bits/s of all
+    #: pairs).
     what: str
     configured: float
     achieved: float
-    within: bool
+    within: bool  # the values differ by no more than the tolerance
 
 
 def measure(spec: SiteSpec, scale: float = 1.0) -> tuple[list[LinkRow], list[CrossingRow]]:
-    """Bring a lab up and measure one pair of nodes of each fabric and one on Ethernet, across clusters on a
-    flat network; and, where the file says what lies between the clusters, every pair of them."""
+    """Start a lab and measure its links.
+
+    One pair of nodes is measured for each fabric and for Ethernet. On a flat network, the Ethernet
+    pair is in different clusters. If the file describes the network between clusters, every pair of
+    clusters is measured, too.
+
+    Args:
+        spec: Content of a cluster.toml.
+        scale: Factor of all rates.
+
+    Raises:
+        HolmesError: there is only one node, or a measurement failed.
+    """
     with tuned(spec, scale) as lab:
         pairs = _pairs(lab.nodes)
-        if len(lab.nodes) < 2:
+        if len(lab.nodes) <= 1:
             raise HolmesError(f"{spec.source}: one node has no link to measure; name at least two")
-        links = [row for link, pair in pairs.items() for row in _measure_link(lab, link, *pair)]
-        crossings = itertools.combinations(range(len(spec.clusters)), 2) if spec.wan else []
-        return links, [
-            row for first, second in crossings for row in measure_crossing(lab, first, second)
-        ]
+        links = []
+        for link, (first, second) in pairs.items():
+            links += _measure_link(lab, link, first, second)
+        crossings = []
+        if spec.wan:
+            for first_number, second_number in itertools.combinations(range(len(spec.clusters)), 2):
+                crossings += measure_crossing(lab, first_number, second_number)
+        return links, crossings
 
 
 def measure_crossing(lab: Lab, first: int, second: int) -> list[CrossingRow]:
-    """Of two clusters by number: round trip, messages, and up to MOST_PAIRS pairs of nodes at once."""
+    """Measure the link between two clusters.
+
+    The rows are the round trip, the messages of each size, one pair of nodes, and up to MOST_PAIRS
+    pairs at once.
+
+    Args:
+        lab: The running lab.
+        first: Number of a cluster.
+        second: Number of the other cluster.
+    """
     spec = lab.spec
     sides = [[node for node in lab.nodes if node.site == number] for number in (first, second)]
-    names = spec.clusters[first].name, spec.clusters[second].name
+    names = (spec.clusters[first].name, spec.clusters[second].name)
     wan = spec.wan.scaled(lab.scale)
-    link, nic = crossing.link_of(wan, *names), sides[0][0].nics[0].rate_bps
-    shared = [
-        rate for rate in (link.rate_bps, *(wan.uplink_of.get(name, 0) for name in names)) if rate
+    link = crossing.link_of(wan, *names)
+    nic_bps = sides[0][0].nics[0].rate_bps
+    # Limits that all pairs of nodes share; 0 is no limit.
+    limits = [link.rate_bps, wan.uplink_of.get(names[0], 0), wan.uplink_of.get(names[1], 0)]
+    shared_bps = [rate_bps for rate_bps in limits if rate_bps]
+    single_pair_bps = min([nic_bps, *shared_bps])
+    sizes = [
+        size for size in SIZES if size >= COUNTS_FROM and size * 8 / single_pair_bps < LONGEST_S
     ]
-    alone = min([nic, *shared])
-    sizes = [size for size in SIZES if size >= COUNTS_FROM and size * 8 / alone < LONGEST_S] or [
-        COUNTS_FROM
-    ]
+    if not sizes:
+        sizes = [COUNTS_FROM]
     (single,) = flood(lab, sides, 1, sizes)
-    trip = 2 * link.latency_s
-    error = abs(single["round_trip"] - trip)
-    rows = [
-        CrossingRow(
-            names, "round trip", trip, single["round_trip"], error <= max(1e-3, 0.05 * trip)
-        )
-    ]
 
-    def rate(what: str, configured: float, achieved: float) -> None:
-        rows.append(
-            CrossingRow(
-                names, what, configured, achieved, abs(achieved / configured - 1) <= TOLERANCE
-            )
-        )
-
+    trip_s = 2 * link.latency_s
+    measured_trip_s = single["round_trip"]
+    tolerance_s = max(_LEAST_TRIP_ERROR_S, _TRIP_TOLERANCE * trip_s)
+    is_within = abs(measured_trip_s - trip_s) <= tolerance_s
+    rows = [CrossingRow(names, "round trip", trip_s, measured_trip_s, is_within)]
     for size, seconds in zip(sizes, single["seconds"]):
-        rate(f"{size >> 10} KiB", alone, size * 8 / max(seconds - single["round_trip"], 1e-9))
-    rate("1 pair", alone, single["flood"])
-    if (count := min(MOST_PAIRS, *map(len, sides))) > 1:
-        together = sum(sender["flood"] for sender in flood(lab, sides, count, sizes))
-        rate(f"{count} pairs at once", min([count * nic, *shared]), together)
+        transfer_s = max(seconds - measured_trip_s, 1e-9)
+        rows.append(_rate_row(names, f"{size >> 10} KiB", single_pair_bps, size * 8 / transfer_s))
+    rows.append(_rate_row(names, "1 pair", single_pair_bps, single["flood"]))
+    count = min(MOST_PAIRS, len(sides[0]), len(sides[1]))
+    if count > 1:
+        senders = flood(lab, sides, count, sizes)
+        achieved_bps = sum(sender["flood"] for sender in senders)
+        configured_bps = min([count * nic_bps, *shared_bps])
+        rows.append(_rate_row(names, f"{count} pairs at once", configured_bps, achieved_bps))
     return rows
+
+
+def _rate_row(
+    clusters: tuple[str, str], what: str, configured_bps: float, achieved_bps: float
+) -> CrossingRow:
+    """Return the row of a rate in bits/s that was measured between two clusters."""
+    is_within = abs(achieved_bps / configured_bps - 1) <= TOLERANCE
+    return CrossingRow(clusters, what, configured_bps, achieved_bps, is_within)
 
 
 def flood(
     lab: Lab, sides: Sequence[Sequence[LabNode]], count: int, sizes: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What each of `count` senders measured."""
+    """Measure several pairs of nodes of two clusters at once, and return the values of each sender.
+
+    Args:
+        lab: The running lab.
+        sides: Nodes of the sending and of the receiving cluster.
+        count: Number of pairs.
+        sizes: Sizes of the messages in bytes.
+    """
     near, far = (list(side[:count]) for side in sides)
     link = f"{near[0].cluster} to {far[0].cluster}"
     return _streams(lab, link, "flood", near, far, [node.address for node in far], sizes)
@@ -129,7 +175,20 @@ def _streams(
     addresses: Sequence[str],
     sizes: Sequence[int],
 ) -> list[dict[str, Any]]:
-    """What stream.py prints on the nodes `near`; addresses: of those that are `far`."""
+    """Run stream.py on pairs of nodes and return the values that each sender prints.
+
+    Args:
+        lab: The running lab.
+        link: Name of the link, for the error message.
+        what: First argument of stream.py.
+        near: The sending nodes.
+        far: The receiving nodes.
+        addresses: IP addresses of the receiving nodes.
+        sizes: Sizes of the messages in bytes.
+
+    Raises:
+        HolmesError: the program failed.
+    """
     command = [sys.executable, "-I", "-S", _STREAM, what, ",".join(addresses), *map(str, sizes)]
     result = lab.run(command, order=[node.name for node in (*near, *far)], processes=1, timeout=600)
     if result.returncode != 0:
@@ -139,36 +198,51 @@ def _streams(
 
 
 def _measure_link(lab: Lab, link: str, first: LabNode, second: LabNode) -> list[LinkRow]:
-    near, far = (next(nic for nic in node.nics if nic.fabric == link) for node in (first, second))
+    """Measure messages of all sizes between two nodes on a fabric."""
+    near = next(nic for nic in first.nics if nic.fabric == link)
+    far = next(nic for nic in second.nics if nic.fabric == link)
     (measured,) = _streams(lab, link, "messages", [first], [second], [far.address], SIZES)
-    names, interfaces = (first.name, second.name), (near.name, far.name)
-    configured = min(near.rate_bps, far.rate_bps)
+    configured_bps = min(near.rate_bps, far.rate_bps)
     rows = []
     for size, seconds in zip(SIZES, measured["seconds"]):
-        achieved = size * 8 / seconds
-        ratio, counts = achieved / configured, size >= COUNTS_FROM
-        within = abs(ratio - 1) <= TOLERANCE
+        achieved_bps = size * 8 / seconds
+        ratio = achieved_bps / configured_bps
         rows.append(
-            LinkRow(link, names, interfaces, size, configured, achieved, ratio, within, counts)
+            LinkRow(
+                link,
+                nodes=(first.name, second.name),
+                interface=(near.name, far.name),
+                message_bytes=size,
+                configured_bps=configured_bps,
+                achieved_bps=achieved_bps,
+                ratio=ratio,
+                within=abs(ratio - 1) <= TOLERANCE,
+                counts=size >= COUNTS_FROM,
+            )
         )
     return rows
 
 
 def _pairs(nodes: Sequence[LabNode]) -> dict[str, tuple[LabNode, LabNode]]:
-    """fabric -> the two nodes to measure; on Ethernet the first two of different clusters, or of one cluster
-    where each has an Ethernet of its own, if there are such."""
+    """Return the two nodes to measure for each fabric.
+
+    On Ethernet, they are the first two nodes of different clusters. If each cluster has an Ethernet
+    of its own, they are the first two nodes of the same cluster, and there is no pair if every
+    cluster has a single node.
+    """
     pairs: dict[str, tuple[LabNode, LabNode]] = {}
     for first, second in itertools.combinations(nodes, 2):
-        for fabric in {nic.fabric for nic in first.nics[1:]} & {
-            nic.fabric for nic in second.nics[1:]
-        }:
+        fabrics = {nic.fabric for nic in first.nics[1:]}
+        for fabric in fabrics.intersection(nic.fabric for nic in second.nics[1:]):
             pairs.setdefault(fabric, (first, second))
-    apart = nodes[0].site is not None
-    best = [
-        pair
-        for pair in itertools.combinations(nodes, 2)
-        if (pair[0].cluster == pair[1].cluster) == apart
-    ]
-    if best or len(nodes) > 1 and not apart:
-        pairs["ethernet"] = best[0] if best else (nodes[0], nodes[1])
+    is_split = nodes[0].site is not None
+    preferred = []
+    for first, second in itertools.combinations(nodes, 2):
+        is_same_cluster = first.cluster == second.cluster
+        if is_same_cluster == is_split:
+            preferred.append((first, second))
+    if preferred:
+        pairs["ethernet"] = preferred[0]
+    elif len(nodes) > 1 and not is_split:
+        pairs["ethernet"] = (nodes[0], nodes[1])
     return pairs

@@ -1,4 +1,4 @@
-"""What the lab needs of this machine: programs, and the right to make namespaces."""
+"""Requirements of the lab: programs, and the permission to create namespaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holmes_ext.errors import HolmesError
 
-#: Program of lab/launchers/ -> Debian's package of it.
+#: Program that lab/launchers/ needs -> Debian package with the program.
 PACKAGES = {
     "munged": "munge",
     "slurmctld": "slurm-wlm",
@@ -25,7 +25,11 @@ PACKAGES = {
 
 
 def program(name: str) -> str:
-    """Its path; ip, tc and daemons lie where a user's PATH may not look. HolmesError names the package."""
+    """Return the path of a program, also from the sbin folders, which a user's PATH may lack.
+
+    Raises:
+        HolmesError: the program is not installed.
+    """
     path = shutil.which(
         name, path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     )
@@ -42,18 +46,21 @@ def program(name: str) -> str:
 
 
 def denied(reason: str) -> str:
-    """One line on what forbids namespaces here, and the way out."""
-    for sysctl, bad in (
+    """Return the reason why this machine does not permit namespaces, and the remedy.
+
+    Args:
+        reason: Error message of the kernel.
+    """
+    for sysctl, forbidding_value in (
         ("kernel.unprivileged_userns_clone", "0"),
         ("kernel.apparmor_restrict_unprivileged_userns", "1"),
         ("user.max_user_namespaces", "0"),
     ):
         path = Path("/proc/sys") / sysctl.replace(".", "/")
-        if path.exists() and path.read_text().strip() == bad:
-            way_out = "run it as root or set that"
+        if path.exists() and path.read_text().strip() == forbidding_value:
             return (
-                f"the lab needs root, or user namespaces, which {sysctl}={bad} forbids ({reason}); "
-                f"{way_out}"
+                f"the lab needs root, or user namespaces, which {sysctl}={forbidding_value} forbids "
+                f"({reason}); run it as root or set that"
             )
     return (
         f"the lab needs root, or unprivileged user namespaces, which this machine refuses ({reason}); "

@@ -1,4 +1,4 @@
-"""Command `holmes discover --from ...`: makes a cluster.toml from Slurm, Kubernetes or a hostfile."""
+"""Command `holmes discover --from ...`: makes a cluster.toml from another node list."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
 def _kept_values(
     existing: SiteSpec, kinds: dict[str, str], rates: dict[str, int], ethernet_bps: int
 ) -> list[str]:
-    """Return names of the values in a file that differ from the options. The file's values are kept.
+    """Return the values of a file that stay although the options give others.
 
     Args:
         existing: Content of the file.
@@ -272,7 +272,7 @@ def _report(
     nodes: Sequence[FoundNode],
     additions: write.Additions,
 ) -> None:
-    """Print what is new in the file, which of its nodes were not found, and which no job can use now.
+    """Print what is new in the file, and which nodes were not found or cannot be used now.
 
     Args:
         path: The file, None for standard output.

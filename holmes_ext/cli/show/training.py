@@ -1,4 +1,4 @@
-"""Input of `holmes plan`: the model and the parallel sizes, from options, files and a command line."""
+"""Input of `holmes plan`: model and parallel sizes from options, files and a command."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Training:
 
     @property
     def zero_and_chunks(self) -> tuple[int, ...]:
-        """ZeRO stage and number of virtual pipeline chunks in the command, () if it names no model."""
+        """ZeRO stage and virtual pipeline chunks of the command, () if it names no model."""
         return (self.said.zero, self.said.virtual) if self.said.model else ()
 
     def show(self, screen: Screen) -> None:
@@ -153,7 +153,7 @@ def _assumed_gpus(args: argparse.Namespace, model: Model, spec: SiteSpec) -> Ite
 
 
 def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
-    """Yield a line for each cluster with an unknown GPU model and without some of the GPU's numbers."""
+    """Yield a line for each cluster with an unknown GPU model of which numbers are missing."""
     for cluster in spec.clusters:
         if not cluster.gpu or accelerator_of(cluster.gpu) is not None:
             continue
@@ -172,7 +172,7 @@ def _unknown_gpus(spec: SiteSpec) -> Iterator[str]:
 
 
 def _options(args: argparse.Namespace) -> Options:
-    """Return holmes's options: the flags in the training command, HOLMES_DISABLE, and --inflight, --schedule."""
+    """Return holmes's options: flags in the command, HOLMES_DISABLE, --inflight, --schedule."""
     options, _ = parse_flags(list(args.command or ()), os.environ)
     if args.inflight == "off":
         options = replace(options, inflight="off")
@@ -198,7 +198,7 @@ def _with_command(model: Model, values: dict[str, Any]) -> Model:
 
 
 def _command_line(words: list[str]) -> CommandLine:
-    """Return what a training command says about the job. --holmes-sizes and --holmes-partition count, too.
+    """Return the description of the job in a training command and its --holmes-... flags.
 
     Args:
         words: The command with its launcher, or the script's arguments alone.
@@ -217,7 +217,7 @@ def _command_line(words: list[str]) -> CommandLine:
 
 
 def _sizes(args: argparse.Namespace, command_line: CommandLine) -> Sizes | None:
-    """Return the parallel sizes of the options or of the training command, None if nothing names any.
+    """Return the parallel sizes of the options or the command, None if nothing names any.
 
     A command with a model and without sizes is data-parallel.
     """
@@ -257,7 +257,7 @@ def _command_lines_read(command_line: CommandLine, model_file: str) -> list[str]
 
 
 def _summary(model: Model, command_line: CommandLine) -> str:
-    """Return a training command's model and settings: "24 layers, 1.3e+09 parameters, ..., ZeRO 1"."""
+    """Return the model and settings of a command: "24 layers, 1.3e+09 parameters, ..."."""
     precision = "32-bit" if model.activation_width == _WIDTH_OF_32_BITS else "16-bit"
     parts = [f"{model.layers} layers, {model.parameters:.3g} parameters"]
     if model.experts:

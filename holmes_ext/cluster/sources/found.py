@@ -120,7 +120,7 @@ def clusters_of(nodes: Sequence[FoundNode]) -> list[FoundCluster]:
     return clusters
 
 
-def _shares_fabric(hardware: _Hardware, every: Iterable[_Hardware]) -> bool:
+def _shares_fabric(hardware: _Hardware, all_hardware: Iterable[_Hardware]) -> bool:
     """Return whether a cluster shares its fabric with others of the same kind of NIC.
 
     Clusters of different kinds cannot communicate over a fabric, even if the program says that they
@@ -128,9 +128,9 @@ def _shares_fabric(hardware: _Hardware, every: Iterable[_Hardware]) -> bool:
 
     Args:
         hardware: Hardware of one cluster.
-        every: Hardware of all clusters.
+        all_hardware: Hardware of all clusters.
     """
-    on_fabric = [other for other in every if other.fabric == hardware.fabric]
+    on_fabric = [other for other in all_hardware if other.fabric == hardware.fabric]
     kinds = {other.kind for other in on_fabric}
     return bool(hardware.fabric and hardware.kind) and len(on_fabric) > 1 and len(kinds) == 1
 

@@ -89,7 +89,7 @@ class Topology:
 
     @cached_property
     def fabric_of(self) -> dict[str, str]:
-        """Node -> its fabric: the topmost switch above it, or BLOCKS for a node in a block."""
+        """Fabrics by the names of their nodes: the topmost switch, or BLOCKS for a block."""
         # Union-find: each switch points to a switch of the same fabric, the root of a fabric to
         # itself.
         parents = {unit.name: unit.name for unit in self.units}

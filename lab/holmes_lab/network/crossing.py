@@ -1,10 +1,11 @@
-"""The network between clusters (cluster/wan.py) in a lab: addresses, devices and what the delay line is told.
+"""Addresses, devices and delay line of the emulated network between clusters.
 
     node a0 [eth0]--veth--[e0]  bridge "eth0"  10.77.0.0/24   wan0 --+
     node a1 [eth0]--veth--[e1]    (router 10.77.0.254)               |  lab/network/delay_line.py: uplinks,
     node b0 [eth0]--veth--[e2]  bridge "eth1"  10.77.1.0/24   wan1 --+  links between two clusters, latency
 
-Clusters are numbered in the file's order. A file without uplinks and [[between]] has none of this.
+Clusters are numbered in the order of cluster.toml, whose uplinks and links (cluster/wan.py) are
+emulated. A file without them needs no delay line.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from holmes_ext.cluster.wan import Between, Wan
 
 ETHERNET_NET = 77
 PREFIX = 24
-#: Of every node where round trips are long and what is measured is the network: no window of TCP bounds a
-#: stream, and none shrinks while a job computes. (Kernels start with 4 to 32 MiB and 1; `holmes doctor` says
-#: what that costs.) Reno is what a namespace may always choose. BBR paces a message that follows a pause by
-#: what it knows of the link from small ones before: 18 KiB then take 37 ms over a link of 20 ms and 100 Mb/s,
-#: with Reno 22.
+#: Kernel settings of every node if round trips are long. With them, TCP windows do not limit a
+#: stream, and do not shrink while a job computes. (Kernels start with 4 to 32 MiB and with slow
+#: start after idle; `holmes doctor` shows the effect.) Any network namespace may choose Reno. BBR
+#: would send a message after a pause at the rate that it measured on earlier small messages: 18 KiB
+#: take 37 ms over a link of 20 ms and 100 Mb/s, with Reno 22 ms.
 TUNED = {
     "net.ipv4.tcp_wmem": "4096 1048576 134217728",
     "net.ipv4.tcp_rmem": "4096 1048576 134217728",
@@ -32,16 +33,25 @@ TUNED = {
 
 
 def address(cluster: int, index: int) -> str:
-    """IPv4 address of the eth0 of node `index` (from 0) of cluster number `cluster`."""
+    """Return the IPv4 address of a node's eth0.
+
+    Args:
+        cluster: Number of the cluster.
+        index: Number of the node in the cluster, from 0.
+    """
     return f"10.{ETHERNET_NET}.{cluster}.{index + 1}"
 
 
 def bridge(cluster: int) -> str:
+    """Return the name of a cluster's bridge."""
     return f"eth{cluster}"
 
 
 def route_lines(cluster: int) -> list[str]:
-    """For `ip -batch` on a node: everything else is behind its cluster's router, which answers no ARP."""
+    """Return the lines for `ip -batch` on a node that route to other clusters.
+
+    The cluster's router does not answer ARP requests, so its MAC address is given.
+    """
     router = f"10.{ETHERNET_NET}.{cluster}.254"
     return [
         f"neighbor add {router} lladdr {_router_mac(cluster)} dev eth0 nud permanent",
@@ -50,7 +60,7 @@ def route_lines(cluster: int) -> list[str]:
 
 
 def tap_lines(clusters: int) -> list[str]:
-    """For `ip -batch` in the switch once the delay line has made its TAPs."""
+    """Return the lines for `ip -batch` that attach the delay line's TAP devices to the bridges."""
     return [
         f"link set dev {_tap(number)} master {bridge(number)} txqueuelen 10000 up"
         for number in range(clusters)
@@ -60,9 +70,16 @@ def tap_lines(clusters: int) -> list[str]:
 def delay_line(
     spec: SiteSpec, scale: float, nodes: Sequence[tuple[str, int | None, str]], wire: float
 ) -> dict[str, Any]:
-    """What the keeper starts the delay line with. nodes: (address, cluster, MAC); wire: bits on the wire for
-    each bit of TCP's data, which is what a rate counts."""
-    wan, names = spec.wan.scaled(scale), [cluster.name for cluster in spec.clusters]
+    """Return the arguments with which the keeper starts the delay line.
+
+    Args:
+        spec: The clusters and the network between them.
+        scale: Factor of all rates.
+        nodes: (IPv4 address, number of the cluster, MAC address) of each node.
+        wire: Bits on the wire for each bit of TCP data. Rates count TCP data.
+    """
+    wan = spec.wan.scaled(scale)
+    names = [cluster.name for cluster in spec.clusters]
     clusters = [
         {
             "tap": _tap(number),
@@ -78,12 +95,12 @@ def delay_line(
     return {
         "clusters": clusters,
         "links": links,
-        "nodes": {where: [cluster, mac] for where, cluster, mac in nodes},
+        "nodes": {ip_address: [cluster, mac] for ip_address, cluster, mac in nodes},
     }
 
 
 def link_of(wan: Wan, first: str, second: str) -> Between:
-    """What lies between two clusters besides their uplinks; rate 0: no limit."""
+    """Return the link between two clusters, without limit and latency if the file has none."""
     return wan.pair_of.get((first, second)) or Between((first, second), 0, 0.0)
 
 

@@ -1,14 +1,19 @@
-"""The network between the clusters of a lab: one process that carries every frame from cluster to cluster.
+"""Process that emulates the network between clusters: it delays and forwards frames.
 
     bridge eth0 (cluster 0) -- TAP wan0 --+              +-- TAP wan1 -- bridge eth1 (cluster 1)
                                       [uplink 0] -> [link 0-1] -> latency -> [uplink 1]
 
-It reads frames from one TAP, holds each until it has passed what lies on its way, and writes it to the other
-cluster's. The TAPs exchange frames of up to 64 KiB whole (virtio-net headers, checksum and segmentation left
-to the receiver), so few system calls carry much. A link or an uplink is a clock for each direction, and
-everything that passes waits for it in turn, every pair of nodes with the same share: what is small does not
-wait behind all that a large message has sent before. What would wait longer than its buffer is dropped, as a
-router does. Needs only the standard library (the lab's keeper forks it); the kernel needs TUN/TAP, not netem.
+The process reads frames from a TAP device, holds each frame until it has passed the uplinks and the
+link on its path, and writes it to the TAP device of the other cluster. Frames have up to 64 KiB
+(virtio-net headers, checksum and segmentation left to the receiver), so few system calls are
+needed.
+
+Each direction of a link or an uplink is a `Clock`: frames pass it one after the other at its rate.
+All pairs of nodes get the same share, so a small message does not wait behind all frames of a large
+one. A frame that finds the clock's buffer full is dropped, as in a router.
+
+Only the standard library is needed, because the lab's keeper forks this process. The kernel needs
+TUN/TAP, not netem.
 """
 
 from __future__ import annotations
@@ -25,25 +30,38 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 TUN_DEVICE = "/dev/net/tun"
-#: Seconds that it sleeps after each round of work, so that frames come and go in handfuls, half of it early
-#: or late: the tenth part of the least latency, between these.
+#: Limits of the seconds that the process sleeps after each round of work, so that it handles
+#: several frames at a time. The sleep is a tenth of the shortest latency. Frames are up to half of
+#: it too early or too late.
 QUANTA_S = 400e-6, 1e-3
-#: A clock's buffer holds so many seconds of its rate at least; else two round trips of its longest way. Much,
-#: so that a link is its rate and its latency and no more: for each loss Reno halves its window, and wins a
-#: segment back in a round trip (over 20 ms and 100 Mb/s sums of 10 MB took 3 to 12 % longer with 0.1 s,
-#: docs/numbers.md).
+#: Smallest buffer of a clock, in seconds of its rate. A longer path has two round trips. Large
+#: buffers make a link its rate and its latency, and nothing else: for each lost frame, Reno halves
+#: its window and wins back a segment per round trip (over 20 ms and 100 Mb/s, sums of 10 MB took 3
+#: to 12 % longer with 0.1 s, docs/numbers.md).
 LEAST_BUFFER_S = 3.0
 _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
 _TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
-_OFFLOADS = 0x01 | 0x02 | 0x04  # checksum, TCP over IPv4 and over IPv6 in segments to be cut later
+#: Offloads of a TAP device: checksum, and segmentation of TCP over IPv4 and IPv6.
+_OFFLOADS = 0x01 | 0x02 | 0x04
 _VNET, _MACS, _FRAME = struct.Struct("<BBHHHH"), 12, 10 + 14 + (1 << 16)
 _IPV4 = b"\x08\x00"
+#: Frames that are read from a TAP device at a time.
+_MOST_FRAMES = 500
 _PR_SET_TIMERSLACK, _M_TRIM_THRESHOLD = 29, -1
 
 
 class Passing:
-    """A frame on its way. flow: who sends to whom; hops: clocks that it still has to pass on the near side;
-    end: when its last bit has left what it has passed."""
+    """Frame that is delayed.
+
+    Attributes:
+        pieces: Parts of the frame, to be written to the TAP device.
+        bits: Bits on the wire.
+        flow: IPv4 addresses of the sender and the receiver.
+        target: Number of the receiver's cluster.
+        hops: Clocks that the frame still has to pass before the latency.
+        latency_s: Latency of the link.
+        end: Time in seconds at which the last bit has left the clocks that were passed.
+    """
 
     __slots__ = "bits", "end", "flow", "hops", "latency_s", "pieces", "target"
 
@@ -56,25 +74,42 @@ class Passing:
         path: tuple[Sequence[Clock], float],
         end: float,
     ):
-        self.pieces, self.bits, self.flow, self.target, self.end = pieces, bits, flow, target, end
-        self.hops, self.latency_s = iter(path[0]), path[1]
+        hops, latency_s = path
+        self.pieces = pieces
+        self.bits = bits
+        self.flow = flow
+        self.target = target
+        self.end = end
+        self.hops = iter(hops)
+        self.latency_s = latency_s
 
 
 class Clock:
-    """One direction of something that has a rate: frames leave one after the other, those of flows that wait
-    at once in turn, so that each gets the same rate (self-clocked fair queueing, Golestani 1994). rate_bps on
-    the wire; seconds.
+    """One direction of a link or an uplink: frames leave one after the other at its rate.
+
+    All flows that wait get the same rate (self-clocked fair queueing, Golestani 1994): a frame gets
+    a tag, the larger of the last tag that left and the last tag of its flow, plus its bits. The
+    frame with the smallest tag leaves next.
     """
 
     def __init__(self, rate_bps: float, buffer_s: float):
-        self.second_per_bit, self.most_bits, self.free = 1.0 / rate_bps, buffer_s * rate_bps, 0.0
-        self.waiting: list[tuple[float, int, Passing]] = []
-        self._bits = self._count = 0
-        self._virtual = 0.0  # the tag of what left last
-        self._tags: dict[bytes, float] = {}  # of each flow's last frame
+        """Create an idle clock.
+
+        Args:
+            rate_bps: Rate on the wire.
+            buffer_s: Size of the buffer in seconds of the rate.
+        """
+        self.second_per_bit = 1.0 / rate_bps
+        self.most_bits = buffer_s * rate_bps
+        self.free = 0.0  # time at which the next frame can leave
+        self.waiting: list[tuple[float, int, Passing]] = []  # heap of (tag, number, frame)
+        self._bits = 0  # of all waiting frames
+        self._count = 0
+        self._virtual = 0.0  # tag of the frame that left last
+        self._tags: dict[bytes, float] = {}  # flow -> tag of its last frame
 
     def take(self, passing: Passing, when: float) -> bool:
-        """Whether its buffer takes a frame that comes at `when`."""
+        """Add a frame that arrives at the time `when`. Return False if the buffer is full."""
         if not self.waiting:
             if self.free <= when:
                 self.free, self._virtual = when, 0.0
@@ -89,7 +124,7 @@ class Clock:
         return True
 
     def leaving(self, now: float) -> Iterator[tuple[float, Passing]]:
-        """(when, frame) of those whose first bit leaves by `now`."""
+        """Remove the frames that begin to leave until `now`, and yield (time, frame)."""
         while self.waiting and self.free <= now:
             self._virtual, _, passing = heapq.heappop(self.waiting)
             self._bits -= passing.bits
@@ -100,9 +135,7 @@ class Clock:
 
 
 class Router:
-    """What is on its way. clusters: for each the MAC address of its router and its uplink's wire rate (0:
-    unlimited); links: [cluster, cluster, wire rate (0: unlimited), one-way latency in seconds], both
-    directions alike; nodes: IPv4 address -> (cluster, MAC address)."""
+    """Network between the clusters with the frames that are on it."""
 
     def __init__(
         self,
@@ -110,6 +143,15 @@ class Router:
         links: Sequence[Sequence[float]],
         nodes: dict[str, tuple[int, str]],
     ):
+        """Create a network without frames.
+
+        Args:
+            clusters: For each cluster, "mac" (address of its router) and "uplink_bps" (rate of its
+                uplink on the wire, 0 for no limit).
+            links: [cluster, cluster, rate on the wire (0: no limit), one-way latency in seconds],
+                for both directions.
+            nodes: IPv4 address of each node -> (number of its cluster, MAC address).
+        """
         trip = {
             cluster: max([4 * link[3] for link in links if cluster in link[:2]], default=0.0)
             for cluster in range(len(clusters))
@@ -151,12 +193,18 @@ class Router:
 
     @property
     def next_due(self) -> float | None:
-        """When something is due to leave; None while nothing is on its way."""
+        """Time at which the next frame leaves a clock or arrives, None if there is no frame."""
         due = [clock.free for clock in (*self._near, *self._far) if clock.waiting]
         return min([*due, self._heap[0][0]] if self._heap else due, default=None)
 
     def take(self, frame: bytes, source: int, now: float) -> None:
-        """A frame of cluster `source` (virtio-net header first); dropped where nobody elsewhere gets it."""
+        """Add a frame. It is dropped if its receiver is not a node of another cluster.
+
+        Args:
+            frame: The frame with its virtio-net header.
+            source: Number of the sender's cluster.
+            now: Time in seconds at which the frame was read.
+        """
         known = self._nodes.get(frame[40:44]) if frame[22:24] == _IPV4 else None
         if known is None or known[0] == source:
             return
@@ -166,7 +214,7 @@ class Router:
         self._go_on(Passing(pieces, wire_bits(frame), frame[36:44], target, path, now), now)
 
     def _go_on(self, passing: Passing, when: float) -> None:
-        """To the next clock on the near side, else on the long way."""
+        """Move a frame to the next clock before the latency, or let it wait for the latency."""
         clock = next(passing.hops, None)
         if clock is None:
             self._push(passing.end + passing.latency_s, False, passing)
@@ -174,8 +222,9 @@ class Router:
             self.dropped += 1
 
     def due(self, now: float) -> list[tuple[int, tuple]]:
-        """(cluster, pieces of the frame) of what has arrived by `now`, in order."""
-        # uplinks first: a frame's first bytes are on the link while the last are still on one
+        """Return (cluster, pieces) of each frame that has arrived until `now`, in order."""
+        # Uplinks come first: the first bytes of a frame are on the link while its last are on the
+        # uplink.
         for clock in self._near:
             for when, passing in clock.leaving(now):
                 self._go_on(passing, when)
@@ -186,6 +235,7 @@ class Router:
         return arrived + self._arrived(now)
 
     def _arrived(self, now: float) -> list[tuple[int, tuple]]:
+        """Return the frames that have arrived, and move others to the uplink of the receiver."""
         arrived = []
         while self._heap and self._heap[0][0] <= now:
             when, _, last, passing = heapq.heappop(self._heap)
@@ -197,23 +247,34 @@ class Router:
         return arrived
 
     def _push(self, when: float, last: bool, passing: Passing) -> None:
+        """Let a frame wait until the time `when`. last: it has passed all clocks."""
         self._count += 1
         heapq.heappush(self._heap, (when, self._count, last, passing))
 
 
 def wire_bits(frame: bytes) -> int:
-    """Of a frame with its virtio-net header: every segment that it will be cut into has headers."""
+    """Return the bits of a frame on the wire, where each of its segments has headers.
+
+    Args:
+        frame: The frame with its virtio-net header.
+    """
     _, kind, _, segment, transport, _ = _VNET.unpack_from(frame)
     size = len(frame) - _VNET.size
     if not kind:
         return 8 * size
-    # up to the end of TCP's, by its data offset
+    # All headers up to the end of TCP's, whose length is in its data offset.
     header = transport + 4 * (frame[_VNET.size + transport + 12] >> 4)
     return 8 * (size + (-(-(size - header) // segment) - 1) * header)
 
 
 def open_tap(name: str) -> int:
-    """Descriptor of a new TAP device in the caller's network namespace, gone when it is closed. OSError."""
+    """Create a TAP device in the current network namespace, and return its descriptor.
+
+    The device disappears when the descriptor is closed.
+
+    Raises:
+        OSError: the kernel does not permit TAP devices.
+    """
     descriptor = os.open(TUN_DEVICE, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
     fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH22x", name.encode(), flags))
@@ -222,20 +283,25 @@ def open_tap(name: str) -> int:
 
 
 def run(router: Router, taps: Sequence[int]) -> None:
-    """Carry frames between `taps` (of the clusters in order) for ever."""
+    """Forward frames between clusters, without end.
+
+    Args:
+        router: Network between the clusters.
+        taps: Descriptor of each cluster's TAP device.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_TIMERSLACK, 1_000, 0, 0, 0)  # nanoseconds
-    # glibc's: frames come and go, and fresh pages cost as much as reading into them
+    # glibc keeps freed memory: fresh pages would cost as much as reading a frame.
     if hasattr(libc, "mallopt"):
         libc.mallopt(_M_TRIM_THRESHOLD, 1 << 30)
-    gc.disable()  # nothing here refers to itself
+    gc.disable()  # there are no reference cycles
     quantum = router.quantum_s
     while True:
         due, before = router.next_due, time.monotonic()
         if due is None or due - quantum / 2 > before:
             select.select(taps, [], [], None if due is None else due - quantum / 2 - before)
         now = time.monotonic()
-        # while it slept: in the middle, on average
+        # Frames that came during the sleep came in its middle, on average.
         came = now if now - before > 50e-6 else before - quantum / 2
         for cluster, tap in enumerate(taps):
             for frame in _frames(tap):
@@ -243,18 +309,16 @@ def run(router: Router, taps: Sequence[int]) -> None:
         for target, pieces in router.due(now + quantum / 2):
             try:
                 os.writev(taps[target], pieces)
-            except (
-                OSError
-            ):  # the bridge is down, or the receiver's queue is full: the frame is lost
+            except OSError:  # the bridge is down, or the queue of the receiver is full
                 router.dropped += 1
         time.sleep(quantum)
 
 
 def _frames(tap: int) -> list[bytes]:
-    """Those that wait, some hundreds at most."""
+    """Return the frames that wait at a TAP device, at most _MOST_FRAMES."""
     frames = []
     try:
-        for _ in range(500):
+        for _ in range(_MOST_FRAMES):
             frames.append(os.read(tap, _FRAME))
     except BlockingIOError:
         pass

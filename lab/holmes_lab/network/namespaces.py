@@ -1,4 +1,4 @@
-"""Linux namespaces by ctypes: unshare, setns, mount and prctl (in os from Python 3.12 on).
+"""System calls for Linux namespaces: unshare, setns, mount and prctl, called with ctypes.
 
 Every function raises OSError with the kernel's errno.
 """
@@ -18,8 +18,13 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-MS_BIND, MS_REC, MS_PRIVATE = 0x1000, 0x4000, 0x40000
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -28,36 +33,51 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: object) -> None:
+    """Call a function of the C library, and raise OSError if it fails."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
 
 
 def unshare(flags: int) -> None:
-    """Move the caller into new namespaces (its future children, for CLONE_NEWPID)."""
+    """Move the calling process, for CLONE_NEWPID its future children, into new namespaces."""
     _call("unshare", flags)
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
-    encode = lambda text: None if text is None else os.fsencode(text)  # noqa: E731
+    """Mount a file system.
+
+    Args:
+        source: Device, or a name that the file system ignores.
+        target: Mount point.
+        kind: Type of the file system; None to change an existing mount.
+        flags: MS_ flags.
+        data: Options of the file system.
+    """
     _call(
-        "mount", encode(source), encode(target), encode(kind), ctypes.c_ulong(flags), encode(data)
+        "mount",
+        os.fsencode(source),
+        os.fsencode(target),
+        None if kind is None else os.fsencode(kind),
+        ctypes.c_ulong(flags),
+        None if data is None else os.fsencode(data),
     )
 
 
 def die_with_parent() -> None:
-    """SIGKILL for the caller when the thread that forked it ends."""
+    """Let the kernel kill the calling process when the thread that forked it ends."""
     _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Orphaned descendants become children of the caller, which can then end them."""
+    """Make orphaned descendants children of the calling process, which can then end them."""
     _call("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def become_root_of_new_user_namespace(flags: int) -> None:
-    """unshare(flags) inside a new user namespace in which the caller is root."""
-    uid, gid = os.getuid(), os.getgid()
+    """Move the calling process into a new user namespace, in which it is root, and others."""
+    uid = os.getuid()
+    gid = os.getgid()
     unshare(CLONE_NEWUSER | flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
         with open(f"/proc/self/{name}", "w") as file:
@@ -65,7 +85,7 @@ def become_root_of_new_user_namespace(flags: int) -> None:
 
 
 def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
-    """Move the caller (single-threaded) into the namespaces of process `holder`."""
+    """Move the calling process, which must have a single thread, into namespaces of another."""
     descriptors = [
         os.open(f"/proc/{holder}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC) for name in names
     ]
@@ -75,8 +95,10 @@ def enter(holder: int, names: tuple[str, ...] = ("net", "uts", "mnt")) -> None:
 
 
 def enter_for_children(process: int) -> None:
-    """Let future children of the caller be in the PID namespace of `process`, which must be inside the
-    caller's own."""
+    """Start future children of the calling process in the PID namespace of another process.
+
+    That namespace must be inside the PID namespace of the calling process.
+    """
     descriptor = os.open(f"/proc/{process}/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     try:
         _call("setns", descriptor, CLONE_NEWPID)
@@ -86,8 +108,11 @@ def enter_for_children(process: int) -> None:
 
 @contextmanager
 def own_proc() -> Iterator[None]:
-    """Inside: a /proc of the caller's PID namespace, where it finds itself under os.getpid() (psutil looks).
-    After an exception it stays: the caller then ends, and with threads there is no way back."""
+    """Mount a /proc of the calling process's PID namespace for the time of a `with` block.
+
+    Libraries such as psutil look up os.getpid() there. After an exception the mount stays: the
+    process then ends, and a process with threads could not return to its old mount namespace.
+    """
     before = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     unshare(CLONE_NEWNS)
     mount("none", "/", None, MS_REC | MS_PRIVATE)
@@ -100,11 +125,16 @@ def own_proc() -> Iterator[None]:
 
 
 def furnish_node(hostname: str, hosts: str, nsswitch: str) -> None:
-    """In a node's new namespaces: host name, /etc/hosts (and no DNS), and a /proc, /sys and /dev/shm of its
-    own.
+    """Prepare the new namespaces of an emulated node: host name, name resolution and file systems.
 
-    /sys must be mounted again to show the node's own NICs (and their byte counters); a private /dev/shm keeps
-    nodes from finding each other there, and frees what a framework leaves in it.
+    The node gets /etc/hosts without DNS, and its own /proc, /sys and /dev/shm. /sys must be mounted
+    again to show the node's NICs and their byte counters. With a private /dev/shm, nodes do not
+    find each other's files, and the files of a framework are freed with the node.
+
+    Args:
+        hostname: Host name of the node.
+        hosts: File that becomes /etc/hosts.
+        nsswitch: File that becomes /etc/nsswitch.conf.
     """
     socket.sethostname(hostname)
     mount("none", "/", None, MS_REC | MS_PRIVATE)

@@ -1,12 +1,12 @@
-"""A SiteSpec as addresses, links and shaping: what `ip -batch` and `tc -batch` are told.
+"""Addresses, NICs and traffic shaping of emulated nodes, as input of `ip` and `tc`.
 
     node a0 [eth0]--veth--[e0]  bridge "eth" in the switch namespace   10.77.0.0/16, every node
             [ib0 ]--veth--[f0]  bridge "fab0" (fabric "a")             10.100.0.0/16, the fabric's nodes
             [ib1 ]--veth--[f0r1]  the same, for a second rail
 
-Both ends of each veth are shaped with tbf: the node's egress and the switch port's egress (what the node
-receives). Where the file describes the network between clusters, each has an Ethernet of its own
-(lab/network/crossing.py).
+Both ends of each veth are shaped with tbf: the node's egress, and the egress of the switch port,
+which is what the node receives. If cluster.toml describes the network between clusters, each
+cluster has an Ethernet of its own (network/crossing.py).
 """
 
 from __future__ import annotations
@@ -21,12 +21,18 @@ from holmes_lab.network import crossing
 
 MAX_NODES = 128
 MTU = 1500
-TBF_LATENCY_MS = 20  # with less, several senders to one receiver lose packets
-_FRAME_BYTES, _PAYLOAD_BYTES = MTU + 14, MTU - 52  # Ethernet; IPv4 and TCP with timestamps
+#: Milliseconds that a packet may wait in tbf. With less, several senders to one receiver lose
+#: packets.
+TBF_LATENCY_MS = 20
+_FRAME_BYTES = MTU + 14  # with the Ethernet header
+_PAYLOAD_BYTES = MTU - 52  # without the headers of IPv4 and of TCP with timestamps
+#: Bits on the wire for each bit of TCP data.
 WIRE = _FRAME_BYTES / _PAYLOAD_BYTES
+_LARGEST_SCALE = 1e6
 LOGIN = "login"  # name of the host from which jobs are submitted
 _NAMES = {"ethernet": "eth"}
-#: Of a node's network where several NICs are in one subnet: each answers for its own address only.
+#: Kernel settings of a node with several NICs in one subnet: each NIC answers ARP for its own
+#: address only.
 RAILS_SYSCTL = {
     "net.ipv4.conf.all.arp_ignore": "1",
     "net.ipv4.conf.all.arp_announce": "2",
@@ -37,44 +43,41 @@ RAILS_SYSCTL = {
 
 @dataclass(frozen=True)
 class LabNic:
-    """One emulated NIC.
-
-    rate_bps: bits/s each way as shaped; nominal_bps: as cluster.toml says, which is what its sysfs shows;
-    port: its other end in the switch namespace; number: of its fabric among the fast ones (0: Ethernet); hca:
-    RDMA device; rail: its number among the fast NICs of its node.
-    """
+    """Emulated NIC."""
 
     name: str
     kind: str
     fabric: str
-    address: str
+    address: str  # IPv4
     mac: str
-    rate_bps: int
-    nominal_bps: int
-    port: str
+    rate_bps: int  # shaped rate, each way
+    nominal_bps: int  # rate in cluster.toml, which the emulated sysfs shows
+    port: str  # other end of the veth, in the switch namespace
     bridge: str
-    number: int = 0
-    hca: str = "mlx5_0"
-    prefix: int = 16
-    rail: int = 0
+    number: int = 0  # number of its fabric among the fast ones; 0 for Ethernet
+    hca: str = "mlx5_0"  # RDMA device
+    prefix: int = 16  # prefix length of the address
+    rail: int = 0  # number of the NIC among the fast NICs of its node
 
 
 @dataclass(frozen=True)
 class LabNode:
-    """A node of the lab. index: from 0; nics: eth0 first, then its cluster's fast NICs, if it has any."""
+    """Emulated node."""
 
     name: str
     cluster: str
-    index: int
+    index: int  # number of the node, from 0
     processes: int
-    nics: tuple[LabNic, ...]
-    site: int | None = None  # number of its cluster where each has an Ethernet of its own
+    nics: tuple[LabNic, ...]  # eth0, then the fast NICs of the cluster, if it has any
+    site: int | None = None  # number of the cluster if each has an Ethernet of its own
 
     @property
     def address(self) -> str:
+        """IPv4 address of eth0."""
         return self.nics[0].address
 
     def nic(self, name: str) -> LabNic:
+        """Return the NIC with a name, or raise HolmesError if the node has no such NIC."""
         for nic in self.nics:
             if nic.name == name:
                 return nic
@@ -84,12 +87,20 @@ class LabNode:
 
 
 def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
-    """The nodes in the file's order, every rate multiplied by `scale`. HolmesError for too many nodes."""
+    """Return the emulated nodes of a cluster.toml, in the order of the file.
+
+    Args:
+        spec: Content of the file.
+        scale: Factor of all rates.
+
+    Raises:
+        HolmesError: there are more than MAX_NODES nodes, or the factor is not above 0.
+    """
     if len(spec.owner) > MAX_NODES:
         raise HolmesError(
             f"{spec.source}: {len(spec.owner)} nodes; the lab emulates at most {MAX_NODES} on one machine"
         )
-    if not 0 < scale < 1e6:
+    if not 0 < scale < _LARGEST_SCALE:
         raise HolmesError(f"--scale: {scale} is not a factor above 0, such as 0.1")
     fabrics = list(
         dict.fromkeys(cluster.fabric for cluster in spec.clusters if cluster.fabric != ETHERNET)
@@ -120,117 +131,168 @@ def lay_out(spec: SiteSpec, scale: float) -> tuple[LabNode, ...]:
 
 
 def login_node(spec: SiteSpec, nodes: Sequence[LabNode], scale: float) -> LabNode:
-    """A host on the nodes' Ethernet alone, where jobs are submitted. HolmesError for a node of its name."""
+    """Return the host from which jobs are submitted. It is on Ethernet only.
+
+    If each cluster has an Ethernet of its own, the host is on that of the first cluster.
+
+    Args:
+        spec: Content of the cluster.toml.
+        nodes: The emulated nodes.
+        scale: Factor of all rates.
+
+    Raises:
+        HolmesError: a node has the name of the host.
+    """
     if LOGIN in {node.name for node in nodes}:
         raise HolmesError(
             f"{spec.source}: node {LOGIN!r} has the name of the host from which the lab's "
             "launchers start jobs; rename it"
         )
-    # where each cluster has an Ethernet of its own, beside the nodes of the first one
     nic = _eth0(spec, len(nodes), scale, 0, len(spec.clusters[0].nodes))
     return LabNode(LOGIN, "", len(nodes), 1, (nic,), 0 if spec.wan else None)
 
 
 def _eth0(spec: SiteSpec, index: int, scale: float, cluster: int, place: int) -> LabNic:
-    """Of the host `index`, which is number `place` of its cluster."""
+    """Return the Ethernet NIC of a node.
+
+    Args:
+        spec: Content of the cluster.toml.
+        index: Number of the node.
+        scale: Factor of all rates.
+        cluster: Number of the node's cluster.
+        place: Number of the node in its cluster.
+    """
     nic = _nic(index, "ethernet", ETHERNET, 0, spec.ethernet_rate_bps, scale)
-    return (
-        replace(
-            nic,
-            address=crossing.address(cluster, place),
-            bridge=crossing.bridge(cluster),
-            prefix=crossing.PREFIX,
-        )
-        if spec.wan
-        else nic
+    if not spec.wan:
+        return nic
+    return replace(
+        nic,
+        address=crossing.address(cluster, place),
+        bridge=crossing.bridge(cluster),
+        prefix=crossing.PREFIX,
     )
 
 
 def _nic(
     index: int, kind: str, fabric: str, number: int, nominal_bps: int, scale: float, rail: int = 0
 ) -> LabNic:
-    ethernet = fabric == ETHERNET
-    net = 77 if ethernet else 100 + number
-    high, low = rail, index + 1  # at most 128 nodes
-    address, mac = f"10.{net}.{high}.{low}", f"02:48:4d:{net:02x}:{high:02x}:{low:02x}"
-    port = f"e{index}" if ethernet else f"f{index}" + f"r{rail}" * (rail > 0)
-    bridge, rate_bps = "eth" if ethernet else f"fab{number}", max(1, round(nominal_bps * scale))
+    """Return a NIC of an emulated node.
+
+    Args:
+        index: Number of the node.
+        kind: Kind of NIC.
+        fabric: Name of the fabric.
+        number: Number of the fabric among the fast ones; 0 for Ethernet.
+        nominal_bps: Rate in cluster.toml.
+        scale: Factor of the rate.
+        rail: Number of the NIC among the fast NICs of the node.
+    """
+    host = index + 1  # last byte of the addresses; MAX_NODES keeps it below 256
+    if fabric == ETHERNET:
+        net = crossing.ETHERNET_NET
+        port = f"e{index}"
+        bridge = "eth"
+    else:
+        net = 100 + number
+        port = f"f{index}" if rail == 0 else f"f{index}r{rail}"
+        bridge = f"fab{number}"
     return LabNic(
-        f"{_NAMES.get(kind, kind)}{rail}",
-        kind,
-        fabric,
-        address,
-        mac,
-        rate_bps,
-        nominal_bps,
-        port,
-        bridge,
-        number,
-        f"mlx5_{rail}",
+        name=f"{_NAMES.get(kind, kind)}{rail}",
+        kind=kind,
+        fabric=fabric,
+        address=f"10.{net}.{rail}.{host}",
+        mac=f"02:48:4d:{net:02x}:{rail:02x}:{host:02x}",
+        rate_bps=max(1, round(nominal_bps * scale)),
+        nominal_bps=nominal_bps,
+        port=port,
+        bridge=bridge,
+        number=number,
+        hca=f"mlx5_{rail}",
         rail=rail,
     )
 
 
+#: Largest rates in bits/s of the three kinds of links that are shaped without a peak rate.
+_SLOWEST_BPS = 30_000_000
+_SLOW_BPS = 300_000_000
+_UNPACED_BPS = 700_000_000
+#: Largest packet of a veth in bytes.
+_LARGEST_PACKET = 65_536
+
+
 @dataclass(frozen=True)
 class Shaping:
-    """What tbf and the veth are told. Bytes; bits/s on the wire; peak_bps and peak_burst 0: no peak rate.
+    """Parameters of tbf and of a veth that limit a NIC to a rate.
 
-    tbf lets `burst` bytes pass at once after a pause. Up to 700 Mb/s a small burst with small packets keeps
-    that below 10 % of 128 KiB. Faster links need a large burst, to make up for timers that fire late; there a
-    peak rate of 1.06 x paces it, packet by packet: at 2 Gb/s a message of 128 KiB after a pause is carried at
-    the rate, without at 2 x it.
+    tbf sends up to `burst` bytes at once after a pause. Up to 700 Mb/s, a small burst with small
+    packets keeps that below 10 % of 128 KiB. Faster links need a large burst, because timers fire
+    late. There a peak rate of 1.06 x the rate paces the burst packet by packet: at 2 Gb/s a message
+    of 128 KiB after a pause is sent at the rate, without the peak rate at twice the rate.
     """
 
-    rate_bps: int
-    burst: int
-    gso_max_size: int
-    peak_bps: int = 0
-    peak_burst: int = 0
+    rate_bps: int  # on the wire
+    burst: int  # bytes
+    gso_max_size: int  # largest packet of the veth, bytes
+    peak_bps: int = 0  # on the wire; 0 for no peak rate
+    peak_burst: int = 0  # bytes
 
 
 def shaping(rate_bps: int) -> Shaping:
-    """The shaping with which a TCP stream's data, without headers, gets `rate_bps` bits/s."""
+    """Return the parameters with which the data of a TCP stream, without headers, gets a rate.
+
+    Args:
+        rate_bps: Rate of the data in bits/s.
+    """
     wire_bps = round(rate_bps * WIRE)
-    if (
-        rate_bps <= 30_000_000
-    ):  # so slow that every packet may stand alone, and a message of 32 KiB counts
-        return Shaping(wire_bps, 3_700, 2_000)
-    if rate_bps <= 300_000_000:
-        return Shaping(wire_bps, 10_000, 8_000)
-    if rate_bps <= 700_000_000:
-        return Shaping(wire_bps, 20_000, 16_000)
-    packet = min(
-        65_536, round(rate_bps * 150e-6 / 8)
-    )  # fewer packets for each second cost less CPU
-    peak_burst = round(packet * WIRE) + 2_000  # tbf cuts packets above it into frames: costly
+    if rate_bps <= _SLOWEST_BPS:  # each packet is sent alone, and a message of 32 KiB is shaped
+        return Shaping(wire_bps, burst=3_700, gso_max_size=2_000)
+    if rate_bps <= _SLOW_BPS:
+        return Shaping(wire_bps, burst=10_000, gso_max_size=8_000)
+    if rate_bps <= _UNPACED_BPS:
+        return Shaping(wire_bps, burst=20_000, gso_max_size=16_000)
+    # Fewer packets per second need less CPU time: one for each 150 microseconds.
+    packet = min(_LARGEST_PACKET, round(rate_bps * 150e-6 / 8))
     return Shaping(
         wire_bps,
-        max(70_000, round(rate_bps * 1e-3 / 8)),
-        packet,
-        round(wire_bps * 1.06),
-        peak_burst,
+        burst=max(70_000, round(rate_bps * 1e-3 / 8)),
+        gso_max_size=packet,
+        peak_bps=round(wire_bps * 1.06),
+        # tbf would cut longer packets into frames, which costs CPU time.
+        peak_burst=round(packet * WIRE) + 2_000,
     )
 
 
 def shape_commands(device: str, rate_bps: int) -> tuple[str, str]:
-    """One line for `ip -batch` and one for `tc -batch` that shape `device`'s egress to `rate_bps` bits/s.
+    """Return a line for `ip -batch` and a line for `tc -batch` that limit the egress of a device.
 
-    Another burst is another handle, so another queue: a packet of the old one that is longer than the new
-    burst would stand at its head for ever, and all traffic behind it (net/sched/sch_tbf.c, tbf_dequeue). TCP
-    sends again what the old queue held.
+    The handle depends on the burst, so a new burst creates a new queue. In the old queue, a packet
+    that is longer than the new burst would block all traffic behind it (net/sched/sch_tbf.c,
+    tbf_dequeue). TCP repeats the packets of the old queue.
+
+    Args:
+        device: Name of the network device.
+        rate_bps: Rate of TCP data in bits/s.
     """
-    s = shaping(rate_bps)
-    peak = f" peakrate {s.peak_bps}bit minburst {s.peak_burst}" if s.peak_bps else ""
+    shape = shaping(rate_bps)
+    peak = f" peakrate {shape.peak_bps}bit minburst {shape.peak_burst}" if shape.peak_bps else ""
     return (
-        f"link set dev {device} gso_max_size {s.gso_max_size}",
-        f"qdisc replace dev {device} root handle {s.burst % 65_521 + 1:x}: tbf rate {s.rate_bps}bit "
-        f"burst {s.burst} latency {TBF_LATENCY_MS}ms{peak}",
+        f"link set dev {device} gso_max_size {shape.gso_max_size}",
+        f"qdisc replace dev {device} root handle {shape.burst % 65_521 + 1:x}: tbf rate {shape.rate_bps}bit "
+        f"burst {shape.burst} latency {TBF_LATENCY_MS}ms{peak}",
     )
 
 
 def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple[str, str]:
-    """(ip, tc) batches for the switch: bridges, veths into the nodes (by pids as the switch sees them)."""
-    ip, tc = ["link set dev lo up"], []
+    """Return the input of `ip -batch` and of `tc -batch` in the switch namespace.
+
+    It creates the bridges, the veths into the nodes, and the shaping of the switch ports.
+
+    Args:
+        nodes: The emulated nodes.
+        inner_pid: Name of a node -> PID of its holder, as seen from the switch.
+    """
+    ip = ["link set dev lo up"]
+    tc: list[str] = []
     for bridge in dict.fromkeys(nic.bridge for node in nodes for nic in node.nics):
         ip.append(
             f"link add name {bridge} type bridge stp_state 0 forward_delay 0 mcast_snooping 0"
@@ -250,8 +312,12 @@ def switch_batches(nodes: Sequence[LabNode], inner_pid: dict[str, int]) -> tuple
 
 
 def node_batches(node: LabNode) -> tuple[str, str]:
-    """(ip, tc) batches for one node: addresses, links up, egress shaped."""
-    ip, tc = ["link set dev lo up"], []
+    """Return the input of `ip -batch` and of `tc -batch` in the namespace of a node.
+
+    It sets the addresses, brings the NICs up, and shapes their egress.
+    """
+    ip = ["link set dev lo up"]
+    tc: list[str] = []
     for nic in node.nics:
         limit, shape = shape_commands(nic.name, nic.rate_bps)
         ip += [
@@ -266,6 +332,6 @@ def node_batches(node: LabNode) -> tuple[str, str]:
 
 
 def hosts_file(nodes: Iterable[LabNode]) -> str:
-    """/etc/hosts: every node's name is its eth0, so that what resolves a host name uses Ethernet."""
+    """Return the text of /etc/hosts, in which each node's name has the address of its eth0."""
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost ip6-loopback"]
     return "\n".join(lines + [f"{node.address} {node.name}" for node in nodes]) + "\n"

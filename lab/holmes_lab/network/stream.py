@@ -1,12 +1,17 @@
-"""Sends over TCP and prints how fast that was: a program of its own, run on 2 n nodes by lab/measure.py.
+"""Program that measures the rate, the round trip and message times of TCP between pairs of nodes.
 
     RANK=r WORLD_SIZE=2n python -I -S stream.py flood|messages ADDRESS,ADDRESS,... SIZE ...
 
-Ranks 0 to n - 1 send, rank r to the r-th address, where rank n + r receives. "flood": first every sender
-sends for LEAD_S, so that TCP's window has opened, and on for FLOOD_S, in which its receiver counts; all start
-together. With one pair and sizes then round trips of one byte, and messages of SIZE bytes, each of which the
-receiver acknowledges with one byte before the next is sent. Each sender prints {"flood": bits/s,
-"round_trip": seconds (median), "seconds": [of a message of each size (mean), ...]}. Standard library only.
+lab/measure.py runs it on 2 n nodes. Rank r < n sends to the r-th address, where rank n + r
+receives.
+
+    1. With "flood", all senders send for LEAD_S seconds, until TCP's window has opened, and for
+       FLOOD_S more, in which the receivers count bytes. All start at the same time.
+    2. With a single pair and sizes, the sender measures round trips of one byte, and messages of
+       SIZE bytes. The receiver acknowledges each message with one byte before the next is sent.
+
+Each sender prints {"flood": bits/s, "round_trip": median in seconds, "seconds": [mean for each
+size]}. The program uses the standard library only.
 """
 
 from __future__ import annotations
@@ -19,23 +24,38 @@ import struct
 import sys
 import time
 
-LEAD_S, FLOOD_S, SIZE_S = 1.5, 1.5, 0.5
-_PORT, _CHUNK = 9001, 1 << 18
+LEAD_S = 1.5
+FLOOD_S = 1.5
+#: Seconds for the messages of each size.
+SIZE_S = 0.5
+_PORT = 9001
+_CHUNK = 1 << 18  # bytes of a write
+_WARM_UP_BYTES = 1 << 20
+_LEAST_MESSAGES = 5
 _RATE = struct.Struct("d")
 
 
 def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str, object]:
+    """Send to a receiver and return the measured values.
+
+    Args:
+        address: IP address of the receiver.
+        sizes: Sizes of the messages in bytes.
+        floods: Measure the rate of a stream.
+        alone: Measure round trips and messages, which needs a single pair.
+    """
     result: dict[str, object] = {}
     if floods:
         connection = _connect(address)
-        chunk, start = bytes(_CHUNK), time.monotonic()
+        chunk = bytes(_CHUNK)
+        start = time.monotonic()
         while time.monotonic() < start + LEAD_S + FLOOD_S:
             connection.sendall(chunk)
         connection.shutdown(socket.SHUT_WR)
         (result["flood"],) = _RATE.unpack(connection.recv(_RATE.size, socket.MSG_WAITALL))
     if alone:
         connection = _connect(address)
-        _exchanges(connection, 1 << 20, 5 * SIZE_S if floods else 0.0)  # opens TCP's window
+        _exchanges(connection, _WARM_UP_BYTES, 5 * SIZE_S if floods else 0.0)  # opens TCP's window
         result["round_trip"] = statistics.median(_exchanges(connection, 1, SIZE_S))
         result["seconds"] = [
             statistics.mean(_exchanges(connection, size, SIZE_S)) for size in sizes
@@ -45,9 +65,16 @@ def _send(address: str, sizes: list[int], floods: bool, alone: bool) -> dict[str
 
 
 def _exchanges(connection: socket.socket, size: int, least_s: float) -> list[float]:
-    """Seconds of each message until its acknowledgement, for `least_s` and 5 messages at least."""
-    message, times = struct.pack("I", size) + bytes(size), list[float]()
-    while sum(times) < least_s or len(times) < 5:
+    """Send messages and return the seconds of each until its acknowledgement.
+
+    Args:
+        connection: Connection to the receiver.
+        size: Bytes of a message.
+        least_s: Seconds for which messages are sent, at least _LEAST_MESSAGES of them.
+    """
+    message = struct.pack("I", size) + bytes(size)
+    times: list[float] = []
+    while sum(times) < least_s or len(times) < _LEAST_MESSAGES:
         start = time.perf_counter()
         connection.sendall(message)
         if not connection.recv(1):
@@ -57,6 +84,7 @@ def _exchanges(connection: socket.socket, size: int, least_s: float) -> list[flo
 
 
 def _connect(address: str) -> socket.socket:
+    """Return a connection to the receiver, or raise ConnectionError if it does not start."""
     for _ in range(200):
         try:
             connection = socket.create_connection((address, _PORT), timeout=60)
@@ -68,7 +96,9 @@ def _connect(address: str) -> socket.socket:
 
 
 def _receive(sizes: list[int], floods: bool, alone: bool) -> None:
-    server, buffer = socket.create_server(("", _PORT)), bytearray(max([_CHUNK, 1 << 20, *sizes]))
+    """Receive from a sender. The arguments are those of `_send`."""
+    server = socket.create_server(("", _PORT))
+    buffer = bytearray(max([_CHUNK, _WARM_UP_BYTES, *sizes]))
     if floods:
         _count_flood(server.accept()[0], buffer)
     if alone:
@@ -79,25 +109,29 @@ def _receive(sizes: list[int], floods: bool, alone: bool) -> None:
 
 
 def _count_flood(connection: socket.socket, buffer: bytearray) -> None:
-    """Tells the sender the bits/s that came in FLOOD_S after LEAD_S."""
-    total, first, begin, passed = 0, 0.0, 0, 0.0
+    """Receive a stream, and send its rate in bits/s back at the end.
+
+    The rate is that of the FLOOD_S seconds after the first LEAD_S seconds.
+    """
+    total_bytes = 0
+    first_s = 0.0  # time of the first byte
     while count := connection.recv_into(buffer):
         now = time.monotonic()
-        first = first or now
-        total += count
-        if now - first < LEAD_S:
-            begin, start = total, now
-        elif now - first < LEAD_S + FLOOD_S:
-            counted, passed = total - begin, now - start
-    connection.sendall(_RATE.pack(counted * 8 / passed))
+        first_s = first_s or now
+        total_bytes += count
+        if now - first_s < LEAD_S:
+            lead_bytes = total_bytes
+            lead_end_s = now
+        elif now - first_s < LEAD_S + FLOOD_S:
+            counted_bytes = total_bytes - lead_bytes
+            counted_s = now - lead_end_s
+    connection.sendall(_RATE.pack(counted_bytes * 8 / counted_s))
 
 
 if __name__ == "__main__":
-    _rank, _floods, _addresses = (
-        int(os.environ["RANK"]),
-        sys.argv[1] == "flood",
-        sys.argv[2].split(","),
-    )
+    _rank = int(os.environ["RANK"])
+    _floods = sys.argv[1] == "flood"
+    _addresses = sys.argv[2].split(",")
     _sizes = [int(text) for text in sys.argv[3:]]
     _alone = len(_addresses) == 1 and bool(_sizes)
     if _rank < len(_addresses):

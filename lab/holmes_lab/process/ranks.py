@@ -1,4 +1,4 @@
-"""What a launcher decides: order of the nodes, processes of each, every rank's environment."""
+"""Decisions of the lab's launcher: node order, processes per node, environment of ranks."""
 
 from __future__ import annotations
 
@@ -16,23 +16,26 @@ from holmes_lab.network.shaping import LabNode
 
 @dataclass(frozen=True)
 class Program:
-    """A process of the lab that is no rank: a daemon, or a launcher with the job that it starts. env: all of
-    it."""
+    """Process of the lab that is not a rank: a daemon, or a launcher that starts a job."""
 
     host: str
     argv: Sequence[str]
-    env: Mapping[str, str]
+    env: Mapping[str, str]  # the whole environment
 
 
 def interleave(spec: SiteSpec) -> tuple[str, ...]:
-    """Nodes of the clusters in turn (a0, b0, a1, b1, ...): the order of a scheduler that knows nothing of
-    clusters."""
-    rounds = itertools.zip_longest(*(cluster.nodes for cluster in spec.clusters))
-    return tuple(node for turn in rounds for node in turn if node is not None)
+    """Return the nodes of the clusters in turn: a0, b0, a1, b1, ...
+
+    A scheduler that does not consider clusters may list nodes in such an order.
+    """
+    interleaved: list[str] = []
+    for nodes in itertools.zip_longest(*(cluster.nodes for cluster in spec.clusters)):
+        interleaved += [node for node in nodes if node is not None]
+    return tuple(interleaved)
 
 
 def check_order(nodes: Sequence[LabNode]) -> None:
-    """HolmesError when the launcher has no node, or one twice."""
+    """Raise HolmesError if the launcher has no node, or a node twice."""
     for node in nodes:
         if nodes.count(node) > 1:
             raise HolmesError(f"--order: node {node.name!r} is named twice")
@@ -41,7 +44,17 @@ def check_order(nodes: Sequence[LabNode]) -> None:
 
 
 def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: str) -> int:
-    """`processes`, or what the file says; HolmesError when it says different numbers for these nodes."""
+    """Return the number of processes on each node.
+
+    Args:
+        nodes: The nodes of the job.
+        processes: Value of --processes; None for the number in cluster.toml.
+        source: Path of the cluster.toml.
+
+    Raises:
+        HolmesError: cluster.toml has different numbers for the nodes, or the number is not 1 or
+            more.
+    """
     counts = {node.processes: node.name for node in nodes} if processes is None else {processes: ""}
     if len(counts) > 1:
         (low, few), (high, many) = min(counts.items()), max(counts.items())
@@ -58,8 +71,12 @@ def processes_for_each(nodes: Sequence[LabNode], processes: int | None, source: 
 def common_environment(
     env: Mapping[str, str], configuration: Mapping[str, Any] | None
 ) -> tuple[dict[str, str], bool]:
-    """What all ranks share: this process's variables and `env`; and whether an emulated accelerator is in
-    it."""
+    """Return the environment that all ranks share, and whether it has an emulated accelerator.
+
+    Args:
+        env: Variables in addition to those of this process.
+        configuration: Configuration of the emulated accelerator, None without one.
+    """
     common = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **os.environ, **env}
     if configuration is not None:
         common[accelerator.VARIABLE] = accelerator.dump(configuration)
@@ -70,20 +87,29 @@ def common_environment(
 
 
 def asks_for_holmes(command: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether a job is to run with holmes: by its flag, also in `sh -c "torchrun ... --holmes"`, by its
-    variable, or by a command or module of holmes."""
+    """Return whether a job runs with holmes.
+
+    It does with the flag --holmes, also in `sh -c "torchrun ... --holmes"`, with the variable
+    HOLMES, and as a command or module of holmes.
+    """
+    if env.get("HOLMES") == "1":
+        return True
     words = " ".join(command).split()
-    named = {"--holmes", "holmes", "holmes_ext", "holmes_ext.cli.main"}.intersection(words)
-    return (
-        bool(named)
-        or env.get("HOLMES") == "1"
-        or any(word.endswith("/bin/holmes") for word in words)
-    )
+    names = {"--holmes", "holmes", "holmes_ext", "holmes_ext.cli.main"}
+    return any(word in names or word.endswith("/bin/holmes") for word in words)
 
 
 def rank_environment(nodes: Sequence[LabNode], rank: int, count: int, port: int) -> dict[str, str]:
-    """torchrun's variables (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed; `count`: ranks of each
-    node."""
+    """Return the environment variables of a rank.
+
+    They are those of torchrun (torch/distributed/run.py), and LOCAL_SIZE for DeepSpeed.
+
+    Args:
+        nodes: The nodes of the job in order.
+        rank: The rank.
+        count: Number of ranks on each node.
+        port: Value of MASTER_PORT.
+    """
     position, local = divmod(rank, count)
     numbers = {
         "RANK": rank,

@@ -1,4 +1,4 @@
-"""JSON objects and file descriptors between the lab's processes, over a SOCK_SEQPACKET pair."""
+"""Messages between the lab's processes: JSON objects with file descriptors, over Unix sockets."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _MAX_DESCRIPTORS = 8
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
+    """Return two connected sockets that keep the boundaries of messages (SOCK_SEQPACKET)."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MAX_BYTES)
@@ -19,12 +20,20 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(end: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """One message; BrokenPipeError or ConnectionResetError when the other side is gone."""
+    """Send a message with file descriptors.
+
+    Raises:
+        BrokenPipeError: the process at the other end has ended.
+        ConnectionResetError: the process at the other end has ended.
+    """
     socket.send_fds(end, [json.dumps(message).encode()], list(descriptors), socket.MSG_NOSIGNAL)
 
 
 def receive(end: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next message and its descriptors (close-on-exec); None when the other side is gone."""
+    """Return the next message and its file descriptors, which are close-on-exec.
+
+    The message is None if the process at the other end has ended.
+    """
     try:
         data, descriptors, _, _ = socket.recv_fds(
             end, _MAX_BYTES, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
