@@ -33,7 +33,8 @@ from holmes_ext.planner.bound.nodes import Family
 Counts = tuple[int, ...]
 #: Most clusters that are filled in every order; of more, each pair of clusters comes first once.
 MAX_ALL_ORDERS = 5
-#: Shares of the remaining time for likely subsets (and again for their neighbours), and subsets of two clusters.
+#: Shares of the remaining time for likely subsets (and again for their neighbours), and for subsets of two
+#: clusters.
 LIKELY_SHARE = 0.5
 TWO_CLUSTERS_SHARE = 0.2
 #: Steps that differ by less than this fraction are equal.

@@ -181,7 +181,9 @@ def figures(argv):
     )
     one = timed(
         result,
-        layout_candidate(result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers),
+        layout_candidate(
+            result, sizes, shape_of(model, sizes, said.zero, said.virtual), said.stage_layers
+        ),
     )
     return {
         "step": one.step_s,
