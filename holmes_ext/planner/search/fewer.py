@@ -195,7 +195,7 @@ class _NodeSets:
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
         """Return the first look at a set of nodes; None if no plan fits, or none can be faster."""
-        names = set()
+        names: set[str] = set()
         for cluster, count in zip(self.spec.clusters, counts):
             names.update(cluster.nodes[:count])
         spec = self.spec.only(names)

@@ -105,7 +105,7 @@ def _answers(args: argparse.Namespace, places: Places) -> dict[int, Answer]:
 
 def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
     """Return a row for each placement of a layer's experts; the first has the layer's number."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for placed in answer.placements:
         layer = ""
         if placed is answer.placements[0]:

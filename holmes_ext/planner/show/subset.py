@@ -421,7 +421,7 @@ def _rows(
 ) -> list[tuple[str, ...]]:
     """Return the rows of the table of subsets."""
     first_s = ranked[0].result.best.step_s
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for subset, chosen_nodes in zip(ranked, parts):
         candidate = subset.result.best
         shape = candidate.shape
