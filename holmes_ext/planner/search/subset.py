@@ -76,7 +76,7 @@ class Subsets:
 
     @property
     def proven(self) -> bool:
-        """Whether no subset is faster than the best, apart from rounding."""
+        """True if no subset is faster than the best, apart from rounding."""
         return self.gap <= ROUNDING_ERRORS * EQUAL
 
 
@@ -181,7 +181,7 @@ class _SubsetSearch:
 
     @property
     def proven(self) -> bool:
-        """Whether no family that is left can be better than the best subset."""
+        """True if no family that is left can be better than the best subset."""
         return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
     def moment(self, share: float) -> float:

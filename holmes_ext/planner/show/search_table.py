@@ -50,7 +50,7 @@ CANNOT = "cannot do this plan"
 SMALL_CAUSE = 1e-4
 
 
-class PlanRow(NamedTuple):
+class RankedPlan(NamedTuple):
     """A row of the table of plans."""
 
     name: str  # number, "yours" or "all"
@@ -74,15 +74,15 @@ def distinct(result: SearchResult) -> list[Candidate]:
     return list(candidates.values())
 
 
-def ranked(result: SearchResult, count: int) -> list[PlanRow]:
+def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
     """Return the rows of the table: the user's layout, the best on all nodes, and the `count` best plans."""
     rows = []
     if result.user_layout:
-        rows.append(PlanRow("yours", result.user_layout, result))
+        rows.append(RankedPlan("yours", result.user_layout, result))
     if result.on_all:
-        rows.append(PlanRow("all", result.on_all.best, result.on_all))
+        rows.append(RankedPlan("all", result.on_all.best, result.on_all))
     for number, candidate in enumerate(distinct(result)[:count], 1):
-        rows.append(PlanRow(str(number), candidate, result))
+        rows.append(RankedPlan(str(number), candidate, result))
     return rows
 
 
@@ -167,7 +167,7 @@ def show_given(
     """
     screen = Screen()
     layout = result.best
-    _table(screen, result, [PlanRow("yours", layout, result)])
+    _table(screen, result, [RankedPlan("yours", layout, result)])
     _show_why(screen, result)
     # A command line already has the sizes.
     has_sizes_only = sizes_given(args) or not args.command
@@ -201,7 +201,7 @@ def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
     return result
 
 
-def _table(screen: Screen, result: SearchResult, rows: Sequence[PlanRow]) -> None:
+def _table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]) -> None:
     """Print the table of plans with its legend."""
     styles = ["" if row.candidate.fits else "red" for row in rows]
     screen.table(COLUMNS, [row_cells(*row) for row in rows], title(result), styles)
