@@ -13,16 +13,16 @@ from typing import Any, Protocol
 
 
 class PlanCompanion(Protocol):
-    """Forecast beside the best plan of a search."""
+    """Forecast that an extension shows beside the best plan of a search."""
 
     def document(self) -> dict[str, Any]:
-        """Return what `holmes plan --json` prints of it."""
+        """Return the forecast as a dictionary for `holmes plan --json`."""
 
     def show(self) -> None:
-        """Print it."""
+        """Print the forecast."""
 
     def figure(self) -> Any:
-        """Return a matplotlib figure, for --pictures."""
+        """Return the forecast as a matplotlib figure for --pictures."""
 
     def page_parts(self) -> list[str]:
-        """Return HTML for the page of --html."""
+        """Return the forecast as parts of the page of --html."""

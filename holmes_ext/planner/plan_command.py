@@ -1,4 +1,4 @@
-"""What the planner adds to `holmes plan`: the search, subsets of nodes, experts, tables and pictures."""
+"""Part of `holmes plan` that belongs to the planner: search, choice of nodes, experts, explanations."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from holmes_ext.planner.show import experts, explain, search, search_table, subs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the planner to `holmes plan`."""
     explain.add_arguments(parser)
     experts.add_arguments(parser)
     search.add_arguments(parser)
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the planner's arguments ask for; without any, print the plan of the given sizes.
+    """Run the part of the planner that the arguments name; without any, print the plan of the given sizes.
 
     Returns:
         The exit status.
@@ -61,13 +62,22 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
-    """Print the plan of the given sizes with its simulated step, and every partition if asked for."""
-    job, plan, costs, alone = given.job, given.plan, given.costs, None
+    """Print the plan of the given sizes with its simulated step, and return the exit status.
+
+    Args:
+        given: Plan and costs of the given sizes.
+        explains: Print or draw every partition of the layers.
+    """
+    job = given.job
+    plan = given.plan
+    costs = given.costs
+    layout = None  # result of a search with only the given layout
+    starts = {}
     if job.model is not None and not args.profile and plan.sizes is not None:
-        alone = search.alone(plan, given.network, job, job.model)
-        plan = replace(plan, predicted=plan.predicted | times(alone, alone.best))
+        layout = search.alone(plan, given.network, job, job.model)
+        plan = replace(plan, predicted=plan.predicted | times(layout, layout.best))
         given = replace(given, plan=plan)
-    starts = search_table.launches_of(alone, args, job) if alone else {}
+        starts = search_table.launches_of(layout, args, job)
     if args.output:
         plan.save(args.output)
     estimates = {}
@@ -83,12 +93,12 @@ def _show(args: argparse.Namespace, given: GivenSizes, explains: bool) -> int:
         sys.stdout.write(plan.to_json())
     else:
         show_table(given)
-        if alone:
-            search_table.show_given(alone, args, starts)
+        if layout:
+            search_table.show_given(layout, args, starts)
         if costs and args.explain:
             explain.show(costs, estimates)
         for path in filter(None, (args.picture, args.output)):
             print(f"written: {path}")
-    if alone:
-        search.draw(alone, args, job, starts)
+    if layout:
+        search.draw(layout, args, job, starts)
     return status_of(plan)

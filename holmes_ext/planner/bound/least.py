@@ -41,7 +41,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from math import ceil, floor, inf
+from math import floor, inf
 from typing import NamedTuple
 
 from holmes_ext.plan.cost.pipeline import uniform
@@ -202,7 +202,7 @@ class StepLowerBound(StageBounds):
             limit_s = seconds[end] if end < len(seconds) else inf
             room = 0
             for (update, max_layers), stages in groups:
-                room += stages * max(0, _layers_below(limit_s, update, max_layers))
+                room += stages * max(0, update.layers_below(limit_s, max_layers))
             if room >= self.layer_count:
                 result.append(UpdateInterval(seconds[start], limit_s))
             start = end
@@ -372,7 +372,7 @@ class StepLowerBound(StageBounds):
         others = self.stage_count - 1  # each other stage has one layer or more
         for stage in range(self.stage_count):
             update = self.after_backward[stage].update
-            limit = _layers_below(update_limit_s, update, limits[stage])
+            limit = update.layers_below(update_limit_s, limits[stage])
             limit = min(limit, self.layer_count - others)
             if limit < 1:
                 return None
@@ -496,10 +496,3 @@ class StepLowerBound(StageBounds):
         flow_s = (self.micro_batches - 1) * max(self.interval_s, default=0.0)
         down_s = self._least_work_s(limits, self.stage_count) + self.links_before_s[-1] + flow_s
         return max(min(starts_s), down_s)
-
-
-def _layers_below(limit_s: float, update: LinearCost, max_layers: int) -> int:
-    """Return the most layers (up to `max_layers`) whose update takes less than `limit_s` seconds."""
-    if limit_s == inf or not update.block_s:
-        return max_layers
-    return min(max_layers, ceil((limit_s - update.fixed_s) / update.block_s * (1 - ROUNDING)) - 1)

@@ -150,7 +150,7 @@ def of_family(
         slices: Tensor parallel ranks that share out what crosses Ethernet: it carries an activation up to
             so many times faster than its rate says. Faster fabrics carry it whole.
     """
-    fixed_names = set()
+    fixed_names: set[str] = set()
     for cluster, nodes in zip(spec.clusters, family):
         fixed_names.update(cluster.nodes[: nodes or 0])
     site = site_from_spec(spec.only(fixed_names))

@@ -350,7 +350,7 @@ class ShapeBound:
 
     @property
     def ring_bits(self) -> float:
-        """Bits of all gradients that travel around the clusters uncompressed, so a ring's slowest link counts.
+        """Bits of all gradients that travel uncompressed around the clusters, over the slowest link.
 
         0 if nothing is known: direct exchanges, ZeRO, experts or compression.
         """

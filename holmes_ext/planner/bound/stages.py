@@ -38,6 +38,13 @@ class LinearCost(NamedTuple):
     block_s: float  # for each layer (transformer block)
     fixed_s: float  # once, whatever the number of layers
 
+    def layers_below(self, limit_s: float, max_layers: int) -> int:
+        """Return the most layers (up to `max_layers`) that take less than `limit_s` seconds."""
+        if limit_s == inf or not self.block_s:
+            return max_layers
+        layers = ceil((limit_s - self.fixed_s) / self.block_s * (1 - ROUNDING)) - 1
+        return min(max_layers, layers)
+
 
 class Message(NamedTuple):
     """Lower bounds on sending one activation to the next stage, in seconds."""

@@ -1,14 +1,14 @@
 """Places where experts can live, and the cost of sending a token between them.
 
-A place is a set of expert parallel ranks without a network between them: the ranks of a node. An expert has the
-same place in all expert parallel groups, so a cost is the mean over the groups:
+A place is a set of expert parallel ranks without a network between them: the ranks of a node. An expert has
+the same place in all expert parallel groups, so a cost is the mean over the groups:
 
     0                                                  ranks on one node
     INSIDE                                             nodes of one cluster
     rate of the fastest path / rate of this path       clusters; 1 if the network between them is flat
 
-A token that crosses clusters costs far more than one that stays. So the least total cost crosses clusters least
-(over slow links least of all), and then crosses nodes least.
+A token that crosses clusters costs far more than a token that stays. So the least total cost crosses clusters
+least (over slow links least of all), and then crosses nodes least.
 """
 
 from __future__ import annotations

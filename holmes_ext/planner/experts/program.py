@@ -1,7 +1,7 @@
 """Integer program for the placement of experts with the least traffic, with a bound on the optimum.
 
-Counts of tokens by rank and expert (arXiv 2508.09229, whose servers are places here). x[e, p] is 1 if expert e
-lives at place p, and far[r, p] is the cost of a token from rank r to place p:
+Counts of tokens by rank and expert (arXiv 2508.09229, whose servers are places here). x[e, p] is 1 if expert
+e lives at place p, and far[r, p] is the cost of a token from rank r to place p:
 
     minimize      sum_e sum_p x[e, p] sum_r counts[r, e] far[r, p]      cost of all tokens to their experts
     subject to    sum_p x[e, p] = 1                                     each expert has one place
@@ -11,13 +11,13 @@ lives at place p, and far[r, p] is the cost of a token from rank r to place p:
 
 HiGHS (scipy.optimize.milp) solves it and bounds the optimum.
 
-Counts by pairs of experts (tokens that two experts share, for dispatchers that send a token once to each place)
-make the program quadratic. Then experts are swapped as long as that helps; the bound assumes that each expert
-has its most frequent companions in the other slots of its place, or of its cluster.
+Counts by pairs of experts (tokens that two experts share, for dispatchers that send a token once to each
+place) make the program quadratic. Then experts are swapped as long as that helps; the bound assumes that each
+expert has its most frequent companions in the other slots of its place, or of its cluster.
 
-EPLB is DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest expert goes
-first, to the emptiest rank with room, whatever the costs. Its placement always meets the limits, so the result
-never costs more than EPLB's.
+EPLB is DeepSeek's heuristic without its copies of experts, which training cannot have: the fullest expert
+goes first, to the emptiest rank with room, whatever the costs. Its placement always meets the limits, so the
+result never costs more than EPLB's.
 """
 
 from __future__ import annotations

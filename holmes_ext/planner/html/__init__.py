@@ -1,0 +1,1 @@
+"""HTML pages with pictures of plans and of runs."""

@@ -1,79 +1,107 @@
-"""Pictures of the clusters with their links, and of a plan's step by the rate and latency between them."""
+"""Pictures of the network between clusters: its links, and a plan's step at other rates and latencies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import cos, inf, pi, sin
 from typing import Any
 
 from holmes_ext.cluster.fabric import ETHERNET
+from holmes_ext.cluster.site import Site
 from holmes_ext.planner.html.pictures import CLUSTERS, PAPER, pyplot
-from holmes_ext.planner.search.changed import with_ethernet, with_latency, with_site
+from holmes_ext.planner.search.changed import StepTimes, with_ethernet, with_latency, with_site
 from holmes_ext.planner.search.result import SearchResult
 from holmes_ext.units import format_rate, format_seconds
 
-#: The rates of the what-if picture: these times those of cluster.toml.
+#: Factors on the rates of cluster.toml in the what-if picture.
 FACTORS = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8, 16)
-#: Its latencies one way, of all links between clusters; seconds.
+#: Latencies in the what-if picture: one way, of all links between clusters, in seconds.
 LATENCIES = (30e-6, 1e-3, 5e-3, 20e-3, 80e-3, 200e-3)
 _PLANNED, _STOCK = "#4c78a8", "#d62728"
+#: Fewest ticks of a logarithmic axis; with fewer, linear ticks are used.
+_MIN_TICKS = 3
+#: Most clusters on a flat figure, and with large texts.
+_FEW, _SEVERAL = 2, 4
 
 
 def draw_clusters(result: SearchResult) -> Any:
-    """The clusters on a circle; a line for each pair, the wider the faster, with its rate and latency."""
-    plt, site = pyplot(), result.network.measured
-    names, ethernet = site.clusters, site.fabric_by_name[ETHERNET]
+    """Return a figure with the clusters on a circle, and a line with rate and latency for each pair.
+
+    Faster links have wider lines.
+    """
+    plt = pyplot()
+    site = result.network.measured
+    names = site.clusters
+    half_height = 0.6 if len(names) <= _FEW else 1.25
     side = min(7.0, 4 + 0.5 * len(names))
-    half, size = (0.6, 8) if len(names) <= 2 else (1.25, 8 if len(names) <= 4 else 6)
-    figure, axis = plt.subplots(figsize=(side, side * half / 1.4), layout="constrained")
-    place = {
-        name: (-cos(2 * pi * i / len(names)), sin(2 * pi * i / len(names)))
-        for i, name in enumerate(names)
-    }
-    paths = {pair: site.wan.hops(*pair) for pair in combinations(names, 2)}
-    rates = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
-    fastest = max((rate for rate in rates.values() if rate < inf), default=1.0)
-    for number, (pair, hops) in enumerate(paths.items()):
-        ends = [place[name] for name in pair]
-        width = 5 * min(1.0, rates[pair] / fastest) + 0.3
-        axis.plot(*zip(*ends), color="#999999", lw=width, zorder=1, solid_capstyle="round")
-        if hops:
-            at = 0.38 + 0.24 * (number % 2)  # those that cross in the middle do not hide each other
-            spot = [a + at * (b - a) for a, b in zip(*ends)]
-            rate = format_rate(rates[pair], 3) if rates[pair] < inf else "no limit"
-            text = f"{rate}\n{format_seconds(sum(hop.latency_s for hop in hops))}"
-            axis.text(
-                *spot,
-                text,
-                ha="center",
-                va="center",
-                fontsize=size,
-                bbox={"boxstyle": "round", "fc": PAPER, "ec": "none", "pad": 0.1, "alpha": 0.8},
-            )
+    figure, axis = plt.subplots(figsize=(side, side * half_height / 1.4), layout="constrained")
+    position = {}
+    for index, name in enumerate(names):
+        angle = 2 * pi * index / len(names)
+        position[name] = (-cos(angle), sin(angle))
+    _draw_links(axis, site, position)
     for index, name in enumerate(names):
         count = sum(node.cluster == name for node in site.nodes)
         uplink = site.wan.uplink_of.get(name)
         text = f"{name}\n{count} nodes" + (f"\nuplink {format_rate(uplink)}" if uplink else "")
-        axis.scatter(*place[name], s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
-        axis.text(
-            *place[name], text, ha="center", va="center", fontsize=8, color="#111111", zorder=3
-        )
-    title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {format_rate(ethernet.rate_bps)} a NIC"
-    axis.set_title(
-        title + ("" if site.wan else ": flat, only NICs limit it"), loc="left", fontsize=10
-    )
-    axis.set(xlim=(-1.4, 1.4), ylim=(-half, half), aspect="equal")
+        x, y = position[name]
+        axis.scatter(x, y, s=2600, color=CLUSTERS[index % len(CLUSTERS)], zorder=2)
+        axis.text(x, y, text, ha="center", va="center", fontsize=8, color="#111111", zorder=3)
+    nic_rate = format_rate(site.fabric_by_name[ETHERNET].rate_bps)
+    title = f"{site.processes} GPU{'s' * (site.processes > 1)} a node, {nic_rate} a NIC"
+    if not site.wan:
+        title += ": flat, only NICs limit it"
+    axis.set_title(title, loc="left", fontsize=10)
+    axis.set(xlim=(-1.4, 1.4), ylim=(-half_height, half_height), aspect="equal")
     axis.axis("off")
     return figure
 
 
+def _draw_links(axis: Any, site: Site, position: Mapping[str, tuple[float, float]]) -> None:
+    """Draw a line for each pair of clusters, with the rate and the latency of its path.
+
+    Args:
+        position: Cluster -> (x, y).
+    """
+    font_size = 8 if len(position) <= _SEVERAL else 6
+    paths = {pair: site.wan.hops(*pair) for pair in combinations(position, 2)}
+    rates_bps = {pair: min([hop.rate_bps for hop in hops] or [inf]) for pair, hops in paths.items()}
+    fastest_bps = max((rate for rate in rates_bps.values() if rate < inf), default=1.0)
+    for number, (pair, hops) in enumerate(paths.items()):
+        (x1, y1), (x2, y2) = (position[name] for name in pair)
+        width = 5 * min(1.0, rates_bps[pair] / fastest_bps) + 0.3
+        axis.plot((x1, x2), (y1, y2), color="#999999", lw=width, zorder=1, solid_capstyle="round")
+        if not hops:
+            continue
+        # Texts of links that cross in the middle must not cover each other.
+        share = 0.38 + 0.24 * (number % 2)
+        rate = format_rate(rates_bps[pair], 3) if rates_bps[pair] < inf else "no limit"
+        latency = format_seconds(sum(hop.latency_s for hop in hops))
+        axis.text(
+            x1 + share * (x2 - x1),
+            y1 + share * (y2 - y1),
+            f"{rate}\n{latency}",
+            ha="center",
+            va="center",
+            fontsize=font_size,
+            bbox={"boxstyle": "round", "fc": PAPER, "ec": "none", "pad": 0.1, "alpha": 0.8},
+        )
+
+
 def draw_what_if(result: SearchResult) -> Any:
-    """Seconds of the best plan and of stock with its sizes, by rate and by latency between clusters (flat: of
-    a node's Ethernet); simulated if the plan is."""
-    plt, site, best = pyplot(), result.network.measured, result.best
+    """Return a figure with the step time by the rate and by the latency between clusters.
+
+    It shows the best plan and the job without holmes at equal sizes, simulated if the plan is. Without a WAN,
+    the rate of a node's Ethernet changes.
+    """
+    plt = pyplot()
+    site = result.network.measured
+    best = result.best
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained", sharey=True)
     by_rate = [with_ethernet(result, best, factor) for factor in FACTORS]
-    names = [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
+    by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
+
     now = format_rate(result.network.site.fabric_by_name[ETHERNET].rate_bps)
     rates = "the rates of cluster.toml" if site.wan else f"the Ethernet of a node, {now}"
     _curves(left, FACTORS, by_rate, f"times {rates}")
@@ -82,33 +110,38 @@ def draw_what_if(result: SearchResult) -> Any:
         1, 0.98, " now", va="top", fontsize=8, color="#808080", transform=left.get_xaxis_transform()
     )
     left.set_xscale("log", base=2)
-    left.set_xticks(FACTORS, names)
-    by_latency = [with_site(result, best, with_latency(site, seconds)) for seconds in LATENCIES]
+    left.set_xticks(
+        FACTORS, [f"{factor:g}" if factor >= 1 else f"1/{1 / factor:g}" for factor in FACTORS]
+    )
     _curves(right, LATENCIES, by_latency, "one way between clusters, all links")
     right.set_xscale("log")
     right.set_xticks(LATENCIES, [format_seconds(seconds) for seconds in LATENCIES], fontsize=8)
-    every = [seconds for pair in (*by_rate, *by_latency) for seconds in pair]
-    low, high = min(every), max(every)
-    ticks = [
-        tick
-        for tick in plt.LogLocator(subs=(1, 2, 5)).tick_values(low, high)
-        if low <= tick <= high
-    ]
-    if len(ticks) < 3:
-        ticks = plt.MaxNLocator(4).tick_values(low, high)
+    all_seconds = [seconds for times in (*by_rate, *by_latency) for seconds in times]
+    ticks = _ticks(plt, min(all_seconds), max(all_seconds))
     left.set_yscale("log")
     left.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     for axis in (left, right):
         axis.minorticks_off()
-    how = "simulated" if best.simulated_s else "closed form"
-    left.set_ylabel(f"predicted seconds of one step ({how})")
+    origin = "simulated" if best.simulated_s else "closed form"
+    left.set_ylabel(f"predicted seconds of one step ({origin})")
     left.set_title("What if the network between clusters were another?", loc="left", fontsize=10)
     left.legend(frameon=False)
     return figure
 
 
-def _curves(axis: Any, x: tuple[float, ...], pairs: list[tuple[float, float]], label: str) -> None:
-    planned, stock = zip(*pairs)
+def _ticks(plt: Any, low: float, high: float) -> Sequence[float]:
+    """Return ticks of a logarithmic axis from `low` to `high`."""
+    candidates = plt.LogLocator(subs=(1, 2, 5)).tick_values(low, high)
+    ticks = [tick for tick in candidates if low <= tick <= high]
+    if len(ticks) >= _MIN_TICKS:
+        return ticks
+    return plt.MaxNLocator(4).tick_values(low, high)
+
+
+def _curves(axis: Any, x: Sequence[float], steps: Sequence[StepTimes], label: str) -> None:
+    """Draw the step times of the plan and of the job without holmes over `x`."""
+    planned = [times.step_s for times in steps]
+    stock = [times.stock_s for times in steps]
     axis.plot(x, stock, marker="o", color=_STOCK, label="stock, same sizes")
     axis.plot(x, planned, marker="o", color=_PLANNED, label="this plan")
     axis.set_xlabel(label)

@@ -1,4 +1,4 @@
-"""A picture of a run over its steps: how long each took, and from which on another plan was followed."""
+"""Picture of a run over time: the duration of every step, and the plans that the job followed."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from holmes_ext.planner.html.pictures import CLUSTERS, INK, PAPER, pyplot
 from holmes_ext.report.figures import PlanRow
 from holmes_ext.report.files import Run
 
-#: Points of the line; of more steps several become one, their median.
-POINTS = 1000
+#: Most points of the line; more steps are combined into medians.
+MAX_POINTS = 1000
 
 
 def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
-    """Seconds of each step on its slowest rank; a band for each plan, with those predicted and measured."""
-    plt, steps = pyplot(), run.steps
+    """Return a figure with the seconds of each step on its slowest rank.
+
+    A colored band marks the steps of each plan, with lines for the predicted and the measured step.
+    """
+    plt = pyplot()
+    steps = run.steps
     took = run.took(steps)
-    stride = ceil(len(steps) / POINTS)
+    stride = ceil(len(steps) / MAX_POINTS)
     points = [
         statistics.median(took[first : first + stride]) for first in range(0, len(took), stride)
     ]
@@ -27,34 +31,9 @@ def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
         steps[::stride], points, color=INK, lw=0.8, marker=".", ms=3, label="step, slowest rank"
     )
     for number, plan in enumerate(plans):
-        last = number + 1 == len(plans)
-        begin, end = plan.step - 0.5, (steps[-1] + 1 if last else plans[number + 1].step) - 0.5
-        color = CLUSTERS[number % len(CLUSTERS)]
-        axis.axvspan(begin, end, color=color, alpha=0.15, lw=0)
-        axis.annotate(
-            plan.name,
-            (plan.step, 1),
-            xycoords=("data", "axes fraction"),
-            fontsize=7,
-            va="top",
-            xytext=(2, -3 - 12 * (number % 3)),
-            textcoords="offset points",
-            bbox={"fc": PAPER, "ec": color, "pad": 1, "lw": 0.5},
-        )
-        for seconds, style, what in (
-            (plan.predicted_s, "--", "predicted"),
-            (plan.step_s, "-", "measured"),
-        ):
-            if seconds:
-                axis.hlines(
-                    seconds,
-                    begin,
-                    end,
-                    color=color,
-                    ls=style,
-                    lw=2,
-                    label=f"{what} of a plan (median)" if last else None,
-                )
+        is_last = number + 1 == len(plans)
+        next_step = steps[-1] + 1 if is_last else plans[number + 1].step
+        _draw_plan(axis, plan, number, next_step, has_label=is_last)
     axis.set(
         xlabel="step",
         ylabel="seconds",
@@ -64,3 +43,32 @@ def over_time_figure(run: Run, plans: tuple[PlanRow, ...]) -> Any:
     axis.spines[["top", "right"]].set_visible(False)
     axis.legend(frameon=False, fontsize=8, loc="lower right")
     return figure
+
+
+def _draw_plan(axis: Any, plan: PlanRow, number: int, next_step: int, has_label: bool) -> None:
+    """Draw the band, the name and the step times of a plan.
+
+    Args:
+        number: Index of the plan, which sets its color.
+        next_step: First step of the next plan.
+        has_label: Add the lines to the legend.
+    """
+    begin = plan.step - 0.5
+    end = next_step - 0.5
+    color = CLUSTERS[number % len(CLUSTERS)]
+    axis.axvspan(begin, end, color=color, alpha=0.15, lw=0)
+    axis.annotate(
+        plan.name,
+        (plan.step, 1),
+        xycoords=("data", "axes fraction"),
+        fontsize=7,
+        va="top",
+        xytext=(2, -3 - 12 * (number % 3)),
+        textcoords="offset points",
+        bbox={"fc": PAPER, "ec": color, "pad": 1, "lw": 0.5},
+    )
+    lines = (("predicted", plan.predicted_s, "--"), ("measured", plan.step_s, "-"))
+    for name, seconds, style in lines:
+        if seconds:
+            label = f"{name} of a plan (median)" if has_label else None
+            axis.hlines(seconds, begin, end, color=color, ls=style, lw=2, label=label)

@@ -1,7 +1,7 @@
-"""The HTML page that `holmes demo`, `plan` and `report` write: tables, and pictures as SVG inside the file.
+"""Parts of the HTML pages that `holmes demo`, `plan` and `report` write: tables, and pictures as inline SVG.
 
-Nothing comes from the network, nothing is run. Light or dark as the browser is; on a narrow screen tables and
-pictures scroll, and a shade at their stage link says so.
+A page loads nothing from the network and runs no script. It follows the browser's light or dark mode. On a
+narrow screen tables and pictures scroll, with a shade at the edge where there is more.
 """
 
 from __future__ import annotations
@@ -32,50 +32,65 @@ pre span{{display:inline-block;max-width:100%}}
 
 
 def page(title: str, *parts: str) -> str:
-    """The document; the parts are HTML."""
+    """Return the whole HTML document.
+
+    Args:
+        title: Plain text.
+        parts: HTML of the body.
+    """
     return _HEAD.format(title=html.escape(title)) + "\n".join([*parts, "</body></html>\n"])
 
 
 def heading(text: str, level: int = 2) -> str:
+    """Return a heading (h1 to h6)."""
     return f"<h{level}>{html.escape(text)}</h{level}>"
 
 
 def paragraphs(lines: Iterable[str]) -> str:
+    """Return a paragraph for each line of plain text."""
     return "\n".join(f"<p>{html.escape(line)}</p>" for line in lines)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], strong: int | None = None) -> str:
-    """Texts as a table, numbers flush right; strong: the number of a row in bold, -1 the last."""
+    """Return a table of plain texts; columns with a number are flush right.
+
+    Args:
+        strong: Index of a row in bold, -1 for the last.
+    """
     texts = list(rows)
-    words = [not any(re.match(r"[-~]?\d", cell) for cell in column) for column in zip(*texts)]
-    bold = None if strong is None else strong % len(texts)
-    lines = [
-        _line("th", head, words),
-        *(_line("td", row, words, number == bold) for number, row in enumerate(texts)),
-    ]
+    is_text_column = []
+    for column in zip(*texts):
+        has_number = any(re.match(r"[-~]?\d", cell) for cell in column)
+        is_text_column.append(not has_number)
+    bold_row = None if strong is None else strong % len(texts)
+    lines = [_row("th", head, is_text_column)]
+    for number, cells in enumerate(texts):
+        lines.append(_row("td", cells, is_text_column, is_bold=number == bold_row))
     return _scroll(f"<table>{''.join(lines)}</table>", "table")
 
 
-def _line(kind: str, cells: Sequence[str], words: Sequence[bool], bold: bool = False) -> str:
-    row = "<tr class=strong>" if bold else "<tr>"
-    tags = [f"{kind} class=text" if word else kind for word in words or [False] * len(cells)]
-    return (
-        row
-        + "".join(f"<{tag}>{html.escape(cell)}</{kind}>" for tag, cell in zip(tags, cells))
-        + "</tr>"
-    )
+def _row(
+    tag: str, cells: Sequence[str], is_text_column: Sequence[bool], is_bold: bool = False
+) -> str:
+    """Return a row of a table; `tag` is "th" or "td"."""
+    parts = ["<tr class=strong>" if is_bold else "<tr>"]
+    for cell, is_text in zip(cells, is_text_column or [False] * len(cells)):
+        opening = f"{tag} class=text" if is_text else tag
+        parts.append(f"<{opening}>{html.escape(cell)}</{tag}>")
+    parts.append("</tr>")
+    return "".join(parts)
 
 
 def command(text: str) -> str:
-    """What is to be copied: one click marks all of it. No line ends within a flag."""
+    """Return text to copy: a click selects all of it, and lines never break within a flag."""
     return "<pre>" + re.sub(r"--\S+", r"<span>\g<0></span>", html.escape(text)) + "</pre>"
 
 
 def picture(svg: str, alt: str) -> str:
-    """An <svg> element (pictures.svg) in its own size."""
+    """Return an <svg> element (pictures.svg) in its own size, with a text for screen readers."""
     return _scroll(svg.replace("<svg", f'<svg role="img" aria-label="{html.escape(alt)}"', 1), alt)
 
 
 def _scroll(content: str, label: str) -> str:
-    """Reached by the keyboard too."""
+    """Return content that scrolls on a narrow screen, also by the keyboard."""
     return f'<div class=scroll tabindex=0 role=region aria-label="{html.escape(label)}">{content}</div>'

@@ -1,7 +1,7 @@
-"""Pictures of a run: who sits where and over which NIC, one step of every rank; what all pictures share.
+"""Pictures of a run: placement of ranks, timeline of one step; and helpers of all pictures.
 
-svg() makes a picture a part of a page (page.py). matplotlib is imported when one is wanted: no command needs
-it otherwise.
+svg() turns a figure into a part of a page (page.py). matplotlib is imported only when a picture is drawn, so
+no other command needs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cluster import nic
 from holmes_ext.cluster.fabric import ETHERNET
@@ -20,7 +20,7 @@ from holmes_ext.errors import HolmesError
 from holmes_ext.plan.sizes import Sizes
 from holmes_ext.words import why
 
-#: What a rank or stage does: colour, label; what stands later is drawn over what stands before.
+#: Kind of span -> (color, label). Later kinds are drawn over earlier ones.
 KINDS = {
     "send": ("#f2b134", "send"),
     "receive": ("#fbe0a6", "waits to receive"),
@@ -34,20 +34,30 @@ KINDS = {
     "weights": ("#b7d7a8", "gradients of weights"),
 }
 FABRIC_COLORS = {name: kind.color for name, kind in nic.KINDS.items()}
-#: Of the clusters, in the launcher's order; again from the start beyond.
+#: Colors of the clusters in the launcher's order; they repeat if there are more clusters.
 CLUSTERS = ("#4c78a8", "#e8a33d", "#72b7b2", "#b07aa1", "#9c755f", "#54a24b", "#bab0ac", "#d37295")
 
-#: Of texts and lines, and behind them; a page puts its own there (svg).
+#: Colors of texts and lines, and of the background; a page replaces them by its own (svg).
 INK, PAPER = "#1f2328", "#fefefe"
-#: Spans of a row above which they are drawn as shares of the time, in so many pieces of so many moments.
+#: Most spans of a row that are drawn one by one; more are drawn as shares of the time. A row then has so many
+#: pieces, and each piece so many samples.
 MANY, PIECES, MOMENTS = 250, 300, 100
+#: Horizontal distance of cluster boxes.
+_BOX_DISTANCE = 3
 
-#: (what it is called, [(kind of KINDS, start, end)]), seconds from the step's begin.
+#: Row of a timeline: (name, [(kind of KINDS, start, end)]), in seconds from the step's start.
 Row = tuple[str, list[tuple[str, float, float]]]
 
 
 def pyplot(what: str = "pictures need") -> Any:
-    """matplotlib.pyplot without a screen; HolmesError when matplotlib is missing, which `what` it."""
+    """Return matplotlib.pyplot for figures without a screen.
+
+    Args:
+        what: Subject and verb of the error message, such as "--html needs".
+
+    Raises:
+        HolmesError: matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -63,7 +73,7 @@ def pyplot(what: str = "pictures need") -> Any:
 
 
 def svg(figure: Any) -> str:
-    """The figure as an <svg> element whose texts stay texts, in the page's own colours (INK, PAPER)."""
+    """Return a figure as an <svg> element with real text, in the colors of the page around it."""
     buffer = io.StringIO()
     with pyplot().rc_context({"svg.fonttype": "none", "svg.hashsalt": "holmes"}):
         figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
@@ -78,7 +88,7 @@ def svg(figure: Any) -> str:
 
 
 def _smaller(text: str) -> str:
-    """One digit behind the point in tags, short rectangles, neighbours of one look as one path."""
+    """Shorten an SVG: one decimal in tags, short rectangles, one path for neighbours of equal style."""
     text = re.sub(r"<[^>]+>", lambda tag: re.sub(r"(\.\d)\d+", r"\1", tag[0]), text)
     text = re.sub(
         r'd="M (\S+) (\S+) \nL \1 (\S+) \nL (\S+) \3 \nL \4 \2 \nz\n"',
@@ -95,13 +105,21 @@ def _smaller(text: str) -> str:
 
 
 def svg_file(figure: Any) -> str:
-    """The figure as a file of its own, light or dark as the reader is."""
+    """Return a figure as an SVG file that follows the reader's light or dark mode."""
     dark = "@media(prefers-color-scheme:dark){svg{color:#e6e6e6;--paper:#16181d}}"
     style = f"<style>svg{{color:{INK};--paper:#fff}}{dark}</style>"
     return re.sub(r"(<svg[^>]*>)", lambda tag: tag[1] + style, svg(figure), count=1) + "\n"
 
 
 def write(figure: Any, path: str | Path, advice: str) -> Path:
+    """Write a figure to a file in the format of its suffix, and close the figure.
+
+    Args:
+        advice: Advice in the error message.
+
+    Raises:
+        HolmesError: The file cannot be written.
+    """
     try:
         figure.savefig(path, dpi=130)
     except (OSError, ValueError) as error:
@@ -114,14 +132,21 @@ def write(figure: Any, path: str | Path, advice: str) -> Path:
 
 
 def name_rows(axis: Any, names: Sequence[str]) -> None:
+    """Label the rows of a chart, the first at the top."""
     axis.set_yticks(range(len(names)), names, fontsize=7)
     axis.invert_yaxis()
 
 
 def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], sizes: Sizes) -> Any:
-    """A panel for each (title, site, nodes in rank order, NIC for each group?). Nodes stand in their
-    cluster's box with their ranks; lines are data-parallel groups (thick) and stage links (thin), in the
-    colour of their network: all Ethernet without a NIC for each group."""
+    """Return a figure of placements, with a panel for each.
+
+    Nodes are in the boxes of their clusters, with their ranks. Lines are data parallel groups (thick) and
+    stage links (thin, dashed), in the color of their network.
+
+    Args:
+        panels: (title, site, nodes in rank order, whether each group uses its best NIC; else Ethernet).
+        sizes: Parallel sizes.
+    """
     plt = pyplot()
     figure, axes = plt.subplots(1, len(panels), figsize=(3.8 * len(panels), 3.6), squeeze=False)
     for axis, (title, site, nodes, chooses) in zip(axes[0], panels):
@@ -140,47 +165,54 @@ def placement_figure(panels: Sequence[tuple[str, Site, Sequence[str], bool]], si
 def _placement_panel(
     axis: Any, site: Site, nodes: Sequence[str], chooses: bool, sizes: Sizes
 ) -> None:
-    boxes = [
-        (cluster, [node.name for node in site.nodes if node.cluster == cluster])
-        for cluster in site.clusters
-    ]
-    if len(boxes) == 1:  # one cluster: two boxes all the same, so that the panels look alike
-        ((name, members),) = boxes
-        boxes = [
-            (name, members[: (len(members) + 1) // 2]),
-            (name, members[(len(members) + 1) // 2 :]),
-        ]
-    height, place = max(len(members) for _, members in boxes), {}
+    """Draw the placement of one panel.
+
+    Args:
+        nodes: Names of the nodes in rank order.
+        chooses: Each group uses its best NIC; else all use Ethernet.
+    """
+    boxes = _cluster_boxes(site)
+    height = max(len(members) for _, members in boxes)
+    position = {}  # node -> (x, y)
     for number, (cluster, members) in enumerate(boxes):
-        kind = site.fabric_by_name[site.node_by_name[members[0]].fabrics[0]].kind
-        axis.add_patch(_box(number * 3 - 0.95, -0.6, 1.9, height + 0.25, FABRIC_COLORS[kind], 0.08))
-        axis.text(
-            number * 3, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9
-        )
-        place.update({name: (number * 3, height - 1 - row) for row, name in enumerate(members)})
-    for pairs, width, style in _stage_links(nodes, sizes):
+        x = number * _BOX_DISTANCE
+        first_fabric = site.node_by_name[members[0]].fabrics[0]
+        kind = site.fabric_by_name[first_fabric].kind
+        axis.add_patch(_box(x - 0.95, -0.6, 1.9, height + 0.25, FABRIC_COLORS[kind], 0.08))
+        axis.text(x, height - 0.28, f"{cluster} ({kind})", ha="center", va="bottom", fontsize=9)
+        for row, name in enumerate(members):
+            position[name] = (x, height - 1 - row)
+    uses_best_nic = chooses or len(site.clusters) == 1
+    for pairs, width, style in _group_lines(nodes, sizes):
         kind = site.shared_fabric({name for pair in pairs for name in pair}).kind
-        color = FABRIC_COLORS[kind if chooses or len(site.clusters) == 1 else ETHERNET]
-        for left, right in pairs:
-            bend = 0.35 if place[left][0] == place[right][0] else 0.0
-            look = dict(
+        color = FABRIC_COLORS[kind if uses_best_nic else ETHERNET]
+        for first, second in pairs:
+            same_column = position[first][0] == position[second][0]
+            bend = 0.35 if same_column else 0.0
+            arrow = dict(
                 arrowstyle="-", color=color, lw=width, ls=style, connectionstyle=f"arc3,rad={bend}"
             )
-            axis.annotate("", place[right], place[left], arrowprops=look)
-    for name, (x, y) in place.items():
+            axis.annotate("", position[second], position[first], arrowprops=arrow)
+    for name, (x, y) in position.items():
         rank = list(nodes).index(name)
         axis.add_patch(_box(x - 0.62, y - 0.26, 1.24, 0.52, PAPER, 1.0, INK))
-        axis.text(
-            x,
-            y,
-            f"{name}: rank {rank}\nstage {sizes.stage(rank)}",
-            ha="center",
-            va="center",
-            fontsize=8,
-        )
-    axis.set_xlim(-1.3, 3 * len(boxes) - 1.7)
+        text = f"{name}: rank {rank}\nstage {sizes.stage(rank)}"
+        axis.text(x, y, text, ha="center", va="center", fontsize=8)
+    axis.set_xlim(-1.3, _BOX_DISTANCE * len(boxes) - 1.7)
     axis.set_ylim(-0.8, height + 0.1)
     axis.axis("off")
+
+
+def _cluster_boxes(site: Site) -> list[tuple[str, list[str]]]:
+    """Return (cluster, names of its nodes) for each box; a single cluster is divided into two boxes."""
+    boxes = []
+    for cluster in site.clusters:
+        boxes.append((cluster, [node.name for node in site.nodes if node.cluster == cluster]))
+    if len(boxes) > 1:
+        return boxes
+    ((cluster, members),) = boxes
+    half = (len(members) + 1) // 2
+    return [(cluster, members[:half]), (cluster, members[half:])]
 
 
 def _box(
@@ -190,32 +222,48 @@ def _box(
     height: float,
     color: str,
     alpha: float,
-    stage_link: str = "none",
+    outline: str = "none",
 ) -> Any:
+    """Return a rounded box; a box with an outline is drawn in front."""
     from matplotlib.patches import FancyBboxPatch
 
-    order, style = 3 if stage_link != "none" else 0, "round,pad=0.02"
     return FancyBboxPatch(
-        (x, y), width, height, boxstyle=style, fc=color, ec=stage_link, alpha=alpha, zorder=order
+        (x, y),
+        width,
+        height,
+        boxstyle="round,pad=0.02",
+        fc=color,
+        ec=outline,
+        alpha=alpha,
+        zorder=0 if outline == "none" else 3,
     )
 
 
-def _stage_links(
-    nodes: Sequence[str], sizes: Sizes
-) -> list[tuple[list[tuple[str, str]], float, str]]:
-    """(pairs of nodes of one group or stage link, line width, line style); one rank for each node."""
+class _GroupLines(NamedTuple):
+    """Lines of a group, or of a stage link."""
+
+    pairs: list[tuple[str, str]]  # nodes to connect
+    width: float
+    style: str
+
+
+def _group_lines(nodes: Sequence[str], sizes: Sizes) -> list[_GroupLines]:
+    """Return the lines of data parallel groups and stage links, for one rank on each node."""
     result = []
     for rank in range(len(nodes)):
-        data, stages = (sizes.group(rank, axis) for axis in ("dp", "pp"))
+        data = sizes.group(rank, "dp")
+        stages = sizes.group(rank, "pp")
         if data[0] == rank and len(data) > 1:
-            result.append(([(nodes[a], nodes[b]) for a, b in zip(data, data[1:])], 4.0, "-"))
+            pairs = [(nodes[a], nodes[b]) for a, b in zip(data, data[1:])]
+            result.append(_GroupLines(pairs, width=4.0, style="-"))
         if stages[0] == rank:
-            result += [([(nodes[a], nodes[b])], 1.2, "--") for a, b in zip(stages, stages[1:])]
+            for a, b in zip(stages, stages[1:]):
+                result.append(_GroupLines([(nodes[a], nodes[b])], width=1.2, style="--"))
     return result
 
 
 def load_traces(directory: Path) -> list[dict[str, Any]]:
-    """The trace of every rank of one run (holmes_lab.emulate.trace), in rank order."""
+    """Return the traces of all ranks of a run in the lab (holmes_lab.emulate.trace), in rank order."""
     return sorted(
         (json.loads(path.read_text()) for path in directory.glob("rank*.json")),
         key=lambda trace: trace["rank"],
@@ -223,7 +271,10 @@ def load_traces(directory: Path) -> list[dict[str, Any]]:
 
 
 def last_step(traces: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
-    """Begin and end (monotonic seconds) of the traces' "step", or from one optimizer step to the next."""
+    """Return start and end of the last whole step in monotonic seconds.
+
+    Traces without a "step" are divided by the ends of the optimizer.
+    """
     if "step" in traces[0]:
         begin, end = traces[0]["step"]
         return begin, end
@@ -235,7 +286,12 @@ def timeline_figure(
     runs: Mapping[str, Sequence[Mapping[str, Any]]],
     label: str = "seconds of one step (wall clock of the lab)",
 ) -> Any:
-    """A panel for each run (name -> traces): a row for each rank, one step, the same seconds."""
+    """Return a figure of one step, with a panel for each run and a row for each rank.
+
+    Args:
+        runs: Name of the run -> traces of its ranks.
+        label: Label of the time axis.
+    """
     panels = {}
     for name, traces in runs.items():
         begin, end = last_step(traces)
@@ -252,7 +308,12 @@ def timeline_figure(
 
 
 def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
-    """A panel for each title: (rows, seconds). Rows of more than MANY spans show shares of the time."""
+    """Return a figure of timelines; rows of more than MANY spans show shares of the time.
+
+    Args:
+        panels: Title of the panel -> (rows, seconds of the step).
+        label: Label of the time axis.
+    """
     plt = pyplot()
     height = 0.32 * max(len(rows) for rows, _ in panels.values()) + 0.9
     figure, axes = plt.subplots(
@@ -263,7 +324,8 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
         squeeze=False,
         layout="constrained",
     )
-    used, longest = set[str](), max(seconds for _, seconds in panels.values())
+    used = set[str]()  # kinds of span that occur
+    longest = max(seconds for _, seconds in panels.values())
     for axis, (title, (rows, seconds)) in zip(axes[:, 0], panels.items()):
         for number, (_, spans) in enumerate(rows):
             used |= {kind for kind, _, _ in spans}
@@ -271,7 +333,8 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
                 _draw_shares(axis, number, spans, seconds)
                 continue
             for kind, (color, _) in KINDS.items():
-                if bars := [(start, end - start) for what, start, end in spans if what == kind]:
+                bars = [(start, end - start) for name, start, end in spans if name == kind]
+                if bars:
                     axis.broken_barh(bars, (number - 0.4, 0.8), color=color, lw=0)
         axis.axvline(seconds, color=INK, lw=1)
         axis.set(xlim=(0, 1.03 * longest), ylim=(-0.6, len(rows) - 0.4))
@@ -291,18 +354,18 @@ def timeline(panels: Mapping[str, tuple[list[Row], float]], label: str) -> Any:
 def _draw_shares(
     axis: Any, row: int, spans: Sequence[tuple[str, float, float]], seconds: float
 ) -> None:
-    """For spans too short to be seen: of each piece of the time which share went into what."""
+    """Draw spans that are too short to be seen as the share of each kind in each piece of the time."""
     import numpy as np
     from matplotlib.colors import to_rgba
 
-    shown = np.zeros(
-        PIECES * MOMENTS, dtype=int
-    )  # of each moment the kind that would be drawn on top
-    per_second = len(shown) / seconds
+    # For each sample the number of the kind that is drawn on top, 0 for none.
+    samples = np.zeros(PIECES * MOMENTS, dtype=int)
+    samples_per_s = len(samples) / seconds
     for number, kind in enumerate(KINDS, start=1):
-        for _, start, end in (span for span in spans if span[0] == kind):
-            shown[round(start * per_second) : round(end * per_second)] = number
-    shares = np.sort(shown.reshape(PIECES, MOMENTS), axis=1).T  # a column for each piece
+        for name, start, end in spans:
+            if name == kind:
+                samples[round(start * samples_per_s) : round(end * samples_per_s)] = number
+    shares = np.sort(samples.reshape(PIECES, MOMENTS), axis=1).T  # a column for each piece
     colors = np.array([to_rgba("none"), *(to_rgba(color) for color, _ in KINDS.values())])
     axis.imshow(
         colors[shares],

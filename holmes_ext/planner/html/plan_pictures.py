@@ -1,4 +1,4 @@
-"""Pictures of a plan: where its stages are, one step of it and of stock, where the seconds go."""
+"""Pictures of a plan: placement of its stages, timeline of one step, seconds by cause, partitions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from holmes_ext.planner.search.stock import CAUSES, stock_like
 from holmes_ext.units import format_bytes
 from holmes_ext.words import why
 
-#: Of stock.CAUSES.
+#: Cause (stock.CAUSES) -> color.
 CAUSE_COLORS = dict(
     zip(
         CAUSES,
@@ -38,9 +38,18 @@ CAUSE_COLORS = dict(
     )
 )
 
+#: Causes below this share of the longest step are not drawn.
+SMALL_CAUSE = 1e-4
+#: Most characters of a stage's node names.
+MAX_NAMES_WIDTH = 70
+
 
 def draw_search(result: SearchResult, folder: Path) -> list[Path]:
-    """Write the pictures of PAINTED; their paths. HolmesError: it cannot be."""
+    """Write the pictures of PAINTED into a folder, and return their paths.
+
+    Raises:
+        HolmesError: The folder or a file cannot be written.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -54,107 +63,106 @@ def draw_search(result: SearchResult, folder: Path) -> list[Path]:
 
 
 def placement(result: SearchResult) -> Any:
-    """A bar for each stage, as long as its ranks, in its clusters' colours, with its nodes' names."""
-    plt, best, network, shown = pyplot(), result.best, result.network, set()
-    most = network.world // best.shape.pipeline
-    size = (9, max(2.2, 0.4 * len(best.split) + 1.4))
-    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    """Return a figure with a bar for each stage: its ranks, in the colors of their clusters."""
+    plt = pyplot()
+    best = result.best
+    network = result.network
+    stage_ranks = network.world // best.shape.pipeline
+    height = max(2.2, 0.4 * len(best.split) + 1.4)
+    figure, axis = plt.subplots(figsize=(9, height), layout="constrained")
+    in_legend = set()
     for stage, content in enumerate(best.placement.stages):
         left = 0
         for kind, ranks in content:
             name = network.cluster(kind)
             index = network.site.clusters.index(name)
-            label = None if index in shown else name
-            axis.barh(
-                stage,
-                ranks,
-                left=left,
-                color=CLUSTERS[index % len(CLUSTERS)],
-                edgecolor=PAPER,
-                label=label,
-            )
-            shown.add(index)
+            label = None if index in in_legend else name
+            color = CLUSTERS[index % len(CLUSTERS)]
+            axis.barh(stage, ranks, left=left, color=color, edgecolor=PAPER, label=label)
+            in_legend.add(index)
             left += ranks
-        memory = f"{best.split[stage]} layers, {format_bytes(best.memory_bytes[stage])}"
-        axis.text(
-            left + 0.01 * most,
-            stage,
-            f"{memory}, gradients: {best.reductions[stage]}",
-            va="center",
-            fontsize=8,
-        )
-        axis.text(
-            0.01 * most, stage, _nodes_of(result, stage), va="center", fontsize=8, color="#111111"
-        )
-    axis.set_xlim(0, most * 1.6)
+        memory = format_bytes(best.memory_bytes[stage])
+        text = f"{best.split[stage]} layers, {memory}, gradients: {best.reductions[stage]}"
+        margin = 0.01 * stage_ranks
+        axis.text(left + margin, stage, text, va="center", fontsize=8)
+        nodes = _nodes_of(result, stage)
+        axis.text(margin, stage, nodes, va="center", fontsize=8, color="#111111")
+    axis.set_xlim(0, stage_ranks * 1.6)
     name_rows(axis, [f"stage {stage}" for stage in range(len(best.split))])
-    axis.set_xticks(
-        [tick for tick in plt.MaxNLocator(integer=True).tick_values(0, most) if tick <= most]
-    )
+    ticks = plt.MaxNLocator(integer=True).tick_values(0, stage_ranks)
+    axis.set_xticks([tick for tick in ticks if tick <= stage_ranks])
     axis.set_xlabel("GPUs of the stage")
-    what = f"{result.describe(best)}: predicted step {best.step_s:.4g} s"
-    axis.set_title(what, loc="left", fontsize=10)
+    title = f"{result.describe(best)}: predicted step {best.step_s:.4g} s"
+    axis.set_title(title, loc="left", fontsize=10)
     figure.legend(loc="outside lower left", ncols=8, frameon=False, fontsize=8)
     return figure
 
 
 def _nodes_of(result: SearchResult, stage: int) -> str:
+    """Return the names of a stage's nodes, shortened to MAX_NAMES_WIDTH characters."""
     placement = result.best.placement
     names = result.network.nodes(placement)
     ranks = [placement.rank(position, stage) for position in range(placement.stage_ranks)]
     listed = " ".join(runs(names[rank // placement.processes] for rank in ranks))
-    return shorten(listed, 70, placeholder=" ...")
+    return shorten(listed, MAX_NAMES_WIDTH, placeholder=" ...")
 
 
 def step(result: SearchResult) -> Any:
-    """The simulated step of each stage's first ranks: of this plan, and of stock with its sizes."""
-    panels, stock = {}, stock_like(result, result.best)
-    for name, (whose, candidate) in (("this plan", (result, result.best)), ("stock", stock)):
-        rows, seconds = _rows_of(whose, candidate)
-        panels[f"{name}: {seconds:.4g} s"] = rows, seconds
+    """Return a figure with the simulated step of each stage, of this plan and of the job without holmes."""
+    stock, stock_plan = stock_like(result, result.best)
+    panels = {}
+    for name, job, candidate in (
+        ("this plan", result, result.best),
+        ("stock", stock, stock_plan),
+    ):
+        rows, step_s = _timeline_rows(job, candidate)
+        panels[f"{name}: {step_s:.4g} s"] = rows, step_s
     shape = result.best.shape
     chunks = f", {shape.virtual} chunks a stage" if shape.virtual > 1 else ""
     label = f"seconds; {shape.micro_batches} micro-batches{chunks}; empty: waiting for others"
-    many = any(len(spans) > MANY for rows, _ in panels.values() for _, spans in rows)
-    return timeline(panels, label + "; heights: shares of the time" * many)
+    if any(len(spans) > MANY for rows, _ in panels.values() for _, spans in rows):
+        label += "; heights: shares of the time"
+    return timeline(panels, label)
 
 
-def _rows_of(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
-    step = simulated(result, candidate)
+def _timeline_rows(result: SearchResult, candidate: Candidate) -> tuple[list[Row], float]:
+    """Return a row for the first ranks of each stage, and the step time in seconds.
+
+    Communication is shown by network: inside a cluster, or between clusters.
+    """
+    simulated_step = simulated(result, candidate)
     rows: dict[int, Row] = {}
-    for line in step.ranks:
-        spans = [span for span in line.spans if span.kind != "idle"]
-        kinds = [
-            span.kind if span.kind in KINDS and span.kind not in ("send", "reduce") else ""
-            for span in spans
-        ]
-        shown = [
-            (kind or ("across" if s.across else "inside"), s.start, s.end)
-            for kind, s in zip(kinds, spans)
-        ]
-        rows.setdefault(line.stage, (f"stage {line.stage}", shown))
-    return [rows[stage] for stage in sorted(rows)], step.step_s
+    for line in simulated_step.ranks:
+        if line.stage in rows:
+            continue
+        shown = []
+        for span in line.spans:
+            if span.kind == "idle":
+                continue
+            kind = span.kind
+            if kind not in KINDS or kind in ("send", "reduce"):
+                kind = "across" if span.across else "inside"
+            shown.append((kind, span.start, span.end))
+        rows[line.stage] = (f"stage {line.stage}", shown)
+    return [rows[stage] for stage in sorted(rows)], simulated_step.step_s
 
 
 def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
-    """A bar for each name -> seconds by cause, as long as its step."""
+    """Return a figure with a bar for each plan, as long as its step, divided by cause.
+
+    Args:
+        by_plan: Name of the plan -> cause -> seconds.
+    """
     plt = pyplot()
     figure, axis = plt.subplots(figsize=(9, 0.45 * len(by_plan) + 1.5), layout="constrained")
-    left, least = (
-        dict.fromkeys(by_plan, 0.0),
-        1e-4 * max(sum(causes.values()) for causes in by_plan.values()),
-    )
-    for cause, text in CAUSES.items():
-        if max(causes[cause] for causes in by_plan.values()) > least:
-            values = [causes[cause] for causes in by_plan.values()]
-            axis.barh(
-                range(len(by_plan)),
-                values,
-                left=list(left.values()),
-                color=CAUSE_COLORS[cause],
-                label=text,
-            )
-            left = {name: left[name] + causes[cause] for name, causes in by_plan.items()}
+    longest_s = max(sum(causes.values()) for causes in by_plan.values())
+    left = [0.0] * len(by_plan)
+    for cause, label in CAUSES.items():
+        values = [causes[cause] for causes in by_plan.values()]
+        if max(values) > SMALL_CAUSE * longest_s:
+            color = CAUSE_COLORS[cause]
+            axis.barh(range(len(by_plan)), values, left=left, color=color, label=label)
+            left = [start + value for start, value in zip(left, values)]
     name_rows(axis, list(by_plan))
     axis.set_xlabel("seconds of one step")
     axis.spines[["top", "right"]].set_visible(False)
@@ -162,7 +170,7 @@ def seconds(by_plan: Mapping[str, Mapping[str, float]]) -> Any:
     return figure
 
 
-#: File of --pictures -> its picture.
+#: Name of a file of --pictures -> function that draws it.
 PAINTED: dict[str, Callable[[SearchResult], Any]] = {
     "placement": placement,
     "timeline": step,
@@ -172,32 +180,39 @@ PAINTED: dict[str, Callable[[SearchResult], Any]] = {
 
 
 def of_limit(used: float, limit: float) -> str:
-    """ "41.2 GB of 80 GB", bytes; "41.2 GB" without a limit."""
-    return format_bytes(used) + ("" if limit == inf else f" of {format_bytes(limit)}")
+    """Return used bytes and their limit as text, "41.2 GB of 80 GB"; "41.2 GB" without a limit."""
+    if limit == inf:
+        return format_bytes(used)
+    return f"{format_bytes(used)} of {format_bytes(limit)}"
 
 
 def memory_text(estimate: Estimate, costs: StageCosts, stage: int) -> str:
-    """ "41.2 GB of 80 GB", with a "!" when it does not fit."""
+    """Return a stage's memory as text, "41.2 GB of 80 GB", with a "!" if it does not fit."""
     used = of_limit(estimate.memory_bytes[stage], costs.limit_bytes[stage])
     return used + ("" if estimate.fits[stage] else " !")
 
 
 def draw_partitions(costs: StageCosts, estimates: Mapping[str, Estimate], path: str) -> None:
-    """Of each partition a bar for each stage, as long as the step: computing, communication, idle."""
-    plt, height = pyplot("--picture needs"), max(1.6, 0.3 * costs.stages + 0.9)
-    figure, axes = plt.subplots(
-        len(estimates), 1, figsize=(9, height * len(estimates) + 0.5), sharex=True, squeeze=False
-    )
+    """Write a figure with a panel for each partition method and a bar for each stage.
+
+    A bar is as long as the step: computation, communication and idle time.
+    """
+    plt = pyplot("--picture needs")
+    panel_height = max(1.6, 0.3 * costs.stages + 0.9)
+    size = (9, panel_height * len(estimates) + 0.5)
+    figure, axes = plt.subplots(len(estimates), 1, figsize=size, sharex=True, squeeze=False)
     for axis, (name, estimate) in zip(axes[:, 0], estimates.items()):
+        parts = (
+            ("compute", "#4c78a8", estimate.compute_s),
+            ("communication", "#d62728", estimate.exposed_s),
+            ("idle", "#d9d9d9", estimate.idle_s),
+        )
         left = [0.0] * costs.stages
-        parts = ("compute", "#4c78a8"), ("communication", "#d62728"), ("idle", "#d9d9d9")
-        for (kind, color), values in zip(
-            parts, (estimate.compute_s, estimate.exposed_s, estimate.idle_s)
-        ):
-            axis.barh(range(costs.stages), values, left=left, color=color, label=kind)
-            left = [a + b for a, b in zip(left, values)]
-        for stage, count in enumerate(estimate.stage_layers):
-            text = f" {count} layers, {memory_text(estimate, costs, stage)}"
+        for label, color, values in parts:
+            axis.barh(range(costs.stages), values, left=left, color=color, label=label)
+            left = [start + value for start, value in zip(left, values)]
+        for stage, layers in enumerate(estimate.stage_layers):
+            text = f" {layers} layers, {memory_text(estimate, costs, stage)}"
             axis.text(0, stage, text, va="center", fontsize=7, color="white")
         name_rows(axis, costs.names)
         axis.set_title(f"{name}: {estimate.step_s:.4g} s", loc="left", fontsize=10)

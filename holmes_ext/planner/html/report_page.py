@@ -1,4 +1,4 @@
-"""The page of `holmes report --html`: the tables, steps over time, one step of every rank."""
+"""HTML page of `holmes report --html`: tables, steps over time, one step of every rank."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from holmes_ext.report.trace import pictured
 
 
 def document(job: Run, summary: Summary, step: int) -> str:
-    """Return the page.
+    """Return the page of a run.
 
     Args:
         job: Telemetry of a run.
-        summary: Its figures.
-        step: The step that is shown as a timeline.
+        summary: Figures of the run.
+        step: Number of the step to show as a timeline.
     """
     figure = pictures.timeline_figure(
         {f"step {step}": pictured(job, step)}, "seconds of one step (rank 0's clock)"
     )
-    joined = [joined_line(summary.joined)] if summary.joined else []
-    unlike = [f"not as planned: {text}" for text in job.done.differences]
-    sections = [
-        part
-        for section in contributions("report_sections")
-        for part in section.load()(job, summary)
-    ]
+    lines = [f"note: {note}" for note in job.notes]
+    lines += [f"not as planned: {text}" for text in job.done.differences]
+    if summary.joined:
+        lines.append(joined_line(summary.joined))
+    lines.append(verdict(summary))
+    table_parts = []
+    for title, columns, rows in tables(summary):
+        table_parts.append(heading(title) + table([column.name for column in columns], rows))
+    sections = []  # of extensions
+    for section in contributions("report_sections"):
+        sections += section.load()(job, summary)
     return page(
         "holmes report",
         heading(headline(summary), 1),
-        paragraphs([*(f"note: {note}" for note in job.notes), *unlike, *joined, verdict(summary)]),
-        *(
-            heading(title) + table([column.name for column in columns], rows)
-            for title, columns, rows in tables(summary)
-        ),
+        paragraphs(lines),
+        *table_parts,
         heading("Steps over time"),
         picture(pictures.svg(over_time_figure(job, summary.plans)), "steps over time, and plans"),
         heading("One step"),

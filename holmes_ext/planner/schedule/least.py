@@ -5,8 +5,8 @@ Letters of the formulas, in seconds:
     f, i, w    forward pass, gradient of the input, gradient of the weights, of a micro-batch on a stage
     x          stage link: from sending an activation to its arrival
     m          number of micro-batches
-    K          micro-batches whose activations fit the stage's memory, from the forward pass to the gradient of
-               the weights
+    K          micro-batches whose activations fit the stage's memory, from the forward pass to the
+               gradient of the weights
 
 On stage s
 
@@ -14,8 +14,8 @@ On stage s
     trip       f + sum of (f + i + 2 x) over the stages behind: from the start of a forward pass to the
                arrival of that micro-batch's gradient
     idle       max(0, trip - min(K, m) f): before its first gradient a stage can do K forward passes only
-    last i     m (f + i) + max(0, m - K) w: when the last gradient of the input is done, all but K gradients of
-               the weights are
+    last i     m (f + i) + max(0, m - K) w: when the last gradient of the input is done, all but K
+               gradients of the weights are
     rounds     trip + i + w for each K micro-batches: the forward pass K later waits for the memory
     up         sum of (i + x) over the stages before, then one w of the first stage
 

@@ -238,7 +238,7 @@ class _StageState:
 
     @property
     def is_full(self) -> bool:
-        """Whether the memory holds no further micro-batch."""
+        """True if the memory holds no further micro-batch."""
         return self.forwards - self.weights >= self.room
 
     def next_forward_s(self) -> float:

@@ -1,1 +1,1 @@
-"""The search of plans: shapes, arrangements, partitions, bounds, what was found."""
+"""Search for the plan with the shortest step: space, bounds, simulation, explanation."""

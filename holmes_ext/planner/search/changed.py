@@ -36,7 +36,7 @@ class StepTimes(NamedTuple):
     stock_s: float
 
 
-class Change(NamedTuple):
+class SiteChange(NamedTuple):
     """A change of the site, and the step of the best plan then found."""
 
     description: str  # noun phrase
@@ -115,7 +115,7 @@ def with_latency(site: Site, seconds: float) -> Site:
 # --------------------------------------------------------------------------- what if
 
 
-def what_if(result: SearchResult) -> list[Change]:
+def what_if(result: SearchResult) -> list[SiteChange]:
     """Return the step of the best plan for each of some changes of the site.
 
     The first shapes of the result are searched again, and the plans found are tried as they are, so a faster
@@ -124,7 +124,7 @@ def what_if(result: SearchResult) -> list[Change]:
     changes = []
     for description, changed in _changes(result):
         try:
-            changes.append(Change(description, _best_step_s(result, changed)))
+            changes.append(SiteChange(description, _best_step_s(result, changed)))
         except HolmesError:
             continue
     return changes

@@ -7,7 +7,8 @@ Fewer nodes can be faster if the traffic to a cluster takes longer than its GPUs
     fewer nodes      (7, 8, 0)    the best set without a cluster, or a node of a cluster, while that is faster
 
 A set is not searched if its GPUs need longer to compute the batch than the best step so far, or if no shape's
-lower bound (bound/shape.py) is below that step. A running job keeps its nodes: the result is for starting one.
+lower bound (bound/shape.py) is below that step. The result is for starting a job; a running job keeps its
+nodes.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class _NodeSets:
 
     def _first_look(self, counts: Counts) -> SearchResult | None:
         """Return the first look at a set of nodes; None if no plan fits, or none can be faster."""
-        names = set()
+        names: set[str] = set()
         for cluster, count in zip(self.spec.clusters, counts):
             names.update(cluster.nodes[:count])
         spec = self.spec.only(names)

@@ -67,7 +67,7 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits the memory of its GPUs."""
+        """True if every stage fits the memory of its GPUs."""
         return all(used <= limit for used, limit in zip(self.memory_bytes, self.limit_bytes))
 
     @property
@@ -92,7 +92,7 @@ class OptimalityGap:
 
     @property
     def proven(self) -> bool:
-        """Whether no plan is faster than the best, apart from rounding."""
+        """True if no plan is faster than the best, apart from rounding."""
         return self.gap <= ROUNDING_ERRORS * EQUAL
 
     def __str__(self) -> str:

@@ -76,7 +76,7 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     """Return a candidate with its nodes spread over the stages.
 
     Returns:
-        None if stages do not hold whole nodes, no arrangement has less traffic, or it does not fit the memory.
+        None if stages do not hold whole nodes, no arrangement has less traffic, or the memory is too small.
     """
     network = result.network
     shape = candidate.shape

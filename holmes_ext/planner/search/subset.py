@@ -33,7 +33,8 @@ from holmes_ext.planner.bound.nodes import Family
 Counts = tuple[int, ...]
 #: Most clusters that are filled in every order; of more, each pair of clusters comes first once.
 MAX_ALL_ORDERS = 5
-#: Shares of the remaining time for likely subsets (and again for their neighbours), and subsets of two clusters.
+#: Shares of the remaining time for likely subsets (and again for their neighbours), and for subsets of two
+#: clusters.
 LIKELY_SHARE = 0.5
 TWO_CLUSTERS_SHARE = 0.2
 #: Steps that differ by less than this fraction are equal.
@@ -75,7 +76,7 @@ class Subsets:
 
     @property
     def proven(self) -> bool:
-        """Whether no subset is faster than the best, apart from rounding."""
+        """True if no subset is faster than the best, apart from rounding."""
         return self.gap <= ROUNDING_ERRORS * EQUAL
 
 
@@ -180,7 +181,7 @@ class _SubsetSearch:
 
     @property
     def proven(self) -> bool:
-        """Whether no family that is left can be better than the best subset."""
+        """True if no family that is left can be better than the best subset."""
         return not self.families or self.best_s <= self.families[0].floor_s * (1 + EQUAL)
 
     def moment(self, share: float) -> float:

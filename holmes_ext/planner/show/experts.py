@@ -1,4 +1,4 @@
-"""`holmes plan --experts TRAFFIC`: which expert should live on which rank, and how good that is."""
+"""Command `holmes plan --experts FILE`: a placement of experts on ranks with little traffic."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
 from holmes_ext.plan.experts import EVERY, ExpertOrder, load_traffic
 from holmes_ext.plan.plan import Plan
-from holmes_ext.planner.experts.places import places_of
-from holmes_ext.planner.experts.program import Answer, Placed, solve
+from holmes_ext.planner.experts.places import Places, places_of
+from holmes_ext.planner.experts.program import Answer, solve
 
 COLUMNS = (
     Column("layer"),
@@ -23,8 +23,9 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "which expert lives on which rank (needs scipy and the parallel sizes)"
-    add = parser.add_argument_group(what).add_argument
+    """Add the options of the placement of experts."""
+    title = "which expert lives on which rank (needs scipy and the parallel sizes)"
+    add = parser.add_argument_group(title).add_argument
     add("--experts", metavar="FILE", help="place experts by their traffic: JSON, see docs/plan.md")
     add(
         "--experts-output",
@@ -55,39 +56,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, plan: Plan) -> int:
-    """Print (or write) the order. HolmesError on bad input."""
-    places, answers = places_of(plan), {}
-    for number, counts in load_traffic(args.experts).items():
-        try:
-            answers[number] = solve(
-                counts, places, args.experts_balance, args.experts_seconds, args.experts_per_rank
-            )
-        except HolmesError as error:
-            layer = f": layer {number}" if number != EVERY else ""
-            raise HolmesError(f"{args.experts}{layer}: {error}") from None
-    order = ExpertOrder(
-        places.ranks, {number: answer.best.order for number, answer in answers.items()}
-    )
+    """Place the experts of every layer, and print or write their order; return the exit status 0.
+
+    Raises:
+        HolmesError: The input is bad.
+    """
+    places = places_of(plan)
+    answers = _answers(args, places)
+    orders = {number: answer.best.order for number, answer in answers.items()}
     if args.experts_output:
-        order.save(args.experts_output)
+        ExpertOrder(places.ranks, orders).save(args.experts_output)
     if args.json:
-        print(
-            json.dumps(
-                {
-                    "ranks": places.ranks,
-                    "layers": {str(n): _document(answer) for n, answer in answers.items()},
-                }
-            )
-        )
+        layers = {str(number): _document(answer) for number, answer in answers.items()}
+        print(json.dumps({"ranks": places.ranks, "layers": layers}))
         return 0
     screen = Screen()
-    experts = len(next(iter(order.layers.values())))
+    experts = len(next(iter(orders.values())))
     spread = f"{experts // places.ranks} on each of {places.ranks} expert-parallel ranks"
     screen.line(f"{experts} experts, {spread}, at {len(places.of)} places that differ")
-    screen.table(
-        COLUMNS,
-        [row for number, answer in sorted(answers.items()) for row in _rows(number, answer)],
-    )
+    rows = []
+    for number, answer in sorted(answers.items()):
+        rows += _rows(number, answer)
+    screen.table(COLUMNS, rows)
     if args.experts_output:
         screen.line(
             f"written: {args.experts_output}; start with --holmes-experts {args.experts_output}"
@@ -95,12 +85,31 @@ def run(args: argparse.Namespace, plan: Plan) -> int:
     return 0
 
 
+def _answers(args: argparse.Namespace, places: Places) -> dict[int, Answer]:
+    """Return the placement of each layer's experts: number of the layer -> Answer.
+
+    Raises:
+        HolmesError: The traffic does not fit the places; the message names the layer.
+    """
+    answers = {}
+    for number, counts in load_traffic(args.experts).items():
+        try:
+            answers[number] = solve(
+                counts, places, args.experts_balance, args.experts_seconds, args.experts_per_rank
+            )
+        except HolmesError as error:
+            layer = "" if number == EVERY else f": layer {number}"
+            raise HolmesError(f"{args.experts}{layer}: {error}") from None
+    return answers
+
+
 def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
+    """Return a row for each placement of a layer's experts; the first has the layer's number."""
     rows: list[tuple[str, ...]] = []
     for placed in answer.placements:
-        layer = (
-            ("all" if number == EVERY else str(number)) if placed is answer.placements[0] else ""
-        )
+        layer = ""
+        if placed is answer.placements[0]:
+            layer = "all" if number == EVERY else str(number)
         proven = f"{answer.gap:.2%}" if placed is answer.best else ""
         rows.append(
             (
@@ -116,15 +125,15 @@ def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
 
 
 def _document(answer: Answer) -> dict[str, object]:
-    def of(placed: Placed) -> dict[str, object]:
-        return {
+    """Return a layer's placements as a dictionary for --json."""
+    placements = {}
+    for placed in answer.placements:
+        placements[placed.name] = {
             "across_clusters": placed.crossing,
             "across_nodes": placed.moving,
             "fullest": placed.fullest,
             "cost": placed.cost,
         }
-
-    placements = {placed.name: of(placed) for placed in answer.placements}
     return {
         "order": answer.best.order,
         "bound": answer.bound,

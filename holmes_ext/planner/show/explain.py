@@ -1,6 +1,7 @@
-"""`holmes plan --explain`: each stage's layers, seconds and memory, for every partition.
+"""Command `holmes plan --explain`: layers, times and memory of each stage, for every partition method.
 
-All stand on the same order of nodes. Times are predictions (plan/cost/stages.py), in seconds of one step.
+All partitions use the same order of nodes. Times are predictions by the closed form (plan/cost/stages.py), in
+seconds of one step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --explain and --picture."""
     add = parser.add_argument_group("times and memory of each stage").add_argument
     add(
         "--explain",
@@ -43,12 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def outcomes(costs: StageCosts, alpha: float) -> dict[str, Estimate]:
-    """The prediction for every method of plan/partition.py."""
+    """Return the predicted step of every partition method (plan/partition.py): name -> Estimate."""
     return {method: predict(costs, partition(method, costs, alpha)) for method in METHODS}
 
 
 def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, Any]:
-    """What --json prints: seconds and bytes, lists by stage; a limit of null means none."""
+    """Return the estimates for --json: seconds and bytes, lists by stage; a limit of null means no limit."""
     return {
         "stages": list(costs.names),
         "micro_batches": costs.micro_batches,
@@ -72,22 +74,12 @@ def document(costs: StageCosts, estimates: Mapping[str, Estimate]) -> dict[str, 
 
 
 def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
-    """One table for each partition, then the steps."""
+    """Print a table of the stages for each partition method, then the steps of all methods."""
     screen = Screen()
     for name, estimate in estimates.items():
-        rows = []
-        for stage, place in enumerate(costs.places):
-            times = (
-                estimate.compute_s[stage],
-                (*estimate.transfer_s, 0.0)[stage],
-                estimate.reduction_s[stage],
-                estimate.exposed_s[stage],
-            )
-            cells = [f"{value:.3g}" for value in (*times, estimate.idle_s[stage])]
-            layers = str(estimate.stage_layers[stage])
-            rows.append((f"{stage} {place}", layers, *cells, memory_text(estimate, costs, stage)))
         styles = ["" if fits else "red" for fits in estimate.fits]
-        screen.table(COLUMNS, rows, f"{name}: predicted step {estimate.step_s:.4g} s", styles)
+        title = f"{name}: predicted step {estimate.step_s:.4g} s"
+        screen.table(COLUMNS, _rows(costs, estimate), title, styles)
     for name, estimate in estimates.items():
         ratio = estimates["uniform"].step_s / estimate.step_s
         misfit = "" if all(estimate.fits) else " - does not fit the memory"
@@ -96,3 +88,26 @@ def show(costs: StageCosts, estimates: Mapping[str, Estimate]) -> None:
         "seconds; compute: all micro-batches, send: one activation to the next stage, exposed: of "
         "the reduction, after the last backward; compute, exposed and idle add up to the step"
     )
+
+
+def _rows(costs: StageCosts, estimate: Estimate) -> list[tuple[str, ...]]:
+    """Return a row for each stage, in the order of COLUMNS."""
+    rows = []
+    transfers_s = (*estimate.transfer_s, 0.0)  # the last stage sends no activation
+    for stage, place in enumerate(costs.places):
+        seconds = (
+            estimate.compute_s[stage],
+            transfers_s[stage],
+            estimate.reduction_s[stage],
+            estimate.exposed_s[stage],
+            estimate.idle_s[stage],
+        )
+        rows.append(
+            (
+                f"{stage} {place}",
+                str(estimate.stage_layers[stage]),
+                *(f"{value:.3g}" for value in seconds),
+                memory_text(estimate, costs, stage),
+            )
+        )
+    return rows

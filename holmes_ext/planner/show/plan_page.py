@@ -1,4 +1,4 @@
-"""The page of `holmes plan --html`: stages, one step, its seconds, what-ifs, joined jobs, what to type."""
+"""HTML page of `holmes plan --html`: start of the plan, its placement, one step, what-ifs, other plans."""
 
 from __future__ import annotations
 
@@ -25,15 +25,23 @@ def document(
     starts: Mapping[str, Launch],
     besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> str:
-    """The best plan of a search, or the layout that was given; nothing needs the network."""
-    best, alone = result.best, result.user_layout is result.best
-    seconds, head, rows = shown.why_table(result)
-    optimality_gap = [] if alone else [f"{best.step_s:.4g} s a step: {result.optimality_gap}."]
-    where = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
+    """Return the page of the best plan of a search, or of the user's layout.
+
+    Args:
+        starts: Framework -> how to start the plan.
+        besides: Forecasts of extensions by name.
+    """
+    best = result.best
+    is_layout_only = result.user_layout is best
+    why_title, head, rows = shown.why_table(result)
+    optimality_gap = []
+    if not is_layout_only:
+        optimality_gap.append(f"{best.step_s:.4g} s a step: {result.optimality_gap}.")
+    placement = f"Stages on {result.describe(best)}; layers {shown.split_text(best.split)}."
     drawn = {name: picture(svg(paint(result)), name) for name, paint in pictures.PAINTED.items()}
-    whys = svg(pictures.seconds(shown.named_reasons(result)))
-    rows_shown = 0 if alone else args.rows
-    plan_rows = [shown.row_cells(*row) for row in shown.ranked(result, rows_shown)]
+    seconds_by_cause = svg(pictures.seconds(shown.named_reasons(result)))
+    plan_count = 0 if is_layout_only else args.rows
+    plan_rows = [shown.row_cells(*row) for row in shown.ranked(result, plan_count)]
     return page(
         "holmes plan",
         heading(shown.title(result), 1),
@@ -41,19 +49,19 @@ def document(
         heading("Start it"),
         *_launches(result, args, starts),
         heading("Placement"),
-        paragraphs([where]),
+        paragraphs([placement]),
         drawn["placement"],
         drawn["clusters"],
         heading("One step"),
         paragraphs([*shown.stage_link_lines(result, best), *thin_stages(result, best)]),
         drawn["timeline"],
-        heading(seconds.capitalize()),
-        picture(whys, "seconds by cause"),
+        heading(why_title.capitalize()),
+        picture(seconds_by_cause, "seconds by cause"),
         table(head, rows, strong=-1),
         heading("What if the network between the clusters were another"),
         drawn["ethernet"],
         *(part for beside in besides.values() for part in beside.page_parts()),
-        heading("Your layout" if alone else "The plans found"),
+        heading("Your layout" if is_layout_only else "The plans found"),
         table([column.name for column in shown.COLUMNS], plan_rows),
         paragraphs([shown.LEGEND]),
     )
@@ -62,15 +70,19 @@ def document(
 def _launches(
     result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]
 ) -> list[str]:
-    """What is to be copied; and below it which frameworks cannot do the plan."""
-    parts, cannot = [], []
-    if result.user_layout:
-        plan = args.output or "" if result.user_layout is result.best else ""
-        flags = shlex.join(added(result.user_layout, args.cluster, plan))
+    """Return the commands to copy for each framework, then the frameworks that cannot run the plan."""
+    parts = []
+    unsupported = []
+    layout = result.user_layout
+    if layout:
+        plan_file = ""
+        if layout is result.best and args.output:
+            plan_file = args.output
+        flags = shlex.join(added(layout, args.cluster, plan_file))
         parts += [heading("your layout: add to your command line", 3), command(flags)]
     for name, lines in shown.launch_lines(starts).items():
         if lines[0].startswith(shown.CANNOT):
-            cannot.append(f"{name} {' '.join(lines)}")
+            unsupported.append(f"{name} {' '.join(lines)}")
         else:
             parts += [heading(name, 3), command("\n".join(lines))]
-    return [*parts, paragraphs(cannot)]
+    return [*parts, paragraphs(unsupported)]

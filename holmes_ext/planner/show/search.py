@@ -1,11 +1,11 @@
-"""`holmes plan` without parallel sizes: search them, rank, explain the best, say how to start it."""
+"""Command `holmes plan` without parallel sizes: search for the best plan, explain it, show its start."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import inf
 from pathlib import Path
@@ -47,13 +47,16 @@ from holmes_ext.words import grouped
 
 #: Seconds of silence before the progress bar shows.
 SILENCE_S = 2.0
-#: Part of the seconds in which each cluster's own plan is looked for.
-FIRST = 0.1
+#: Share of the time limit for the forecasts of extensions.
+COMPANION_SHARE = 0.1
+#: Exit status after Ctrl-C.
+INTERRUPTED_STATUS = 130
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "search (when no sizes are given, and --model or a command line says what to train)"
-    add = parser.add_argument_group(what).add_argument
+    """Add the options of the search, and those of extensions that forecast beside it."""
+    title = "search (when no sizes are given, and --model or a command line says what to train)"
+    add = parser.add_argument_group(title).add_argument
     add(
         "--search",
         action="store_true",
@@ -91,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def companions() -> list[Contribution]:
-    """Return what extensions forecast beside the plans of a search."""
+    """Return the forecasts that extensions offer beside the plans of a search (planner/companion.py)."""
     return contributions("plan_companions")
 
 
@@ -101,39 +104,48 @@ def wanted_companions(args: argparse.Namespace) -> list[Contribution]:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether these arguments ask for a search: something says what to train, no option says the sizes."""
-    drawn = args.pictures or args.html
-    of_search = (
-        args.global_batch is not None or args.limit or args.framework or drawn or args.command
+    """Return whether the arguments ask for a search.
+
+    They do if they name a model, a command or a global batch, and no parallel sizes, or by --search, --limit
+    or an option of a forecast.
+    """
+    is_of_search = (
+        args.global_batch is not None
+        or args.limit
+        or args.framework
+        or args.pictures
+        or args.html
+        or args.command
     )
-    if args.picture or (args.explain and not of_search and not args.model):
+    if args.picture or (args.explain and not is_of_search and not args.model):
         return False
-    asked = args.search or wanted_companions(args) or bool(args.limit)
-    return bool(asked) or (
-        bool(args.model or args.command or args.global_batch) and not sizes_given(args)
-    )
+    if args.search or wanted_companions(args) or args.limit:
+        return True
+    has_job = args.model or args.command or args.global_batch
+    return bool(has_job) and not sizes_given(args)
 
 
 def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
-    """Search and report; 0, or 130 after Ctrl-C with the best so far. HolmesError on bad input."""
-    if args.rows < 1:
-        raise HolmesError(f"--rows is {args.rows}; it must be 1 or more")
-    if not args.seconds > 0:
-        raise HolmesError(f"--seconds is {args.seconds}; it must be above 0")
-    if job.model is None:
-        what = "the command line names no model (--num-layers, --hidden-size, ...)"
-        what = what if args.command else "nothing says what to train"
-        raise HolmesError(f"{what}; give --model FILE (examples/models has some)")
-    site, links = site_from_spec(spec), Links.of_spec(spec)
-    batch, limits = global_batch(args, job, site), limits_of(args, job)
+    """Search for the best plan and print or write it.
+
+    Returns:
+        Exit status: 0, or 130 after Ctrl-C with the best so far.
+
+    Raises:
+        HolmesError: The input is bad, or no plan fits.
+    """
+    _check(args, job)
+    site = site_from_spec(spec)
+    links = Links.of_spec(spec)
+    batch = global_batch(args, job, site)
+    request = asked_for(Network(site, links), job, batch, limits_of(args, job))
+    more: dict[str, Any] = {}  # additional keys of --json
     with _Bar(quiet=args.json) as bar:
         end = time.monotonic() + args.seconds
-        asked = asked_for(Network(site, links), job, batch, limits)
-        result = search(asked, args.seconds, bar.on_progress, args.rows, prove=False)
+        result = search(request, args.seconds, bar.on_progress, args.rows, prove=False)
         result, job = beside(result, job)
-        more: dict[str, Any] = {}
         if not result.interrupted:
-            if args.nodelist:  # these nodes, and all of them
+            if args.nodelist:  # the user wants just these nodes
                 result = proven(with_spread(result), end, bar.on_progress)
             else:
                 result = best_use(result, spec, end, bar.on_progress, args.rows)
@@ -143,14 +155,11 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
                 result = result if job.sizes is None else result.on_all
             if job.engine.breadth_first:
                 result = with_breadth_first(result)
-            if asked.rules.splits:
+            if request.rules.splits:
                 result = with_passes(result)
-    besides: dict[str, PlanCompanion] = {}
-    if not result.interrupted:
-        for companion in wanted_companions(args):
-            forecast = companion.load().beside(result.on_all or result, FIRST * args.seconds)
-            besides[companion.name] = forecast
-            more[companion.name] = forecast.document()
+    forecasts = _forecasts(args, result)
+    for name, forecast in forecasts.items():
+        more[name] = forecast.document()
     plan = plan_of(result, result.best, job.options)
     if args.output:
         plan.save(args.output)
@@ -160,46 +169,77 @@ def run(args: argparse.Namespace, spec: SiteSpec, job: Training) -> int:
     else:
         search_table.show(result, args, job, starts)
         show_wan(links.site(site), spec.notes)
-        for forecast in besides.values():
+        for forecast in forecasts.values():
             forecast.show()
-    draw(result, args, job, starts, besides)
+    draw(result, args, job, starts, forecasts)
     if args.output and not args.json:
         print(f"written: {args.output}")
-    return 130 if result.interrupted else 0
+    return INTERRUPTED_STATUS if result.interrupted else 0
+
+
+def _check(args: argparse.Namespace, job: Training) -> None:
+    """Raise HolmesError if options are out of range, or no model is given."""
+    if args.rows < 1:
+        raise HolmesError(f"--rows is {args.rows}; it must be 1 or more")
+    if not args.seconds > 0:
+        raise HolmesError(f"--seconds is {args.seconds}; it must be above 0")
+    if job.model is None:
+        problem = "nothing says what to train"
+        if args.command:
+            problem = "the command line names no model (--num-layers, --hidden-size, ...)"
+        raise HolmesError(f"{problem}; give --model FILE (examples/models has some)")
+
+
+def _forecasts(args: argparse.Namespace, result: SearchResult) -> dict[str, PlanCompanion]:
+    """Return the forecasts of extensions that the arguments ask for: name -> forecast."""
+    if result.interrupted:
+        return {}
+    forecasts = {}
+    for companion in wanted_companions(args):
+        seconds = COMPANION_SHARE * args.seconds
+        forecasts[companion.name] = companion.load().beside(result.on_all or result, seconds)
+    return forecasts
 
 
 def leave_out(
     fewer: SearchResult, on_all: SearchResult, args: argparse.Namespace, job: Training
 ) -> tuple[list[str], dict[str, Any]]:
-    """What to say where a job on fewer nodes is faster: lines, and the same for --json. A command line's
-    sizes are of all nodes, so the lines name flags for the fewer."""
+    """Return the advice to leave out nodes, because the job is faster without them.
+
+    Args:
+        fewer: Result for fewer nodes.
+        on_all: Result for all nodes.
+
+    Returns:
+        Lines to print, with flags if the job's command line has sizes for all nodes; and a dictionary for
+        --json.
+    """
     nodes = [node.name for node in fewer.network.site.nodes]
-    left = grouped(
+    left_out = grouped(
         (node.cluster, node.name) for node in on_all.network.site.nodes if node.name not in nodes
     )
-    clusters = fewer.network.site.clusters
-    named = ", ".join(
-        f"{len(names)} nodes of {cluster} ({folded(names)})"
-        if cluster in clusters
-        else f"{cluster} ({len(names)} nodes)"
-        for cluster, names in left.items()
-    )
-    ratio = on_all.best.step_s / fewer.best.step_s
+    remaining_clusters = fewer.network.site.clusters
+    parts = []
+    for cluster, names in left_out.items():
+        if cluster in remaining_clusters:
+            parts.append(f"{len(names)} nodes of {cluster} ({folded(names)})")
+        else:
+            parts.append(f"{cluster} ({len(names)} nodes)")
+    fewer_s = fewer.best.step_s
+    all_s = on_all.best.step_s
     lines = [
-        f"{LEAVE_OUT}{named}: a job on {folded(nodes)} takes {fewer.best.step_s:.4g} s a step, on all "
-        f"nodes {on_all.best.step_s:.4g} s, {ratio:.2f} times as long"
+        f"{LEAVE_OUT}{', '.join(parts)}: a job on {folded(nodes)} takes {fewer_s:.4g} s a step, on all "
+        f"nodes {all_s:.4g} s, {all_s / fewer_s:.2f} times as long"
     ]
     starts = search_table.launches_of(fewer, args, job, "")
     if job.sizes is not None:
-        lines += [
-            f"  {name}: {' '.join(flags)}"
-            for name, flags in search_table.launch_lines(starts).items()
-        ]
+        for name, flags in search_table.launch_lines(starts).items():
+            lines.append(f"  {name}: {' '.join(flags)}")
     return lines, {
-        "nodes": left,
+        "nodes": left_out,
         "nodelist": folded(nodes),
-        "step_seconds": fewer.best.step_s,
-        "step_seconds_of_all": on_all.best.step_s,
+        "step_seconds": fewer_s,
+        "step_seconds_of_all": all_s,
         "best": search_table.row(fewer.best, fewer),
         "launch": {name: asdict(launch) for name, launch in starts.items()},
     }
@@ -208,9 +248,14 @@ def leave_out(
 def asked_for(
     network: Network, job: Training, batch: int, limits: Limits = Limits()
 ) -> SearchResult:
-    """A search's question: what the job's model, engine, options and command line say."""
+    """Return the request of a search for a job on a network, without candidates.
+
+    Args:
+        batch: Sequences of a step.
+        limits: Limits of the search space.
+    """
     rules = rules_of(job.engine, job.options, job.direct, overlap=job.overlap)
-    if job.engine.hierarchical_zero is not None:  # its flags can ask for them
+    if job.engine.hierarchical_zero is not None:  # the framework's flags can ask for all reductions
         rules = replace(rules, reductions=REDUCTIONS)
     asked = SearchResult(
         network,
@@ -227,13 +272,14 @@ def asked_for(
 
 
 def limits_of(args: argparse.Namespace, job: Training) -> Limits:
-    """What is searched: of --limit, as far as the framework that is asked for or that has the flags can."""
-    limits, framework = parse_limits(args.limit), args.framework or job.said.framework
+    """Return the limits of the search: those of --limit and those of the framework."""
+    limits = parse_limits(args.limit)
+    framework = args.framework or job.said.framework
     return limited(limits, job.engine, framework) if framework else limits
 
 
 def check_pictures(args: argparse.Namespace, job: Training) -> None:
-    """HolmesError where --html or --pictures lacks a model or matplotlib: before the search, not after it."""
+    """Raise HolmesError before the search if --html or --pictures lacks a model or matplotlib."""
     for name in ("html", "pictures"):
         if getattr(args, name):
             pyplot(f"--{name} needs")
@@ -251,7 +297,12 @@ def draw(
     starts: Mapping[str, Launch],
     besides: Mapping[str, PlanCompanion] = MappingProxyType({}),
 ) -> None:
-    """The page of --html and the pictures of --pictures."""
+    """Write the page of --html and the pictures of --pictures.
+
+    Args:
+        starts: Framework -> how to start the best plan.
+        besides: Forecasts of extensions by name.
+    """
     written = draw_search(search_result, Path(args.pictures)) if args.pictures else []
     for name, forecast in besides.items():
         if args.pictures:
@@ -265,7 +316,7 @@ def draw(
 
 
 def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Training]:
-    """With the user's layout beside what was found, or a line that says why it cannot be."""
+    """Return the result with the user's layout; if that is impossible, the job with a line on the reason."""
     if job.sizes is None:
         return search_result, job
     try:
@@ -279,7 +330,7 @@ def beside(search_result: SearchResult, job: Training) -> tuple[SearchResult, Tr
 
 
 def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchResult:
-    """The layout of a plan of given sizes, in that plan's order of nodes, simulated; no search."""
+    """Return a result with only the layout of a given plan, simulated in the plan's order of nodes."""
     assert plan.sizes is not None
     model = replace(model, global_batch=0, micro_batches=model.micro_batches_of(plan.sizes.data))
     batch = model.micro_batches * model.micro_batch * plan.sizes.data
@@ -293,20 +344,29 @@ def alone(plan: Plan, network: Network, job: Training, model: Model) -> SearchRe
 def _candidate(
     result: SearchResult, job: Training, sizes: Sizes, plan: Plan | None = None
 ) -> Candidate:
-    said, options = job.said, job.options
-    partitioned = bool(options.plan) or options.partition != "uniform"
-    for line in refusals(said, sizes, result.network.world, partitioned):
-        raise HolmesError(line)
+    """Return the candidate of the job's layout; raise HolmesError if the framework refuses it.
+
+    Args:
+        sizes: Complete parallel sizes.
+        plan: Plan with the order of nodes and the layers of the stages, if there is one.
+    """
+    command = job.said
+    options = job.options
+    is_partitioned = bool(options.plan) or options.partition != "uniform"
+    for refusal in refusals(command, sizes, result.network.world, is_partitioned):
+        raise HolmesError(refusal)
     shape = shape_of(result.model, sizes, *job.zero_and_chunks)
-    layers = plan and plan.stage_layers or said.stage_layers
-    flat = job.engine.hierarchical_zero is not None and said.instances <= 1
-    return layout_candidate(
-        result, sizes, shape, layers, plan.nodes if plan is not None else (), flat
-    )
+    layers = command.stage_layers
+    nodes: Sequence[str] = ()
+    if plan is not None:
+        layers = plan.stage_layers or layers
+        nodes = plan.nodes
+    is_flat = job.engine.hierarchical_zero is not None and command.instances <= 1
+    return layout_candidate(result, sizes, shape, layers, nodes, is_flat)
 
 
 def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
-    """Sequences of a step on all nodes of `site`; HolmesError where nothing says them."""
+    """Return the sequences of a step on all nodes of `site`; raise HolmesError if no source names them."""
     model = job.known_model
     if args.global_batch is not None or model.global_batch:
         return model.global_batch if args.global_batch is None else args.global_batch
@@ -318,7 +378,7 @@ def global_batch(args: argparse.Namespace, job: Training, site: Site) -> int:
 
 
 class _Bar(Progress):
-    """A progress bar on stderr once the search has taken SILENCE_S; nothing where stderr is no terminal."""
+    """Progress bar on stderr, shown after SILENCE_S seconds and only on a terminal."""
 
     def __init__(self, quiet: bool):
         text = TextColumn("{task.completed:.0f} of {task.total:.0f}")
@@ -333,10 +393,11 @@ class _Bar(Progress):
             transient=True,
             disable=not shown,
         )
-        self.begin, self.task = time.monotonic(), self.add_task("searching", visible=False)
+        self.begin = time.monotonic()
+        self.task = self.add_task("searching", visible=False)
 
     def on_progress(self, done: int, left: int, best: float, gap: float) -> None:
-        """search's Progress; gap: 1 before anything was simulated."""
+        """Update the bar (Progress of the search); `gap` is 1 before a step was simulated."""
         text = "searching" if best == inf else f"best so far {best:.4g} s"
         text += f", simulated; at most {gap:.1%} can be saved" if gap < 1 else ""
         visible = time.monotonic() - self.begin > SILENCE_S

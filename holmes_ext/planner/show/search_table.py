@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.cli.show.training import Training, sizes_given
@@ -43,28 +43,51 @@ LEGEND = (
     "T tensor, P pipeline, C context, E expert, V chunks a stage, D data; batch: sequences x "
     "micro-batches; of each shape the best arrangement; step: simulated, ~ in closed form only"
 )
-DOES_NOT_FIT, CANNOT = "your layout does not fit", "cannot do this plan"
+#: Beginnings of lines that other code recognizes.
+DOES_NOT_FIT = "your layout does not fit"
+CANNOT = "cannot do this plan"
+#: Causes below this share of the step have no row.
+SMALL_CAUSE = 1e-4
+
+
+class RankedPlan(NamedTuple):
+    """A row of the table of plans."""
+
+    name: str  # number, "yours" or "all"
+    candidate: Candidate
+    result: SearchResult
+
+
+class WhyTable(NamedTuple):
+    """Table of a step's seconds by cause."""
+
+    title: str
+    head: list[str]
+    rows: list[tuple[str, ...]]  # the last row is the step
 
 
 def distinct(result: SearchResult) -> list[Candidate]:
-    """Of every shape the best candidate, the fastest first."""
+    """Return the best candidate of every shape, the fastest first."""
     candidates: dict[Shape, Candidate] = {}
     for candidate in result.candidates:
         candidates.setdefault(candidate.shape, candidate)
     return list(candidates.values())
 
 
-def ranked(result: SearchResult, count: int) -> list[tuple[str, Candidate, SearchResult]]:
-    """The rows of the table: the user's layout or the best of all nodes, then the best `count` by number."""
-    first = [("yours", result.user_layout, result)] if result.user_layout else []
-    first += [("all", result.on_all.best, result.on_all)] if result.on_all else []
-    return first + [
-        (str(i), candidate, result) for i, candidate in enumerate(distinct(result)[:count], 1)
-    ]
+def ranked(result: SearchResult, count: int) -> list[RankedPlan]:
+    """Return the rows of the table: the user's layout, the best on all nodes, and the `count` best plans."""
+    rows = []
+    if result.user_layout:
+        rows.append(RankedPlan("yours", result.user_layout, result))
+    if result.on_all:
+        rows.append(RankedPlan("all", result.on_all.best, result.on_all))
+    for number, candidate in enumerate(distinct(result)[:count], 1):
+        rows.append(RankedPlan(str(number), candidate, result))
+    return rows
 
 
 def sizes_text(shape: Shape) -> str:
-    """ "T2 P2 V3 D16": only what is above 1, data always."""
+    """Return the parallel sizes above 1 as text, such as "T2 P2 V3 D16"; the data size is always there."""
     letters = {
         "T": shape.tensor,
         "P": shape.pipeline,
@@ -72,49 +95,44 @@ def sizes_text(shape: Shape) -> str:
         "E": shape.expert,
         "V": shape.virtual,
     }
-    return " ".join(
-        [f"{letter}{size}" for letter, size in letters.items() if size > 1] + [f"D{shape.data}"]
-    )
+    parts = [f"{letter}{size}" for letter, size in letters.items() if size > 1]
+    return " ".join([*parts, f"D{shape.data}"])
 
 
 def split_text(split: Sequence[int]) -> str:
-    """ "9 9 8 8", or "8 x 4" when all are the same."""
-    return f"{split[0]} x {len(split)}" if len(set(split)) == 1 else " ".join(map(str, split))
+    """Return the layers of the stages as text: "9 9 8 8", or "8 x 4" if all are equal."""
+    if len(set(split)) == 1:
+        return f"{split[0]} x {len(split)}"
+    return " ".join(map(str, split))
 
 
 def show(
     result: SearchResult, args: argparse.Namespace, job: Training, starts: Mapping[str, Launch]
 ) -> None:
-    screen, network, best, user_layout = Screen(), result.network, result.best, result.user_layout
+    """Print the result of a search: table of plans, optimality gap, reasons, and how to start the best.
+
+    Args:
+        starts: Framework -> how to start the best plan.
+    """
+    screen = Screen()
+    best = result.best
     job.show(screen)
     _table(screen, result, ranked(result, args.rows))
-    if result.interrupted:
-        screen.line("interrupted: the best so far", "yellow")
-    if result.optimality_gap:
-        screen.line(f"best {result.optimality_gap.step_s:.4g} s, {result.optimality_gap}", "bold")
-    counts = (
-        f"{result.shapes} shapes, {len(result.candidates)} plans worked out, {result.pruned} left out "
-        f"by their"
-    )
-    screen.line(f"{counts} bound, {result.misfits} too large, {result.seconds:.1f} s")
-    if network.links.measured:
-        screen.line(f"networks as holmes probe measured them: {', '.join(network.links.measured)}")
+    _show_counts(screen, result)
     if best.breadth_first:
-        before = next(candidate for candidate in result.candidates if not candidate.breadth_first)
-        text = (
-            f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {before.step_s:.4g} s without"
-        )
+        other = next(candidate for candidate in result.candidates if not candidate.breadth_first)
+        text = f"breadth-first order (LoopedBFS): {best.step_s:.4g} s, {other.step_s:.4g} s without"
         screen.line(f"{text}; the optimality gap is of 1F1B's orders", "bold")
-    screen.line(
-        f"best plan: {result.describe(best)}; layers of the stages: {split_text(best.split)}"
-    )
+    order = result.describe(best)
+    screen.line(f"best plan: {order}; layers of the stages: {split_text(best.split)}")
     _show_why(screen, result)
     if args.explain:
         for line in explain(result):
             screen.line(line)
-    if user_layout:
+    if result.user_layout:
         screen.line("your layout: add to your command line", "bold")
-        screen.line(f"  {shlex.join(added(user_layout, args.cluster, ''))}")
+        flags = added(result.user_layout, args.cluster, "")
+        screen.line(f"  {shlex.join(flags)}")
     _show_launches(screen, starts)
     if not args.output:
         screen.line(
@@ -122,17 +140,41 @@ def show(
         )
 
 
+def _show_counts(screen: Screen, result: SearchResult) -> None:
+    """Print the optimality gap, the number of plans examined, and the measured networks."""
+    if result.interrupted:
+        screen.line("interrupted: the best so far", "yellow")
+    gap = result.optimality_gap
+    if gap:
+        screen.line(f"best {gap.step_s:.4g} s, {gap}", "bold")
+    screen.line(
+        f"{result.shapes} shapes, {len(result.candidates)} plans worked out, {result.pruned} left out "
+        f"by their bound, {result.misfits} too large, {result.seconds:.1f} s"
+    )
+    measured = result.network.links.measured
+    if measured:
+        screen.line(f"networks as holmes probe measured them: {', '.join(measured)}")
+
+
 def show_given(
     result: SearchResult, args: argparse.Namespace, starts: Mapping[str, Launch]
 ) -> None:
-    """The user's layout alone, of a search's result that has only it: its row, seconds, memory and flags."""
-    screen, user_layout = Screen(), result.best
-    _table(screen, result, [("yours", user_layout, result)])
+    """Print the user's layout without a search: its row, seconds, memory and flags.
+
+    Args:
+        result: Result whose only candidate is the layout.
+        starts: Framework -> how to start the layout.
+    """
+    screen = Screen()
+    layout = result.best
+    _table(screen, result, [RankedPlan("yours", layout, result)])
     _show_why(screen, result)
-    asked = sizes_given(args) or not args.command  # else the command line has its sizes
-    screen.line("flags of holmes:" if asked else "your layout: add to your command line", "bold")
-    screen.line(f"  {shlex.join(added(user_layout, args.cluster, args.output or ''))}")
-    if asked:
+    # A command line already has the sizes.
+    has_sizes_only = sizes_given(args) or not args.command
+    title = "flags of holmes:" if has_sizes_only else "your layout: add to your command line"
+    screen.line(title, "bold")
+    screen.line(f"  {shlex.join(added(layout, args.cluster, args.output or ''))}")
+    if has_sizes_only:
         _show_launches(screen, starts)
 
 
@@ -144,129 +186,145 @@ def _show_launches(screen: Screen, starts: Mapping[str, Launch]) -> None:
 
 
 def launch_lines(starts: Mapping[str, Launch]) -> dict[str, list[str]]:
-    """For each framework its flags, what its config file and script need; or why it cannot do this plan."""
+    """Return framework -> lines: flags, additions to config file and script, or why it cannot do the plan."""
     result = {}
     for name, launch in starts.items():
         if launch.lacks:
             result[name] = [f"{CANNOT}: {'; '.join(launch.lacks)}; or search with --for {name}"]
             continue
-        result[name] = [shlex.join(launch.flags)]
-        result[name] += [f"ds_config.json: {json.dumps(launch.config)}"] if launch.config else []
-        result[name] += [f"in the script: {launch.script}"] if launch.script else []
+        lines = [shlex.join(launch.flags)]
+        if launch.config:
+            lines.append(f"ds_config.json: {json.dumps(launch.config)}")
+        if launch.script:
+            lines.append(f"in the script: {launch.script}")
+        result[name] = lines
     return result
 
 
-def _table(
-    screen: Screen, result: SearchResult, rows: Sequence[tuple[str, Candidate, SearchResult]]
-) -> None:
-    styles = ["" if candidate.fits else "red" for _, candidate, _ in rows]
+def _table(screen: Screen, result: SearchResult, rows: Sequence[RankedPlan]) -> None:
+    """Print the table of plans with its legend."""
+    styles = ["" if row.candidate.fits else "red" for row in rows]
     screen.table(COLUMNS, [row_cells(*row) for row in rows], title(result), styles)
-    more = "; yours: with holmes, as it is" if result.user_layout else ""
-    screen.line(LEGEND + more + ("; all: the best of all nodes" if result.on_all else ""), "dim")
+    legend = LEGEND
+    if result.user_layout:
+        legend += "; yours: with holmes, as it is"
+    if result.on_all:
+        legend += "; all: the best of all nodes"
+    screen.line(legend, "dim")
 
 
 def title(result: SearchResult) -> str:
+    """Return the model, the GPUs and the global batch as a title."""
     network = result.network
-    where = f"{network.world} GPUs, {len(network.site.clusters)} clusters"
-    return f"{result.model.name}: {where}, global batch {result.global_batch}"
+    site = f"{network.world} GPUs, {len(network.site.clusters)} clusters"
+    return f"{result.model.name}: {site}, global batch {result.global_batch}"
 
 
 def row_cells(name: str, candidate: Candidate, result: SearchResult) -> tuple[str, ...]:
-    shape, where = candidate.shape, result.describe(candidate)
-    reductions = ", ".join(dict.fromkeys(candidate.reductions))
-    step = f"{candidate.step_s:.4g}" if candidate.simulated_s else f"~{candidate.step_s:.4g}"
-    rates = f"{result.tokens_per_s(candidate):.0f}", f"{result.flops_per_gpu(candidate) / 1e12:.3g}"
-    memory = format_bytes(candidate.peak_bytes) + ("" if candidate.fits else " !")
+    """Return the cells of a plan's row, in the order of COLUMNS."""
+    shape = candidate.shape
+    tflops = result.flops_per_gpu(candidate) / 1e12
+    estimated = "" if candidate.simulated_s else "~"
+    misfit = "" if candidate.fits else " !"
     return (
         name,
         sizes_text(shape),
         f"{shape.micro_batch}x{shape.micro_batches}",
         shape.recompute,
         str(shape.zero),
-        where,
-        reductions,
-        step,
+        result.describe(candidate),
+        ", ".join(dict.fromkeys(candidate.reductions)),
+        f"{estimated}{candidate.step_s:.4g}",
         f"{candidate.formula_s:.4g}",
-        *rates,
-        memory,
+        f"{result.tokens_per_s(candidate):.0f}",
+        f"{tflops:.3g}",
+        format_bytes(candidate.peak_bytes) + misfit,
     )
 
 
 def reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """Seconds by cause: of the best plan, the user's layout, stock with its sizes (or as that layout)."""
-    user_layout = result.user_layout
-    by_who = {"holmes": causes(result, result.best)}
-    by_who |= (
-        {"yours": causes(result, user_layout)}
-        if user_layout and user_layout is not result.best
-        else {}
-    )
-    return by_who | {"stock": causes(*stock_like(result, user_layout or result.best))}
+    """Return the seconds by cause of "holmes" (the best plan), "yours" and "stock".
+
+    Stock is the job without holmes: with the user's layout if there is one, else with the best plan's sizes.
+    """
+    layout = result.user_layout
+    by_plan = {"holmes": causes(result, result.best)}
+    if layout and layout is not result.best:
+        by_plan["yours"] = causes(result, layout)
+    stock, stock_plan = stock_like(result, layout or result.best)
+    by_plan["stock"] = causes(stock, stock_plan)
+    return by_plan
 
 
 def _show_why(screen: Screen, result: SearchResult) -> None:
     for line in (*stage_link_lines(result, result.best), *thin_stages(result, result.best)):
         screen.line(line)
     title, head, rows = why_table(result)
-    screen.table(
-        [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])],
-        rows,
-        title,
-        ["", *[""] * (len(rows) - 2), "bold"],
-    )
+    columns = [Column(head[0], wrap=20), *(Column(name, right=True) for name in head[1:])]
+    styles = ["", *[""] * (len(rows) - 2), "bold"]
+    screen.table(columns, rows, title, styles)
     for line in why_lines(result):
         screen.line(line, "red" if line.startswith(DOES_NOT_FIT) else "")
 
 
 def named_reasons(result: SearchResult) -> dict[str, dict[str, float]]:
-    """reasons(), by what a reader calls them."""
-    user_layout, alone = result.user_layout, result.user_layout is result.best
+    """Return the seconds by cause of each plan, under the names that a reader sees."""
+    layout = result.user_layout
+    is_alone = layout is result.best
     names = {
-        "holmes": "your layout" if alone else "this plan",
+        "holmes": "your layout" if is_alone else "this plan",
         "yours": "your layout",
-        "stock": "your layout, stock" if user_layout else "stock, same sizes",
+        "stock": "your layout, stock" if layout else "stock, same sizes",
     }
-    return {names[who]: seconds for who, seconds in reasons(result).items()}
+    return {names[plan]: seconds for plan, seconds in reasons(result).items()}
 
 
-def why_table(result: SearchResult) -> tuple[str, list[str], list[tuple[str, ...]]]:
-    """Where a step's seconds go: title, head, rows; the last row is the step."""
-    best, why = result.best, named_reasons(result)
-    parts = {text: [why[who][part] for who in why] for part, text in CAUSES.items()}
-    parts["step"] = [sum(column) for column in zip(*parts.values())]
-    rows = [
-        (text, *(f"{s:.4g}" for s in both))
-        for text, both in parts.items()
-        if max(both) > 1e-4 * best.step_s
-    ]
-    how = "simulated, mean of all ranks" if best.simulated_s else "closed form, mean of the stages"
-    return f"where a step's seconds go ({how})", ["", *why], rows
+def why_table(result: SearchResult) -> WhyTable:
+    """Return the table of a step's seconds by cause, with a column for each plan."""
+    best = result.best
+    by_plan = named_reasons(result)
+    seconds_of = {
+        text: [seconds[cause] for seconds in by_plan.values()] for cause, text in CAUSES.items()
+    }
+    seconds_of["step"] = [sum(column) for column in zip(*seconds_of.values())]
+    rows = []
+    for text, seconds in seconds_of.items():
+        if max(seconds) > SMALL_CAUSE * best.step_s:
+            rows.append((text, *(f"{value:.4g}" for value in seconds)))
+    if best.simulated_s:
+        origin = "simulated, mean of all ranks"
+    else:
+        origin = "closed form, mean of the stages"
+    return WhyTable(f"where a step's seconds go ({origin})", ["", *by_plan], rows)
 
 
 def why_lines(result: SearchResult) -> list[str]:
-    """What the plan is worth against stock, and what it takes of the memory."""
-    best, user_layout, alone = result.best, result.user_layout, result.user_layout is result.best
-    total, *others, before = (sum(causes.values()) for causes in reasons(result).values())
+    """Return the speedup of the best plan over the job without holmes, and its use of memory."""
+    best = result.best
+    layout = result.user_layout
+    is_alone = layout is best
+    steps_s = {plan: sum(seconds.values()) for plan, seconds in reasons(result).items()}
+    best_s = steps_s["holmes"]
+    baseline = "your layout as stock runs it" if layout and not is_alone else "stock"
     stock = "the launcher's order, all traffic on the network that all nodes share, layers "
-    stock += "as yours" if user_layout else "even"
-    whose = "your layout as stock runs it" if user_layout and not alone else "stock"
-    lines = [
-        f"{before / total:.2f} x {whose} ({stock})",
-        *(f"{other / total:.2f} x your layout with holmes" for other in others[:1]),
-    ]
-    if not alone and (least := best_stock(result)):
-        ratio, sizes = least.step_s / total, sizes_text(least.shape)
-        lines.append(
-            f"{ratio:.2f} x stock with the sizes that suit it best ({sizes}: {least.step_s:.4g} s)"
-        )
-    stage = _fullest(best)
+    stock += "as yours" if layout else "even"
+    lines = [f"{steps_s['stock'] / best_s:.2f} x {baseline} ({stock})"]
+    if "yours" in steps_s:
+        lines.append(f"{steps_s['yours'] / best_s:.2f} x your layout with holmes")
+    if not is_alone:
+        fastest = best_stock(result)
+        if fastest:
+            ratio = fastest.step_s / best_s
+            sizes = f"{sizes_text(fastest.shape)}: {fastest.step_s:.4g} s"
+            lines.append(f"{ratio:.2f} x stock with the sizes that suit it best ({sizes})")
+    stage = _fullest_stage(best)
     used = of_limit(best.memory_bytes[stage], best.limit_bytes[stage])
     lines.append(f"memory of the fullest stage: {used} ({_terms(memory_terms(result, best))})")
-    if user_layout and not user_layout.fits:
-        stage = _fullest(user_layout)
-        needs = of_limit(user_layout.memory_bytes[stage], user_layout.limit_bytes[stage])
-        terms = _terms(memory_terms(result, user_layout))
-        lines.append(f"{DOES_NOT_FIT}: stage {stage} needs {needs} ({terms})")
+    if layout and not layout.fits:
+        stage = _fullest_stage(layout)
+        needed = of_limit(layout.memory_bytes[stage], layout.limit_bytes[stage])
+        terms = _terms(memory_terms(result, layout))
+        lines.append(f"{DOES_NOT_FIT}: stage {stage} needs {needed} ({terms})")
     return lines
 
 
@@ -274,59 +332,68 @@ def _terms(bytes_of: dict[str, float]) -> str:
     return ", ".join(f"{name} {format_bytes(value)}" for name, value in bytes_of.items() if value)
 
 
-def _fullest(best: Candidate) -> int:
-    shares = [
-        used / (limit if limit < inf else 1.0)
-        for used, limit in zip(best.memory_bytes, best.limit_bytes)
-    ]
+def _fullest_stage(candidate: Candidate) -> int:
+    """Return the stage that uses the largest share of its memory."""
+    shares = []
+    for used, limit in zip(candidate.memory_bytes, candidate.limit_bytes):
+        shares.append(used / (limit if limit < inf else 1.0))
     return shares.index(max(shares))
 
 
 def memory_terms(result: SearchResult, candidate: Candidate) -> dict[str, float]:
-    """Bytes of a plan's fullest stage, by term."""
-    stage = _fullest(candidate)
-    return memory_of(result, candidate, stage).terms
+    """Return the memory of a plan's fullest stage: term -> bytes."""
+    return memory_of(result, candidate, _fullest_stage(candidate)).terms
 
 
 def stage_link_lines(result: SearchResult, candidate: Candidate) -> list[str]:
-    """What non-blocking sends and hidden stage links gain in a step, and what they cost in memory."""
+    """Return a line on the gain of the plan's pipeline schedule over the framework's, and its memory."""
     if not candidate.schedule and not candidate.in_flight:
         return []
-    without = step_without(result, candidate)
-    gain = f"{candidate.step_s:.4g} s a step instead of {without:.4g} s under the framework's own schedule"
+    framework_s = step_without(result, candidate)
+    gain = (
+        f"{candidate.step_s:.4g} s a step instead of {framework_s:.4g} s under the framework's own "
+        "schedule"
+    )
     if candidate.schedule:
         return [
             "pipeline passes: gradients of weights wait, in a listed order (--holmes-schedule auto): "
             f"{gain}"
         ]
-    if abs(without - candidate.step_s) < NEGLIGIBLE * candidate.step_s:
+    if abs(framework_s - candidate.step_s) < NEGLIGIBLE * candidate.step_s:
         return []
-    held = "+".join(map(str, candidate.in_flight))
     loads = result.costs(candidate).loads(candidate.split)
-    stock_in_flight = (
-        min(count, candidate.shape.micro_batches) for count in range(len(loads), 0, -1)
-    )
-    more = max(
-        (in_flight - stock) * load.kept_bytes
-        for in_flight, stock, load in zip(candidate.in_flight, stock_in_flight, loads)
-    )
-    memory = f", which takes {format_bytes(more)} more of the memory of one stage" if more else ""
-    return [f"stage links: sends that do not block, {held} micro-batches in flight{memory}: {gain}"]
+    stages = len(loads)
+    extra_bytes = []  # of each stage, for micro-batches that 1F1B would not have in flight
+    for stage, (in_flight, load) in enumerate(zip(candidate.in_flight, loads)):
+        in_flight_1f1b = min(stages - stage, candidate.shape.micro_batches)
+        extra_bytes.append((in_flight - in_flight_1f1b) * load.kept_bytes)
+    most_bytes = max(extra_bytes)
+    memory = ""
+    if most_bytes:
+        memory = f", which takes {format_bytes(most_bytes)} more of the memory of one stage"
+    depths = "+".join(map(str, candidate.in_flight))
+    return [
+        f"stage links: sends that do not block, {depths} micro-batches in flight{memory}: {gain}"
+    ]
 
 
 def launches_of(
     result: SearchResult, args: argparse.Namespace, job: Training, plan: str | None = None
 ) -> dict[str, Launch]:
-    """How to start the best plan, by framework: all, or the one asked for. plan: its file, or --output's."""
-    framework, plan = (
-        args.framework or job.said.framework,
-        (args.output or "") if plan is None else plan,
+    """Return how to start the best plan: framework -> Launch, or only the framework of the job.
+
+    Args:
+        plan: File of the plan, "" for none; None for --output.
+    """
+    framework = args.framework or job.said.framework
+    if plan is None:
+        plan = args.output or ""
+    by_framework = launches(
+        result.best, result.model, result.global_batch, result.rules.overlap, args.cluster, plan
     )
-    how = result.best, result.model, result.global_batch, result.rules.overlap
-    by_framework = launches(*how, args.cluster, plan)
-    return {
-        name: launch for name, launch in by_framework.items() if not framework or name == framework
-    }
+    if not framework:
+        return by_framework
+    return {name: launch for name, launch in by_framework.items() if name == framework}
 
 
 def document(
@@ -336,10 +403,17 @@ def document(
     starts: Mapping[str, Launch],
     more: Mapping[str, Any],
 ) -> str:
-    """Everything that was found, and more, as JSON; a memory limit of null means none. step_seconds is the
-    simulated step where there is one, closed_form_seconds the other; the optimality gap is of simulated ones;
-    not_expanded: shapes that fit and have no candidate, with the seconds that none of theirs beats."""
-    expanded, proof = {candidate.shape for candidate in result.candidates}, result.optimality_gap
+    """Return the whole result of a search as JSON.
+
+    A memory limit of null means no limit. step_seconds is the simulated step if available, else that of the
+    closed form. not_expanded lists shapes that fit but have no candidate, with their lower bounds.
+
+    Args:
+        starts: Framework -> how to start the best plan.
+        more: Additional keys.
+    """
+    expanded = {candidate.shape for candidate in result.candidates}
+    proof = result.optimality_gap
     content = {
         "gpus": result.network.world,
         "clusters": list(result.network.site.clusters),
@@ -378,7 +452,7 @@ def document(
 
 
 def row(candidate: Candidate, result: SearchResult) -> dict[str, Any]:
-    """Of a plan, for --json."""
+    """Return a plan as a dictionary for --json."""
     return {
         **asdict(candidate.shape),
         "clusters": result.describe(candidate),

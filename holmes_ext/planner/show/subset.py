@@ -1,4 +1,4 @@
-"""`holmes plan --nodes N --from-cluster FILE`: which nodes to ask the scheduler for."""
+"""Command `holmes plan --nodes N --from-cluster FILE`: the nodes to request from the scheduler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_ext.cli.plan import only
 from holmes_ext.cli.show.table import Column, Screen
@@ -40,19 +40,31 @@ from holmes_ext.planner.search.subset import Counts, Priced, Subsets, best_subse
 from holmes_ext.planner.show.search import asked_for, global_batch, limits_of
 from holmes_ext.units import format_seconds
 
+#: Output formats of --as.
 FORMS = ("sbatch", "hetjob", "hostfile", "kubernetes")
-#: Part of the seconds, where the sizes are free, for those on the best conceivable nodes; and for those of
-#: the best subsets in the end; for these where the sizes are given.
-FOR_SIZES, FOR_TABLE = 0.3, 0.05
-#: Depths of the pipeline that every subset is priced with.
-SHAPES = 6
+#: Shares of the time limit, if the parallel sizes are free: for sizes on ideal nodes, and again for sizes on
+#: the best subsets in the end. If the sizes are given: for the best subsets in the end.
+SIZES_SHARE = 0.3
+TABLE_SHARE = 0.05
+#: Pipeline sizes with which every subset is priced.
+MAX_SHAPES = 6
 #: Subsets that are simulated in the end, and shown.
-SIMULATED = 4
-#: Bytes of a number of an activation at most.
+MAX_SIMULATED = 4
+#: Largest number of bytes of an activation's element.
 WIDEST = 4
+#: No time limit, in seconds.
+UNLIMITED_S = 1e9
+
+
+class RankedSubset(NamedTuple):
+    """A subset of the nodes, and the search on it."""
+
+    counts: Counts
+    result: SearchResult
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the choice of nodes."""
     add = parser.add_argument_group("which nodes to ask for").add_argument
     add("--nodes", type=int, metavar="N", help="the N nodes of --from-cluster that train fastest")
     add(
@@ -74,21 +86,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def wanted(args: argparse.Namespace) -> bool:
-    """Whether these arguments ask for a subset; HolmesError where they contradict each other."""
-    lone = next(
-        (
-            f"--{name}"
-            for name, value in (
-                ("from-cluster", args.from_cluster),
-                ("idle", args.idle),
-                ("as", args.form),
-            )
-            if value
-        ),
-        "",
-    )
-    if args.nodes is None and lone:
-        raise HolmesError(f"{lone} needs --nodes N: how many to ask for")
+    """Return whether the arguments ask for a choice of nodes.
+
+    Raises:
+        HolmesError: An option lacks the option that it belongs to.
+    """
+    dependent = {"from-cluster": args.from_cluster, "idle": args.idle, "as": args.form}
+    for name, value in dependent.items():
+        if value and args.nodes is None:
+            raise HolmesError(f"--{name} needs --nodes N: how many to ask for")
     if args.nodes is not None and not args.from_cluster:
         raise HolmesError(
             "--nodes needs --from-cluster FILE: a cluster.toml of all nodes to choose from"
@@ -98,69 +104,83 @@ def wanted(args: argparse.Namespace) -> bool:
 
 @dataclass(frozen=True)
 class AvailableNodes:
-    """The nodes that may be asked for, what is trained on `count` of them. floor_s: no step is below it."""
+    """Nodes to choose from, and the job to train on some of them."""
 
     spec: SiteSpec
     job: Training
+    #: Sequences of a step.
     batch: int
     limits: Limits
+    #: Shapes with which subsets are priced; () for all.
     shapes: tuple[Shape, ...] = ()
+    #: Number of nodes to choose.
     count: int = 0
+    #: Lower bound on the step time of every subset, in seconds.
     floor_s: float = 0.0
 
     def names(self, counts: Counts) -> list[str]:
-        return [
-            name
-            for cluster, count in zip(self.spec.clusters, counts)
-            for name in cluster.nodes[:count]
-        ]
+        """Return the names of a subset's nodes: the first ones of each cluster."""
+        names: list[str] = []
+        for cluster, count in zip(self.spec.clusters, counts):
+            names += cluster.nodes[:count]
+        return names
 
-    def search(self, counts: Counts, seconds: float = 1e9) -> SearchResult:
+    def search(self, counts: Counts, seconds: float = UNLIMITED_S) -> SearchResult:
+        """Return the best plan on a subset by the closed form."""
         subset = self.spec.only(set(self.names(counts)))
         network = Network(site_from_spec(subset), Links.of_spec(subset))
         return in_closed_form(network, self.job, self.batch, self.limits, self.shapes, seconds)
 
     def price(self, counts: Counts) -> Priced:
-        match = self.search(counts)
-        return Priced(match.best.formula_s, match.best.formula_s, match)
+        """Return the price of a subset: the best step by the closed form."""
+        result = self.search(counts)
+        step_s = result.best.formula_s
+        return Priced(step_s, bound_s=step_s, plan=result)
 
     def floor(self, family: Family) -> float:
-        """Seconds that no step on a subset of a family beats."""
-        if not is_flat(self.spec) or set(family) == {None}:
+        """Return a lower bound on the step time of all subsets in a family, in seconds; inf if none fits."""
+        is_all_open = set(family) == {None}
+        if not is_flat(self.spec) or is_all_open:
             return self.floor_s
-        links, tensor = Links.of_spec(self.spec), max(shape.tensor for shape in self.shapes)
-        pipelined = any(shape.pipeline > 1 for shape in self.shapes)
-        slices = (
-            tensor / compressed_share(self.job.options.compress_activations, WIDEST)
-            if pipelined
-            else 0
-        )
+        links = Links.of_spec(self.spec)
+        slices = 0.0
+        if any(shape.pipeline > 1 for shape in self.shapes):
+            tensor = max(shape.tensor for shape in self.shapes)
+            compression = self.job.options.compress_activations
+            slices = tensor / compressed_share(compression, WIDEST)
         site, model = of_family(self.spec, family, self.count, self.job.known_model, links, slices)
         job = replace(self.job, model=model)
+        network = Network(site, links, uneven=True)
         try:
-            result = in_closed_form(
-                Network(site, links, uneven=True), job, self.batch, self.limits, self.shapes
-            )
-        except HolmesError:  # nothing fits
+            result = in_closed_form(network, job, self.batch, self.limits, self.shapes)
+        except HolmesError:  # no plan fits the memory
             return inf
         return max(self.floor_s, result.best.formula_s)
 
     def computing_s(self) -> float:
-        """Of the shape that computes least on the fastest GPUs: no step on so many nodes is below it."""
+        """Return the least step time of all shapes on the fastest GPUs, a lower bound for all subsets."""
         site, model = ideal_gpus(
             site_from_spec(self.spec), self.count, self.job.known_model, Links.of_spec(self.spec)
         )
         job = replace(self.job, model=model)
-        result = in_closed_form(Network(site), job, self.batch, self.limits, self.shapes, 0.0)
+        result = in_closed_form(
+            Network(site), job, self.batch, self.limits, self.shapes, seconds=0.0
+        )
         return min(result.ideals.values())
 
     def best(self, end: float) -> Subsets:
-        """What was found when time.monotonic() is `end`."""
-        idle = tuple(len(cluster.nodes) for cluster in self.spec.clusters)
-        kin, unit = alike(self.spec, self.job.known_model), self.count // self.shapes[0].pipeline
-        order = fastest_first(self.spec, self.job.known_model, kin)
+        """Search for the best subset until the moment `end` of time.monotonic()."""
+        model = self.job.known_model
+        kin = alike(self.spec, model)
         return best_subset(
-            idle, self.count, self.price, self.floor, unit=unit, alike=kin, order=order, end=end
+            tuple(len(cluster.nodes) for cluster in self.spec.clusters),
+            self.count,
+            self.price,
+            self.floor,
+            unit=self.count // self.shapes[0].pipeline,
+            alike=kin,
+            order=fastest_first(self.spec, model, kin),
+            end=end,
         )
 
 
@@ -170,24 +190,27 @@ def in_closed_form(
     batch: int,
     limits: Limits,
     shapes: Sequence[Shape],
-    seconds: float = 1e9,
+    seconds: float = UNLIMITED_S,
 ) -> SearchResult:
-    """What is quickest in closed form; shapes: () for all."""
+    """Return the fastest plans by the closed form.
+
+    Args:
+        batch: Sequences of a step.
+        shapes: Shapes to examine; () for all.
+        seconds: Time limit.
+    """
     asked = asked_for(network, job, batch, limits)
     return search(asked, seconds, rows=1, only=shapes, prove=False, simulate=False)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find the subset and print it; 0. HolmesError on bad input."""
-    spec, features = load_spec(args.from_cluster), None
-    whole = spec
-    if args.idle == "slurm":
-        idle, features = slurm.idle_nodes()
-        spec = spec.only(spec.owner.keys() & set(idle))
-        if not spec.clusters:
-            raise HolmesError(f"--idle slurm: none of the nodes of {spec.source} is idle now")
-    elif args.idle:
-        spec = only(spec, args.idle, "--idle")
+    """Choose the nodes and print them; return the exit status 0.
+
+    Raises:
+        HolmesError: The input is bad, or no plan fits.
+    """
+    all_nodes = load_spec(args.from_cluster)
+    spec, features = _idle_nodes(args, all_nodes)
     end = args.begin + args.seconds
     job = training_of(args, spec)
     if job.model is None:
@@ -197,121 +220,148 @@ def run(args: argparse.Namespace) -> int:
         )
     total = len(spec.owner)
     if not 0 < args.nodes <= total:
+        idle = " that are idle" if args.idle else ""
         raise HolmesError(
-            f"--nodes {args.nodes}: {spec.source} has {total} nodes"
-            f"{' that are idle' if args.idle else ''}; ask for 1 to {total}"
+            f"--nodes {args.nodes}: {spec.source} has {total} nodes{idle}; ask for 1 to {total}"
         )
-    available = _begin(args, spec, job, args.seconds)
-    reserved = FOR_SIZES if len(available.shapes) > 1 else FOR_TABLE
-    subsets = available.best(end - reserved * args.seconds)
-    best = _simulated(subsets, available, end)
-    parts = [_parts(spec, whole, counts) for counts, _ in best]
+    available = _available_nodes(args, spec, job)
+    reserved_share = SIZES_SHARE if len(available.shapes) > 1 else TABLE_SHARE
+    subsets = available.best(end - reserved_share * args.seconds)
+    ranked = _simulated(subsets, available, end)
+    parts = [_parts(spec, all_nodes, subset.counts) for subset in ranked]
     if args.output:
-        first_result = best[0][1]
-        plan_of(first_result, first_result.best, job.options).save(args.output)
+        result = ranked[0].result
+        plan_of(result, result.best, job.options).save(args.output)
     if args.form:
         print(_written(args.form, parts[0], features), end="")
     elif args.json:
-        print(json.dumps(_document(subsets, best, parts, features), indent=2))
+        print(json.dumps(_document(subsets, ranked, parts, features), indent=2))
     else:
-        _show(args, spec, job, subsets, best, parts, features)
+        _show(args, spec, job, subsets, ranked, parts, features)
     return 0
 
 
-def _begin(
-    args: argparse.Namespace, spec: SiteSpec, job: Training, seconds: float
-) -> AvailableNodes:
-    """What prices subsets, and has the floor of all their steps."""
-    site, links, model = site_from_spec(spec), Links.of_spec(spec), job.known_model
-    best, ideal_model = ideal(site, args.nodes, model, links)
-    batch = global_batch(args, job, best)
+def _idle_nodes(
+    args: argparse.Namespace, spec: SiteSpec
+) -> tuple[SiteSpec, request.Features | None]:
+    """Return the clusters with their idle nodes only (--idle), and the nodes' features in Slurm."""
+    if not args.idle:
+        return spec, None
+    if args.idle != "slurm":
+        return only(spec, args.idle, "--idle"), None
+    idle, features = slurm.idle_nodes()
+    idle_spec = spec.only(spec.owner.keys() & set(idle))
+    if not idle_spec.clusters:
+        raise HolmesError(f"--idle slurm: none of the nodes of {idle_spec.source} is idle now")
+    return idle_spec, features
+
+
+def _available_nodes(args: argparse.Namespace, spec: SiteSpec, job: Training) -> AvailableNodes:
+    """Return the nodes to choose from, with the shapes to price subsets with and their lower bound.
+
+    Free parallel sizes are searched on ideal nodes: as good as the best of all clusters.
+    """
+    links = Links.of_spec(spec)
+    model = job.known_model
+    ideal_site, ideal_model = ideal(site_from_spec(spec), args.nodes, model, links)
+    batch = global_batch(args, job, ideal_site)
     limits = limits_of(args, job)
     shapes: tuple[Shape, ...] = ()
     if job.sizes is not None:
-        sizes = job.sizes.complete(best.world_size, best.processes)
+        sizes = job.sizes.complete(ideal_site.world_size, ideal_site.processes)
         shapes = (shape_of(model, sizes, *job.zero_and_chunks),)
-    ideal_job = replace(job, model=ideal_model)
     ideal_result = in_closed_form(
-        Network(best), ideal_job, batch, limits, shapes, FOR_SIZES * seconds
+        Network(ideal_site),
+        replace(job, model=ideal_model),
+        batch,
+        limits,
+        shapes,
+        seconds=SIZES_SHARE * args.seconds,
     )
-    shapes = shapes or _of_every_depth(ideal_result)
+    shapes = shapes or _shapes_of_depths(ideal_result)
     available = AvailableNodes(spec, job, batch, limits, shapes, args.nodes)
-    return replace(available, floor_s=max(floor(ideal_result), available.computing_s()))
+    floor_s = max(floor(ideal_result), available.computing_s())
+    return replace(available, floor_s=floor_s)
 
 
 def floor(result: SearchResult) -> float:
-    """Seconds that nothing beats on the nodes of a search in closed form."""
-    every = {candidate.shape for candidate in result.candidates}
-    left = [ideal_s for shape, ideal_s in result.ideals.items() if shape not in every]
-    return min([result.best.formula_s, *left])
+    """Return a lower bound on the step time of every plan of a search by the closed form, in seconds."""
+    examined = {candidate.shape for candidate in result.candidates}
+    bounds_s = [ideal_s for shape, ideal_s in result.ideals.items() if shape not in examined]
+    return min([result.best.formula_s, *bounds_s])
 
 
-def _of_every_depth(result: SearchResult) -> tuple[Shape, ...]:
-    """The best shape, and of other depths of the pipeline those with the least bounds."""
-    depths: dict[int, Shape] = {}
+def _shapes_of_depths(result: SearchResult) -> tuple[Shape, ...]:
+    """Return the best shape, and the shape with the least bound of each of some pipeline sizes."""
+    best_of_depth: dict[int, Shape] = {}
     for shape in sorted(result.ideals, key=result.ideals.__getitem__):
         if shape.virtual == 1:
-            depths.setdefault(shape.pipeline, shape)
-    return tuple(dict.fromkeys([result.best.shape, *list(depths.values())[:SHAPES]]))
+            best_of_depth.setdefault(shape.pipeline, shape)
+    others = list(best_of_depth.values())[:MAX_SHAPES]
+    return tuple(dict.fromkeys([result.best.shape, *others]))
 
 
-def _simulated(
-    subsets: Subsets, available: AvailableNodes, end: float
-) -> list[tuple[Counts, SearchResult]]:
-    """The fastest subsets by their simulated steps, with all sizes where these are free."""
+def _simulated(subsets: Subsets, available: AvailableNodes, end: float) -> list[RankedSubset]:
+    """Return the fastest subsets by simulated step time.
+
+    If the parallel sizes are free, each subset is searched again with all sizes, until the moment `end`.
+    """
     ranked = []
-    first = subsets.found[:SIMULATED]
+    first = subsets.found[:MAX_SIMULATED]
     for number, (counts, priced) in enumerate(first):
         result = priced.plan
         if len(available.shapes) > 1:
-            share = max(0.0, end - time.monotonic()) / (len(first) - number)
-            again = replace(available, shapes=()).search(counts, share)
-            result = min(again, result, key=lambda search_result: search_result.best.formula_s)
-        ranked.append((counts, simulate_first(result, 1)))
-    return sorted(ranked, key=lambda row: row[1].best.step_s)
+            seconds = max(0.0, end - time.monotonic()) / (len(first) - number)
+            with_all_sizes = replace(available, shapes=()).search(counts, seconds)
+            result = min(with_all_sizes, result, key=lambda found: found.best.formula_s)
+        ranked.append(RankedSubset(counts, simulate_first(result, count=1)))
+    return sorted(ranked, key=lambda subset: subset.result.best.step_s)
 
 
-def _parts(spec: SiteSpec, whole: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
-    return [
-        request.ChosenNodes(
-            cluster.name,
-            cluster.nodes[:count],
-            cluster.processes,
-            next(full.nodes for full in whole.clusters if full.name == cluster.name),
-        )
-        for cluster, count in zip(spec.clusters, counts)
-        if count
-    ]
+def _parts(spec: SiteSpec, all_nodes: SiteSpec, counts: Counts) -> list[request.ChosenNodes]:
+    """Return the chosen nodes of each cluster.
+
+    Args:
+        spec: Clusters with the nodes to choose from.
+        all_nodes: Clusters with all their nodes.
+        counts: Number of nodes of each cluster.
+    """
+    nodes_of = {cluster.name: cluster.nodes for cluster in all_nodes.clusters}
+    parts = []
+    for cluster, count in zip(spec.clusters, counts):
+        if count:
+            chosen = cluster.nodes[:count]
+            every = nodes_of[cluster.name]
+            parts.append(request.ChosenNodes(cluster.name, chosen, cluster.processes, every))
+    return parts
 
 
 def _written(
     form: str, parts: Sequence[request.ChosenNodes], features: request.Features | None
 ) -> str:
+    """Return the chosen nodes in one of FORMS."""
     if form == "hostfile":
         return request.hostfile(parts)
     if form == "kubernetes":
         return json.dumps(request.node_affinity(parts), indent=2) + "\n"
-    lines = (
-        request.sbatch_lines(parts, features)
-        if form == "sbatch"
-        else request.hetjob_lines(parts, features)
-    )
+    if form == "sbatch":
+        lines = request.sbatch_lines(parts, features)
+    else:
+        lines = request.hetjob_lines(parts, features)
     return "\n".join(lines) + "\n"
 
 
 def _document(
     subsets: Subsets,
-    best: Sequence[tuple[Counts, SearchResult]],
+    ranked: Sequence[RankedSubset],
     parts: Sequence[Sequence[request.ChosenNodes]],
     features: request.Features | None,
 ) -> dict[str, Any]:
-    rows = [
-        {
-            "nodes": {part.cluster: list(part.nodes) for part in nodes},
-            "step_seconds": result.best.step_s,
-        }
-        for (_, result), nodes in zip(best, parts)
-    ]
+    """Return the result for --json: the best subset, some others, and the best one in all formats."""
+    rows = []
+    for subset, chosen_nodes in zip(ranked, parts):
+        nodes = {part.cluster: list(part.nodes) for part in chosen_nodes}
+        rows.append({"nodes": nodes, "step_seconds": subset.result.best.step_s})
     chosen = parts[0]
     forms = {form: _written(form, chosen, features) for form in FORMS if form != "kubernetes"}
     return {
@@ -333,28 +383,14 @@ def _show(
     spec: SiteSpec,
     job: Training,
     subsets: Subsets,
-    best: Sequence[tuple[Counts, SearchResult]],
+    ranked: Sequence[RankedSubset],
     parts: Sequence[Sequence[request.ChosenNodes]],
     features: request.Features | None,
 ) -> None:
+    """Print the table of subsets, and the best one as lines for sbatch."""
     screen = Screen()
     job.show(screen)
-    first_s = best[0][1].best.step_s
-    rows = []
-    for (_, result), chosen_nodes in zip(best, parts):
-        candidate = result.best
-        shape = candidate.shape
-        nodes = ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in chosen_nodes)
-        sizes = f"pipeline {shape.pipeline}, tensor {shape.tensor}, data {shape.data}"
-        rows.append(
-            (
-                nodes,
-                format_seconds(candidate.step_s),
-                f"{candidate.step_s / first_s - 1:+.1%}",
-                sizes,
-                result.describe(candidate),
-            )
-        )
+    idle = " that are idle" if args.idle else ""
     columns = (
         Column("nodes", wrap=16),
         Column("step", right=True),
@@ -362,34 +398,53 @@ def _show(
         Column("sizes", wrap=12, drop=2),
         Column("stages", wrap=10, drop=1),
     )
-    screen.table(
-        columns,
-        rows,
-        f"{args.nodes} of the {len(spec.owner)} nodes"
-        f"{' that are idle' if args.idle else ''} in {spec.source}",
-    )
-    looked = f"subsets looked at: {len(subsets.found)}" + (
-        ", all that there are" if subsets.complete else ""
-    )
-    verdict = (
-        "the first is the best of all"
-        if subsets.proven
-        else (
-            f"none is more than {subsets.gap:.1%} better than the first (in closed form; the "
-            f"table's steps are "
-            f"simulated); --seconds S searches longer"
-        )
-    )
-    screen.line(f"{looked}; {verdict}", "dim")
+    title = f"{args.nodes} of the {len(spec.owner)} nodes{idle} in {spec.source}"
+    screen.table(columns, _rows(ranked, parts), title)
+    screen.line(_verdict(subsets), "dim")
     screen.line("\nfor sbatch, as one job:", "bold")
-    print(_written("sbatch", parts[0], features), end="")
-    if len(parts[0]) > 1:
+    chosen = parts[0]
+    print(_written("sbatch", chosen, features), end="")
+    if len(chosen) > 1:
         screen.line(
-            "or as a heterogeneous job (srun --het-group=0-"
-            f"{len(parts[0]) - 1} starts one step on all of it):",
+            f"or as a heterogeneous job (srun --het-group=0-{len(chosen) - 1} starts one step on all "
+            "of it):",
             "bold",
         )
-        print(_written("hetjob", parts[0], features), end="")
+        print(_written("hetjob", chosen, features), end="")
     screen.line("for mpirun and deepspeed: --as hostfile; for Kubernetes: --as kubernetes", "dim")
     if args.output:
         print(f"written: {args.output}")
+
+
+def _rows(
+    ranked: Sequence[RankedSubset], parts: Sequence[Sequence[request.ChosenNodes]]
+) -> list[tuple[str, ...]]:
+    """Return the rows of the table of subsets."""
+    first_s = ranked[0].result.best.step_s
+    rows: list[tuple[str, ...]] = []
+    for subset, chosen_nodes in zip(ranked, parts):
+        candidate = subset.result.best
+        shape = candidate.shape
+        rows.append(
+            (
+                ", ".join(f"{len(part.nodes)} of {part.cluster}" for part in chosen_nodes),
+                format_seconds(candidate.step_s),
+                f"{candidate.step_s / first_s - 1:+.1%}",
+                f"pipeline {shape.pipeline}, tensor {shape.tensor}, data {shape.data}",
+                subset.result.describe(candidate),
+            )
+        )
+    return rows
+
+
+def _verdict(subsets: Subsets) -> str:
+    """Return how many subsets were priced, and how much faster another one could be."""
+    complete = ", all that there are" if subsets.complete else ""
+    if subsets.proven:
+        gap = "the first is the best of all"
+    else:
+        gap = (
+            f"none is more than {subsets.gap:.1%} better than the first (in closed form; the "
+            "table's steps are simulated); --seconds S searches longer"
+        )
+    return f"subsets looked at: {len(subsets.found)}{complete}; {gap}"

@@ -16,9 +16,9 @@ A transfer goes through these phases:
     posted by all parties (rendezvous) -> ready -> its channel is free -> fixed_s -> flow over NICs ->
     all bytes have left -> latency_s -> arrived -> posts the transfer `then` once
 
-Flows share the NICs max-min fairly, each direction by itself (progressive filling; Bertsekas and Gallager 1992,
-sec. 6.5.2); a flow of weight w counts as w flows. A waiting actor is idle until the transfer is ready, and
-communicates from then on. All times are seconds, all sizes bits.
+Flows share the NICs max-min fairly, each direction by itself (progressive filling; Bertsekas and Gallager
+1992, sec. 6.5.2); a flow of weight w counts as w flows. A waiting actor is idle until the transfer is ready,
+and communicates from then on. All times are seconds, all sizes bits.
 """
 
 from __future__ import annotations

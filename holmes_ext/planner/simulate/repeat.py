@@ -3,13 +3,13 @@
     few micro-batches   F F F F B F B F B F B F B B B B       the same operations up to the last forward pass;
     k more of them      F F F F B F B F B F B F B F B B B B   the state there decides all that follows
 
-If the state at the last forward pass equals that of k micro-batches before, D seconds earlier, then a step of
-few + n k micro-batches takes n D longer (max-plus systems become periodic: Baccelli et al. 1992, chapter 3).
-The state counts as equal if every pass in the last two lifetimes of a micro-batch ended D later than the pass k
-micro-batches before.
+If the state at the last forward pass equals the state k micro-batches before, D seconds earlier, then a step
+of few + n k micro-batches takes n D longer: max-plus systems become periodic (Baccelli et al. 1992, ch. 3).
+The state counts as equal if every pass in the last two lifetimes of a micro-batch ended D later than the
+pass k micro-batches before.
 
-Kinds of pipelines that share no link may each have their own D. Each kind then begins n D later, and they meet
-when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full simulations.
+Kinds of pipelines that share no link may each have their own D. Each kind then begins n D later, and they
+meet when their gradients are reduced. tests/planner/simulate/test_repeat.py compares with full simulations.
 """
 
 from __future__ import annotations
