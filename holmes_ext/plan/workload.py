@@ -46,7 +46,7 @@ class Workload:
     micro_batches: Annotated[int, InRange(1, 1e30)] = _option(
         8, "micro-batches", "micro-batches in a step"
     )
-    gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of a rank")
+    gradient_bytes: _Amount = _option(4e9, "gradient-bytes", "bytes of gradients of one rank")
     activation_bytes: _Amount = _option(
         2048 * 4096 * 2,
         "activation-bytes",
@@ -55,17 +55,17 @@ class Workload:
     tensor_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2,
         "tensor-bytes",
-        "bytes all-reduced by a tensor group for a micro-batch on a stage",
+        "bytes all-reduced by a tensor group for one micro-batch on one stage",
     )
     context_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2,
         "context-bytes",
-        "bytes passed around a context ring for a micro-batch on a stage",
+        "bytes passed around a context ring for one micro-batch on one stage",
     )
     expert_bytes: _Amount = _option(
         5 * 4 * 2048 * 4096 * 2,
         "expert-bytes",
-        "bytes sent by a rank in all-to-alls for a micro-batch on a stage",
+        "bytes sent by one rank in all-to-alls for one micro-batch on one stage",
     )
     copies: _Count = _option(
         0,
