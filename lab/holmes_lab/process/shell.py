@@ -1,7 +1,8 @@
-"""A shell, or a command, on a host of a lab that runs, of this process or of another.
+"""Start of a shell or a command on a host of a running lab.
 
-The child is in all namespaces of the host, that of its processes too, so it ends with the lab. Terminal,
-input and output are the caller's.
+This or another process may have started the lab. The new process is in all namespaces of the host,
+including the PID namespace, so it ends with the lab. It uses the terminal, the input and the output
+of the calling process.
 """
 
 from __future__ import annotations
@@ -22,94 +23,126 @@ from holmes_lab.network import namespaces
 
 @dataclass(frozen=True)
 class Host:
-    """Of a lab that runs. holder: pid of what holds its namespaces; variables: those of its processes."""
+    """Host of a running lab."""
 
-    holder: int
-    variables: Mapping[str, str]
+    holder: int  # PID of the process that holds the namespaces
+    variables: Mapping[str, str]  # environment of the host's processes
 
 
 def running(host: str, directory: str | None = None) -> Host:
-    """`host` of the lab in `directory`, or the only one that has it; HolmesError: none, or several."""
-    labs = {
-        path: _hosts(path) for path in ([Path(directory)] if directory else state.directories())
-    }
-    labs = {path: hosts for path, hosts in labs.items() if hosts}
-    if not labs:
-        where = f"{directory}: no lab runs there" if directory else "no lab of yours runs"
+    """Return a host of a running lab.
+
+    Args:
+        host: Name of the host.
+        directory: Folder of the lab; None for the only running lab that has the host.
+
+    Raises:
+        HolmesError: no running lab has the host, or several have it.
+    """
+    folders = [Path(directory)] if directory else state.directories()
+    hosts_of_lab = {path: _hosts(path) for path in folders}
+    hosts_of_lab = {path: hosts for path, hosts in hosts_of_lab.items() if hosts}
+    if not hosts_of_lab:
+        problem = f"{directory}: no lab runs there" if directory else "no lab of yours runs"
         raise HolmesError(
-            f"{where}; start one with `holmes lab run`, or one for this shell with --cluster FILE"
+            f"{problem}; start one with `holmes lab run`, or one for this shell with --cluster FILE"
         )
-    holders = {path: hosts[host] for path, hosts in labs.items() if host in hosts}
-    if not holders:
-        names = some_of([name for hosts in labs.values() for name in hosts])
+    found = {path: hosts[host] for path, hosts in hosts_of_lab.items() if host in hosts}
+    if not found:
+        names = some_of([name for hosts in hosts_of_lab.values() for name in hosts])
         raise HolmesError(f"no lab that runs has a host {host!r}; there are {names}")
-    if len(holders) > 1:
-        which = " or ".join(map(str, holders))
-        raise HolmesError(f"{len(holders)} labs have a host {host!r}; say which with --lab {which}")
-    return next(iter(holders.values()))
+    if len(found) > 1:
+        labs = " or ".join(map(str, found))
+        raise HolmesError(f"{len(found)} labs have a host {host!r}; say which with --lab {labs}")
+    return next(iter(found.values()))
 
 
 def _hosts(directory: Path) -> dict[str, Host]:
-    """By name; empty where no lab is complete there."""
+    """Return the running hosts of a lab's folder by name, {} if the lab is not complete."""
     try:
         hosts = json.loads((directory / "state.json").read_text()).get("hosts", {})
     except (OSError, ValueError):
         return {}
-    slurm = directory / "launchers" / "slurm.conf"
-    more = {"SLURM_CONF": str(slurm)} if slurm.exists() else {}
-    return {
-        name: Host(pid, {**variables, **more})
-        for name, ((pid, start), variables) in hosts.items()
-        if state.identity(pid) == [pid, start]
-    }
+    slurm_conf = directory / "launchers" / "slurm.conf"
+    running_hosts = {}
+    for name, (identity, variables) in hosts.items():
+        pid, _ = identity
+        if state.identity(pid) != identity:  # the process has ended
+            continue
+        if slurm_conf.exists():
+            variables = {**variables, "SLURM_CONF": str(slurm_conf)}
+        running_hosts[name] = Host(pid, variables)
+    return running_hosts
 
 
 def inside(holder: int, argv: Sequence[str], env: Mapping[str, str]) -> int:
-    """Run `argv` in the namespaces of process `holder`: its exit status, 128 + n for signal n. HolmesError:
-    that cannot be."""
-    read, write = os.pipe()
-    between = os.fork()
-    if between == 0:
-        os.close(read)
-        _enter_and_run(holder, argv, env, write)
-    os.close(write)
-    old = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the shell's
+    """Run a command in the namespaces of a process, and return its exit status.
+
+    The status is 128 + n after signal n. A forked child enters the namespaces and forks the
+    command, because only children enter a PID namespace. The child writes an error message into a
+    pipe. Without an error, the pipe is closed empty.
+
+    Args:
+        holder: PID of the process that holds the namespaces.
+        argv: The command.
+        env: Environment of the command.
+
+    Raises:
+        HolmesError: the namespaces cannot be entered, or the command cannot be started.
+    """
+    read_end, write_end = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read_end)
+        _enter_and_run(holder, argv, env, write_end)
+    os.close(write_end)
+    previous_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the command
     try:
-        with os.fdopen(read) as pipe:
-            trouble = pipe.read()
-        status = os.waitstatus_to_exitcode(os.waitpid(between, 0)[1])
+        with os.fdopen(read_end) as pipe:
+            error = pipe.read()
+        _, wait_status = os.waitpid(child, 0)
+        status = os.waitstatus_to_exitcode(wait_status)
     finally:
-        signal.signal(signal.SIGINT, old)
-    if trouble:
-        raise HolmesError(f"lab: {argv[0]}: {trouble}")
+        signal.signal(signal.SIGINT, previous_handler)
+    if error:
+        raise HolmesError(f"lab: {argv[0]}: {error}")
     return status
 
 
-def _enter_and_run(holder: int, argv: Sequence[str], env: Mapping[str, str], trouble: int) -> None:
-    """In a forked child, which waits for the one that is in the host's PID namespace and ends as it does."""
+def _enter_and_run(
+    holder: int, argv: Sequence[str], env: Mapping[str, str], error_pipe: int
+) -> None:
+    """Run a command in the namespaces of a process, and exit with its status.
+
+    Args:
+        holder: PID of the process that holds the namespaces.
+        argv: The command.
+        env: Environment of the command.
+        error_pipe: Descriptor for the message if the command cannot be started.
+    """
     directory = os.getcwd()
     try:
         namespaces.die_with_parent()
         try:
-            same_user = (
-                os.stat("/proc/self/ns/user").st_ino == os.stat(f"/proc/{holder}/ns/user").st_ino
-            )
-            namespaces.enter(
-                holder, (*(() if same_user else ("user",)), "pid", "net", "uts", "mnt")
-            )
+            names: tuple[str, ...] = ("pid", "net", "uts", "mnt")
+            own_user_namespace = os.stat("/proc/self/ns/user").st_ino
+            if own_user_namespace != os.stat(f"/proc/{holder}/ns/user").st_ino:
+                names = ("user", *names)
+            namespaces.enter(holder, names)
             child = os.fork()
             if child == 0:
                 namespaces.die_with_parent()
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
-                # setns moves the caller to the root; the mounts may differ
+                # setns moves the process to the root folder. The host may lack the old folder.
                 with contextlib.suppress(OSError):
                     os.chdir(directory)
                 os.execvpe(argv[0], list(argv), dict(env))
         except OSError as error:
-            os.write(trouble, (error.strerror or str(error)).encode())
+            os.write(error_pipe, (error.strerror or str(error)).encode())
             os._exit(127)
-        os.close(trouble)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        os.close(error_pipe)
+        _, wait_status = os.waitpid(child, 0)
+        status = os.waitstatus_to_exitcode(wait_status)
         os._exit(status if status >= 0 else 128 - status)
     finally:
         os._exit(1)
