@@ -116,7 +116,7 @@ def _on_one_fabric(site: Site, clusters: Mapping[str, str], links: Links) -> Sit
 
     The network has the least latency of all fabrics in use, and the rate of the fastest one and Ethernet
     together, because a hierarchical all-reduce uses both at once. It is called Ethernet, so the tensor
-    parallel ranks share out what a stage sends.
+    parallel ranks share out the messages of a stage.
 
     Args:
         clusters: Node -> cluster.
@@ -147,7 +147,7 @@ def of_family(
         family: Number of nodes of each cluster, None for open clusters.
         count: Nodes of every subset.
         links: Measured links.
-        slices: Tensor parallel ranks that share out what crosses Ethernet: it carries an activation up to
+        slices: Tensor parallel ranks that share out messages over Ethernet, which carries an activation up to
             so many times faster than its rate says. Faster fabrics carry it whole.
     """
     fixed_names: set[str] = set()

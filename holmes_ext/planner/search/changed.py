@@ -76,7 +76,7 @@ def with_ethernet(result: SearchResult, candidate: Candidate, factor: float) -> 
 def ethernet_s(result: SearchResult, candidate: Candidate) -> float:
     """Return the seconds of a step that depend on Ethernet's rate.
 
-    The seconds follow from the step with a slower Ethernet: what takes t seconds at full rate takes
+    The seconds follow from the step with a slower Ethernet: t seconds of traffic at full rate take
     t / LESS then, so the step grows by t (1 / LESS - 1).
     """
     network = result.network

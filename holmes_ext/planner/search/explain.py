@@ -50,7 +50,7 @@ class _Transfer(NamedTuple):
 
 
 def thin_stages(result: SearchResult, candidate: Candidate) -> list[str]:
-    """Explain why some stages have very few layers, and what an even split would take.
+    """Explain why some stages have very few layers, and compare with an even split.
 
     Returns:
         A sentence for each reason and one for the even split; [] if no stage is thin.

@@ -1,5 +1,6 @@
-"""What `holmes plan` says about a search: the ranked table, where the best plan's time goes, how to start it;
-as JSON. The step is the simulated one where there is one; the closed form stands beside it.
+"""Output of a search by `holmes plan`: table of plans, seconds by cause, commands to start, and JSON.
+
+A step time is the simulated one if available; the time by the closed form is in a column beside it.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class CollectiveOps(Collectives):
         return PassOperations(needs, launches)
 
     def after(self, kind: int, stage: int) -> Iterator[Op]:
-        """Yield what follows the last pass: remaining reductions, optimizer, gather of the weights."""
+        """Yield the operations after the last pass: remaining reductions, optimizer, weight gather."""
         reductions = [self._reduce(kind, stage), self._tie(kind, stage)]
         if self.run.engine.tied_first:
             reductions.reverse()

@@ -374,7 +374,7 @@ class JobStep:
             return ("post", tag)
         if not self.run.notices:
             return ("post", tag, True)
-        sent_tags = [((what, at, kind), number) for what, at, number in sent_before]
+        sent_tags = [((sent, at, kind), number) for sent, at, number in sent_before]
         return ("post", tag, True, *sent_tags)
 
     def _with_software(
