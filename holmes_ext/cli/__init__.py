@@ -1,1 +1,2 @@
+"""The commands of `holmes`, one module for each."""
 
