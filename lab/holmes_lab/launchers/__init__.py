@@ -1,7 +1,7 @@
 """Real job launchers on the emulated nodes of a lab: torchrun, Slurm, mpirun and deepspeed.
 
     host login       slurmctld, munged, sshd       jobs are submitted here
-    node a0, b0, ... slurmd, munged, sshd          every node has a host name and a /run directory, as in a cluster
+    node a0, b0, ... slurmd, munged, sshd          each has a host name and a /run directory
 
 The programs are those that Debian installs; this machine's own Slurm and sshd are neither used nor changed.
 Their configuration files lie in the lab's directory, and their output in a tmpfs on each node's /run. Both

@@ -25,8 +25,8 @@ PATIENCE = 60.0
 _GRACE_S = 1e6
 #: Prefixes of variables that another job's launcher may have set for this process.
 _OTHER_LAUNCHERS = ("SLURM", "OMPI_", "PMIX", "PMI_", "MPI_LOCAL")
-#: Script that waits until the ports HOST:PORT ... accept connections and then, if a number follows "--", until
-#: that many nodes of Slurm are idle.
+#: Script that waits until the ports HOST:PORT ... accept connections and then, if a number follows "--",
+#: until that many nodes of Slurm are idle.
 _WAIT_SCRIPT = """
 import socket, subprocess, sys, time
 ports, _, nodes = " ".join(sys.argv[1:]).partition("--")

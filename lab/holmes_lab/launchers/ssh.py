@@ -12,8 +12,8 @@ from holmes_lab.process.ranks import Program
 from holmes_lab.rights import program
 
 PORT = 22
-# bash reads ~/.bashrc in a session of sshd unless SHLVL says that the shell is nested. That file must not change
-# the variables of a lab's session, nor delay it (`pyenv init` waits for a lock for up to 60 s).
+# bash reads ~/.bashrc in a session of sshd unless SHLVL says that the shell is nested. That file must not
+# change the variables of a lab's session, nor delay it (`pyenv init` waits for a lock for up to 60 s).
 _NO_BASHRC = {"SHLVL": "1"}
 
 
