@@ -4,7 +4,7 @@
     torch's CUDA operators    their kernels, by CPU computations   csrc/operators
     libcudart, libcuda, NVML  the whole libraries                  csrc/runtime, csrc/driver
     NCCL                      the device code, by host threads     csrc/nccl (NCCL's host code is unmodified)
-    NCCL's network "IB"       RDMA, by the lab's fast NICs         csrc/net
+    NCCL's network "IB"       RDMA, by the emulated fast NICs      csrc/net
 
 `holmes lab run --gpu` builds these libraries and starts the ranks of a job with them. Results, order of work,
 networks, transferred bytes and waits are those of the real programs. Times are not those of a GPU unless an

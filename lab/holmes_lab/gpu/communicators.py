@@ -36,7 +36,7 @@ def read(directory: Path) -> list[Communicator]:
     first rank that has a name decides.
 
     Returns:
-        One `Communicator` for each of NCCL's, in the order in which the lowest of its ranks made them.
+        The communicators, in the order in which their lowest ranks made them.
     """
     records = _records_by_rank(directory)
     rank_of_process: dict[str, int] = {}
@@ -46,6 +46,7 @@ def read(directory: Path) -> list[Communicator]:
                 rank_of_process[record["self"]] = rank
     communicators: dict[str, Communicator] = {}
     for rank in sorted(records):
+        # A later record of a communicator has a better name.
         last_name = {
             record["communicator"]: record["group"] for record in records[rank] if record["group"]
         }
@@ -54,7 +55,7 @@ def read(directory: Path) -> list[Communicator]:
             if "members" not in record:  # this line has only a new name for a communicator
                 continue
             if name in communicators and communicators[name].group:
-                continue
+                continue  # a lower rank has named it
             communicators[name] = Communicator(
                 name,
                 ranks=tuple(rank_of_process.get(member) for member in record["members"]),
@@ -65,7 +66,10 @@ def read(directory: Path) -> list[Communicator]:
 
 
 def _records_by_rank(directory: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the lines of JSON that each rank wrote (csrc/nccl/communicators.cc says what they contain)."""
+    """Return the JSON records that each rank wrote into its file rank<N>.communicators.
+
+    csrc/nccl/communicators.cc describes their keys.
+    """
     records = {}
     for path in directory.glob("rank*.communicators"):
         rank = int(path.stem.removeprefix("rank"))

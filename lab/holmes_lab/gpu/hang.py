@@ -151,14 +151,18 @@ class WaitForGraph:
             work: The work that waits.
         """
         if work is not head:
+            # A stream runs its work in order.
             yield Wait(work.work_id, head.work_id, "comes in its stream after")
         elif work.started:
+            # Only kernels of NCCL can wait after their start.
             if work.peer is not None:
                 yield from self._waits_of_nccl_kernel(work)
         elif work.after is not None:
+            # An event wait depends on work in another stream.
             target = self._nearest_reported(work.after)
             yield Wait(work.work_id, target, f"waits ({work.name}) for")
         elif work.queue is not None:
+            # Streams that share a hardware queue start their work in the order of the launches.
             first = _first_in_queue(state, queue, before=work)
             if first is not None:
                 reason = f"stands in hardware queue {queue} behind"

@@ -21,7 +21,7 @@ def explain(
 
     Args:
         graph: Wait-for graph of the job.
-        nodes: Node on which each rank runs.
+        nodes: Name of each rank's node.
         stacks: Python stacks of each rank, in the format of faulthandler.
     """
     lines = []

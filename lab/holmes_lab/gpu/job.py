@@ -25,7 +25,7 @@ from holmes_lab.gpu.libraries import NCCL_SETTINGS, Libraries
 from holmes_lab.gpu.operators import VARIABLE as OPERATORS
 from holmes_lab.network.shaping import LabNode
 
-#: Environment variable with the directory in which the ranks write their watch files
+#: Environment variable with the directory for the watch files of the ranks
 #: (csrc/runtime/watch.cc, csrc/nccl/communicators.cc).
 WATCH = "HOLMES_GPU_WATCH"
 #: Variables that a preloaded Python needs before its ranks are forked. The others are set in each rank.
@@ -134,12 +134,13 @@ class Gpus:
             base: Environment of the ranks without emulated GPUs. Its settings of NCCL have precedence.
             count: GPUs of each node.
             nodes: Nodes of the job.
-            holmes: The job runs with holmes, which chooses networks itself.
+            holmes: Whether the job runs with holmes, so that NCCL's settings need not name a network.
             watch: Directory for the watch files of the ranks.
         """
         nccl_settings = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin)}
         if not holmes:
             nccl_settings.update(stock_nccl_settings(nodes))
+        # The settings of the user have precedence.
         added = {name: value for name, value in nccl_settings.items() if name not in base}
         if self.seed is not None:
             added["HOLMES_GPU_RANDOM"] = "1"

@@ -58,7 +58,7 @@ class Libraries:
 
     @property
     def preload(self) -> tuple[Path, ...]:
-        """Libraries for LD_PRELOAD.
+        """Paths of the libraries that LD_PRELOAD must name.
 
         torch finds its own libraries by a path inside torch. Only preloaded libraries come before that path.
         """
@@ -72,12 +72,12 @@ class Libraries:
 
     @property
     def plugin(self) -> Path:
-        """NCCL's network plugin, which emulates RDMA over the lab's fast NICs."""
+        """Path of NCCL's network plugin. It emulates RDMA over the emulated cluster's fast NICs."""
         return self.nccl / LAB_PLUGIN
 
     @property
     def hook(self) -> Path:
-        """The library that is loaded when a program imports torch."""
+        """Path of the library that installs torch's CUDA operators, loaded with torch."""
         return self.operators / "libholmes_operators.so"
 
 
@@ -115,7 +115,7 @@ def libraries(
     checked = cache / nccl.folder / f"checked-{torch_digest[:16]}"
     if not checked.exists():
         check_functions(torch, source)
-    # Some processes wait only for the runtime, so it is built first and its lock is released.
+    # Another process may wait only for the runtime, so it is built first and its lock released.
     build([runtime], cache, on_progress)
     built = build([runtime, operators, nccl_host, nccl], cache, on_progress)
     libs = Libraries(
@@ -150,6 +150,7 @@ def check_functions(torch: TorchBuild, source: NcclSource) -> None:
     function_name = re.compile(r"\bnccl[A-Z]\w*")
     called: set[str] = set()
     for library in torch.folder.glob("lib/libtorch_*.so"):
+        # nm prints the undefined symbols: the functions that torch expects in other libraries.
         completed = subprocess.run(
             ["nm", "-D", "--undefined-only", library], capture_output=True, text=True
         )

@@ -41,8 +41,10 @@ def install_when_imported(library: str, environ: MutableMapping[str, str] = os.e
         library: Path of libholmes_operators.so.
         environ: The environment of this process.
     """
-    environ.setdefault("TRITON_INTERPRET", "1")
-    # Some of torch's operators have variants written in triton. Without these, the CPU kernels are used.
+    environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # triton runs its kernels in an interpreter, on the CPU
+    # Some of torch's operators have variants written in triton. Without these, the CPU kernels run.
     environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     if environ.get(COMPILE) == "off":
         environ["TORCHDYNAMO_DISABLE"] = "1"
@@ -101,7 +103,7 @@ def _install(library: ctypes.CDLL, torch: Any) -> None:
 
     The process exits if torch rejects the kernels.
     """
-    problem = library.egpuOperatorsInstall().decode()
+    problem = library.egpuOperatorsInstall().decode()  # empty if torch accepts all kernels
     if problem:
         sys.exit(
             f"holmes: emulated GPU: torch {torch.__version__} refuses the operators: {problem}"

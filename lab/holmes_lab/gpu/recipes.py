@@ -108,6 +108,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
     sources = sorted((CSRC / "runtime").glob("*.cc"))
 
     def prepare(folder: Path) -> None:
+        """Write the linker's list of exported symbols for this major version of CUDA."""
         text = (CSRC / "runtime" / "exports.map").read_text()
         (folder / "exports.map").write_text(text.replace("MAJOR", cuda_major))
 
@@ -115,6 +116,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
         return [_compile(compiler, source, flags) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
+        """Return the links of the CUDA runtime, the CUDA driver and NVML."""
         exports = f"-Wl,--version-script={BUILD_FOLDER}/exports.map"
         cudart_arguments = [*_built_objects(sources), exports, "-lpthread", "-ldl"]
         linked_cudart = f"{BUILD_FOLDER}/{cudart}"
@@ -159,6 +161,7 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
         return [_compile(compiler, source, (*flags, *_INCLUDE_FIRST)) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
+        """Return the link of the library with torch's operators, against torch and the runtime."""
         cudart = built["runtime"] / f"libcudart.so.{torch.cuda[0]}"
         arguments = [
             *_built_objects(sources),
@@ -258,6 +261,7 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
         _write_first_header(folder, src / "include" / "comm.h")
 
     def compiles(folder: Path) -> list[BuildStep]:
+        """Return a compilation for each source file of NCCL's host code."""
         steps = []
         for file in files:
             # DOCA's .cpp files declare what the precompiled comm.h includes from CUDA's headers.
@@ -337,12 +341,18 @@ def nccl(
         return sorted((folder / "generated").glob("**/*.cc"))
 
     def compiles(folder: Path) -> list[BuildStep]:
+        """Return a compilation for each generated file in `folder`, and for each file of csrc."""
         steps = [_compile(compiler, file, flags, base=folder) for file in generated_sources(folder)]
         for file in (*library_sources, *plugin_sources, check_source):
             steps.append(_compile(compiler, file, flags))
         return steps
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
+        """Return the links of NCCL, its network plugin and the program that checks its results.
+
+        Args:
+            built: The folder of each component, by its name.
+        """
         folder = built["nccl"]
         system_libraries = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
         library_arguments = [

@@ -6,15 +6,15 @@ Each rank keeps three files in the job's watch directory (written by csrc/runtim
     rank<N>.json    the state of the streams and host threads, written on request
     rank<N>.stack   the Python stacks of all threads, written by faulthandler on request
 
-Protocol between the lab and a rank, over the memory-mapped page:
+Protocol between the process that watches the job (the watcher) and a rank, over the memory-mapped page:
 
     1. The rank increments `progress` with each kernel and each step of a collective.
-    2. The lab requests the state by writing a new number into `asked`. A thread of the rank writes
+    2. The watcher requests the state by writing a new number into `asked`. A thread of the rank writes
        rank<N>.json, and then copies the number into `answered`.
-    3. The lab requests the stacks by writing 1 into `stacks`. The rank writes rank<N>.stack, and then
+    3. The watcher requests the stacks by writing 1 into `stacks`. The rank writes rank<N>.stack, and then
        writes 2 into `stacks`.
 
-The lab polls for an answer until a timeout, so a rank that has died cannot block the lab.
+The watcher polls for an answer until a timeout, so a rank that has died cannot block the watcher.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StreamWork:
     work_id: WorkId
     kind: str  # "kernel", "copy", "host function", "event record" or "event wait"
     name: str
-    position: int  # in the hardware queue; 0 for event records and waits, which use no queue
+    position: int  # in the hardware queue; event records and waits use no queue and have 0
     started: bool
     sms: int  # multiprocessors that the kernel holds or needs
 
@@ -89,7 +89,7 @@ class StreamWork:
 
 @dataclass(frozen=True)
 class NcclLaunch:
-    """A kernel of NCCL that a rank has launched, running or finished."""
+    """A kernel of NCCL that a rank has launched; it may be running or finished."""
 
     communicator: str
     group: str

@@ -91,7 +91,7 @@ class Watcher:
         """Start to watch a job.
 
         Args:
-            directory: The directory in which the ranks of the job write their watch files.
+            directory: Directory of the watch files that the ranks of the job write.
             clock: Returns the time in seconds.
             stall_s: Seconds without progress before the state of the ranks is read.
             report_s: Seconds without progress before a stall without a cycle is reported.

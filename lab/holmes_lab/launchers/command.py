@@ -1,4 +1,4 @@
-"""Builds the command line with which a launcher starts a job on all nodes of a lab.
+"""Builds the command line with which a launcher starts a job on all nodes of an emulated cluster.
 
     holmes lab run --launcher srun -- python train.py
         runs   srun --nodes=4 --ntasks-per-node=2 ... python train.py   on the login host
@@ -59,21 +59,21 @@ def start_with_launcher(
 ) -> tuple[Job, list[str]]:
     """Start `command` with a real launcher (torchrun, srun, mpirun or deepspeed) on emulated nodes.
 
-    torchrun is started on every node. The other launchers are started once, on the lab's login host, from
-    which they start the processes on the nodes.
+    torchrun is started on every node. The other launchers are started once, on the login host, and
+    start the processes on the nodes from there.
 
     Args:
-        lab: The emulated nodes and networks, with a login host.
+        lab: The emulated cluster, with a login host.
         launcher: Name of the launcher.
         command: The user's command with its arguments.
-        order: Names of the nodes to use, in this order; None for all nodes of the lab.
-        processes: Processes on each node; None for the number that the lab's cluster file names.
+        order: Names of the nodes to use, in this order; None for all nodes.
+        processes: Processes on each node; None for the number in the cluster file.
         env: Variables that are added to the environment of all processes.
         accelerator: Settings of the emulated accelerator; None without one.
         options: Passed to Lab.start_programs.
 
     Returns:
-        The running job, whose "ranks" are the launcher's programs, and the host of each of them.
+        The running job and the hosts of its "ranks". Each "rank" is a program of the launcher.
     """
     if order is None:
         nodes = list(lab.nodes)

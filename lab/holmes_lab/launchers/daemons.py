@@ -1,4 +1,4 @@
-"""Runs the daemons of Slurm and sshd on the hosts of a lab, and commands that use them."""
+"""Runs the daemons of Slurm and sshd on the hosts of an emulated cluster, and commands that use them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ while nodes:
 
 
 class Daemons:
-    """Running daemons of a launcher on the login host and the nodes of a lab."""
+    """Running daemons of a launcher on the login host and the nodes of an emulated cluster."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class Daemons:
         """Start the daemons, and wait until they accept connections.
 
         Args:
-            lab: The emulated nodes and networks, with a login host.
+            lab: The emulated cluster, with a login host.
             needs: Services to start: "slurm", "ssh", both or none.
-            order: Names of the nodes to use, in the order of the scheduler. None: all nodes of the lab.
-            processes: Most processes of a node, which is the number of GPUs that Slurm gives it. None: the
-                largest number of processes of a node of the lab.
+            order: Names of the nodes to use, in the order of the scheduler. None: all nodes.
+            processes: Most processes of a node. Slurm gives a node that number of GPUs. None: the
+                largest number of processes of a node in the cluster file.
             env: Variables that every process of a job gets in addition to this process's variables.
             accelerator: Settings of the emulated accelerator. None: without one.
 

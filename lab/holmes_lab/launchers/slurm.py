@@ -1,4 +1,4 @@
-"""Configures Slurm for a lab: slurm.conf, topology.conf, gres.conf, and the daemons of every host.
+"""Configures Slurm and its daemons on an emulated cluster.
 
 host login   munged, slurmctld
 each node    munged, slurmd
@@ -40,9 +40,9 @@ def configure(
 
     Args:
         directory: Directory into which the files are written.
-        spec: The clusters of the lab.
+        spec: The clusters and their nodes.
         order: Names of the nodes, in the order of slurm.conf.
-        processes: Processes of each node, which is also the number of its GPUs.
+        processes: Processes of each node. A node has as many GPUs.
         variables: For each node, environment variables that every task there gets.
     """
     # Slurm requires a device file for each GPU; /dev/null serves.
@@ -145,7 +145,7 @@ def _task_prolog(variables: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def daemons(directory: Path, order: Sequence[str], env: Mapping[str, str]) -> list[Program]:
-    """Return the daemons of Slurm and munge on all hosts, as programs to start in the lab.
+    """Return the daemons of Slurm and munge on all hosts, as programs that can be started there.
 
     Args:
         directory: Directory of the configuration files.

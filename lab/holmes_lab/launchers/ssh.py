@@ -1,4 +1,4 @@
-"""Configures sshd on every host of a lab, and an ssh client that reaches all of them without a prompt."""
+"""Configures sshd and ssh on an emulated cluster, so that every host reaches the others without a prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from holmes_lab.rights import program
 
 PORT = 22
 # bash reads ~/.bashrc in a session of sshd unless SHLVL says that the shell is nested. That file must not
-# change the variables of a lab's session, nor delay it (`pyenv init` waits for a lock for up to 60 s).
+# change the variables of a session, nor delay it (`pyenv init` waits for a lock for up to 60 s).
 _NO_BASHRC = {"SHLVL": "1"}
 
 
@@ -56,7 +56,12 @@ def _generate_key(path: Path) -> None:
 
 
 def _sshd_config(directory: Path, variables: Mapping[str, str]) -> str:
-    """Return the content of sshd's configuration file for a host, whose sessions get `variables`."""
+    """Return sshd's configuration file for a host.
+
+    Args:
+        directory: Directory of the keys.
+        variables: Environment variables of every session on the host.
+    """
     assignments = [quoted(f"{name}={value}") for name, value in variables.items()]
     lines = [
         f"Port {PORT}",
@@ -78,7 +83,7 @@ def _sshd_config(directory: Path, variables: Mapping[str, str]) -> str:
 
 
 def mount_script(directory: Path) -> str:
-    """Return shell commands that mount the lab's ssh files over /etc in a host's mount namespace."""
+    """Return shell commands that mount the files of `directory` over a host's ssh files in /etc."""
     return (
         f"mkdir -p /run/sshd; mount --bind {directory}/ssh_config /etc/ssh/ssh_config;"
         f" mount --bind {directory}/shadow /etc/shadow;"
@@ -86,7 +91,7 @@ def mount_script(directory: Path) -> str:
 
 
 def daemons(directory: Path, hosts: Sequence[str], env: Mapping[str, str]) -> list[Program]:
-    """Return the sshd of every host, as programs to start in the lab."""
+    """Return the sshd of every host, as programs that can be started there."""
     sshd = program(
         "sshd"
     )  # sshd needs its absolute path, as it executes itself for each connection

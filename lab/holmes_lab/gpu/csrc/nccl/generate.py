@@ -95,7 +95,7 @@ def run_nccl_generator(folder: Path, out: Path) -> None:
 
 
 def main(source: Path, out: Path) -> None:
-    """Generate all files.
+    """Generate the tables of NCCL's emulated device code.
 
     Args:
         source: The folder src of NCCL's source.
@@ -113,7 +113,7 @@ def main(source: Path, out: Path) -> None:
         + "".join(lines)
         + "};\n\n}  // namespace device_side\n"
     )
-    kernels = []
+    kernels: list[str] = []
     for file in (host_table, *(out / "symmetric").glob("*.cc")):
         declarations = re.findall(r"__global__ void (\w+)\((\w+) const\)", file.read_text())
         kernels.extend(f"KERNEL({name}, {arguments})\n" for name, arguments in declarations)
