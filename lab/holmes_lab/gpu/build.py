@@ -36,7 +36,7 @@ _MAX_ERROR_LENGTH = 300
 
 
 def ignore_progress(finished: int, total: int, output: str) -> None:
-    """Show no progress."""
+    """Show no progress (the default of `on_progress`)."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def build(
     Raises:
         HolmesError: A command failed. The message has the compiler's first error.
     """
+    # Component -> its folder in the cache, if the component is built.
     built = {unit.name: cache / unit.folder for unit in components}
     if all(folder.is_dir() for folder in built.values()):
         for folder in built.values():
@@ -82,6 +83,7 @@ def build(
     with ExitStack() as locks:
         for unit in components:
             locks.enter_context(_lock(cache / f"{unit.folder}.lock", on_progress))
+        # Another process may have built some components before it released the locks.
         missing = [unit for unit in components if not built[unit.name].is_dir()]
         parts = {unit.name: cache / f"{unit.folder}.part" for unit in missing}
         _build_missing(missing, {**built, **parts}, on_progress)

@@ -95,7 +95,7 @@ class GroupNetwork:
 
 @dataclass(frozen=True)
 class NicBytes:
-    """Bytes that a NIC moved while a job ran, with headers and retransmissions of TCP."""
+    """Bytes that a NIC moved while a job ran, including headers and TCP retransmissions."""
 
     node: str
     nic: str

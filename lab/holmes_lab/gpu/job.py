@@ -80,7 +80,7 @@ def parse_clock(text: str) -> GpuClock:
 
 @dataclass(frozen=True)
 class Gpus:
-    """The emulated GPUs of a job."""
+    """Number, memory and speed of the emulated GPUs of a job."""
 
     libraries: Libraries
     count: int | None = None  # GPUs of each node; None: one for each process

@@ -149,7 +149,7 @@ def _without_code_generation(original: Callable[..., Any]) -> Callable[..., Any]
 
 
 def _announce_triton(interpreter: Any) -> None:
-    """Print a message when the program launches its first triton kernel.
+    """Wrap the launch of triton kernels, so that the first launch prints a message.
 
     Args:
         interpreter: The module triton.runtime.interpreter. Its GridExecutor is called for each launch.

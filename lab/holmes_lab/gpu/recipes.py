@@ -86,7 +86,7 @@ class BuildUnit:
 
 
 def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
-    """Return the component "runtime": the emulated CUDA runtime, CUDA driver and NVML.
+    """Return the steps that build the emulated CUDA runtime, CUDA driver and NVML ("runtime").
 
     Args:
         compiler: The C++ compiler.
@@ -116,7 +116,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
         return [_compile(compiler, source, flags) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        """Return the links of the CUDA runtime, the CUDA driver and NVML."""
+        """Return the commands that link the CUDA runtime, the CUDA driver and NVML."""
         exports = f"-Wl,--version-script={BUILD_FOLDER}/exports.map"
         cudart_arguments = [*_built_objects(sources), exports, "-lpthread", "-ldl"]
         linked_cudart = f"{BUILD_FOLDER}/{cudart}"
@@ -138,7 +138,7 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
 
 
 def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
-    """Return the component "operators": torch's CUDA operators, computed on the CPU."""
+    """Return the steps that build CPU kernels for torch's CUDA operators ("operators")."""
     headers = torch.folder / "include"
     flags = (
         "-std=c++20",
@@ -161,7 +161,7 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
         return [_compile(compiler, source, (*flags, *_INCLUDE_FIRST)) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        """Return the link of the library with torch's operators, against torch and the runtime."""
+        """Return the command that links the operators with torch and the emulated CUDA runtime."""
         cudart = built["runtime"] / f"libcudart.so.{torch.cuda[0]}"
         arguments = [
             *_built_objects(sources),
@@ -245,7 +245,7 @@ def _write_nccl_headers(source: NcclSource, folder: Path) -> None:
 
 
 def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
-    """Return the component "nccl-host": NCCL's unmodified host code, as a static library.
+    """Return the steps that build NCCL's unmodified host code as a static library ("nccl-host").
 
     Args:
         compiler: The C++ compiler.
@@ -261,7 +261,7 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
         _write_first_header(folder, src / "include" / "comm.h")
 
     def compiles(folder: Path) -> list[BuildStep]:
-        """Return a compilation for each source file of NCCL's host code."""
+        """Return the commands that compile NCCL's host code."""
         steps = []
         for file in files:
             # DOCA's .cpp files declare what the precompiled comm.h includes from CUDA's headers.
@@ -310,7 +310,7 @@ def _nccl_host_files(src: Path) -> list[Path]:
 def nccl(
     compiler: Compiler, source: NcclSource, cuda: tuple[int, int], host: BuildUnit
 ) -> BuildUnit:
-    """Return the component "nccl": NCCL for emulated GPUs, its network plugin and its check.
+    """Return the steps that build NCCL for emulated GPUs, its network plugin and its check ("nccl").
 
     Args:
         compiler: The C++ compiler.
@@ -341,14 +341,14 @@ def nccl(
         return sorted((folder / "generated").glob("**/*.cc"))
 
     def compiles(folder: Path) -> list[BuildStep]:
-        """Return a compilation for each generated file in `folder`, and for each file of csrc."""
+        """Return the commands that compile the generated files in `folder` and the files of csrc."""
         steps = [_compile(compiler, file, flags, base=folder) for file in generated_sources(folder)]
         for file in (*library_sources, *plugin_sources, check_source):
             steps.append(_compile(compiler, file, flags))
         return steps
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        """Return the links of NCCL, its network plugin and the program that checks its results.
+        """Return the commands that link NCCL, its network plugin and the program that checks its results.
 
         Args:
             built: The folder of each component, by its name.

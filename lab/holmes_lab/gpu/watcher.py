@@ -43,7 +43,7 @@ class WatchedRun:
 def wait_watched(
     job: Job, watcher: Watcher, labels: Sequence[str], tell: Callable[[Sequence[str]], None]
 ) -> WatchedRun:
-    """Wait until a job ends, and end it if it hangs.
+    """Wait until a job ends; end it if it is deadlocked or stalls for too long.
 
     Args:
         job: The running job.

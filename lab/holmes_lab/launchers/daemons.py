@@ -151,6 +151,9 @@ class Daemons:
         Args:
             name: "slurmd", "munged", "sshd" or "slurmctld".
             host: Name of the host.
+
+        Raises:
+            ValueError: The host runs no such daemon.
         """
         for number, daemon in enumerate(self.programs):
             if daemon.host == host and any(Path(word).name == name for word in daemon.argv):

@@ -1,12 +1,12 @@
 """Configures Slurm and its daemons on an emulated cluster.
 
-host login   munged, slurmctld
-each node    munged, slurmd
+Every host runs munged. The host "login" also runs slurmctld, and the nodes run slurmd. slurm.conf describes
+the emulated cluster as follows:
 
-partitions   "all" (the default), and one for each cluster with the cluster's name
-features     each node has its cluster's NIC kind and name
-GPUs         one for each process of a node
-topology     a tree: one leaf switch for each cluster, and a spine above them
+    partitions   "all" (the default), and one for each cluster with the cluster's name
+    features     each node has its cluster's NIC kind and name
+    GPUs         one for each process of a node
+    topology     a tree: one leaf switch for each cluster, and a spine above them
 """
 
 from __future__ import annotations
