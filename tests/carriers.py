@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from holmes_lab.gpu import nccl_source
 from holmes_lab.gpu.build import cache_folder
-from holmes_lab.gpu.job import GpuClock, Gpus, of_stock
+from holmes_lab.gpu.job import GpuClock, Gpus, stock_nccl_settings
 from holmes_lab.gpu.libraries import advised_nccl, libraries
 from holmes_lab.gpu.torch_build import find_torch
 from holmes_lab.network.shaping import LabNode
@@ -71,7 +71,7 @@ class PhysicalGpu:
         holmes: bool,
         watch: Path,
     ) -> dict[str, str]:
-        stock = {} if holmes else of_stock(nodes)
+        stock = {} if holmes else stock_nccl_settings(nodes)
         # NCCL 2.28 frees twice what it has for a plugin without devices, if its own "IB" has none either
         added = {"NCCL_NET_PLUGIN": self.plugin, **NO_CUDA_YET, **stock, **given}
         if added.get("NCCL_IB_DISABLE") == "1":

@@ -98,7 +98,7 @@ class GpuLab:
             WatchedRun(job.wait())
             if job.watch is None or PHYSICAL
             else wait_watched(
-                job, Watcher(job.watch, standstill_s=1.0, end_s=end_s), labels, told.extend
+                job, Watcher(job.watch, stall_s=1.0, end_s=end_s), labels, told.extend
             )
         )
         result, after = watched.result, self.lab.counters()

@@ -13,7 +13,7 @@ import clusters
 import pytest
 from holmes_lab import Lab
 from holmes_lab.launchers import slurm, ssh
-from holmes_lab.launchers.command import command_line, started, starts_itself
+from holmes_lab.launchers.command import command_line, start_with_launcher, starts_itself
 from holmes_lab.launchers.daemons import Daemons
 from holmes_lab.network.shaping import lay_out, login_node
 from holmes_lab.rights import program
@@ -135,13 +135,15 @@ def test_a_missing_launcher_is_named_with_its_package(launcher, package, monkeyp
     If the job's command names the launcher by its path, such as /opt/bin/srun, PATH does not matter.
     """
 
-    def fail_at_daemons(*_):
+    def fail_at_daemons(*_, **__):
         raise HolmesError("the daemons start")
 
     def start_job(command):
         """Start a job of one process in an emulated cluster. This never ends without an error."""
         lab = SimpleNamespace(nodes=lay_out(SPEC, 1.0), spec=SPEC)
-        started(lab, launcher, command, order=None, processes=1, env={}, accelerator=None)
+        start_with_launcher(
+            lab, launcher, command, order=None, processes=1, env={}, accelerator=None
+        )
 
     # No program is on PATH.
     monkeypatch.setattr("holmes_lab.rights.shutil.which", lambda *_, **__: None)

@@ -20,7 +20,7 @@ from holmes_lab import state
 from holmes_lab.cli import lab_gpu
 from holmes_lab.cores import BOUND, BOUND_TEXT
 from holmes_lab.lab import Lab
-from holmes_lab.launchers.command import NEEDS, started
+from holmes_lab.launchers.command import NEEDS, start_with_launcher
 from holmes_lab.launchers.daemons import Daemons
 from holmes_lab.measure import CrossingRow, LinkRow, measure
 from holmes_lab.process.ranks import interleave
@@ -244,7 +244,7 @@ def _run(args: argparse.Namespace) -> int:
         elif args.launcher is None:
             result = lab.run(command, preload=preload, **how)
         else:
-            job, printer.labels = started(lab, args.launcher, command, **how)
+            job, printer.labels = start_with_launcher(lab, args.launcher, command, **how)
             result = job.wait()
     if result.emulated:
         print(

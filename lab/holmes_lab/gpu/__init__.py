@@ -1,10 +1,12 @@
-"""CUDA and NCCL without a GPU: what `holmes lab run --gpu` puts under a user's own command.
+"""Emulated GPUs: CUDA, NCCL and torch's CUDA operators run on the CPU, below an unmodified program.
 
-    torch (unmodified)   libcudart, libcuda, NVML   csrc/runtime, csrc/driver  streams, events, memory
-      its operators      boxed host kernels         csrc/operators             the CPU's numbers
-      ProcessGroupNCCL   NCCL's own host code       csrc/nccl                  its device side on host threads
-                         net plugin "IB"            csrc/net                   RDMA over the lab's fast NICs
+    the program uses          holmes replaces                      source
+    torch's CUDA operators    their kernels, by CPU computations   csrc/operators
+    libcudart, libcuda, NVML  the whole libraries                  csrc/runtime, csrc/driver
+    NCCL                      the device code, by host threads     csrc/nccl (NCCL's host code is unmodified)
+    NCCL's network "IB"       RDMA, by the emulated fast NICs      csrc/net
 
-Nothing here is a model of speed, unless an emulated clock is asked for: numbers, order, networks, bytes and
-waits are those of the real programs.
+`holmes lab run --gpu` builds these libraries and starts the ranks of a job with them. Results, order of work,
+networks, transferred bytes and waits are those of the real programs. Times are not those of a GPU unless an
+emulated clock is requested.
 """

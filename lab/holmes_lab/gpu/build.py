@@ -1,8 +1,12 @@
-"""Builds components on all cores, into the user's cache.
+"""Builds the components of the emulated GPU in parallel, and keeps them in the user's cache.
 
-CACHE/NAME-DIGEST/         what is built: made in one rename, so it is whole or not there
-CACHE/NAME-DIGEST.part/    being built; a build that was killed goes on here
-CACHE/NAME-DIGEST.lock     held by the process that builds it; another one waits, and then finds it
+    CACHE/NAME-DIGEST/         a finished component; it appears by one rename, so it is never incomplete
+    CACHE/NAME-DIGEST.part/    a component that is being built; an interrupted build continues here
+    CACHE/NAME-DIGEST.lock     lock file that the building process holds
+
+Processes that need the same component wait for its lock, and then find the component finished. The kernel
+releases the locks of a process that ends, so no process waits for a build that was killed. All processes lock
+components in the same order, so they cannot deadlock.
 """
 
 from __future__ import annotations
@@ -12,149 +16,215 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 
 from holmes_ext.errors import HolmesError
-from holmes_lab.gpu.recipes import HERE, MADE, BuildStep, BuildUnit
+from holmes_lab.gpu.recipes import BUILD_FOLDER, OUTPUT, BuildStep, BuildUnit
 
 VARIABLE = "HOLMES_GPU_CACHE"
-#: Told (commands done, commands in all, what was made last).
+#: Function that shows progress. Arguments: finished commands, all commands, name of the last output.
 OnProgress = Callable[[int, int, str], None]
-_FORGOTTEN_S = (
-    30 * 86400
-)  # seconds without use after which a component of another digest is removed
-_SHOWN = 300  # characters of a compiler's message
+#: Seconds without use after which an outdated component is removed: 30 days.
+_UNUSED_S = 30 * 86400
+#: Characters of a compiler's error that are shown.
+_MAX_ERROR_LENGTH = 300
+
+
+def ignore_progress(finished: int, total: int, output: str) -> None:
+    """Show no progress (the default of `on_progress`)."""
+
+
+@dataclass(frozen=True)
+class _Command:
+    """A build step with the folder of its component."""
+
+    step: BuildStep
+    folder: Path
+
+    @property
+    def is_built(self) -> bool:
+        return (self.folder / self.step.output).exists()
 
 
 def cache_folder() -> Path:
-    """HOLMES_GPU_CACHE, else the user's cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get(VARIABLE) or Path(base, "holmes_ext", "gpu")).absolute()
+    """Return the folder of built components: $HOLMES_GPU_CACHE, or a folder in the user's cache."""
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get(VARIABLE) or Path(user_cache, "holmes_ext", "gpu")).absolute()
 
 
 def build(
-    components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = lambda *_: None
+    components: Sequence[BuildUnit], cache: Path, on_progress: OnProgress = ignore_progress
 ) -> dict[str, Path]:
-    """Name of each BuildUnit -> its folder. Builds those that are not in the cache, in the given order where
-    one links another. HolmesError with the compiler's first error."""
+    """Build the components that are not in the cache yet.
+
+    Args:
+        components: The components, each after those that it links.
+        cache: Folder of the cache.
+        on_progress: Shows the progress of the build.
+
+    Returns:
+        The folder of each component, by its name.
+
+    Raises:
+        HolmesError: A command failed. The message has the compiler's first error.
+    """
+    # Component -> its folder in the cache, if the component is built.
     built = {unit.name: cache / unit.folder for unit in components}
     if all(folder.is_dir() for folder in built.values()):
         for folder in built.values():
-            os.utime(folder)
+            os.utime(folder)  # _remove_outdated() goes by this time
         return built
     cache.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as stack:
+    with ExitStack() as locks:
         for unit in components:
-            stack.enter_context(_locked(cache / f"{unit.folder}.lock", on_progress))
+            locks.enter_context(_lock(cache / f"{unit.folder}.lock", on_progress))
+        # Another process may have built some components before it released the locks.
         missing = [unit for unit in components if not built[unit.name].is_dir()]
         parts = {unit.name: cache / f"{unit.folder}.part" for unit in missing}
-        _build_all(missing, {**built, **parts}, on_progress)
+        _build_missing(missing, {**built, **parts}, on_progress)
         for unit in missing:
-            _publish(unit, parts[unit.name], built[unit.name])
-    _forget(components, cache)
+            _publish(unit, parts[unit.name], target=built[unit.name])
+    _remove_outdated(components, cache)
     return built
 
 
-class _locked:
-    """Holds a file's lock inside the with block; the kernel frees it when the process ends."""
-
-    def __init__(self, path: Path, on_progress: OnProgress):
-        self.path, self.on_progress = path, on_progress
-
-    def __enter__(self) -> None:
-        self.file = open(self.path, "w")
+@contextmanager
+def _lock(path: Path, on_progress: OnProgress) -> Iterator[None]:
+    """Hold an exclusive lock on a file. The kernel also releases it when the process ends."""
+    with open(path, "w") as file:
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self.on_progress(0, 0, "another process builds it: waiting")
-            fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+            on_progress(0, 0, "another process builds it: waiting")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
-def _build_all(
+def _build_missing(
     missing: Sequence[BuildUnit], folders: dict[str, Path], on_progress: OnProgress
 ) -> None:
-    for unit in missing:
-        (folders[unit.name] / "objects").mkdir(parents=True, exist_ok=True)
-        unit.prepare(folders[unit.name])
-    headers = [(unit.header, folders[unit.name]) for unit in missing if unit.header]
-    compiles = [
-        (step, folders[unit.name]) for unit in missing for step in unit.compiles(folders[unit.name])
-    ]
-    headers, compiles = (
-        [(step, folder) for step, folder in steps if not (folder / step.makes).exists()]
-        for steps in (headers, compiles)
-    )
-    links = [(step, folders[unit.name]) for unit in missing for step in unit.links(folders)]
-    total, done, failed = len(headers) + len(compiles) + len(links), 0, Event()
+    """Run all commands that build the missing components: compilations in parallel, then links in order.
 
-    def run(item: tuple[BuildStep, Path]) -> None:
-        nonlocal done
+    Args:
+        missing: The components to build.
+        folders: The folder of each component, also of those that the missing ones link.
+        on_progress: Shows the progress of the build.
+    """
+    headers: list[_Command] = []
+    compilations: list[_Command] = []
+    links: list[_Command] = []
+    for unit in missing:
+        folder = folders[unit.name]
+        (folder / "objects").mkdir(parents=True, exist_ok=True)
+        unit.prepare(folder)
+        if unit.header:
+            headers.append(_Command(unit.header, folder))
+        compilations.extend(_Command(step, folder) for step in unit.compiles(folder))
+    for unit in missing:
+        links.extend(_Command(step, folders[unit.name]) for step in unit.links(folders))
+    # An interrupted build leaves outputs, which need not be built again.
+    headers = [command for command in headers if not command.is_built]
+    compilations = [command for command in compilations if not command.is_built]
+    compilations.sort(key=lambda command: command.step.source_bytes, reverse=True)
+
+    total = len(headers) + len(compilations) + len(links)
+    finished = 0
+    failed = Event()
+
+    def run(command: _Command) -> None:
+        nonlocal finished
         if failed.is_set():
             return
         try:
-            _run(*item)
+            _run(command.step, command.folder)
         except BaseException:
             failed.set()
             raise
-        done += 1
-        on_progress(done, total, item[0].makes.removeprefix("objects/").removesuffix(".o"))
+        finished += 1
+        name = command.step.output.removeprefix("objects/").removesuffix(".o")
+        on_progress(finished, total, name)
 
     on_progress(0, total, "compiling")
-    compiles.sort(key=lambda item: -item[0].weight)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         try:
-            for steps in (headers, compiles):
-                for _ in pool.map(run, steps):
+            for commands in (headers, compilations):
+                for _ in pool.map(run, commands):
                     pass
         except BaseException:
-            failed.set()  # Ctrl-C: the commands that run get it, too; no other is begun
+            failed.set()  # after Ctrl-C no further command starts; running ones receive the signal, too
             raise
-    for item in links:
-        run(item)
+    for command in links:
+        run(command)
 
 
 def _run(step: BuildStep, folder: Path) -> None:
-    target = folder / step.makes
+    """Run the command of a build step. Its output file appears only if the command succeeds.
+
+    Raises:
+        HolmesError: The command is missing or failed.
+    """
+    target = folder / step.output
     draft = target.with_name(f"{target.name}.{os.getpid()}.draft")
-    argv = [word.replace(MADE, str(draft)).replace(HERE, str(folder)) for word in step.argv]
+    argv = []
+    for word in step.argv:
+        argv.append(word.replace(OUTPUT, str(draft)).replace(BUILD_FOLDER, str(folder)))
     try:
-        done = subprocess.run(
-            argv, cwd=step.where, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        completed = subprocess.run(
+            argv,
+            cwd=step.working_directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
         )
     except OSError as error:
         raise HolmesError(f"the emulated GPU cannot be built: {argv[0]}: {error}") from None
-    if done.returncode:
+    if completed.returncode:
         draft.unlink(missing_ok=True)
         log = folder / "failed.log"
-        log.write_text(" ".join(argv) + "\n" + done.stdout + done.stderr)
-        lines = done.stderr.splitlines() or [f"status {done.returncode}"]
-        said = next((line for line in lines if "error" in line or "undefined" in line), lines[-1])
+        log.write_text(" ".join(argv) + "\n" + completed.stdout + completed.stderr)
+        lines = completed.stderr.splitlines() or [f"status {completed.returncode}"]
+        errors = [line for line in lines if "error" in line or "undefined" in line]
+        message = errors[0] if errors else lines[-1]
         raise HolmesError(
-            f"the emulated GPU cannot be built: {step.makes}: {said.strip()[:_SHOWN]} (all of it: {log})"
+            f"the emulated GPU cannot be built: {step.output}: {message.strip()[:_MAX_ERROR_LENGTH]}"
+            f" (all of it: {log})"
         )
     draft.rename(target)
 
 
 def _publish(component: BuildUnit, part: Path, target: Path) -> None:
-    """Keep its products only, and give it its name."""
+    """Delete all files of a finished build except its products, and move its folder into place.
+
+    Args:
+        component: The component that was built.
+        part: Folder in which it was built.
+        target: Its place in the cache.
+    """
     for path in part.iterdir():
-        if path.name not in component.products:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        if path.name in component.products:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     part.rename(target)
 
 
-def _forget(components: Sequence[BuildUnit], cache: Path) -> None:
-    """Remove what other versions of holmes, torch or NCCL left here and nobody used for a month."""
+def _remove_outdated(components: Sequence[BuildUnit], cache: Path) -> None:
+    """Remove builds of the same components that were not used for 30 days.
+
+    Such builds belong to other versions of holmes, torch or NCCL.
+    """
     names = {unit.name for unit in components}
     for path in cache.iterdir():
-        old = time.time() - path.stat().st_mtime > _FORGOTTEN_S
-        if old and path.is_dir() and path.name.removesuffix(".part").rpartition("-")[0] in names:
+        # The name is NAME-DIGEST or NAME-DIGEST.part.
+        component_name = path.name.removesuffix(".part").rpartition("-")[0]
+        unused_s = time.time() - path.stat().st_mtime
+        if unused_s > _UNUSED_S and path.is_dir() and component_name in names:
             shutil.rmtree(path, ignore_errors=True)
             path.with_name(f"{path.name}.lock").unlink(missing_ok=True)

@@ -1,29 +1,32 @@
-"""The communicators of a job, as NCCL made them (csrc/nccl/communicators.cc): who is in each, on which
-network, and which NIC of which node carried how many bytes."""
+"""Reads the communicators that NCCL made in a job on emulated GPUs, and counts the bytes of each NIC.
+
+The ranks write their communicators into the job's watch directory (csrc/nccl/communicators.cc).
+"""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from holmes_lab.network.shaping import LabNode
 
-#: In place of a network for a group whose ranks are on one node.
+#: Network of a communicator whose ranks are all on the same node.
 INSIDE = "inside a node"
 
 
 @dataclass(frozen=True)
 class Communicator:
-    """ranks: of the job, in the order of the communicator (None: a process that has told nothing); network:
-    NCCL's name, "Socket" or "IB"; group: the name that its maker gave it."""
+    """A communicator of NCCL."""
 
     name: str
+    #: The job's rank of each member; None for a process that wrote no file.
     ranks: tuple[int | None, ...]
-    network: str
-    group: str
+    network: str  # as NCCL calls it: "Socket" or "IB"
+    group: str  # name of the process group that the program gave it
 
 
 def read(directory: Path) -> list[Communicator]:
@@ -33,17 +36,17 @@ def read(directory: Path) -> list[Communicator]:
     first rank that has a name decides.
 
     Returns:
-        One `Communicator` for each of NCCL's, in the order in which the lowest of its ranks made them.
+        The communicators, in the order in which their lowest ranks made them.
     """
     records = _records_by_rank(directory)
-    rank_of_process = {
-        record["self"]: rank
-        for rank, of_rank in records.items()
-        for record in of_rank
-        if "members" in record
-    }
-    found: dict[str, Communicator] = {}
+    rank_of_process: dict[str, int] = {}
+    for rank, records_of_rank in records.items():
+        for record in records_of_rank:
+            if "members" in record:
+                rank_of_process[record["self"]] = rank
+    communicators: dict[str, Communicator] = {}
     for rank in sorted(records):
+        # A later record of a communicator has a better name.
         last_name = {
             record["communicator"]: record["group"] for record in records[rank] if record["group"]
         }
@@ -51,17 +54,22 @@ def read(directory: Path) -> list[Communicator]:
             name = record["communicator"]
             if "members" not in record:  # this line has only a new name for a communicator
                 continue
-            if name in found and found[name].group:
-                continue
-            ranks = tuple(rank_of_process.get(member) for member in record["members"])
-            found[name] = Communicator(
-                name, ranks, record["network"], group=last_name.get(name, "")
+            if name in communicators and communicators[name].group:
+                continue  # a lower rank has named it
+            communicators[name] = Communicator(
+                name,
+                ranks=tuple(rank_of_process.get(member) for member in record["members"]),
+                network=record["network"],
+                group=last_name.get(name, ""),
             )
-    return list(found.values())
+    return list(communicators.values())
 
 
 def _records_by_rank(directory: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return the lines of JSON that each rank wrote (csrc/nccl/communicators.cc says what they contain)."""
+    """Return the JSON records that each rank wrote into its file rank<N>.communicators.
+
+    csrc/nccl/communicators.cc describes their keys.
+    """
     records = {}
     for path in directory.glob("rank*.communicators"):
         rank = int(path.stem.removeprefix("rank"))
@@ -70,24 +78,24 @@ def _records_by_rank(directory: Path) -> dict[int, list[dict[str, Any]]]:
 
 
 def ranks_of(communicators: Iterable[Communicator]) -> dict[str, tuple[int | None, ...]]:
+    """Return the ranks of each communicator, by its name."""
     return {communicator.name: communicator.ranks for communicator in communicators}
 
 
 @dataclass(frozen=True)
 class GroupNetwork:
-    """Communicators that are alike. ranks: of each of them; nodes: over how many nodes each goes; network:
-    NCCL's name, or INSIDE; nics: what that network is on these nodes, by the lab's file."""
+    """Communicators with the same group name, size, number of nodes, network and NICs."""
 
     group: str
-    ranks: tuple[tuple[int, ...], ...]
-    nodes: int
-    network: str
-    nics: tuple[str, ...]
+    ranks: tuple[tuple[int, ...], ...]  # of each communicator
+    nodes: int  # number of nodes of each communicator
+    network: str  # as NCCL calls it, or INSIDE
+    nics: tuple[str, ...]  # names of the network's NICs on these nodes
 
 
 @dataclass(frozen=True)
 class NicBytes:
-    """What one NIC moved while the job ran. Bytes, headers and what TCP sent again included."""
+    """Bytes that a NIC moved while a job ran, including headers and TCP retransmissions."""
 
     node: str
     nic: str
@@ -96,35 +104,58 @@ class NicBytes:
     sent: int
 
 
+class _GroupKey(NamedTuple):
+    """Properties that the communicators of a `GroupNetwork` share."""
+
+    group: str
+    members: int
+    nodes: int
+    network: str
+    nics: tuple[str, ...]
+
+
 def group_networks(
     communicators: Sequence[Communicator], nodes: Sequence[LabNode], processes: int
 ) -> list[GroupNetwork]:
-    """nodes: in the launcher's order; processes: on each node. A communicator of one rank uses no network,
-    and is left out."""
-    alike: dict[tuple[str, int, int, str, tuple[str, ...]], list[tuple[int, ...]]] = {}
+    """Group communicators that have the same name, size, number of nodes, network and NICs.
+
+    A communicator with a single rank uses no network and is left out.
+
+    Args:
+        communicators: The communicators of the job.
+        nodes: Nodes of the job, in the launcher's order.
+        processes: Processes on each node.
+    """
+    ranks_by_key: dict[_GroupKey, list[tuple[int, ...]]] = defaultdict(list)
     for communicator in communicators:
-        ranks = tuple(rank for rank in communicator.ranks if rank is not None)
-        if len(communicator.ranks) < 2:
+        members = len(communicator.ranks)
+        if members <= 1:
             continue
-        places = sorted({rank // processes for rank in ranks})
-        network = communicator.network if len(places) > 1 else INSIDE
-        nics = _nics(network, [nodes[place] for place in places]) if len(places) > 1 else ()
-        key = (communicator.group, len(communicator.ranks), len(places), network, nics)
-        alike.setdefault(key, []).append(ranks)
+        ranks = tuple(rank for rank in communicator.ranks if rank is not None)
+        node_numbers = sorted({rank // processes for rank in ranks})
+        network = INSIDE
+        nics: tuple[str, ...] = ()
+        if len(node_numbers) > 1:
+            network = communicator.network
+            nics = _nics(network, [nodes[number] for number in node_numbers])
+        key = _GroupKey(communicator.group, members, len(node_numbers), network, nics)
+        ranks_by_key[key].append(ranks)
     return [
-        GroupNetwork(group, tuple(ranks), count, network, nics)
-        for (group, _, count, network, nics), ranks in alike.items()
+        GroupNetwork(key.group, tuple(ranks), key.nodes, key.network, key.nics)
+        for key, ranks in ranks_by_key.items()
     ]
 
 
 def _nics(network: str, nodes: Sequence[LabNode]) -> tuple[str, ...]:
-    """Interfaces that NCCL's network means on these nodes."""
-    fast = network == "IB"
-    return tuple(
-        sorted(
-            {nic.name for node in nodes for nic in node.nics if (nic.kind != "ethernet") == fast}
-        )
-    )
+    """Return the names of the nodes' NICs that belong to NCCL's network "IB" or "Socket"."""
+    uses_rdma = network == "IB"
+    names = set()
+    for node in nodes:
+        for nic in node.nics:
+            is_rdma = nic.kind != "ethernet"
+            if is_rdma == uses_rdma:
+                names.add(nic.name)
+    return tuple(sorted(names))
 
 
 def nic_bytes(
@@ -132,14 +163,25 @@ def nic_bytes(
     after: Mapping[str, Mapping[str, tuple[int, int]]],
     nodes: Sequence[LabNode],
 ) -> list[NicBytes]:
-    """before, after: Lab.counters()."""
-    return [
-        NicBytes(
-            node.name,
-            nic.name,
-            nic.kind,
-            *(after[node.name][nic.name][i] - before[node.name][nic.name][i] for i in (0, 1)),
-        )
-        for node in nodes
-        for nic in node.nics
-    ]
+    """Return the bytes that each NIC of the nodes moved between two readings of Lab.counters().
+
+    Args:
+        before: First reading: node -> NIC -> (received bytes, sent bytes).
+        after: Second reading.
+        nodes: Nodes of the job.
+    """
+    moved = []
+    for node in nodes:
+        for nic in node.nics:
+            received_before, sent_before = before[node.name][nic.name]
+            received_after, sent_after = after[node.name][nic.name]
+            moved.append(
+                NicBytes(
+                    node=node.name,
+                    nic=nic.name,
+                    kind=nic.kind,
+                    received=received_after - received_before,
+                    sent=sent_after - sent_before,
+                )
+            )
+    return moved

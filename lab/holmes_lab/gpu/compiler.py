@@ -1,4 +1,4 @@
-"""The C++ compiler that builds the emulated GPU."""
+"""Finds the C++ compiler that builds the emulated GPU."""
 
 from __future__ import annotations
 
@@ -13,48 +13,57 @@ from dataclasses import dataclass
 
 from holmes_ext.errors import HolmesError
 
-#: The first g++ whose C++20 suffices for torch's headers.
+#: Oldest major version of g++ that compiles torch's headers, which use C++20.
 OLDEST = 10
 
 
 @dataclass(frozen=True)
 class Compiler:
-    """command: how it is called; version: its first line; processor: digest of what -march=native means here,
-    so that a cache on a shared disk serves each kind of machine."""
+    """A C++ compiler."""
 
-    command: tuple[str, ...]
-    version: str
+    command: tuple[str, ...]  # program and arguments, such as ("ccache", "g++")
+    version: str  # first line of --version
+    #: Digest of the macros that -march=native defines. With it, a cache on a shared disk serves machines with
+    #: different processors.
     processor: str
 
 
 def find_compiler() -> Compiler:
-    """g++, or what CXX names; HolmesError where there is none, or one too old."""
+    """Return the compiler that the environment variable CXX names, or g++.
+
+    Raises:
+        HolmesError: The compiler is missing, fails or is too old.
+    """
     command = tuple(shlex.split(os.environ.get("CXX") or "g++"))
     if shutil.which(command[0]) is None:
         raise HolmesError(
             f"the emulated GPU is built with {command[0]}, which is missing: apt-get install g++ (Red"
             " Hat: dnf install gcc-c++), or name a compiler in CXX"
         )
-    version = _ask(command, "--version").splitlines()[0]
-    number = re.search(r"(\d+)\.\d+", version)
-    if "clang" not in version and number and int(number[1]) < OLDEST:
+    version = _run(command, "--version").splitlines()[0]
+    major_version = re.search(r"(\d+)\.\d+", version)
+    if "clang" not in version and major_version and int(major_version[1]) < OLDEST:
         raise HolmesError(
             f"{command[0]} is {version}: the emulated GPU needs g++ {OLDEST} or newer; name one in CXX"
         )
-    macros = _ask(command, "-march=native", "-dM", "-E", "-x", "c++", "-")
-    return Compiler(command, version, hashlib.sha256(macros.encode()).hexdigest())
+    macros = _run(command, "-march=native", "-dM", "-E", "-x", "c++", "-")
+    processor = hashlib.sha256(macros.encode()).hexdigest()
+    return Compiler(command, version, processor)
 
 
-def _ask(command: Sequence[str], *arguments: str) -> str:
-    """What it prints."""
+def _run(command: Sequence[str], *arguments: str) -> str:
+    """Run the compiler with empty standard input, and return its standard output.
+
+    Raises:
+        HolmesError: The compiler cannot be run or fails.
+    """
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [*command, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
     except OSError as error:
         raise HolmesError(f"the compiler {command[0]} cannot be run: {error}") from None
-    if done.returncode:
-        raise HolmesError(
-            f"the compiler {command[0]} fails: {' '.join(done.stderr.split())[-200:]}"
-        )
-    return done.stdout
+    if completed.returncode:
+        message = " ".join(completed.stderr.split())
+        raise HolmesError(f"the compiler {command[0]} fails: {message[-200:]}")
+    return completed.stdout

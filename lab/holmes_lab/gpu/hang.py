@@ -1,206 +1,275 @@
-"""Why a job hangs: who waits for whom, over all ranks, and the circle that never ends.
+"""Detects deadlocks of a job on emulated GPUs with a wait-for graph over all of its ranks.
 
-    host of rank 0 -> kernel Recv (group "stage link 0-1") -> rank 1 has not launched its Send -> host
-    of rank 1
-          ^                                                                                      |
-          `---- waits for a kernel of rank 0 <---- kernel AllReduce <---- cudaDeviceSynchronize -'
+The vertices of the graph are the host of each rank and all pending work in CUDA streams. An edge from one
+vertex to another says that the first waits for the second. Example of a cycle, in which two ranks launch two
+collectives in different orders:
 
-Something moves on if all that it waits for does. What can never move on is the rest: the greatest set of
-hosts and work of which each waits for another one in it. A host that is in no CUDA call may do anything, so
-it moves on.
+    host of rank 0                   is in cudaDeviceSynchronize, which waits for
+    kernel AllReduce A of rank 0     is running, and waits for rank 1 to launch AllReduce A
+    host of rank 1                   is in cudaDeviceSynchronize, which waits for
+    kernel AllReduce B of rank 1     is running, and waits for rank 0 to launch AllReduce B
+    host of rank 0                   (the cycle closes)
+
+A vertex can proceed if every vertex that it waits for can proceed. A host that is in no CUDA call may do
+anything, so it has no edges and can proceed. The job is deadlocked if some vertices cannot proceed: each of
+these waits for another of these, so following the edges leads around a cycle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from holmes_lab.gpu.state import NcclLaunch, RankState, StreamWork, WorkPlace
+from holmes_lab.gpu.state import NcclLaunch, RankState, StreamWork, WorkId
 
 
 @dataclass(frozen=True)
 class RankHost:
-    """The host of a rank: all its threads that launch work."""
+    """The host threads of a rank that launch work, as a single vertex of the wait-for graph."""
 
     rank: int
 
 
-Node = RankHost | WorkPlace
+Vertex = RankHost | WorkId
 
 
 @dataclass(frozen=True)
 class Wait:
-    """`node` waits for `target`. why: what a person reads, "host waits in cudaDeviceSynchronize"."""
+    """Edge of the wait-for graph: one vertex waits for another."""
 
-    node: Node
-    target: Node
-    why: str
+    waiter: Vertex
+    target: Vertex
+    reason: (
+        str  # the words between waiter and target in a report, such as "waits in cudaMemcpy for"
+    )
 
 
-class Hang:
-    """The waits of a job at one moment. ranks: communicator -> ranks of the job, in its order."""
+class Mismatch(NamedTuple):
+    """The first collective of a communicator that is not the same on all ranks."""
 
-    def __init__(self, states: Sequence[RankState], ranks: Mapping[str, Sequence[int | None]]):
-        self.states, self.ranks = {state.rank: state for state in states}, ranks
-        self.work = {work.place: work for state in states for work in state.works()}
-        self.waits: dict[Node, list[Wait]] = {}
+    communicator: str
+    ranks_of: dict[str, list[int]]  # collective, such as "AllReduce of 4 Float32" -> its ranks
+
+
+class WaitForGraph:
+    """Wait-for graph over the hosts and the pending work of a job, at one moment."""
+
+    def __init__(self, states: Sequence[RankState], members: Mapping[str, Sequence[int | None]]):
+        """Build the graph.
+
+        Args:
+            states: States of the ranks that answered. A rank that did not answer may do anything.
+            members: For each communicator, the job's rank of each member, or None if it is unknown.
+        """
+        self.states = {state.rank: state for state in states}
+        self.members = members
+        self.work: dict[WorkId, StreamWork] = {}
         for state in states:
-            self._add(RankHost(state.rank), self._of_host(state))
-            for (_, _, queue), works in state.streams.items():
+            for work in state.works():
+                self.work[work.work_id] = work
+        self.waits: dict[Vertex, list[Wait]] = {}  # waiter -> outgoing edges
+        for state in states:
+            self.waits[RankHost(state.rank)] = list(self._waits_of_host(state))
+            for stream, works in state.streams.items():
                 for work in works:
-                    self._add(work.place, self._of_work(state, queue, works[0], work))
-        self.stuck = self._stuck()
+                    waits = self._waits_of_work(state, stream.queue, head=works[0], work=work)
+                    self.waits[work.work_id] = list(waits)
+        self.stuck = self._find_stuck()
 
-    def circle(self) -> list[Wait]:
-        """Waits that close a circle: each one's target is the next one's node. Empty: something can still
-        move on."""
+    def find_cycle(self) -> list[Wait]:
+        """Return the edges of a cycle of vertices that wait for each other.
+
+        The target of each edge is the waiter of the next; the target of the last is the waiter of the first.
+        The list is empty if every vertex can still proceed.
+        """
         if not self.stuck:
             return []
         path: list[Wait] = []
-        seen: dict[Node, int] = {}
-        node = min(self.stuck, key=lambda node: (not isinstance(node, RankHost), node.rank))
-        while node not in seen:
-            seen[node] = len(path)
-            wait = next(wait for wait in self.waits[node] if wait.target in self.stuck)
+        position_in_path: dict[Vertex, int] = {}
+        # Hosts come first, because a report that begins with a host is easier to read.
+        vertex = min(self.stuck, key=lambda vertex: (isinstance(vertex, WorkId), vertex.rank))
+        while vertex not in position_in_path:
+            position_in_path[vertex] = len(path)
+            wait = next(wait for wait in self.waits[vertex] if wait.target in self.stuck)
             path.append(wait)
-            node = wait.target
-        return path[seen[node] :]
+            vertex = wait.target
+        return path[position_in_path[vertex] :]
 
-    def differences(self) -> list[tuple[str, dict[str, list[int]]]]:
-        """(communicator, ranks by what they launched) where ranks launch different collectives: the first
-        that differs. (A collective that only some ranks have reached yet is no difference.)"""
+    def find_mismatches(self) -> list[Mismatch]:
+        """Return, for each communicator, the first collective that differs between its ranks.
+
+        A collective that some ranks have not launched yet does not count as a difference.
+        """
+        # communicator -> number of the collective -> collective in words -> ranks
         launched: dict[str, dict[int, dict[str, list[int]]]] = {}
         for state in self.states.values():
             for launch in state.recent:
-                if launch.collective >= 0:
-                    numbers = launched.setdefault(launch.communicator, {})
-                    by_what = numbers.setdefault(launch.collective, {})
-                    by_what.setdefault(launch.what, []).append(state.rank)
-        firsts = []
-        for communicator, numbers in launched.items():
-            differing = [number for number, by_what in numbers.items() if len(by_what) > 1]
-            if differing:
-                firsts.append((communicator, numbers[min(differing)]))
-        return firsts
+                if launch.collective_number < 0:  # a send or receive
+                    continue
+                by_number = launched.setdefault(launch.communicator, {})
+                ranks_of = by_number.setdefault(launch.collective_number, defaultdict(list))
+                ranks_of[launch.operation].append(state.rank)
+        mismatches = []
+        for communicator, by_number in launched.items():
+            mismatched = [number for number, ranks_of in by_number.items() if len(ranks_of) > 1]
+            if mismatched:
+                mismatches.append(Mismatch(communicator, by_number[min(mismatched)]))
+        return mismatches
 
-    def group_of(self, communicator: str) -> str:
-        """ "group stage link, communicator 0x12ab", as far as it is known."""
-        works: list[NcclLaunch | StreamWork] = []
+    def describe_communicator(self, communicator: str) -> str:
+        """Return a communicator in words, such as "group stage link, communicator 0x12ab"."""
+        kernels: list[NcclLaunch | StreamWork] = []
         for state in self.states.values():
-            works += [*state.recent, *state.works()]
-        group = next(
-            (work.group for work in works if work.communicator == communicator and work.group), ""
-        )
-        return (
-            f"group {group}, communicator {communicator}"
-            if group
-            else f"communicator {communicator}"
-        )
+            kernels.extend(state.recent)
+            kernels.extend(state.works())
+        for kernel in kernels:
+            if kernel.communicator == communicator and kernel.group:
+                return f"group {kernel.group}, communicator {communicator}"
+        return f"communicator {communicator}"
 
-    def _add(self, node: Node, waits: Iterable[Wait]) -> None:
-        self.waits[node] = list(waits)
+    def _waits_of_host(self, state: RankState) -> Iterator[Wait]:
+        """Yield the edges from a rank's host to the work and to the peers that block its threads."""
+        host = RankHost(state.rank)
+        for blocked in state.hosts:
+            for work_id in blocked.work_ids:
+                yield Wait(host, self._nearest_reported(work_id), f"waits in {blocked.call} for")
+            peer_rank = self._answering_rank(blocked.communicator, blocked.peer)
+            if peer_rank is not None:
+                yield Wait(host, RankHost(peer_rank), f"waits in {blocked.call}")
 
-    def _of_host(self, state: RankState) -> Iterable[Wait]:
-        for host in state.hosts:
-            for place in host.places:
-                yield Wait(RankHost(state.rank), self._shown(place), f"waits in {host.call} for")
-            if (rank := self._rank_of(host.communicator, host.peer)) is not None:
-                yield Wait(RankHost(state.rank), RankHost(rank), f"waits in {host.call}")
+    def _waits_of_work(
+        self, state: RankState, queue: int, *, head: StreamWork, work: StreamWork
+    ) -> Iterator[Wait]:
+        """Yield the edges from pending work to all that keeps it from starting or finishing.
 
-    def _of_work(
-        self, state: RankState, queue: int, head: StreamWork, work: StreamWork
-    ) -> Iterable[Wait]:
+        Args:
+            state: The rank of the work.
+            queue: Hardware queue of the work's stream.
+            head: First pending work of the same stream.
+            work: The work that waits.
+        """
         if work is not head:
-            yield Wait(work.place, head.place, "comes in its stream after")
+            # A stream runs its work in order.
+            yield Wait(work.work_id, head.work_id, "comes in its stream after")
         elif work.started:
+            # Only kernels of NCCL can wait after their start.
             if work.peer is not None:
-                yield from self._of_collective(work)
+                yield from self._waits_of_nccl_kernel(work)
         elif work.after is not None:
-            yield Wait(work.place, self._shown(work.after), f"waits ({work.name}) for")
+            # An event wait depends on work in another stream.
+            target = self._nearest_reported(work.after)
+            yield Wait(work.work_id, target, f"waits ({work.name}) for")
         elif work.queue is not None:
-            ahead = [
-                other
-                for (_, _, number), works in state.streams.items()
-                if number == queue
-                for other in works
-                if not other.started and 0 < other.position < work.position
-            ]
-            if ahead:
-                first = min(ahead, key=lambda other: other.position)
-                yield Wait(work.place, first.place, f"stands in hardware queue {queue} behind")
+            # Streams that share a hardware queue start their work in the order of the launches.
+            first = _first_in_queue(state, queue, before=work)
+            if first is not None:
+                reason = f"stands in hardware queue {queue} behind"
+                yield Wait(work.work_id, first.work_id, reason)
         elif work.needs_sms:
+            reason = f"needs {work.sms} multiprocessors, of which this holds some:"
             for other in state.works():
                 if other.started and other.sms:
-                    yield Wait(
-                        work.place,
-                        other.place,
-                        f"needs {work.sms} multiprocessors, of which this holds some:",
-                    )
+                    yield Wait(work.work_id, other.work_id, reason)
 
-    def _of_collective(self, work: StreamWork) -> Iterable[Wait]:
-        """A running kernel of NCCL waits for its peer's kernel, or for the peer's host to launch one; for
-        neither if only the network can keep it waiting."""
-        awaited = "data from" if work.direction == "recv" else "room at"
-        rank = self._rank_of(work.communicator, work.peer)
+    def _waits_of_nccl_kernel(self, kernel: StreamWork) -> Iterator[Wait]:
+        """Yield the edge from a running NCCL kernel to the peer that it waits for, if there is one.
+
+        The target is the peer's kernel of the same communicator, or the peer's host if that has not launched
+        a kernel yet. There is no edge if the transfer is in progress: then only the network delays it.
+        """
+        rank = self._answering_rank(kernel.communicator, kernel.peer)
         if rank is None:
             return
-        of_peer = [
-            other for other in self.states[rank].works() if other.communicator == work.communicator
+        awaited = "data from" if kernel.direction == "recv" else "room at"
+        peer_kernels = [
+            work for work in self.states[rank].works() if work.communicator == kernel.communicator
         ]
-        if of_peer:
-            first = next((other for other in of_peer if other.started), of_peer[0])
-            if not self._under_way(work, first):
-                yield Wait(work.place, first.place, f"waits for {awaited} rank {rank}, which is at")
-        else:
-            yield Wait(
-                work.place,
-                RankHost(rank),
-                f"waits for {awaited} rank {rank}, which has launched no kernel for it:",
-            )
+        if not peer_kernels:
+            reason = f"waits for {awaited} rank {rank}, which has launched no kernel for it:"
+            yield Wait(kernel.work_id, RankHost(rank), reason)
+            return
+        running = [work for work in peer_kernels if work.started]
+        peer_kernel = running[0] if running else peer_kernels[0]
+        if not self._is_transfer_in_progress(kernel, peer_kernel):
+            reason = f"waits for {awaited} rank {rank}, which is at"
+            yield Wait(kernel.work_id, peer_kernel.work_id, reason)
 
-    def _under_way(self, work: StreamWork, of_peer: StreamWork) -> bool:
-        """Whether one kernel sends what the other receives, or all ranks run the same collective."""
-        if of_peer.started and {work.direction, of_peer.direction} == {"send", "recv"}:
-            return of_peer.peer == work.member
-        operation = work.communicator, work.number, work.what
-        return all(
-            rank in self.states
-            and any(
-                other.started and (other.communicator, other.number, other.what) == operation
-                for other in self.states[rank].works()
-            )
-            for rank in self.ranks[work.communicator]
-        )
+    def _is_transfer_in_progress(self, kernel: StreamWork, peer_kernel: StreamWork) -> bool:
+        """Return whether a send meets its receive, or all ranks run the kernel's collective."""
+        if peer_kernel.started and {kernel.direction, peer_kernel.direction} == {"send", "recv"}:
+            return peer_kernel.peer == kernel.member
+        return all(self._runs_operation(rank, kernel) for rank in self.members[kernel.communicator])
 
-    def _rank_of(self, communicator: str, peer: int | None) -> int | None:
-        """The rank of the job; None where it has not answered, so may do anything."""
-        members = self.ranks.get(communicator, ())
-        rank = members[peer] if peer is not None and peer < len(members) else None
+    def _runs_operation(self, rank: int | None, kernel: StreamWork) -> bool:
+        """Return whether a rank is known to run the same NCCL operation as `kernel`."""
+        if rank not in self.states:
+            return False
+        for work in self.states[rank].works():
+            if (
+                work.started
+                and work.communicator == kernel.communicator
+                and work.operation_number == kernel.operation_number
+                and work.operation == kernel.operation
+            ):
+                return True
+        return False
+
+    def _answering_rank(self, communicator: str, member: int | None) -> int | None:
+        """Return the job's rank of a communicator's member, or None if that rank did not answer."""
+        ranks = self.members.get(communicator, ())
+        if member is None or member >= len(ranks):
+            return None
+        rank = ranks[member]
         return rank if rank in self.states else None
 
-    def _shown(self, place: WorkPlace) -> WorkPlace:
-        """The work itself, or what its rank has shown of its stream last before it."""
-        if place in self.work:
-            return place
-        same = [
-            known
-            for known in self.work
-            if known.rank == place.rank
-            and known.stream == place.stream
-            and known.device == place.device
-            and known.sequence < place.sequence
-        ]
-        return max(same, key=lambda known: known.sequence, default=place)
+    def _nearest_reported(self, work_id: WorkId) -> WorkId:
+        """Return the work itself if its rank reported it, else the last reported work before it.
 
-    def _stuck(self) -> set[Node]:
-        moving: set[Node] = set()
-        nodes = set(self.waits) | {wait.target for waits in self.waits.values() for wait in waits}
+        A rank reports only the first work of a long stream (csrc/runtime/state.cc).
+        """
+        if work_id in self.work:
+            return work_id
+        earlier = [
+            reported
+            for reported in self.work
+            if reported.rank == work_id.rank
+            and reported.stream == work_id.stream
+            and reported.device == work_id.device
+            and reported.sequence < work_id.sequence
+        ]
+        return max(earlier, key=lambda reported: reported.sequence, default=work_id)
+
+    def _find_stuck(self) -> set[Vertex]:
+        """Return the vertices that can never proceed.
+
+        The set of vertices that can proceed grows until nothing is added: a vertex joins it when all
+        vertices that it waits for are in it.
+        """
+        vertices: set[Vertex] = set(self.waits)
+        for waits in self.waits.values():
+            vertices.update(wait.target for wait in waits)
+        can_proceed: set[Vertex] = set()
         while True:
-            more = {
-                node
-                for node in nodes - moving
-                if all(wait.target in moving for wait in self.waits.get(node, ()))
+            added = {
+                vertex
+                for vertex in vertices - can_proceed
+                if all(wait.target in can_proceed for wait in self.waits.get(vertex, ()))
             }
-            if not more:
-                return nodes - moving
-            moving |= more
+            if not added:
+                return vertices - can_proceed
+            can_proceed |= added
+
+
+def _first_in_queue(state: RankState, queue: int, before: StreamWork) -> StreamWork | None:
+    """Return the first work in a hardware queue that has not started, if it is ahead of `before`."""
+    ahead = []
+    for stream, works in state.streams.items():
+        if stream.queue != queue:
+            continue
+        for work in works:
+            # Position 0 is work that uses no hardware queue.
+            if not work.started and 0 < work.position < before.position:
+                ahead.append(work)
+    return min(ahead, key=lambda work: work.position, default=None)

@@ -1,12 +1,13 @@
-"""The environment of the ranks of a job on emulated GPUs.
+"""Sets up the environment of a job's ranks on emulated GPUs.
 
-    LD_PRELOAD    the runtime and NCCL: before torch's own, which a path inside torch finds
-    PYTHONPATH    what loads the operators when a program imports torch (holmes_lab/site)
-    HOLMES_GPU_*  how many GPUs a node has, their memory, their clock; where the ranks tell what they do
-    NCCL_*        what a person would set on such a cluster; what the user has set stays
+    variable        purpose
+    LD_PRELOAD      loads the emulated CUDA libraries and NCCL instead of those that torch would find
+    PYTHONPATH      installs the emulated operators when a program imports torch (holmes_lab/site)
+    HOLMES_GPU_*    number of GPUs of a node, their memory and clock, and the directory of watch files
+    NCCL_*          settings that suit such a cluster; settings of the user have precedence
 
-A stock job over several fabrics gets the Ethernet, as its user would give it (NCCL_IB_DISABLE=1): InfiniBand
-and RoCE cannot talk to each other. With --holmes, holmes chooses.
+Without --holmes, a job over several fast networks uses Ethernet (NCCL_IB_DISABLE=1), as InfiniBand and RoCE
+cannot reach each other. With --holmes, holmes chooses the network of each group.
 """
 
 from __future__ import annotations
@@ -24,81 +25,98 @@ from holmes_lab.gpu.libraries import NCCL_SETTINGS, Libraries
 from holmes_lab.gpu.operators import VARIABLE as OPERATORS
 from holmes_lab.network.shaping import LabNode
 
-#: Directory in which the ranks tell what they do (csrc/runtime/watch.cc, csrc/nccl/communicators.cc).
+#: Environment variable with the directory for the watch files of the ranks
+#: (csrc/runtime/watch.cc, csrc/nccl/communicators.cc).
 WATCH = "HOLMES_GPU_WATCH"
-#: What a Python that is preloaded needs before its ranks are forked. (The rest is each rank's own.)
+#: Variables that a preloaded Python needs before its ranks are forked. The others are set in each rank.
 OF_TEMPLATE = ("HOLMES_GPU_COUNT", OPERATORS)
-#: Memory of this machine without which a rank cannot even start, MB.
+#: Memory in MB that a rank needs at least.
 LEAST_RANK_MB = 500
+# Limits of the settings of an emulated clock.
+_MAX_RATE = 1e18  # FLOP/s or bytes/s
+_MAX_SMS = 1024
+_MAX_SPEED = 1e6
 
 
 @dataclass(frozen=True)
 class GpuClock:
-    """--accelerator for an emulated GPU. flops: FLOP/s; bytes: of its memory in a second; sms:
-    multiprocessors; speed: cluster -> factor on flops and bytes. 0: what the host takes."""
+    """Emulated speed of a GPU (--accelerator). A rate of 0 stands for the speed of this machine."""
 
-    flops: float = 0.0
-    bytes: float = 0.0
-    sms: int = 108
-    speed: dict[str, float] = field(default_factory=dict)
+    flops: float = 0.0  # FLOP/s
+    bytes: float = 0.0  # bytes/s of the GPU's memory
+    sms: int = 108  # multiprocessors
+    speed: dict[str, float] = field(default_factory=dict)  # cluster -> factor on both rates
 
     def __post_init__(self) -> None:
-        for key, value in (("flops", self.flops), ("bytes", self.bytes)):
-            if not 0 <= value < 1e18:
-                raise HolmesError(f"key {key!r}: {value} is not a rate a second")
-        if not 1 <= self.sms <= 1024:
-            raise HolmesError(f"key 'sms': {self.sms} multiprocessors; it must be 1 to 1024")
+        for key, rate in (("flops", self.flops), ("bytes", self.bytes)):
+            if not 0 <= rate < _MAX_RATE:
+                raise HolmesError(f"key {key!r}: {rate} is not a rate a second")
+        if not 1 <= self.sms <= _MAX_SMS:
+            raise HolmesError(f"key 'sms': {self.sms} multiprocessors; it must be 1 to {_MAX_SMS}")
         for name, factor in self.speed.items():
-            if not 0 < factor < 1e6:
+            if not 0 < factor < _MAX_SPEED:
                 raise HolmesError(f"key 'speed.{name}': {factor} is not a factor above 0")
 
     def variables(self, cluster: str) -> dict[str, str]:
+        """Return the environment variables that set the speed of the GPUs in a cluster."""
         factor = self.speed.get(cluster, 1.0)
-        rates = {
-            "HOLMES_GPU_MFLOPS": self.flops * factor / 1e6,
-            "HOLMES_GPU_MBYTES": self.bytes * factor / 1e6,
-        }
-        return {
-            "HOLMES_GPU_SMS": str(self.sms),
-            **{name: str(round(value)) for name, value in rates.items() if value},
-        }
+        variables = {"HOLMES_GPU_SMS": str(self.sms)}
+        if self.flops:
+            variables["HOLMES_GPU_MFLOPS"] = str(round(self.flops * factor / 1e6))
+        if self.bytes:
+            variables["HOLMES_GPU_MBYTES"] = str(round(self.bytes * factor / 1e6))
+        return variables
 
 
 def parse_clock(text: str) -> GpuClock:
-    """`text` of --accelerator; HolmesError names the key."""
+    """Return the clock that the JSON text of --accelerator describes.
+
+    Raises:
+        HolmesError: The text is no JSON, or a key is unknown or has a wrong value.
+    """
     advice = 'write for example {"flops": 5e9, "bytes": 2e9, "sms": 108}'
     return parse_json(text, "--accelerator", advice).into(GpuClock)
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The emulated GPUs of a job. count: of each node, None: one for each process; memory_mb: of each; seed:
-    kernels start late at random (--gpu-order random), None: not."""
+    """Number, memory and speed of the emulated GPUs of a job."""
 
     libraries: Libraries
-    count: int | None = None
-    memory_mb: int = 16384
+    count: int | None = None  # GPUs of each node; None: one for each process
+    memory_mb: int = 16384  # memory of each GPU
+    #: Seed of random delays before kernels (--gpu-order random); None: without delays.
     seed: int | None = None
     clock: GpuClock = GpuClock()
 
     def check(self, processes: int, ranks: int, environ: Mapping[str, str]) -> int:
-        """GPUs of each node. HolmesError where its processes would find too few, or this machine has too
-        little memory for the ranks."""
+        """Return the number of GPUs of each node, after a check that a job can run on them.
+
+        Args:
+            processes: Processes of each node.
+            ranks: Ranks of the job.
+            environ: Environment of the ranks.
+
+        Raises:
+            HolmesError: A process would find no GPU, or this machine has too little memory for the ranks.
+        """
         count = processes if self.count is None else self.count
         if count < processes:
             raise HolmesError(
                 f"--gpu {count}: the {processes} processes of a node need a GPU each (--processes)"
             )
-        shown = visible(environ.get("CUDA_VISIBLE_DEVICES"), count)
-        if shown < processes:
+        visible_count = visible(environ.get("CUDA_VISIBLE_DEVICES"), count)
+        if visible_count < processes:
             raise HolmesError(
                 f"CUDA_VISIBLE_DEVICES={environ['CUDA_VISIBLE_DEVICES']} hides emulated GPUs: it shows"
-                f" {shown} to the {processes} processes of a node; unset it"
+                f" {visible_count} to the {processes} processes of a node; unset it"
             )
-        if ranks * LEAST_RANK_MB > (left := memory_left_mb()):
+        needed_mb = ranks * LEAST_RANK_MB
+        available_mb = memory_left_mb()
+        if needed_mb > available_mb:
             raise HolmesError(
-                f"--gpu: {ranks} ranks need at least {ranks * LEAST_RANK_MB} MB of memory, and this"
-                f" machine has {left} MB left; run fewer (--order, --processes)"
+                f"--gpu: {ranks} ranks need at least {needed_mb} MB of memory, and this"
+                f" machine has {available_mb} MB left; run fewer (--order, --processes)"
             )
         return count
 
@@ -110,20 +128,33 @@ class Gpus:
         holmes: bool,
         watch: Path,
     ) -> dict[str, str]:
-        """What is added to the environment `base` of all ranks."""
-        stock = {} if holmes else of_stock(nodes)
-        nccl = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin), **stock}
-        random = (
-            {}
-            if self.seed is None
-            else {"HOLMES_GPU_RANDOM": "1", "HOLMES_GPU_SEED": str(self.seed)}
-        )
-        preload = " ".join(map(str, self.libraries.preload))
+        """Return the variables that are added to the environment of all ranks.
+
+        Args:
+            base: Environment of the ranks without emulated GPUs. Its settings of NCCL have precedence.
+            count: GPUs of each node.
+            nodes: Nodes of the job.
+            holmes: Whether the job runs with holmes, so that NCCL's settings need not name a network.
+            watch: Directory for the watch files of the ranks.
+        """
+        nccl_settings = {**NCCL_SETTINGS, "NCCL_NET_PLUGIN": str(self.libraries.plugin)}
+        if not holmes:
+            nccl_settings.update(stock_nccl_settings(nodes))
+        # The settings of the user have precedence.
+        added = {name: value for name, value in nccl_settings.items() if name not in base}
+        if self.seed is not None:
+            added["HOLMES_GPU_RANDOM"] = "1"
+            added["HOLMES_GPU_SEED"] = str(self.seed)
+        preloaded = [str(library) for library in self.libraries.preload]
+        if base.get("LD_PRELOAD"):
+            preloaded.append(base["LD_PRELOAD"])
+        python_path = [SITE]
+        if base.get("PYTHONPATH"):
+            python_path.append(base["PYTHONPATH"])
         return {
-            **{name: value for name, value in nccl.items() if name not in base},
-            **random,
-            "LD_PRELOAD": " ".join(filter(None, [preload, base.get("LD_PRELOAD", "")])),
-            "PYTHONPATH": os.pathsep.join(filter(None, [SITE, base.get("PYTHONPATH", "")])),
+            **added,
+            "LD_PRELOAD": " ".join(preloaded),
+            "PYTHONPATH": os.pathsep.join(python_path),
             OPERATORS: str(self.libraries.hook),
             WATCH: str(watch),
             "HOLMES_GPU_COUNT": str(count),
@@ -131,26 +162,40 @@ class Gpus:
         }
 
 
-def of_stock(nodes: Sequence[LabNode]) -> dict[str, str]:
-    """What a person would tell NCCL about these nodes without holmes."""
-    fabrics = {nic.fabric for node in nodes for nic in node.nics}
-    rdma = len(fabrics - {ETHERNET}) == 1 and all(len(node.nics) > 1 for node in nodes)
-    return {"NCCL_SOCKET_IFNAME": "eth0", **({} if rdma else {"NCCL_IB_DISABLE": "1"})}
+def stock_nccl_settings(nodes: Sequence[LabNode]) -> dict[str, str]:
+    """Return the NCCL settings that a user without holmes would choose for these nodes.
+
+    NCCL may use RDMA only if all nodes have NICs of the same fast network.
+    """
+    settings = {"NCCL_SOCKET_IFNAME": "eth0"}
+    fast_fabrics = {nic.fabric for node in nodes for nic in node.nics} - {ETHERNET}
+    all_have_fast_nic = all(len(node.nics) > 1 for node in nodes)  # the first NIC is Ethernet
+    if len(fast_fabrics) != 1 or not all_have_fast_nic:
+        settings["NCCL_IB_DISABLE"] = "1"
+    return settings
 
 
 def visible(text: str | None, count: int) -> int:
-    """How many of `count` GPUs CUDA_VISIBLE_DEVICES shows: those before the first that does not exist."""
+    """Return the number of GPUs that CUDA_VISIBLE_DEVICES shows.
+
+    As in CUDA, devices after the first invalid number are not visible.
+
+    Args:
+        text: Value of the variable; None if it is not set.
+        count: GPUs of the node.
+    """
     if text is None:
         return count
-    shown = 0
+    visible_count = 0
     for item in text.split(","):
         if not item.strip().isdecimal() or int(item) >= count:
             break
-        shown += 1
-    return shown
+        visible_count += 1
+    return visible_count
 
 
 def memory_left_mb() -> int:
-    """Of this machine, by the kernel's estimate."""
+    """Return the available memory of this machine in MB, as the kernel estimates it."""
     fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) // 1024
+    available_kb = int(fields["MemAvailable"].split()[0])
+    return available_kb // 1024

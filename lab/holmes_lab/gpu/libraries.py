@@ -1,5 +1,8 @@
-"""What a job on emulated GPUs is started with: libraries for the torch of its command, built or found in the
-cache."""
+"""Builds the libraries of the emulated GPU for the torch of a command, or finds them in the cache.
+
+Each new build of NCCL is checked once: the program csrc/check compares the results of its collectives with
+the expected numbers, over sockets and over emulated RDMA.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,15 @@ from pathlib import Path
 from holmes_ext.cluster.nccl import LAB_PLUGIN
 from holmes_ext.errors import HolmesError
 from holmes_lab.gpu import recipes
-from holmes_lab.gpu.build import OnProgress, build, cache_folder
+from holmes_lab.gpu.build import OnProgress, build, cache_folder, ignore_progress
 from holmes_lab.gpu.compiler import find_compiler
 from holmes_lab.gpu.nccl_source import DEFAULT, REPOSITORY, TRIED, NcclSource, find_nccl
 from holmes_lab.gpu.torch_build import TorchBuild, find_torch, python_of
 
+#: Seconds for the check of one network.
 CHECK_S = 600
-_NOT_FOR_CHECK = (
+#: Variables of the user that would change the result of the check.
+_IGNORED_BY_CHECK = (
     "NCCL_DEBUG",
     "NCCL_IB_DISABLE",
     "NCCL_IB_HCA",
@@ -29,41 +34,50 @@ _NOT_FOR_CHECK = (
     "HOLMES_GPU_WATCH",
     "RANK",
 )
-#: For NCCL on emulated GPUs whoever runs it: how NCCL would search for what is not emulated, and its memory.
+#: Settings of NCCL on emulated GPUs: they disable what is not emulated, and save memory.
 NCCL_SETTINGS = {
-    "NCCL_PAT_ENABLE": "0",  # an algorithm whose device side is not emulated
-    "NCCL_LOCAL_REGISTER": "0",  # registered buffers: likewise
+    "NCCL_PAT_ENABLE": "0",  # the device code of this algorithm is not emulated
+    "NCCL_LOCAL_REGISTER": "0",  # registered buffers are not emulated
     "NCCL_GRAPH_REGISTER": "0",
-    "NCCL_NVLS_ENABLE": "0",  # no NVLink
-    "NCCL_LL128_BUFFSIZE": "262144",  # of each connection 5 MB of this machine's memory otherwise
-    "NCCL_NET_PLUGIN_REF_COUNT": "1",  # 2.29 cannot load a plugin of others a second time
+    "NCCL_NVLS_ENABLE": "0",  # there is no NVLink
+    "NCCL_LL128_BUFFSIZE": "262144",  # the default takes 5 MB of this machine's memory for each connection
+    "NCCL_NET_PLUGIN_REF_COUNT": "1",  # NCCL 2.29 cannot load an external plugin a second time
 }
+_MAX_NAMED_FUNCTIONS = 3
 
 
 @dataclass(frozen=True)
 class Libraries:
-    """runtime, operators, nccl: their folders in the cache."""
+    """Libraries of the emulated GPU, built for one torch and one NCCL."""
 
     torch: TorchBuild
     source: NcclSource
-    runtime: Path
-    operators: Path
-    nccl: Path
+    runtime: Path  # folder of the CUDA runtime, the CUDA driver and NVML
+    operators: Path  # folder of torch's operators
+    nccl: Path  # folder of NCCL and its network plugin
 
     @property
     def preload(self) -> tuple[Path, ...]:
-        """What LD_PRELOAD names: nothing else goes before the path inside torch that leads to its own
-        libraries."""
-        cuda = (f"libcudart.so.{self.torch.cuda[0]}", "libcuda.so.1", "libnvidia-ml.so.1")
-        return (*(self.runtime / name for name in cuda), self.nccl / "libnccl.so.2")
+        """Paths of the libraries that LD_PRELOAD must name.
+
+        torch finds its own libraries by a path inside torch. Only preloaded libraries come before that path.
+        """
+        cuda_major = self.torch.cuda[0]
+        return (
+            self.runtime / f"libcudart.so.{cuda_major}",
+            self.runtime / "libcuda.so.1",
+            self.runtime / "libnvidia-ml.so.1",
+            self.nccl / "libnccl.so.2",
+        )
 
     @property
     def plugin(self) -> Path:
+        """Path of NCCL's network plugin. It emulates RDMA over the emulated cluster's fast NICs."""
         return self.nccl / LAB_PLUGIN
 
     @property
     def hook(self) -> Path:
-        """What is loaded when a program imports torch."""
+        """Path of the library that installs torch's CUDA operators, loaded with torch."""
         return self.operators / "libholmes_operators.so"
 
 
@@ -71,31 +85,46 @@ def libraries(
     command: Sequence[str],
     environ: Mapping[str, str],
     nccl_source: str | None = None,
-    on_progress: OnProgress = lambda *_: None,
+    on_progress: OnProgress = ignore_progress,
 ) -> Libraries:
-    """For the torch that `command` imports in `environ`. nccl_source: --nccl-source. Builds what the cache
-    lacks, and tries NCCL's numbers once for each build. HolmesError in one line where something is missing or
-    does not fit."""
-    torch, compiler, cache = (
-        find_torch(python_of(command, environ), environ),
-        find_compiler(),
-        cache_folder(),
-    )
+    """Return the libraries of the emulated GPU for the torch that a command imports.
+
+    Libraries that are not in the cache are built, and the results of a new NCCL are checked.
+
+    Args:
+        command: The command with its arguments.
+        environ: The environment in which it runs.
+        nccl_source: Path of NCCL's source code (--nccl-source); None to search for it.
+        on_progress: Shows the progress of the build.
+
+    Raises:
+        HolmesError: torch, a compiler or NCCL's source is missing, they do not fit each other, the build
+            fails or the results of NCCL are wrong.
+    """
+    torch = find_torch(python_of(command, environ), environ)
+    compiler = find_compiler()
+    cache = cache_folder()
     source = find_nccl(nccl_source, cache, advised_nccl(torch))
-    host = recipes.nccl_host(compiler, source, torch.cuda)
-    parts = (
-        recipes.runtime(compiler, torch.cuda),
-        recipes.operators(compiler, torch),
-        host,
-        recipes.nccl(compiler, source, torch.cuda, host),
-    )
-    mark = f"checked-{hashlib.sha256(torch.digest.encode()).hexdigest()[:16]}"
-    checked = cache / parts[3].folder / mark
+    runtime = recipes.runtime(compiler, torch.cuda)
+    operators = recipes.operators(compiler, torch)
+    nccl_host = recipes.nccl_host(compiler, source, torch.cuda)
+    nccl = recipes.nccl(compiler, source, torch.cuda, nccl_host)
+
+    # This file marks that NCCL was checked with this build of torch.
+    torch_digest = hashlib.sha256(torch.digest.encode()).hexdigest()
+    checked = cache / nccl.folder / f"checked-{torch_digest[:16]}"
     if not checked.exists():
         check_functions(torch, source)
-    build(parts[:1], cache, on_progress)  # soon there for whoever waits for it alone
-    built = build(parts, cache, on_progress)
-    libs = Libraries(torch, source, built["runtime"], built["operators"], built["nccl"])
+    # Another process may wait only for the runtime, so it is built first and its lock released.
+    build([runtime], cache, on_progress)
+    built = build([runtime, operators, nccl_host, nccl], cache, on_progress)
+    libs = Libraries(
+        torch,
+        source,
+        runtime=built["runtime"],
+        operators=built["operators"],
+        nccl=built["nccl"],
+    )
     if not checked.exists():
         on_progress(0, 0, "trying NCCL's numbers")
         results = [check_numbers(libs, network) for network in ("Socket", "IB")]
@@ -105,35 +134,49 @@ def libraries(
 
 def advised_nccl(torch: TorchBuild) -> str:
     """Return the version of NCCL that is installed with torch if it was tried, else the default version."""
-    installed = [
-        path.name.split("-")[1] for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info")
-    ]
-    return next((version for version in installed if version in TRIED), DEFAULT)
+    for path in torch.folder.parent.glob("nvidia_nccl_cu*.dist-info"):
+        version = path.name.split("-")[1]
+        if version in TRIED:
+            return version
+    return DEFAULT
 
 
 def check_functions(torch: TorchBuild, source: NcclSource) -> None:
-    """HolmesError where torch calls functions that this NCCL's headers do not name."""
-    needed: set[str] = set()
+    """Check that NCCL's headers declare all functions of NCCL that torch calls.
+
+    Raises:
+        HolmesError: A function is missing.
+    """
+    function_name = re.compile(r"\bnccl[A-Z]\w*")
+    called: set[str] = set()
     for library in torch.folder.glob("lib/libtorch_*.so"):
-        done = subprocess.run(
+        # nm prints the undefined symbols: the functions that torch expects in other libraries.
+        completed = subprocess.run(
             ["nm", "-D", "--undefined-only", library], capture_output=True, text=True
         )
-        needed |= set(re.findall(r"\bnccl[A-Z]\w*", done.stdout))
+        called.update(function_name.findall(completed.stdout))
     src = source.folder / "src"
-    headers = [
-        path.read_text() for path in (src / "nccl.h.in", *src.glob("include/nccl_device/**/*.h"))
-    ]
-    missing = sorted(needed.difference(re.findall(r"\bnccl[A-Z]\w*", "\n".join(headers))))
+    declared: set[str] = set()
+    for header in (src / "nccl.h.in", *src.glob("include/nccl_device/**/*.h")):
+        declared.update(function_name.findall(header.read_text()))
+    missing = sorted(called - declared)
     if missing:
         raise HolmesError(
-            f"NCCL {source.name} lacks {', '.join(missing[:3])}, which torch {torch.version} calls; take"
-            f" newer source: git clone -b v{advised_nccl(torch)}-1 {REPOSITORY}"
+            f"NCCL {source.name} lacks {', '.join(missing[:_MAX_NAMED_FUNCTIONS])}, which torch"
+            f" {torch.version} calls; take newer source: git clone -b v{advised_nccl(torch)}-1 {REPOSITORY}"
         )
 
 
 def check_numbers(libs: Libraries, network: str) -> str:
-    """Runs csrc/check over one network; returns what it prints. HolmesError where a number is wrong, or it
-    hangs."""
+    """Run the program that checks the results of NCCL's collectives, and return its output.
+
+    Args:
+        libs: The libraries of the emulated GPU.
+        network: NCCL's network for the check: "Socket" or "IB".
+
+    Raises:
+        HolmesError: A result is wrong, or the program does not end within CHECK_S seconds.
+    """
     with tempfile.TemporaryDirectory() as directory:
         env = {
             **os.environ,
@@ -142,35 +185,38 @@ def check_numbers(libs: Libraries, network: str) -> str:
             "NCCL_SOCKET_IFNAME": "lo",
             "NCCL_NET_PLUGIN": "none",
         }
-        for name in _NOT_FOR_CHECK:
+        for name in _IGNORED_BY_CHECK:
             env.pop(name, None)
         if network == "IB":
-            _loopback_hca(Path(directory))
-            env |= {
-                "NCCL_NET_PLUGIN": str(libs.plugin),
-                "HOLMES_SYSFS": directory,
-                "NCCL_NET": "IB",
-            }
+            _write_loopback_hca(Path(directory))
+            env["NCCL_NET_PLUGIN"] = str(libs.plugin)
+            env["HOLMES_SYSFS"] = directory
+            env["NCCL_NET"] = "IB"
         try:
-            done = subprocess.run(
+            completed = subprocess.run(
                 [libs.nccl / "nccl_check"], env=env, capture_output=True, text=True, timeout=CHECK_S
             )
-            output, status = done.stdout.strip() or done.stderr.strip(), done.returncode
+            output = completed.stdout.strip() or completed.stderr.strip()
+            status = completed.returncode
         except subprocess.TimeoutExpired:
-            output, status = f"no end after {CHECK_S} s", 1
+            output = f"no end after {CHECK_S} s"
+            status = 1
     if status:
-        lines = [line for line in output.splitlines() if line.startswith("wrong")]
-        wrong = lines[0] if lines else output[-300:] or f"status {status}"
+        wrong_results = [line for line in output.splitlines() if line.startswith("wrong")]
+        if wrong_results:
+            problem = wrong_results[0]
+        else:
+            problem = output[-300:] or f"status {status}"
         raise HolmesError(
-            f"NCCL {libs.source.name} does not fit the emulated GPU: {wrong} (network {network}); take"
+            f"NCCL {libs.source.name} does not fit the emulated GPU: {problem} (network {network}); take"
             f" the source of {', '.join(TRIED)}"
         )
     return f"{network}: {output}"
 
 
-def _loopback_hca(root: Path) -> None:
-    """An HCA over the loopback device, as a sysfs tree."""
-    device = root / "class" / "infiniband" / "mlx5_0"
+def _write_loopback_hca(sysfs: Path) -> None:
+    """Write a sysfs tree with an InfiniBand adapter that uses the loopback device."""
+    device = sysfs / "class" / "infiniband" / "mlx5_0"
     (device / "device" / "net" / "lo").mkdir(parents=True)
     (device / "ports" / "1").mkdir(parents=True)
     (device / "ports" / "1" / "rate").write_text("200 Gb/sec (4X HDR)\n")

@@ -1,8 +1,8 @@
 """Finds the source code of NCCL on this machine.
 
-Emulated GPUs need it: holmes compiles NCCL's host code from source, and runs it on an emulated CUDA runtime.
-The source is a git checkout, or a .tar.gz archive of one, which is unpacked into holmes's cache. It is taken
-from the first of these that is given or exists:
+For emulated GPUs, holmes compiles NCCL's host code from source and runs it on an emulated CUDA runtime. The
+source is a git checkout, or a .tar.gz archive of a checkout, which is unpacked into holmes's cache. The first
+of these that is given or exists is used:
 
     1. the value of --nccl-source, an option of `holmes lab build` and `holmes lab run --gpu`
     2. the environment variable HOLMES_NCCL_SOURCE
@@ -28,10 +28,12 @@ from holmes_ext.errors import HolmesError
 
 VARIABLE = "HOLMES_NCCL_SOURCE"
 REPOSITORY = "https://github.com/NVIDIA/nccl"
-#: The releases with which the emulated GPU was tried. An older minor version than the first is refused. A
-#: newer one than the last is used with a warning: when it is built, its results are checked (csrc/check).
+#: Releases with which the emulated GPU was tested. A minor version older than the first is rejected. A newer
+#: version than the last is used with a warning: when it is built, its results are checked (csrc/check).
 TRIED = ("2.27.7", "2.28.9", "2.29.7", "2.30.7")
-DEFAULT = "2.29.7"  # what `make checkouts` clones into default_nccl_folder()
+#: The version that `make checkouts` clones into default_nccl_folder().
+DEFAULT = "2.29.7"
+_VERSION_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -44,19 +46,23 @@ class NcclSource:
 
     @property
     def name(self) -> str:
+        """The version as text, such as "2.29.7"."""
         return ".".join(map(str, self.version))
 
     @property
     def code(self) -> str:
-        """NCCL_VERSION_CODE."""
-        return "{}{:02}{:02}".format(*self.version)
+        """NCCL_VERSION_CODE in nccl.h, which is "22907" for NCCL 2.29.7."""
+        major, minor, patch = self.version
+        return f"{major}{minor:02}{patch:02}"
 
 
 def default_nccl_folder(version: str | None = None) -> Path:
-    """Return a folder in which NCCL's source is searched if the user names no other. It may not exist.
+    """Return a folder in which NCCL's source is searched if the user names no folder.
+
+    The folder may not exist.
 
     Args:
-        version: The folder for this version of NCCL, such as "2.30.7". None: the folder for any version.
+        version: Version of NCCL in the folder, such as "2.30.7"; None for the folder of any version.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     name = "nccl" if version is None else f"nccl-{version}"
@@ -66,10 +72,11 @@ def default_nccl_folder(version: str | None = None) -> Path:
 def find_nccl(option: str | None, cache: Path, wanted: str = DEFAULT) -> NcclSource:
     """Find the source code of NCCL, and return its folder and version.
 
-    It is searched in `option`, in the environment variable HOLMES_NCCL_SOURCE, and in the default folders.
+    The path is `option` if it is given, else the value of the environment variable HOLMES_NCCL_SOURCE, else
+    the first default folder that exists.
 
     Args:
-        option: A checkout of NCCL or an archive of one (the value of --nccl-source), or None.
+        option: Path of a checkout of NCCL or of its archive (the value of --nccl-source), or None.
         cache: The folder into which an archive is unpacked.
         wanted: The version of NCCL whose default folder is searched first, and which the error message
             recommends if no source is found.
@@ -93,7 +100,7 @@ def find_nccl(option: str | None, cache: Path, wanted: str = DEFAULT) -> NcclSou
             f"--gpu compiles NCCL's host code from its source: git clone -b v{wanted}-1 {REPOSITORY} {path}, "
             f"or name another folder with --nccl-source or {VARIABLE}"
         )
-    folder = path if path.is_dir() else _unpacked(path, cache)
+    folder = path if path.is_dir() else _unpack(path, cache)
     return _read_version(folder, given or str(path))
 
 
@@ -113,10 +120,10 @@ def _read_version(folder: Path, where: str) -> NcclSource:
     if has_code and makefile.is_file():
         text = makefile.read_text()
     else:
-        text = ""  # in which no version is found
+        text = ""  # contains no version, so the error below is raised
     # Lines like "NCCL_MAJOR   := 2".
     numbers = re.findall(r"^NCCL_(?:MAJOR|MINOR|PATCH)\s*:=\s*(\d+)", text, re.MULTILINE)
-    if len(numbers) != 3:
+    if len(numbers) != _VERSION_PARTS:
         raise HolmesError(
             f"{where} is no checkout of NCCL (it lacks src/init.cc or makefiles/version.mk)"
         )
@@ -143,20 +150,30 @@ def _minor_version(release: str) -> tuple[int, int]:
 
 
 def digest_of_tree(folder: Path, *patterns: str) -> str:
-    """sha256 (hex) of the names and contents of all files below `folder` (or of those that match)."""
-    files = {
-        path for pattern in patterns or ("**/*",) for path in folder.glob(pattern) if path.is_file()
-    }
-    total = hashlib.sha256()
+    """Return the SHA-256 digest (hex) of the names and contents of the files below a folder.
+
+    Args:
+        folder: The folder.
+        patterns: Glob patterns of the files. Without patterns, all files count.
+    """
+    files: set[Path] = set()
+    for pattern in patterns or ("**/*",):
+        files.update(path for path in folder.glob(pattern) if path.is_file())
+    digest = hashlib.sha256()
     for path in sorted(files):
-        total.update(f"{path.relative_to(folder)}\0".encode())
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
+        digest.update(f"{path.relative_to(folder)}\0".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
-def _unpacked(archive: Path, cache: Path) -> Path:
-    """The folder in the cache that holds the archive's content; unpacked when it is not there."""
-    target = cache / f"nccl-source-{hashlib.sha256(archive.read_bytes()).hexdigest()[:16]}"
+def _unpack(archive: Path, cache: Path) -> Path:
+    """Unpack an archive of NCCL's source into the cache, unless it is there already, and return its folder.
+
+    Raises:
+        HolmesError: The file is no archive.
+    """
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    target = cache / f"nccl-source-{digest[:16]}"
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix="unpacking-", dir=cache))
@@ -169,9 +186,13 @@ def _unpacked(archive: Path, cache: Path) -> Path:
                 f"{archive} is neither a folder nor an archive of NCCL's source: {error}"
             ) from None
         except OSError:
-            if not target.is_dir():  # else another process was first
+            # The rename fails if another process has unpacked the same archive first.
+            if not target.is_dir():
                 raise
         finally:
             shutil.rmtree(draft, ignore_errors=True)
-    inner = [path for path in target.iterdir() if path.is_dir()]
-    return inner[0] if len(inner) == 1 and not (target / "src").is_dir() else target
+    if (target / "src").is_dir():
+        return target
+    # Most archives have a single folder at the top, such as nccl-2.29.7-1.
+    folders = [path for path in target.iterdir() if path.is_dir()]
+    return folders[0] if len(folders) == 1 else target

@@ -1,13 +1,14 @@
-"""What happens when a program of an emulated GPU imports torch: its operators get kernels that the CPU
-computes.
+"""Installs CPU kernels for torch's CUDA operators when a program on emulated GPUs imports torch.
 
-    torch._C        libholmes_operators.so is loaded: it remembers torch's
-                    C++ Meta kernels before torch's Python part replaces them
-    torch           the operators of the CUDA key get their kernels
-                    (csrc/operators); torch.compile runs graphs eagerly
-    triton          kernels run in triton's own interpreter
+The module is loaded when Python starts (holmes_lab/site), and acts after the program's imports:
 
-The program knows nothing of it. What differs from a GPU is said once, in one line, by the job's first rank.
+    import of torch._C   libholmes_operators.so is loaded. It keeps torch's C++ Meta kernels, before the
+                         Python part of torch replaces them.
+    import of torch      The CUDA operators get kernels that compute on the CPU (csrc/operators), and
+                         torch.compile runs graphs without generating code.
+    import of triton     Kernels run in triton's own interpreter.
+
+The program itself is not changed. Each difference to a physical GPU is printed once, by the job's first rank.
 """
 
 from __future__ import annotations
@@ -23,35 +24,54 @@ from typing import Any
 
 from holmes_lab.emulate.after_import import call_after_import
 
-#: The path of libholmes_operators.so, in the environment of a program on emulated GPUs.
+#: Environment variable with the path of libholmes_operators.so.
 VARIABLE = "HOLMES_GPU_OPERATORS"
-#: "eager" (torch.compile traces, and runs what it has traced as it is) or "off" (TORCHDYNAMO_DISABLE=1).
+#: Environment variable for torch.compile: "eager" traces a model and runs the graph without generated code,
+#: "off" does nothing (TORCHDYNAMO_DISABLE=1).
 COMPILE = "HOLMES_GPU_COMPILE"
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-_FOR_DEVICE_CODE = ("inductor", "cudagraphs", "onnxrt", "tensorrt")  # backends of torch.compile
+#: Backends of torch.compile that generate code for the GPU.
+_CODE_GENERATORS = ("inductor", "cudagraphs", "onnxrt", "tensorrt")
 
 
 def install_when_imported(library: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Called at Python's start: prepares the environment, and hooks the imports. library:
-    libholmes_operators.so."""
-    environ.setdefault("TRITON_INTERPRET", "1")
-    # operators that torch writes in triton: the CPU's instead
+    """Prepare the environment of a program, and install the operators when it imports torch.
+
+    Args:
+        library: Path of libholmes_operators.so.
+        environ: The environment of this process.
+    """
+    environ.setdefault(
+        "TRITON_INTERPRET", "1"
+    )  # triton runs its kernels in an interpreter, on the CPU
+    # Some of torch's operators have variants written in triton. Without these, the CPU kernels run.
     environ.setdefault("TORCH_DISABLE_NATIVE_JIT", "1")
     if environ.get(COMPILE) == "off":
         environ["TORCHDYNAMO_DISABLE"] = "1"
     drop_expandable_segments(environ)
     loaded: list[ctypes.CDLL] = []
+
+    def after_torch_c(module: Any) -> None:
+        loaded.append(_load(library, environ))
+
+    def after_torch(torch: Any) -> None:
+        _install(loaded[0], torch)
+
     call_after_import(
         {
-            "torch._C": lambda _: loaded.append(_load(library, environ)),
-            "torch": lambda torch: _install(loaded[0], torch),
-            "triton.runtime.interpreter": _tell_of_triton,
+            "torch._C": after_torch_c,
+            "torch": after_torch,
+            "triton.runtime.interpreter": _announce_triton,
         }
     )
 
 
 def drop_expandable_segments(environ: MutableMapping[str, str]) -> None:
-    """Device memory has no virtual addresses of its own, so torch's allocator takes its ordinary segments."""
+    """Remove expandable_segments from the settings of torch's CUDA allocator.
+
+    Expandable segments need virtual device addresses, which emulated memory does not have. The allocator then
+    uses ordinary segments.
+    """
     for name in _ALLOCATOR_SETTINGS:
         settings = environ.get(name, "").split(",")
         kept = [
@@ -64,13 +84,14 @@ def drop_expandable_segments(environ: MutableMapping[str, str]) -> None:
 
 @functools.cache
 def say(text: str) -> None:
-    """One line, once, of the job's first rank."""
+    """Print a message once, and only on the job's first rank."""
     if os.environ.get("RANK", "0") == "0":
         print(f"holmes: emulated GPU: {text}", file=sys.stderr, flush=True)
 
 
 def _load(path: str, environ: MutableMapping[str, str]) -> ctypes.CDLL:
-    drop_expandable_segments(environ)  # the program may have set it before its import
+    """Load libholmes_operators.so, which keeps torch's Meta kernels for later."""
+    drop_expandable_segments(environ)  # the program may have set it before it imported torch
     library = ctypes.CDLL(path, mode=os.RTLD_NOW | os.RTLD_GLOBAL)
     library.egpuOperatorsInstall.restype = ctypes.c_char_p
     library.egpuOperatorsPrepare()
@@ -78,37 +99,48 @@ def _load(path: str, environ: MutableMapping[str, str]) -> ctypes.CDLL:
 
 
 def _install(library: ctypes.CDLL, torch: Any) -> None:
-    problem = library.egpuOperatorsInstall().decode()
+    """Install the kernels of the CUDA operators, and disable torch's compilers for GPU code.
+
+    The process exits if torch rejects the kernels.
+    """
+    problem = library.egpuOperatorsInstall().decode()  # empty if torch accepts all kernels
     if problem:
         sys.exit(
             f"holmes: emulated GPU: torch {torch.__version__} refuses the operators: {problem}"
         )
-    torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fuser would compile device code
-    torch.compile = _without_device_code(torch.compile)
-    torch.cuda._lazy_call(_write_stacks_when_asked)  # in the process that uses CUDA, after a fork
+    torch._C._jit_override_can_fuse_on_gpu(False)  # TorchScript's fuser would compile GPU code
+    torch.compile = _without_code_generation(torch.compile)
+    # A signal handler must be set in the process that uses CUDA, which may be forked from this one.
+    torch.cuda._lazy_call(_write_stacks_on_signal)
 
 
-def _write_stacks_when_asked() -> None:
-    """The lab asks a job that hangs for its Python stacks (csrc/runtime/watch.cc)."""
-    directory, rank = os.environ.get("HOLMES_GPU_WATCH"), os.environ.get("HOLMES_LAB_RANK")
-    if (
-        directory and rank and signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL
-    ):  # else it is the program's
-        file = open(os.path.join(directory, f"rank{rank}.stack"), "a")
-        faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+def _write_stacks_on_signal() -> None:
+    """Write the Python stacks of this rank into a file whenever the process receives SIGUSR2.
+
+    The thread that watches the rank (csrc/runtime/watch.cc) sends the signal when the job hangs. If the
+    program uses SIGUSR2 itself, nothing changes.
+    """
+    directory = os.environ.get("HOLMES_GPU_WATCH")
+    rank = os.environ.get("HOLMES_LAB_RANK")
+    if not directory or not rank or signal.getsignal(signal.SIGUSR2) is not signal.SIG_DFL:
+        return
+    # faulthandler needs the file for the rest of the process.
+    file = open(os.path.join(directory, f"rank{rank}.stack"), "a")  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 
-def _without_device_code(original: Callable[..., Any]) -> Callable[..., Any]:
-    """torch.compile whose backends that generate device code are "eager"."""
+def _without_code_generation(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a replacement of torch.compile that uses backend "eager" instead of code generators."""
 
     @functools.wraps(original)
     def compile(model: Any = None, *, backend: Any = "inductor", **options: Any) -> Any:
-        if backend is None or backend in _FOR_DEVICE_CODE:
+        if backend is None or backend in _CODE_GENERATORS:
             say(
                 f'torch.compile traces but generates no code: backend "eager" ({COMPILE}=off: it does '
                 f"nothing)"
             )
             backend = "eager"
+            # The backend "eager" accepts neither.
             options.pop("mode", None)
             options.pop("options", None)
         return original(model, backend=backend, **options)
@@ -116,12 +148,17 @@ def _without_device_code(original: Callable[..., Any]) -> Callable[..., Any]:
     return compile
 
 
-def _tell_of_triton(interpreter: Any) -> None:
-    original = interpreter.GridExecutor.__call__
+def _announce_triton(interpreter: Any) -> None:
+    """Wrap the launch of triton kernels, so that the first launch prints a message.
 
-    @functools.wraps(original)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    Args:
+        interpreter: The module triton.runtime.interpreter. Its GridExecutor is called for each launch.
+    """
+    launch = interpreter.GridExecutor.__call__
+
+    @functools.wraps(launch)
+    def announce_and_launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         say("triton kernels run in triton's interpreter, and wait for their streams")
-        return original(self, *args, **kwargs)
+        return launch(self, *args, **kwargs)
 
-    interpreter.GridExecutor.__call__ = __call__
+    interpreter.GridExecutor.__call__ = announce_and_launch

@@ -1,56 +1,77 @@
-"""Missing waits that a job's emulated GPUs found with --gpu-order random (csrc/runtime/races.h)."""
+"""Formats the missing waits that emulated GPUs found in a job with --gpu-order random.
+
+A wait is missing if two streams access the same memory, at least one of them writes, and no event or other
+synchronization orders them. csrc/runtime/races.h explains how the emulated GPUs find these.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-_FRAMES = 3  # of the Python stack that are shown
-_TORCH = "/site-packages/torch/"
+#: Frames of the Python stack that are shown.
+_MAX_FRAMES = 3
+_TORCH_FOLDER = "/site-packages/torch/"
 
 
 def missing_waits(directory: Path) -> list[str]:
-    """Lines for a person, of what the ranks of the job wrote into `directory`: each missing wait once."""
-    ranks_of: dict[tuple[str, ...], list[int]] = {}
-    files = {int(path.stem[len("rank") :]): path for path in directory.glob("rank*.races")}
-    for rank, path in sorted(files.items()):
-        for line in path.read_text(errors="replace").splitlines():
-            ranks_of.setdefault(tuple(_lines(json.loads(line))), []).append(rank)
-    return [
-        text
-        for (first, *more), ranks in ranks_of.items()
-        for text in (
-            f"a wait is missing (rank {', '.join(map(str, sorted(set(ranks))))}): {first}",
-            *more,
+    """Return lines that describe each missing wait of a job once, with the ranks that found it.
+
+    Args:
+        directory: Directory in which each rank wrote its file rank<N>.races.
+    """
+    ranks_of: dict[tuple[str, ...], set[int]] = defaultdict(set)  # lines of a description -> ranks
+    paths = {int(path.stem.removeprefix("rank")): path for path in directory.glob("rank*.races")}
+    for rank, path in sorted(paths.items()):
+        for record in path.read_text(errors="replace").splitlines():
+            description = _describe(json.loads(record))
+            ranks_of[tuple(description)].add(rank)
+    lines = []
+    for (summary, *frames), ranks in ranks_of.items():
+        numbers = ", ".join(map(str, sorted(ranks)))
+        lines.append(f"a wait is missing (rank {numbers}): {summary}")
+        lines.extend(frames)
+    return lines
+
+
+def _describe(race: Mapping[str, Any]) -> list[str]:
+    """Return a summary line of a missing wait, and lines with the Python stack of the later launch.
+
+    Args:
+        race: A record of rank<N>.races. Without "second", the host itself changed pinned memory that the work
+            "first" reads.
+    """
+    first = race["first"]
+    second = race.get("second")
+    size = f"{race['bytes']} bytes"
+    if second is None:
+        summary = (
+            f"{_label(first)} reads {size} of pinned memory that the host changed after the launch"
         )
-    ]
-
-
-def _lines(race: Mapping[str, Any]) -> Iterator[str]:
-    first, size = race["first"], f"{race['bytes']} bytes"
-    if (second := race.get("second")) is None:
-        yield f"{_label(first)} reads {size} of pinned memory that the host changed after the launch"
     else:
-        yield (
-            f"{_label(second)} {_does(second)} {size} that {_label(first)} {_does(first)}, and neither "
+        summary = (
+            f"{_label(second)} {_verb(second)} {size} that {_label(first)} {_verb(first)}, and neither "
             f"waits for the other"
         )
-    yield from _frames(race["stack"].splitlines())
+    return [summary, *_innermost_frames(race["stack"].splitlines())]
 
 
-def _does(work: Mapping[str, Any]) -> str:
+def _verb(work: Mapping[str, Any]) -> str:
     return "writes" if work["writes"] else "reads"
 
 
 def _label(work: Mapping[str, Any]) -> str:
-    """ "kernel AllReduce of 4 Float32 (group stage link, stream 7)"."""
+    """Return work in words: "kernel AllReduce of 4 Float32 (group stage link, stream 7)"."""
     group = f"group {work['group']}, " if work.get("group") else ""
-    return f"{work['kind']} {work.get('what') or work['name']} ({group}stream {work['stream']})"
+    name = work.get("what") or work["name"]
+    return f"{work['kind']} {name} ({group}stream {work['stream']})"
 
 
-def _frames(stack: Iterable[str]) -> list[str]:
-    """The innermost calls of the program that launched the second."""
+def _innermost_frames(stack: Iterable[str]) -> list[str]:
+    """Return the innermost frames of a Python stack, without frames inside torch if there are others."""
     frames = [f"    {line.strip()}" for line in stack]
-    return [line for line in frames if _TORCH not in line][:_FRAMES] or frames[:_FRAMES]
+    frames_of_program = [line for line in frames if _TORCH_FOLDER not in line]
+    return (frames_of_program or frames)[:_MAX_FRAMES]

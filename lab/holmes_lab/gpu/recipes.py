@@ -1,13 +1,13 @@
-"""What the emulated GPU consists of, and the commands that build it.
+"""Defines the components of the emulated GPU and the commands that build each of them.
 
-    runtime      libcudart.so.MAJOR, libcuda.so.1, libnvidia-ml.so.1     csrc/runtime, csrc/driver
-    operators    libholmes_operators.so                                  csrc/operators, against
-                                                                         the installed torch
-    nccl-host    NCCL's host code, compiled as it is                     the checkout, csrc/include
-    nccl         libnccl.so.2, libnccl-net-holmes.so, nccl_check         nccl-host, csrc/nccl, csrc/net
+    component    products                                            built from
+    runtime      libcudart.so.MAJOR, libcuda.so.1, libnvidia-ml.so.1 csrc/runtime, csrc/driver
+    operators    libholmes_operators.so                              csrc/operators, the installed torch
+    nccl-host    libnccl_host.a: NCCL's unmodified host code         NCCL's source, csrc/include
+    nccl         libnccl.so.2, libnccl-net-holmes.so, nccl_check     nccl-host, csrc/{nccl,net,check}
 
-Each component has a digest of all that decides what comes out, so a change rebuilds what depends on it and no
-more.
+Each component has a digest of everything that determines its products: compiler, flags and source files.
+A change therefore rebuilds only the components that depend on it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from holmes_lab.gpu.nccl_source import NcclSource, digest_of_tree
 from holmes_lab.gpu.torch_build import TorchBuild
 
 CSRC = Path(__file__).with_name("csrc")
-#: In a command: the file that it makes, the component's folder while it is built.
-MADE, HERE = "{made}", "{here}"
-#: Functions that csrc/nccl stands around: of NCCL, as the compiler writes their signatures (2.27 to 2.30),
-#: and of libc.
-_WRAPPED = (
+#: Placeholder in a build command for the file that the command writes.
+OUTPUT = "{made}"
+#: Placeholder in a build command for the folder in which the component is built.
+BUILD_FOLDER = "{here}"
+#: Functions that csrc/nccl wraps with the linker's --wrap: three of NCCL, under their mangled C++ names (the
+#: same in 2.27 to 2.30), and several of libc.
+_WRAPPED_FUNCTIONS = (
     "_Z16ncclLaunchKernelP8ncclCommP14ncclKernelPlan",
     "_Z17ncclTopoTuneModelP8ncclCommiiPP13ncclTopoGraph",
     "_Z13bootstrapRecvPviiS_i",
@@ -41,9 +43,10 @@ _WRAPPED = (
     "free",
     "memset",
 )
-_FIRST = ("-include", f"{HERE}/first.h")
-# What is loaded before a program brings no C++ library of its own into it.
-_STANDALONE = (
+#: Compiler flags that include the precompiled header first.h.
+_INCLUDE_FIRST = ("-include", f"{BUILD_FOLDER}/first.h")
+#: Linker flags of preloaded libraries: they must not bring a C++ library into the program.
+_STATIC_CXX = (
     "-static-libstdc++",
     "-static-libgcc",
     "-Wl,--exclude-libs,libstdc++.a:libgcc.a:libgcc_eh.a",
@@ -52,35 +55,43 @@ _STANDALONE = (
 
 @dataclass(frozen=True)
 class BuildStep:
-    """One command. makes: a file of the component's folder; weight: bytes of its source, to begin with the
-    longest."""
+    """A command that builds one file of a component."""
 
-    makes: str
-    argv: tuple[str, ...]
-    weight: int = 0
-    where: Path = CSRC
+    output: str  # path of the file in the component's folder
+    argv: tuple[str, ...]  # may contain the placeholders OUTPUT and BUILD_FOLDER
+    source_bytes: int = 0  # size of the source; the largest files are compiled first
+    working_directory: Path = CSRC
 
 
 @dataclass(frozen=True)
 class BuildUnit:
-    """prepare(folder) writes what is generated; header: compiled first, for all that includes it;
-    compiles(folder) are the commands after that, in any order; links(built) those after all of them, in
-    order, built: component -> its folder; products: what is kept."""
+    """A component of the emulated GPU and the steps that build it."""
 
     name: str
     digest: str
-    products: tuple[str, ...]
+    products: tuple[str, ...]  # files that are kept after the build
+    #: Returns the compilations, which may run in parallel. Argument: the component's folder.
     compiles: Callable[[Path], list[BuildStep]]
+    #: Returns the links, which run in order after all compilations. Argument: component -> its folder.
     links: Callable[[dict[str, Path]], list[BuildStep]]
+    #: Writes generated files into the component's folder, before anything is compiled.
     prepare: Callable[[Path], None] = field(default=lambda folder: None)
+    #: Precompiles a header that all sources include, before they are compiled.
     header: BuildStep | None = None
 
     @property
     def folder(self) -> str:
+        """Name of the component's folder in the cache."""
         return f"{self.name}-{self.digest[:16]}"
 
 
 def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
+    """Return the steps that build the emulated CUDA runtime, CUDA driver and NVML ("runtime").
+
+    Args:
+        compiler: The C++ compiler.
+        cuda: Major and minor version of CUDA.
+    """
     flags = (
         "-std=c++17",
         "-O2",
@@ -88,39 +99,46 @@ def runtime(compiler: Compiler, cuda: tuple[int, int]) -> BuildUnit:
         "-fPIC",
         "-Wall",
         "-Wextra",
-        *_version(cuda),
+        _cuda_version_flag(cuda),
         f"-I{CSRC}/include",
         f"-I{CSRC}/runtime",
     )
-    cudart, sources = f"libcudart.so.{cuda[0]}", sorted((CSRC / "runtime").glob("*.cc"))
+    cuda_major = str(cuda[0])
+    cudart = f"libcudart.so.{cuda_major}"
+    sources = sorted((CSRC / "runtime").glob("*.cc"))
 
     def prepare(folder: Path) -> None:
+        """Write the linker's list of exported symbols for this major version of CUDA."""
         text = (CSRC / "runtime" / "exports.map").read_text()
-        (folder / "exports.map").write_text(text.replace("MAJOR", str(cuda[0])))
+        (folder / "exports.map").write_text(text.replace("MAJOR", cuda_major))
 
     def compiles(folder: Path) -> list[BuildStep]:
         return [_compile(compiler, source, flags) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        objects = [f"{HERE}/{_object(source)}" for source in sources]
-        exports = f"-Wl,--version-script={HERE}/exports.map"
-        steps = [_link(compiler, cudart, [*objects, exports, "-lpthread", "-ldl"])]
-        for soname, source in (
-            ("libcuda.so.1", "driver/cuda.cc"),
-            ("libnvidia-ml.so.1", "driver/nvml.cc"),
-        ):
-            steps.append(_link(compiler, soname, [*flags, source, f"{HERE}/{cudart}"]))
-        return steps
+        """Return the commands that link the CUDA runtime, the CUDA driver and NVML."""
+        exports = f"-Wl,--version-script={BUILD_FOLDER}/exports.map"
+        cudart_arguments = [*_built_objects(sources), exports, "-lpthread", "-ldl"]
+        linked_cudart = f"{BUILD_FOLDER}/{cudart}"
+        return [
+            _link(compiler, cudart, cudart_arguments),
+            _link(compiler, "libcuda.so.1", [*flags, "driver/cuda.cc", linked_cudart]),
+            _link(compiler, "libnvidia-ml.so.1", [*flags, "driver/nvml.cc", linked_cudart]),
+        ]
 
-    digest = _digest(
-        compiler, flags, _STANDALONE, digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*")
-    )
+    source_digest = digest_of_tree(CSRC, "runtime/*", "driver/*", "include/**/*")
     return BuildUnit(
-        "runtime", digest, (cudart, "libcuda.so.1", "libnvidia-ml.so.1"), compiles, links, prepare
+        name="runtime",
+        digest=_digest(compiler, flags, _STATIC_CXX, source_digest),
+        products=(cudart, "libcuda.so.1", "libnvidia-ml.so.1"),
+        compiles=compiles,
+        links=links,
+        prepare=prepare,
     )
 
 
 def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
+    """Return the steps that build CPU kernels for torch's CUDA operators ("operators")."""
     headers = torch.folder / "include"
     flags = (
         "-std=c++20",
@@ -128,7 +146,7 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
         "-g1",
         "-fPIC",
         "-w",
-        *_version(torch.cuda),
+        _cuda_version_flag(torch.cuda),
         f"-I{CSRC}/include",
         f"-I{CSRC}/runtime",
         f"-isystem{headers}",
@@ -136,59 +154,59 @@ def operators(compiler: Compiler, torch: TorchBuild) -> BuildUnit:
     )
     sources = sorted((CSRC / "operators").glob("*.cc"))
 
+    def prepare(folder: Path) -> None:
+        _write_first_header(folder, CSRC / "operators" / "operators.h")
+
     def compiles(folder: Path) -> list[BuildStep]:
-        return [_compile(compiler, source, (*flags, *_FIRST)) for source in sources]
+        return [_compile(compiler, source, (*flags, *_INCLUDE_FIRST)) for source in sources]
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        libraries = [
-            f"-l{name}" for name in ("torch", "torch_cpu", "torch_cuda", "c10", "c10_cuda")
-        ]
+        """Return the command that links the operators with torch and the emulated CUDA runtime."""
         cudart = built["runtime"] / f"libcudart.so.{torch.cuda[0]}"
-        objects = [f"{HERE}/{_object(source)}" for source in sources]
-        return [
-            _link(
-                compiler,
-                "libholmes_operators.so",
-                [*objects, f"-L{torch.folder}/lib", *libraries, str(cudart)],
-                standalone=False,
-            )
+        arguments = [
+            *_built_objects(sources),
+            f"-L{torch.folder}/lib",
+            "-ltorch",
+            "-ltorch_cpu",
+            "-ltorch_cuda",
+            "-lc10",
+            "-lc10_cuda",
+            str(cudart),
         ]
+        return [_link(compiler, "libholmes_operators.so", arguments, static_cxx=False)]
 
-    digest = _digest(
-        compiler,
-        flags,
-        torch.digest,
-        digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*"),
-        outside=torch.folder,
-    )
+    source_digest = digest_of_tree(CSRC, "operators/*", "runtime/*.h", "include/**/*")
     return BuildUnit(
-        "operators",
-        digest,
-        ("libholmes_operators.so",),
-        compiles,
-        links,
-        lambda folder: _write_first(folder, CSRC / "operators" / "operators.h"),
-        _precompile(compiler, flags),
+        name="operators",
+        digest=_digest(compiler, flags, torch.digest, source_digest, outside=torch.folder),
+        products=("libholmes_operators.so",),
+        compiles=compiles,
+        links=links,
+        prepare=prepare,
+        header=_precompile_first_header(compiler, flags),
     )
 
 
 def _nccl_flags(source: NcclSource, cuda: tuple[int, int]) -> tuple[str, ...]:
-    """As in its makefiles/common.mk, without what needs NVIDIA's or InfiniBand's libraries when it is
-    built."""
+    """Return the compiler flags for NCCL's source files.
+
+    They are those of NCCL's makefiles/common.mk, without the ones that need a library of NVIDIA or InfiniBand
+    at build time.
+    """
     src = source.folder / "src"
-    doca = [
-        f"-I{path}"
-        for path in sorted(src.glob("**/doca-gpunetio/*"))
-        if path.name in ("include", "src")
-    ]
+    doca_flags = []
+    for path in sorted(src.glob("**/doca-gpunetio/*")):
+        if path.name in ("include", "src"):
+            doca_flags.append(f"-I{path}")
+    cuda_major, cuda_minor = cuda
     return (
         "-std=c++17",
         "-fPIC",
         "-fvisibility=hidden",
         "-w",
-        *_version(cuda),
-        f"-DCUDA_MAJOR={cuda[0]}",
-        f"-DCUDA_MINOR={cuda[1]}",
+        _cuda_version_flag(cuda),
+        f"-DCUDA_MAJOR={cuda_major}",
+        f"-DCUDA_MINOR={cuda_minor}",
         "-DNVTX_DISABLE",
         "-DNCCL_OS_LINUX",
         "-DPROFAPI",
@@ -196,63 +214,64 @@ def _nccl_flags(source: NcclSource, cuda: tuple[int, int]) -> tuple[str, ...]:
         "-DDOCA_VERBS_USE_CUDA_WRAPPER",
         "-DDOCA_VERBS_USE_NET_WRAPPER",
         f"-I{CSRC}/include",
-        f"-I{HERE}/include",
+        f"-I{BUILD_FOLDER}/include",
         f"-I{src}",
         f"-I{src}/include",
         f"-I{src}/include/plugin",
         f"-I{src}/include/nccl_device",
-        *doca,
+        *doca_flags,
     )
 
 
-def _write_headers(source: NcclSource, folder: Path) -> None:
-    """What its Makefile makes of nccl.h.in."""
-    (folder / "include").mkdir(exist_ok=True)
-    text = (source.folder / "src" / "nccl.h.in").read_text()
-    values = dict(
-        zip(("Major", "Minor", "Patch"), map(str, source.version)), Suffix="", Version=source.code
-    )
+def _write_nccl_headers(source: NcclSource, folder: Path) -> None:
+    """Write the headers that NCCL's Makefile generates: nccl.h and nccl_git_version.h."""
+    include = folder / "include"
+    include.mkdir(exist_ok=True)
+    major, minor, patch = source.version
+    values = {
+        "Major": str(major),
+        "Minor": str(minor),
+        "Patch": str(patch),
+        "Suffix": "",
+        "Version": source.code,
+    }
+    header = (source.folder / "src" / "nccl.h.in").read_text()
     for name, value in values.items():
-        text = text.replace(f"${{nccl:{name}}}", value)
-    (folder / "include" / "nccl.h").write_text(text)
-    (folder / "include" / "nccl_git_version.h").write_text(
+        header = header.replace(f"${{nccl:{name}}}", value)
+    (include / "nccl.h").write_text(header)
+    (include / "nccl_git_version.h").write_text(
         '#define NCCL_GIT_BRANCH ""\n#define NCCL_GIT_COMMIT_HASH ""\n'
     )
 
 
 def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> BuildUnit:
-    flags, src = (*_nccl_flags(source, cuda), "-O0"), source.folder / "src"
-    others = {"device", "windows"}  # the device side is ours
-    programs = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
-    names = [path.relative_to(src) for path in src.rglob("*.cc")]
-    names = [
-        name
-        for name in names
-        if name.parts[0] not in others
-        and str(name) not in programs
-        and "windows" not in name.name
-        and not name.stem.endswith("_stub")
-    ]
-    names += [path.relative_to(src) for path in src.glob("**/doca-gpunetio/src/*.cpp")]
-    files = [src / name for name in sorted(names)]
+    """Return the steps that build NCCL's unmodified host code as a static library ("nccl-host").
 
-    def compiles(folder: Path) -> list[BuildStep]:
-        return [
-            _compile(compiler, file, (*flags, *(_FIRST if file.suffix == ".cc" else ())), src)
-            for file in files
-        ]  # those of DOCA declare what comm.h has from CUDA's headers
+    Args:
+        compiler: The C++ compiler.
+        source: NCCL's source code.
+        cuda: Major and minor version of CUDA.
+    """
+    flags = (*_nccl_flags(source, cuda), "-O0")
+    src = source.folder / "src"
+    files = _nccl_host_files(src)
 
     def prepare(folder: Path) -> None:
-        _write_headers(source, folder)
-        _write_first(folder, src / "include" / "comm.h")
+        _write_nccl_headers(source, folder)
+        _write_first_header(folder, src / "include" / "comm.h")
+
+    def compiles(folder: Path) -> list[BuildStep]:
+        """Return the commands that compile NCCL's host code."""
+        steps = []
+        for file in files:
+            # DOCA's .cpp files declare what the precompiled comm.h includes from CUDA's headers.
+            include_first = _INCLUDE_FIRST if file.suffix == ".cc" else ()
+            steps.append(_compile(compiler, file, (*flags, *include_first), base=src))
+        return steps
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        return [
-            BuildStep(
-                "libnccl_host.a",
-                ("ar", "rcs", MADE, *(f"{HERE}/{_object(file, src)}" for file in files)),
-            )
-        ]
+        archive = ("ar", "rcs", OUTPUT, *_built_objects(files, base=src))
+        return [BuildStep("libnccl_host.a", archive)]
 
     digest = _digest(
         compiler,
@@ -263,21 +282,44 @@ def nccl_host(compiler: Compiler, source: NcclSource, cuda: tuple[int, int]) -> 
         outside=source.folder,
     )
     return BuildUnit(
-        "nccl-host",
-        digest,
-        ("libnccl_host.a",),
-        compiles,
-        links,
-        prepare,
-        _precompile(compiler, flags),
+        name="nccl-host",
+        digest=digest,
+        products=("libnccl_host.a",),
+        compiles=compiles,
+        links=links,
+        prepare=prepare,
+        header=_precompile_first_header(compiler, flags),
     )
+
+
+def _nccl_host_files(src: Path) -> list[Path]:
+    """Return the source files of NCCL's host code, below the folder `src`."""
+    other_folders = {"device", "windows"}  # device: csrc/nccl replaces it
+    programs = {"ras/client.cc", "param/ncclparam.cc", "enhcompat.cc"}
+    names = [path.relative_to(src) for path in src.glob("**/doca-gpunetio/src/*.cpp")]
+    for path in src.rglob("*.cc"):
+        name = path.relative_to(src)
+        if name.parts[0] in other_folders or "windows" in name.name:
+            continue
+        if str(name) in programs or name.stem.endswith("_stub"):
+            continue
+        names.append(name)
+    return [src / name for name in sorted(names)]
 
 
 def nccl(
     compiler: Compiler, source: NcclSource, cuda: tuple[int, int], host: BuildUnit
 ) -> BuildUnit:
-    """host: nccl_host's, which is linked into it."""
-    src, cudart = source.folder / "src", f"libcudart.so.{cuda[0]}"
+    """Return the steps that build NCCL for emulated GPUs, its network plugin and its check ("nccl").
+
+    Args:
+        compiler: The C++ compiler.
+        source: NCCL's source code.
+        cuda: Major and minor version of CUDA.
+        host: The component "nccl-host", which is linked into the library.
+    """
+    src = source.folder / "src"
+    cudart = f"libcudart.so.{cuda[0]}"
     flags = (
         *_nccl_flags(source, cuda),
         "-O2",
@@ -285,112 +327,167 @@ def nccl(
         f"-I{CSRC}/nccl",
         f"-I{CSRC}/runtime",
         f"-I{src}/device",
-        f"-I{HERE}/generated",
+        f"-I{BUILD_FOLDER}/generated",
     )
-    library = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
-    plugin, check = sorted((CSRC / "net").glob("*.cc")), [CSRC / "check" / "nccl_check.cc"]
+    library_sources = [*sorted((CSRC / "nccl").glob("*.cc")), CSRC / "runtime" / "text.cc"]
+    plugin_sources = sorted((CSRC / "net").glob("*.cc"))
+    check_source = CSRC / "check" / "nccl_check.cc"
 
     def prepare(folder: Path) -> None:
-        _write_headers(source, folder)
-        done = subprocess.run(
-            [sys.executable, CSRC / "nccl" / "generate.py", src, folder / "generated"],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise HolmesError(
-                f"NCCL {source.name}: its generators fail: {' '.join(done.stderr.split())[-300:]}"
-            )
+        _write_nccl_headers(source, folder)
+        _generate_device_sources(source, folder / "generated")
 
-    def generated(folder: Path) -> list[Path]:
+    def generated_sources(folder: Path) -> list[Path]:
         return sorted((folder / "generated").glob("**/*.cc"))
 
     def compiles(folder: Path) -> list[BuildStep]:
-        steps = [_compile(compiler, file, flags, folder) for file in generated(folder)]
-        return steps + [_compile(compiler, file, flags) for file in (*library, *plugin, *check)]
+        """Return the commands that compile the generated files in `folder` and the files of csrc."""
+        steps = [_compile(compiler, file, flags, base=folder) for file in generated_sources(folder)]
+        for file in (*library_sources, *plugin_sources, check_source):
+            steps.append(_compile(compiler, file, flags))
+        return steps
 
     def links(built: dict[str, Path]) -> list[BuildStep]:
-        objects = [f"{HERE}/{_object(file)}" for file in library]
-        objects += [f"{HERE}/{_object(file, built['nccl'])}" for file in generated(built["nccl"])]
-        whole = [
+        """Return the commands that link NCCL, its network plugin and the program that checks its results.
+
+        Args:
+            built: The folder of each component, by its name.
+        """
+        folder = built["nccl"]
+        system_libraries = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
+        library_arguments = [
+            *_built_objects(library_sources),
+            *_built_objects(generated_sources(folder), base=folder),
             "-Wl,--whole-archive",
             str(built[host.name] / "libnccl_host.a"),
             "-Wl,--no-whole-archive",
+            *(f"-Wl,--wrap={name}" for name in _WRAPPED_FUNCTIONS),
+            *(f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")),
+            "-Wl,--no-undefined",
+            *system_libraries,
         ]
-        wraps = [f"-Wl,--wrap={name}" for name in _WRAPPED]
-        exports = [f"-Wl,--version-script={file}" for file in src.glob("libnccl.map")]
-        system = [str(built["runtime"] / cudart), "-lpthread", "-lrt", "-ldl"]
-        checked = (f"{HERE}/{_object(check[0])}", "-o", MADE, f"{HERE}/libnccl.so.2", *system)
+        check_argv = (
+            *compiler.command,
+            *_built_objects([check_source]),
+            "-o",
+            OUTPUT,
+            f"{BUILD_FOLDER}/libnccl.so.2",
+            *system_libraries,
+        )
         return [
-            _link(
-                compiler,
-                "libnccl.so.2",
-                [*objects, *whole, *wraps, *exports, "-Wl,--no-undefined", *system],
-            ),
-            _link(
-                compiler, "libnccl-net-holmes.so", [f"{HERE}/{_object(file)}" for file in plugin]
-            ),
-            BuildStep("nccl_check", (*compiler.command, *checked)),
+            _link(compiler, "libnccl.so.2", library_arguments),
+            _link(compiler, "libnccl-net-holmes.so", _built_objects(plugin_sources)),
+            BuildStep("nccl_check", check_argv),
         ]
 
     digest = _digest(
         compiler,
         flags,
         host.digest,
-        _STANDALONE,
-        _WRAPPED,
+        _STATIC_CXX,
+        _WRAPPED_FUNCTIONS,
         digest_of_tree(CSRC, "nccl/*", "net/*", "check/*", "runtime/*", "include/**/*"),
         outside=source.folder,
     )
     return BuildUnit(
-        "nccl",
-        digest,
-        ("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"),
-        compiles,
-        links,
-        prepare,
+        name="nccl",
+        digest=digest,
+        products=("libnccl.so.2", "libnccl-net-holmes.so", "nccl_check"),
+        compiles=compiles,
+        links=links,
+        prepare=prepare,
     )
 
 
-def _version(cuda: tuple[int, int]) -> tuple[str]:
-    return (f"-DCUDART_VERSION={1000 * cuda[0] + 10 * cuda[1]}",)
+def _generate_device_sources(source: NcclSource, folder: Path) -> None:
+    """Generate the sources of NCCL's device code that depend on its version, into `folder`.
+
+    Raises:
+        HolmesError: NCCL's own generators fail.
+    """
+    script = CSRC / "nccl" / "generate.py"
+    completed = subprocess.run(
+        [sys.executable, script, source.folder / "src", folder], capture_output=True, text=True
+    )
+    if completed.returncode:
+        message = " ".join(completed.stderr.split())
+        raise HolmesError(f"NCCL {source.name}: its generators fail: {message[-300:]}")
+
+
+def _cuda_version_flag(cuda: tuple[int, int]) -> str:
+    """Return the flag that defines CUDART_VERSION, which is 13020 for CUDA 13.2."""
+    major, minor = cuda
+    return f"-DCUDART_VERSION={1000 * major + 10 * minor}"
 
 
 def _object(source: Path, base: Path = CSRC) -> str:
-    return "objects/" + str(source.relative_to(base)).replace("/", "_") + ".o"
+    """Return the path of a source's object file in the component's folder.
+
+    Args:
+        source: The source file.
+        base: Folder above the source; the path below it becomes the object's name.
+    """
+    name = str(source.relative_to(base)).replace("/", "_")
+    return f"objects/{name}.o"
+
+
+def _built_objects(sources: Sequence[Path], base: Path = CSRC) -> list[str]:
+    """Return the paths of the sources' object files, as arguments of a link command."""
+    return [f"{BUILD_FOLDER}/{_object(source, base)}" for source in sources]
 
 
 def _compile(
     compiler: Compiler, source: Path, flags: Sequence[str], base: Path = CSRC
 ) -> BuildStep:
-    argv = (*compiler.command, *flags, "-c", str(source), "-o", MADE)
-    return BuildStep(_object(source, base), argv, source.stat().st_size, base)
-
-
-def _write_first(folder: Path, header: Path) -> None:
-    """The header that all sources of a component begin with, and that is compiled once: reading it is half of
-    a compilation."""
-    (folder / "first.h").write_text(f'#include "{header}"\n')
-
-
-def _precompile(compiler: Compiler, flags: Sequence[str]) -> BuildStep:
-    header = ("-x", "c++-header", f"{HERE}/first.h", "-o", MADE)
-    return BuildStep("first.h.gch", (*compiler.command, *flags, *header))
-
-
-def _link(
-    compiler: Compiler, soname: str, arguments: Sequence[str], standalone: bool = True
-) -> BuildStep:
-    flags = _STANDALONE if standalone else ()
+    """Return the step that compiles a source file in the working directory `base`."""
     return BuildStep(
-        soname,
-        (*compiler.command, "-shared", "-o", MADE, f"-Wl,-soname,{soname}", *arguments, *flags),
+        output=_object(source, base),
+        argv=(*compiler.command, *flags, "-c", str(source), "-o", OUTPUT),
+        source_bytes=source.stat().st_size,
+        working_directory=base,
     )
 
 
+def _write_first_header(folder: Path, header: Path) -> None:
+    """Write first.h, which includes `header` and is precompiled for all sources of a component.
+
+    Without it, half of the time of each compilation would be spent on reading that header.
+    """
+    (folder / "first.h").write_text(f'#include "{header}"\n')
+
+
+def _precompile_first_header(compiler: Compiler, flags: Sequence[str]) -> BuildStep:
+    source = f"{BUILD_FOLDER}/first.h"
+    argv = (*compiler.command, *flags, "-x", "c++-header", source, "-o", OUTPUT)
+    return BuildStep("first.h.gch", argv)
+
+
+def _link(
+    compiler: Compiler, soname: str, arguments: Sequence[str], *, static_cxx: bool = True
+) -> BuildStep:
+    """Return the step that links a shared library.
+
+    Args:
+        compiler: The C++ compiler.
+        soname: Name of the library, which is also the name of its file.
+        arguments: Object files, libraries and further flags.
+        static_cxx: Links the C++ library statically, for a library that is preloaded into any program.
+    """
+    argv = [*compiler.command, "-shared", "-o", OUTPUT, f"-Wl,-soname,{soname}", *arguments]
+    if static_cxx:
+        argv.extend(_STATIC_CXX)
+    return BuildStep(soname, tuple(argv))
+
+
 def _digest(*parts: object, outside: Path | None = None) -> str:
-    """Of all parts, wherever holmes and `outside` lie."""
+    """Return the SHA-256 digest (hex) of the parts' texts.
+
+    Args:
+        parts: Objects whose texts determine the products of a component.
+        outside: Folder of torch or NCCL. Its path and that of csrc are replaced by fixed words, so that the
+            digest does not depend on where the folders lie.
+    """
     text = "\0".join(map(str, parts)).replace(str(CSRC), "csrc")
-    return hashlib.sha256(
-        (text.replace(str(outside), "outside") if outside else text).encode()
-    ).hexdigest()
+    if outside:
+        text = text.replace(str(outside), "outside")
+    return hashlib.sha256(text.encode()).hexdigest()

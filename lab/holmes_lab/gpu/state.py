@@ -1,9 +1,20 @@
-"""What the ranks of a job on emulated GPUs stand at: their watch files (csrc/runtime/watch.cc), read by the
-lab.
+"""Reads the state of every rank of a job on emulated GPUs: streams, pending work and blocked hosts.
 
-    directory/rank<N>.watch   a page that the rank maps: progress, asked, answered, stacks (uint64 each)
-    directory/rank<N>.json    its answer: streams with their work, host threads that wait
-    directory/rank<N>.stack   the Python stacks of its threads (faulthandler)
+Each rank keeps three files in the job's watch directory (written by csrc/runtime/watch.cc):
+
+    rank<N>.watch   one memory-mapped page with four counters: progress, asked, answered, stacks
+    rank<N>.json    the state of the streams and host threads, written on request
+    rank<N>.stack   the Python stacks of all threads, written by faulthandler on request
+
+Protocol between the process that watches the job (the watcher) and a rank, over the memory-mapped page:
+
+    1. The rank increments `progress` with each kernel and each step of a collective.
+    2. The watcher requests the state by writing a new number into `asked`. A thread of the rank writes
+       rank<N>.json, and then copies the number into `answered`.
+    3. The watcher requests the stacks by writing 1 into `stacks`. The rank writes rank<N>.stack, and then
+       writes 2 into `stacks`.
+
+The watcher polls for an answer until a timeout, so a rank that has died cannot block the watcher.
 """
 
 from __future__ import annotations
@@ -15,186 +26,240 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_WORD = struct.Struct("=Q")
-_PROGRESS, _ASKED, _ANSWERED, _STACKS = 0, 8, 16, 24
-_WANTED, _WRITTEN = 1, 2  # of stacks
+_COUNTER = struct.Struct("=Q")
+# Byte offsets of the counters in a rank's page.
+_PROGRESS = 0
+_ASKED = 8
+_ANSWERED = 16
+_STACKS = 24
+# Values of the counter `stacks`.
+_STACKS_REQUESTED = 1
+_STACKS_WRITTEN = 2
+
+_POLL_S = 0.02
+
+
+class StreamKey(NamedTuple):
+    """A CUDA stream of a rank."""
+
+    device: int
+    stream: int
+    queue: int  # hardware queue that starts the work of the stream
 
 
 @dataclass(frozen=True)
-class WorkPlace:
-    """A piece of work: its rank, device, stream, and its number in that stream."""
+class WorkId:
+    """Identifier of one kernel, copy or event in a CUDA stream."""
 
     rank: int
     device: int
     stream: int
-    sequence: int
+    sequence: int  # number of the work in its stream
 
 
 @dataclass(frozen=True)
 class StreamWork:
-    """A kernel, copy, host function, event record or event wait in a stream.
+    """A kernel, copy, host function, event record or event wait in a CUDA stream."""
 
-    position: in its hardware queue, 0 for records and waits, which have none; sms: multiprocessors that it
-    holds or asks for; after, queue, needs_sms: what keeps it from starting; peer: the rank of its
-    communicator that it waits for, with direction "send" or "recv". communicator, group, member, number,
-    what: of NCCL's kernels.
-    """
-
-    place: WorkPlace
-    kind: str
+    work_id: WorkId
+    kind: str  # "kernel", "copy", "host function", "event record" or "event wait"
     name: str
-    position: int
+    position: int  # in the hardware queue; event records and waits use no queue and have 0
     started: bool
-    sms: int
-    after: WorkPlace | None = None
-    queue: int | None = None
-    needs_sms: bool = False
-    peer: int | None = None
-    direction: str = ""
+    sms: int  # multiprocessors that the kernel holds or needs
+
+    # Why the work has not started:
+    after: WorkId | None = None  # it waits for this work
+    queue: int | None = None  # it waits behind other work in this hardware queue
+    needs_sms: bool = False  # it waits for free multiprocessors
+
+    # The following fields describe kernels of NCCL.
+    peer: int | None = None  # member of the communicator that the running kernel waits for
+    direction: str = (
+        ""  # "recv": waits for data from the peer; "send": for free buffers at the peer
+    )
     communicator: str = ""
-    group: str = ""
-    member: int = -1
-    number: int = -1
-    what: str = ""
+    group: str = ""  # name of the process group
+    member: int = -1  # this rank's number in the communicator
+    operation_number: int = -1  # of the operations of the communicator
+    operation: str = ""  # "AllReduce of 4 Float32"
 
 
 @dataclass(frozen=True)
 class NcclLaunch:
-    """A kernel of NCCL that a rank has launched, done or not. collective: the how-many-th with collectives of
-    its communicator; -1: it only sends and receives."""
+    """A kernel of NCCL that a rank has launched; it may be running or finished."""
 
     communicator: str
     group: str
-    collective: int
-    what: str
+    collective_number: int  # counts the communicator's collectives; -1 for sends and receives
+    operation: str  # "AllReduce of 4 Float32"
 
 
 @dataclass(frozen=True)
 class HostWait:
-    """A host thread that waits: in a CUDA call for pieces of work, or in NCCL for a peer of a
-    communicator."""
+    """A blocked host thread: in a CUDA call that waits for work, or in NCCL waiting for a peer."""
 
     call: str
-    places: tuple[WorkPlace, ...]
+    work_ids: tuple[WorkId, ...]
     communicator: str = ""
-    peer: int | None = None
+    peer: int | None = None  # member of the communicator
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Of one rank. streams: (device, stream, hardware queue) -> work in order, its head first; recent: its
-    last launches."""
+    """Pending work and blocked host threads of one rank."""
 
     rank: int
     node: str
-    streams: dict[tuple[int, int, int], tuple[StreamWork, ...]] = field(default_factory=dict)
+    #: Pending work of each stream, in stream order.
+    streams: dict[StreamKey, tuple[StreamWork, ...]] = field(default_factory=dict)
     hosts: tuple[HostWait, ...] = ()
+    #: The latest launches of NCCL kernels.
     recent: tuple[NcclLaunch, ...] = ()
 
     def works(self) -> Iterator[StreamWork]:
+        """Iterate over the pending work of all streams."""
         for works in self.streams.values():
             yield from works
 
 
 class Watch:
-    """The watch files of a job in `directory`."""
+    """Reader of the watch files that the ranks of a job keep in `directory`."""
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._pages: dict[int, mmap.mmap] = {}
-        self._asked = 0
+        self._pages: dict[int, mmap.mmap] = {}  # rank -> page of counters
+        self._requests = 0  # number of the latest request for the states
 
     def progress(self) -> dict[int, int]:
-        """Rank -> what it has counted. A rank is here from its first stream on."""
+        """Return the progress counter of each rank that has created a CUDA stream."""
         for path in self.directory.glob("rank*.watch"):
-            rank = int(path.stem[len("rank") :])
+            rank = int(path.stem.removeprefix("rank"))
             if rank not in self._pages and path.stat().st_size >= mmap.PAGESIZE:
                 with open(path, "r+b") as file:
                     self._pages[rank] = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        return {rank: self._read(page, _PROGRESS) for rank, page in self._pages.items()}
+        return {rank: _read_counter(page, _PROGRESS) for rank, page in self._pages.items()}
 
-    def ask(self, seconds: float = 2.0) -> list[RankState]:
-        """What each rank answers within `seconds`; a rank that does not answer is not in it."""
-        self.progress()
-        self._asked += 1
-        answered = self._request(_ASKED, self._asked, _ANSWERED, self._asked, seconds)
-        return [
-            parse(rank, json.loads((self.directory / f"rank{rank}.json").read_text()))
-            for rank in answered
-        ]
+    def request_states(self, timeout_s: float = 2.0) -> list[RankState]:
+        """Return the states of the ranks that answer within `timeout_s` seconds."""
+        self.progress()  # maps the pages of ranks that have started since the last call
+        self._requests += 1
+        answered = self._request(
+            _ASKED,
+            self._requests,
+            answer_offset=_ANSWERED,
+            expected=self._requests,
+            timeout_s=timeout_s,
+        )
+        states = []
+        for rank in answered:
+            document = json.loads((self.directory / f"rank{rank}.json").read_text())
+            states.append(parse(rank, document))
+        return states
 
-    def stacks(self, seconds: float = 2.0) -> dict[int, str]:
-        """Rank -> the Python stacks of its threads, as far as they are written within `seconds`."""
-        self._request(_STACKS, _WANTED, _STACKS, _WRITTEN, seconds)
-        files = {int(path.stem[len("rank") :]): path for path in self.directory.glob("rank*.stack")}
-        return {rank: path.read_text(errors="replace") for rank, path in sorted(files.items())}
+    def stacks(self, timeout_s: float = 2.0) -> dict[int, str]:
+        """Return the Python stacks of each rank's threads, as text.
+
+        Stacks that are not written within `timeout_s` seconds may be missing or incomplete.
+        """
+        self._request(
+            _STACKS,
+            _STACKS_REQUESTED,
+            answer_offset=_STACKS,
+            expected=_STACKS_WRITTEN,
+            timeout_s=timeout_s,
+        )
+        stacks = {}
+        for path in self.directory.glob("rank*.stack"):
+            rank = int(path.stem.removeprefix("rank"))
+            stacks[rank] = path.read_text(errors="replace")
+        return dict(sorted(stacks.items()))
 
     def _request(
-        self, word: int, value: int, answer: int, expected: int, seconds: float
+        self, offset: int, value: int, *, answer_offset: int, expected: int, timeout_s: float
     ) -> list[int]:
-        """Writes a word into each page; the ranks in whose page the answer then is what is expected."""
-        for page in self._pages.values():
-            page[word : word + _WORD.size] = _WORD.pack(value)
-        end = time.monotonic() + seconds
-        missing = dict(self._pages)
-        while missing and time.monotonic() < end:
-            missing = {
-                rank: page for rank, page in missing.items() if self._read(page, answer) != expected
-            }
-            time.sleep(0.02)
-        return sorted(self._pages.keys() - missing.keys())
+        """Write a counter into the pages of all ranks, and return the ranks that answer.
 
-    @staticmethod
-    def _read(page: mmap.mmap, offset: int) -> int:
-        return _WORD.unpack_from(page, offset)[0]
+        Args:
+            offset: Byte offset of the counter to write.
+            value: The value to write.
+            answer_offset: Byte offset of the counter in which a rank answers.
+            expected: Value of that counter that counts as the answer.
+            timeout_s: Seconds to wait for the answers.
+        """
+        for page in self._pages.values():
+            page[offset : offset + _COUNTER.size] = _COUNTER.pack(value)
+        deadline = time.monotonic() + timeout_s
+        unanswered = set(self._pages)
+        while unanswered and time.monotonic() < deadline:
+            unanswered = {
+                rank
+                for rank in unanswered
+                if _read_counter(self._pages[rank], answer_offset) != expected
+            }
+            time.sleep(_POLL_S)
+        return sorted(self._pages.keys() - unanswered)
+
+
+def _read_counter(page: mmap.mmap, offset: int) -> int:
+    return _COUNTER.unpack_from(page, offset)[0]
 
 
 def parse(rank: int, document: dict[str, Any]) -> RankState:
-    """The answer of a rank."""
+    """Return the state of a rank from the content of rank<N>.json."""
     streams = {}
     for stream in document["streams"]:
-        key = stream["device"], stream["stream"], stream["queue"]
-        streams[key] = tuple(_work(rank, key, item) for item in stream["work"])
-    hosts = tuple(
-        HostWait(
-            host["call"],
-            tuple(_place(rank, place) for place in host["for"]),
-            host.get("communicator", ""),
-            host.get("peer"),
+        key = StreamKey(stream["device"], stream["stream"], stream["queue"])
+        streams[key] = tuple(_parse_work(rank, key, work) for work in stream["work"])
+    hosts = []
+    for host in document["hosts"]:
+        wait = HostWait(
+            call=host["call"],
+            work_ids=tuple(_parse_work_id(rank, work) for work in host["for"]),
+            communicator=host.get("communicator", ""),
+            peer=host.get("peer"),
         )
-        for host in document["hosts"]
-    )
-    recent = tuple(
-        NcclLaunch(item["communicator"], item["group"], item["collective"], item["what"])
-        for item in document.get("recent", ())
-    )
-    return RankState(rank, document.get("node", ""), streams, hosts, recent)
+        hosts.append(wait)
+    recent = []
+    for launch in document.get("recent", ()):
+        recent.append(
+            NcclLaunch(
+                communicator=launch["communicator"],
+                group=launch["group"],
+                collective_number=launch["collective"],
+                operation=launch["what"],
+            )
+        )
+    return RankState(rank, document.get("node", ""), streams, tuple(hosts), tuple(recent))
 
 
-def _place(rank: int, place: dict[str, int]) -> WorkPlace:
-    return WorkPlace(rank, place["device"], place["stream"], place["sequence"])
+def _parse_work_id(rank: int, record: dict[str, int]) -> WorkId:
+    return WorkId(rank, record["device"], record["stream"], record["sequence"])
 
 
-def _work(rank: int, key: tuple[int, int, int], item: dict[str, Any]) -> StreamWork:
-    waits = item["waits_for"]
-    after = waits.get("after")
+def _parse_work(rank: int, stream: StreamKey, record: dict[str, Any]) -> StreamWork:
+    """Return pending work of a stream from its record in rank<N>.json."""
+    waits = record["waits_for"]
+    after = None
+    if waits.get("after"):
+        after = _parse_work_id(rank, waits["after"])
     return StreamWork(
-        WorkPlace(rank, key[0], key[1], item["sequence"]),
-        item["kind"],
-        item["name"],
-        item["position"],
-        item["started"],
-        item["sms"],
-        after=_place(rank, after) if after else None,
+        work_id=WorkId(rank, stream.device, stream.stream, record["sequence"]),
+        kind=record["kind"],
+        name=record["name"],
+        position=record["position"],
+        started=record["started"],
+        sms=record["sms"],
+        after=after,
         queue=waits.get("queue"),
         needs_sms="sms" in waits,
         peer=waits.get("peer"),
         direction=waits.get("direction", ""),
-        communicator=item.get("communicator", ""),
-        group=item.get("group", ""),
-        member=item.get("rank", -1),
-        number=item.get("number", -1),
-        what=item.get("what", ""),
+        communicator=record.get("communicator", ""),
+        group=record.get("group", ""),
+        member=record.get("rank", -1),
+        operation_number=record.get("number", -1),
+        operation=record.get("what", ""),
     )

@@ -1,4 +1,12 @@
-"""Sees when a job on emulated GPUs stands still, and whether it can ever move on; ends it where it cannot."""
+"""Detects that a job on emulated GPUs stalls, reports why, and ends a job that cannot continue.
+
+A `Watcher` polls the progress counters of the ranks. While no counter changes, it reads the state of all
+ranks and builds their wait-for graph (hang.py):
+
+    the graph has a cycle, and no counter changed while it was read    the job is deadlocked and is ended
+    no progress for REPORT_S                                           a report is printed once
+    no progress for END_S, while a CUDA stream has pending work        the job is ended
+"""
 
 from __future__ import annotations
 
@@ -8,104 +16,137 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holmes_lab.gpu import communicators
-from holmes_lab.gpu.hang import Hang
+from holmes_lab.gpu.hang import WaitForGraph
 from holmes_lab.gpu.hang_report import explain
 from holmes_lab.gpu.state import Watch
 from holmes_lab.process.job import Job, RunResult
 
-#: Seconds without any progress of any rank until the ranks are asked, and between two questions.
-STANDSTILL_S = 4.0
-#: Seconds without any progress after which it is told even though a host may still move on, once.
-STILL_S = 60.0
-#: Seconds without any progress, with work in a stream, after which the job is ended though no circle closes.
+#: Seconds without progress before the state of the ranks is read, and between two such readings.
+STALL_S = 4.0
+#: Seconds without progress before a stall without a cycle is reported.
+REPORT_S = 60.0
+#: Seconds without progress before a stall without a cycle ends the job.
 END_S = 300.0
 _POLL_S = 0.5
 
 
 @dataclass(frozen=True)
 class WatchedRun:
-    """A job that has ended. hang: lines that explain why it was ended, () where it was not."""
+    """Result of a job that was watched for hangs."""
 
     result: RunResult
-    hang: tuple[str, ...] = ()
+    hang: tuple[
+        str, ...
+    ] = ()  # lines that explain why the job was ended; empty if it ended by itself
 
 
 def wait_watched(
     job: Job, watcher: Watcher, labels: Sequence[str], tell: Callable[[Sequence[str]], None]
 ) -> WatchedRun:
-    """Waits for a job, ends it once it is sure that it hangs or has stood still for too long, and tells of
-    one that stands still and may yet move on. labels: where each rank runs."""
-    nodes = dict(enumerate(labels))
+    """Wait until a job ends; end it if it is deadlocked or stalls for too long.
+
+    Args:
+        job: The running job.
+        watcher: Watches the job.
+        labels: Place of each rank, such as "a0:1", for the report.
+        tell: Prints the lines of a report about a stall that does not end the job yet.
+    """
+    labels_by_rank = dict(enumerate(labels))
     try:
         while True:
             try:
                 return WatchedRun(job.wait(_POLL_S))
-            except TimeoutError:
-                hang = watcher.poll()
-            if hang is None:
+            except TimeoutError:  # the job still runs
+                graph = watcher.poll()
+            if graph is None:
                 continue
-            lines = explain(hang, nodes, watcher.watch.stacks())
-            if watcher.ends(hang):
-                if not hang.circle():
+            lines = explain(graph, labels_by_rank, watcher.watch.stacks())
+            if watcher.must_end(graph):
+                if not graph.find_cycle():
                     lines.append(
                         f"no rank progressed for {watcher.end_s:g} s (--gpu-standstill): the job is ended"
                     )
                 job.kill()
                 return WatchedRun(job.wait(), tuple(lines))
-            tell(
-                [
-                    *lines,
-                    f"after {watcher.end_s:g} s of this (--gpu-standstill) it is ended if a stream has work",
-                ]
+            lines.append(
+                f"after {watcher.end_s:g} s of this (--gpu-standstill) it is ended if a stream has work"
             )
+            tell(lines)
     except BaseException:
         job.kill()
         raise
 
 
 class Watcher:
-    """Of the job whose watch files are in `directory`. poll() is called about twice a second."""
+    """Stall detector for a job; its owner calls poll() about twice a second."""
 
     def __init__(
         self,
         directory: Path,
         clock: Callable[[], float] = time.monotonic,
-        standstill_s: float = STANDSTILL_S,
-        still_s: float = STILL_S,
+        stall_s: float = STALL_S,
+        report_s: float = REPORT_S,
         end_s: float = END_S,
     ):
-        self.directory, self.watch, self.clock = directory, Watch(directory), clock
-        self.standstill_s, self.still_s, self.end_s = standstill_s, still_s, end_s
-        self._seen: dict[int, int] = {}
-        self._moved = self._looked = clock()
-        self._told = False
+        """Start to watch a job.
 
-    def poll(self) -> Hang | None:
-        """The hang, once it is sure: nothing moved for a while, a circle closes, and nothing has moved since.
-        Or, once for each long standstill and when it has lasted too long, what the ranks stand at without a
-        circle."""
-        progress, now = self.watch.progress(), self.clock()
-        if progress != self._seen:
-            self._seen, self._moved, self._looked, self._told = progress, now, now, False
-        if not progress or now - self._looked < self.standstill_s:
+        Args:
+            directory: Directory of the watch files that the ranks of the job write.
+            clock: Returns the time in seconds.
+            stall_s: Seconds without progress before the state of the ranks is read.
+            report_s: Seconds without progress before a stall without a cycle is reported.
+            end_s: Seconds without progress before a stall without a cycle ends the job.
+        """
+        self.directory = directory
+        self.watch = Watch(directory)
+        self.clock = clock
+        self.stall_s = stall_s
+        self.report_s = report_s
+        self.end_s = end_s
+        self._progress: dict[int, int] = {}  # rank -> its progress counter at the last change
+        self._progress_time = clock()  # of the last change
+        self._read_time = self._progress_time  # when the states of the ranks were last read
+        self._reported = False  # whether the present stall was reported
+
+    def poll(self) -> WaitForGraph | None:
+        """Return the wait-for graph of the job if it must be reported, else None.
+
+        The graph is returned when the job must end (a deadlock or too long a stall), and once for each stall
+        of `report_s` seconds.
+        """
+        progress = self.watch.progress()
+        now = self.clock()
+        if progress != self._progress:
+            self._progress = progress
+            self._progress_time = now
+            self._read_time = now
+            self._reported = False
+        if not progress or now - self._read_time < self.stall_s:
             return None
-        hang = self.look()
-        self._looked = self.clock()
+
+        graph = self.read_graph()
+        self._read_time = self.clock()
         if self.watch.progress() != progress:
+            # The states of the ranks were read at different moments, so a cycle may not be real.
             return None
-        if self.ends(hang):
-            return hang
-        if self._told or now - self._moved < self.still_s:
+        if self.must_end(graph):
+            return graph
+        if self._reported or now - self._progress_time < self.report_s:
             return None
-        self._told = True
-        return hang
+        self._reported = True
+        return graph
 
-    def ends(self, hang: Hang) -> bool:
-        """Whether the job is to be ended: a circle, or work that has waited too long. (Hosts may compute or
-        write for as long as they like while no stream has work.)"""
-        return bool(hang.circle()) or bool(hang.work) and self._looked - self._moved >= self.end_s
+    def must_end(self, graph: WaitForGraph) -> bool:
+        """Return whether the job must end: because of a deadlock, or of work that waits too long.
 
-    def look(self) -> Hang:
-        """What the ranks stand at now."""
-        states = self.watch.ask()
-        return Hang(states, communicators.ranks_of(communicators.read(self.directory)))
+        A host may compute or write a file for any time as long as no CUDA stream has pending work.
+        """
+        if graph.find_cycle():
+            return True
+        has_work = bool(graph.work)
+        return has_work and self._read_time - self._progress_time >= self.end_s
+
+    def read_graph(self) -> WaitForGraph:
+        """Return the present wait-for graph of the job."""
+        states = self.watch.request_states()
+        return WaitForGraph(states, communicators.ranks_of(communicators.read(self.directory)))

@@ -1,9 +1,11 @@
-"""The real launchers inside a lab: Slurm with munge, sshd for mpirun, pdsh and deepspeed.
+"""Real job launchers on an emulated cluster (a lab): torchrun, Slurm, mpirun and deepspeed.
 
-    host login       slurmctld, munged, sshd       where jobs are submitted
-    node a0, b0, ... slurmd, munged, sshd          as in a cluster: a host name and a /run of its own each
+Every emulated node is a host with its name and its network interfaces:
 
-Debian's programs are used as they are installed; nothing of this machine's own Slurm or sshd is touched or
-read. What they are told lies in the lab's directory, what they write in each node's /run (a tmpfs); both end
-with the lab.
+    host login       slurmctld, munged, sshd       jobs are submitted here
+    node a0, b0, ... slurmd, munged, sshd          the processes of jobs run here
+
+The programs are those that Debian installs; this machine's own Slurm and sshd are neither used nor changed.
+Their configuration files lie in the lab's directory, and their output in a tmpfs on each node's /run. Both
+are removed when the lab closes.
 """

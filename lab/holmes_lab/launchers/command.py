@@ -1,11 +1,12 @@
-"""The command line by which a launcher starts a job on all nodes of a lab.
+"""Builds the command line with which a launcher starts a job on all nodes of an emulated cluster.
 
-    holmes lab run --launcher srun -- python train.py       ->   srun --nodes 4 --ntasks-per-node
-                                                                 2 python train.py
-    holmes lab run --launcher srun -- sbatch --wait job.sh  ->   as it stands
+    holmes lab run --launcher srun -- python train.py
+        runs   srun --nodes=4 --ntasks-per-node=2 ... python train.py   on the login host
+    holmes lab run --launcher srun -- sbatch --wait job.sh
+        runs   sbatch --wait job.sh                                     on the login host
 
-A command that begins with a launcher's own program is run as it stands: on the login host, torchrun on every
-node.
+A command that already begins with one of the launcher's programs, such as sbatch, is not changed. Commands
+run on the login host, except that torchrun runs on every node.
 """
 
 from __future__ import annotations
@@ -22,24 +23,30 @@ from holmes_lab.process import ranks
 from holmes_lab.process.job import Job
 from holmes_lab.rights import PACKAGES, program
 
-#: Launcher -> the daemons that it needs.
+#: Launcher -> the services that it needs on the nodes.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "torchrun": (),
     "srun": ("slurm",),
     "mpirun": ("ssh",),
     "deepspeed": ("ssh",),
 }
-#: Launcher -> what a command begins with that already starts the job.
-_OWN = {
+#: Launcher -> programs that start a job themselves, so a command that begins with one is not changed.
+_LAUNCHER_PROGRAMS = {
     "torchrun": ("torchrun",),
     "srun": ("srun", "sbatch", "salloc", "scontrol", "sinfo", "squeue", "scancel"),
     "mpirun": ("mpirun", "mpiexec", "ssh", "pdsh"),
     "deepspeed": ("deepspeed", "ds", "dsr", "ssh", "pdsh"),
 }
-_STORE_PORT, _RENDEZVOUS_PORT = 29500, 29400
+#: Python module -> the launcher program that it implements.
+_LAUNCHER_OF_MODULE = {
+    "torch.distributed.run": "torchrun",
+    "deepspeed.launcher.runner": "deepspeed",
+}
+_STORE_PORT = 29500
+_RENDEZVOUS_PORT = 29400
 
 
-def started(
+def start_with_launcher(
     lab: Lab,
     launcher: str,
     command: Sequence[str],
@@ -52,67 +59,82 @@ def started(
 ) -> tuple[Job, list[str]]:
     """Start `command` with a real launcher (torchrun, srun, mpirun or deepspeed) on emulated nodes.
 
-    torchrun is started on every node. The other launchers are started once, on the lab's login host, from
-    which they start the processes on the nodes.
+    torchrun is started on every node. The other launchers are started once, on the login host, and
+    start the processes on the nodes from there.
 
     Args:
-        lab: The emulated nodes and networks, with a login host.
-        order: Names of the nodes to use, in this order; None for all nodes of the lab.
-        processes: Processes on each node; None for the number that the lab's cluster file names.
+        lab: The emulated cluster, with a login host.
+        launcher: Name of the launcher.
+        command: The user's command with its arguments.
+        order: Names of the nodes to use, in this order; None for all nodes.
+        processes: Processes on each node; None for the number in the cluster file.
+        env: Variables that are added to the environment of all processes.
         accelerator: Settings of the emulated accelerator; None without one.
         options: Passed to Lab.start_programs.
 
     Returns:
-        The running job, whose "ranks" are the launcher's programs, and the host of each of them.
+        The running job and the hosts of its "ranks". Each "rank" is a program of the launcher.
     """
     if order is None:
         nodes = list(lab.nodes)
     else:
         nodes = [node for node in lab.nodes if node.name in order]
         nodes.sort(key=lambda node: order.index(node.name))
-    count = ranks.processes_for_each(nodes, processes, lab.spec.source)
-    if launcher in PACKAGES and not starts_itself(
-        launcher, command
-    ):  # `command` has no launcher yet
+    processes_per_node = ranks.processes_for_each(nodes, processes, lab.spec.source)
+    if launcher in PACKAGES and not starts_itself(launcher, command):
         program(launcher)  # raises a HolmesError that names the package to install
-    names = [node.name for node in nodes]
-    # Services that the launcher needs on the nodes: Slurm's for srun, sshd for mpirun and deepspeed.
-    daemons = Daemons(lab, NEEDS[launcher], names, count, env, accelerator)
-    argv = command_line(launcher, names, count, command, daemons.directory)
-    hosts = names if launcher == "torchrun" else [LOGIN]
+    node_names = [node.name for node in nodes]
+    daemons = Daemons(
+        lab,
+        NEEDS[launcher],
+        order=node_names,
+        processes=processes_per_node,
+        env=env,
+        accelerator=accelerator,
+    )
+    argv = command_line(launcher, node_names, processes_per_node, command, daemons.directory)
+    hosts = node_names if launcher == "torchrun" else [LOGIN]
     programs = [daemons.program(argv, host) for host in hosts]  # each runs the launcher on one host
     return lab.start_programs(programs, **options), hosts
 
 
 def starts_itself(launcher: str, command: Sequence[str]) -> bool:
-    """Whether the command begins with the launcher's own program."""
+    """Return whether a command begins with a program of the launcher, so that it starts the job itself."""
     words = [Path(word).name for word in command]
     if words[0].startswith("python") and words[1:2] == ["-m"]:
-        module = {
-            "torch.distributed.run": "torchrun",
-            "deepspeed.launcher.runner": "deepspeed",
-        }.get(words[2:3][0], "")
-        return module in _OWN[launcher]
-    return words[0] in _OWN[launcher]
+        module = words[2:3][0]
+        return _LAUNCHER_OF_MODULE.get(module, "") in _LAUNCHER_PROGRAMS[launcher]
+    return words[0] in _LAUNCHER_PROGRAMS[launcher]
 
 
 def command_line(
-    launcher: str, nodes: Sequence[str], count: int, command: Sequence[str], directory: Path
+    launcher: str,
+    nodes: Sequence[str],
+    processes_per_node: int,
+    command: Sequence[str],
+    directory: Path,
 ) -> list[str]:
-    """`command` as a job of `count` processes on each of `nodes`, in that order; files that the launcher
-    reads (a hostfile) are written into `directory`. HolmesError where the launcher cannot start it."""
+    """Return the command line with which a launcher starts `command` on the nodes.
+
+    Args:
+        launcher: "torchrun", "srun", "mpirun" or "deepspeed".
+        nodes: Names of the nodes in the order of their ranks.
+        processes_per_node: Number of processes on each node.
+        command: The user's command. It is returned unchanged if it already begins with the launcher.
+        directory: Directory for the hostfile that mpirun and deepspeed read.
+
+    Raises:
+        HolmesError: The launcher cannot start this command.
+    """
     if starts_itself(launcher, command):
         return list(command)
     if launcher == "torchrun":
-        sizes = [
+        return [
+            *_launcher_of_python(command, "torchrun", module="torch.distributed.run"),
             f"--nnodes={len(nodes)}",
-            f"--nproc-per-node={count}",
+            f"--nproc-per-node={processes_per_node}",
             "--rdzv-backend=c10d",
             "--rdzv-id=lab",
-        ]
-        return [
-            *_module(command, "torchrun", "torch.distributed.run"),
-            *sizes,
             f"--rdzv-endpoint={nodes[0]}:{_RENDEZVOUS_PORT}",
             "--no-python",
             *command,
@@ -122,49 +144,67 @@ def command_line(
             "srun",
             f"--nodes={len(nodes)}",
             f"--nodelist={','.join(nodes)}",
-            f"--ntasks-per-node={count}",
-            f"--gpus-per-node={count}",
+            f"--ntasks-per-node={processes_per_node}",
+            f"--gpus-per-node={processes_per_node}",
             "--kill-on-bad-exit=1",
             *command,
         ]
-    hosts = directory / "hostfile"
-    hosts.write_text("".join(f"{name} slots={count}\n" for name in nodes))
+    hostfile = directory / "hostfile"
+    hostfile.write_text("".join(f"{name} slots={processes_per_node}\n" for name in nodes))
     if launcher == "mpirun":
-        exports = [
-            text
-            for said in (f"MASTER_ADDR={nodes[0]}", f"MASTER_PORT={_STORE_PORT}", "PATH")
-            for text in ("-x", said)
-        ]
-        return [
-            "mpirun",
-            "--allow-run-as-root",
-            "--hostfile",
-            str(hosts),
-            "-np",
-            str(len(nodes) * count),
-            "--bind-to",
-            "none",
-            *exports,
-            *command,
-        ]
-    if (
-        len(command) < 2
-        or not Path(command[0]).name.startswith("python")
-        or command[1].startswith("-")
-    ):
+        return _mpirun_command_line(nodes, processes_per_node, command, hostfile)
+    return _deepspeed_command_line(command, hostfile)
+
+
+def _mpirun_command_line(
+    nodes: Sequence[str], processes_per_node: int, command: Sequence[str], hostfile: Path
+) -> list[str]:
+    return [
+        "mpirun",
+        "--allow-run-as-root",
+        "--hostfile",
+        str(hostfile),
+        "-np",
+        str(len(nodes) * processes_per_node),
+        "--bind-to",
+        "none",
+        "-x",  # exports a variable to all processes
+        f"MASTER_ADDR={nodes[0]}",
+        "-x",
+        f"MASTER_PORT={_STORE_PORT}",
+        "-x",
+        "PATH",
+        *command,
+    ]
+
+
+def _deepspeed_command_line(command: Sequence[str], hostfile: Path) -> list[str]:
+    """Return the command line of deepspeed for a command of the form `python SCRIPT ...`.
+
+    Raises:
+        HolmesError: The command has another form: deepspeed starts only scripts.
+    """
+    is_python = Path(command[0]).name.startswith("python")
+    has_script = len(command) > 1 and not command[1].startswith("-")
+    if not is_python or not has_script:
         raise HolmesError(
             f"--launcher deepspeed: the command must be `python SCRIPT ...`, not"
             f" {' '.join(command[:2])!r:.80}: deepspeed starts scripts"
         )
     return [
-        *_module(command, "deepspeed", "deepspeed.launcher.runner"),
+        *_launcher_of_python(command, "deepspeed", module="deepspeed.launcher.runner"),
         "--hostfile",
-        str(hosts),
+        str(hostfile),
         "--force_multi",
         *command[1:],
     ]
 
 
-def _module(command: Sequence[str], name: str, module: str) -> list[str]:
-    """The launcher of the Python that the command uses, where it names one."""
-    return [command[0], "-m", module] if Path(command[0]).name.startswith("python") else [name]
+def _launcher_of_python(command: Sequence[str], name: str, *, module: str) -> list[str]:
+    """Return the words that start a launcher, with the Python interpreter that the command names.
+
+    Without an interpreter in the command, the launcher is the program `name` on PATH.
+    """
+    if Path(command[0]).name.startswith("python"):
+        return [command[0], "-m", module]
+    return [name]

@@ -1,4 +1,4 @@
-"""Starts Slurm and sshd in the hosts of a lab, waits until they answer, and runs what is submitted there."""
+"""Runs the daemons of Slurm and sshd on the hosts of an emulated cluster, and commands that use them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from holmes_lab.process.job import Job, RunResult
 from holmes_lab.process.ranks import Program
 from holmes_lab.rights import program
 
-#: Seconds that the daemons may take to answer.
+#: Seconds for the daemons to accept connections.
 PATIENCE = 60.0
-#: Seconds for which the other daemons go on when one has ended (select takes 24 days at most).
-_GRACE = 1e6
-#: Variables of another job's launcher, which the lab's must not take for its own.
-_FOREIGN = ("SLURM", "OMPI_", "PMIX", "PMI_", "MPI_LOCAL")
-#: Waits for ports (HOST:PORT ...), then, with a number after "--", until so many nodes of Slurm are idle.
-_WAIT = """
+#: Grace period of the daemons' job in seconds: the other daemons go on when one daemon ends.
+#: select() accepts at most 24 days.
+_GRACE_S = 1e6
+#: Prefixes of variables that another job's launcher may have set for this process.
+_OTHER_LAUNCHERS = ("SLURM", "OMPI_", "PMIX", "PMI_", "MPI_LOCAL")
+#: Script that waits until the ports HOST:PORT ... accept connections and then, if a number follows "--",
+#: until that many nodes of Slurm are idle.
+_WAIT_SCRIPT = """
 import socket, subprocess, sys, time
 ports, _, nodes = " ".join(sys.argv[1:]).partition("--")
 for host, port in (text.split(":") for text in ports.split()):
@@ -45,12 +47,7 @@ while nodes:
 
 
 class Daemons:
-    """Of a lab with a login host. needs: "slurm", "ssh"; order: the nodes in the scheduler's order, default
-    the file's; processes: of a node at most, so its GPUs for Slurm; env: what every process of a job gets on
-    top of this process's variables; accelerator: as Lab.start.
-
-    programs: in the order of `job`'s ranks. HolmesError where a daemon is missing, ends, or does not answer.
-    """
+    """Running daemons of a launcher on the login host and the nodes of an emulated cluster."""
 
     def __init__(
         self,
@@ -61,41 +58,68 @@ class Daemons:
         env: Mapping[str, str] | None = None,
         accelerator: Mapping[str, Any] | None = None,
     ):
+        """Start the daemons, and wait until they accept connections.
+
+        Args:
+            lab: The emulated cluster, with a login host.
+            needs: Services to start: "slurm", "ssh", both or none.
+            order: Names of the nodes to use, in the order of the scheduler. None: all nodes.
+            processes: Most processes of a node. Slurm gives a node that number of GPUs. None: the
+                largest number of processes of a node in the cluster file.
+            env: Variables that every process of a job gets in addition to this process's variables.
+            accelerator: Settings of the emulated accelerator. None: without one.
+
+        Raises:
+            HolmesError: This process does not run as root, a daemon is not installed, a daemon ended, or the
+                daemons did not answer within PATIENCE seconds.
+        """
         if os.getuid() != 0 and needs:
             raise HolmesError(
                 "the lab's Slurm and sshd need root: they give each process the rights of its "
                 "user; run it as root, or start the job with --launcher torchrun"
             )
-        self.lab, self.order = lab, tuple(order or (node.name for node in lab.nodes))
+        self.lab = lab
+        self.order = tuple(order or (node.name for node in lab.nodes))
         self.processes = processes or max(node.processes for node in lab.nodes)
         common, self.emulated = ranks.common_environment(env or {}, accelerator)
-        common = {name: value for name, value in common.items() if not name.startswith(_FOREIGN)}
         self.directory = lab.directory / "launchers"
         self.directory.mkdir()
-        said = {
-            name: common[name]
-            for name in common
-            if name not in os.environ or os.environ[name] != common[name]
+
+        self._common = {
+            name: value for name, value in common.items() if not name.startswith(_OTHER_LAUNCHERS)
         }
-        # Open MPI's session folders end with the hosts; in /tmp they stay where a daemon does not end in time
-        common["OMPI_MCA_orte_tmpdir_base"] = said["OMPI_MCA_orte_tmpdir_base"] = "/run"
+        # A session of sshd or Slurm inherits no variable of this process, so it gets those that differ.
+        session_variables = {
+            name: value for name, value in self._common.items() if os.environ.get(name) != value
+        }
+        # Open MPI's session folders in /run are removed with the hosts; in /tmp they would remain if a daemon
+        # does not end in time.
+        launcher_variables = {"OMPI_MCA_orte_tmpdir_base": "/run"}
         if "slurm" in needs:
-            common["SLURM_CONF"] = said["SLURM_CONF"] = str(self.directory / "slurm.conf")
+            launcher_variables["SLURM_CONF"] = str(self.directory / "slurm.conf")
+        self._common.update(launcher_variables)
+        session_variables.update(launcher_variables)
+        session_variables["PATH"] = self._common.get("PATH", os.defpath)
+
         hosts = (LOGIN, *self.order)
-        self._common = common
-        self._prepare(hosts, needs, {**said, "PATH": common.get("PATH", os.defpath)})
-        self.programs = [
-            *(slurm.daemons(self.directory, self.order, common) if "slurm" in needs else ()),
-            *(ssh.daemons(self.directory, hosts, common) if "ssh" in needs else ()),
-        ]
+        self._prepare_hosts(hosts, needs, session_variables)
+        self.programs: list[Program] = []
+        if "slurm" in needs:
+            self.programs.extend(slurm.daemons(self.directory, self.order, self._common))
+        if "ssh" in needs:
+            self.programs.extend(ssh.daemons(self.directory, hosts, self._common))
         if self.programs:
-            self.job = lab.start_programs(self.programs, logs=self.directory / "logs", grace=_GRACE)
-            ports = [f"{LOGIN}:{slurm.PORT}"] if "slurm" in needs else []
-            ports += [f"{host}:{ssh.PORT}" for host in hosts] if "ssh" in needs else []
-            self._wait([*ports, *(["--", str(len(self.order))] if "slurm" in needs else [])])
+            logs = self.directory / "logs"
+            self.job = lab.start_programs(self.programs, logs=logs, grace=_GRACE_S)
+            self._wait_until_ready(hosts, needs)
 
     def run(self, argv: Sequence[str], **options: Any) -> RunResult:
-        """`argv` alone on the login host (rank 0 of the result); options of Lab.start_programs."""
+        """Run a command on the login host, and return its result as that of rank 0.
+
+        Args:
+            argv: The command.
+            options: Passed to Lab.start_programs.
+        """
         return self.start(argv, **options).wait()
 
     def start(
@@ -105,25 +129,46 @@ class Daemons:
         env: Mapping[str, str] | None = None,
         **options: Any,
     ) -> Job:
+        """Start a command on a host, and return it as a job with a single rank.
+
+        Args:
+            argv: The command.
+            host: Name of the host.
+            env: Additional environment variables.
+            options: Passed to Lab.start_programs.
+        """
         return self.lab.start_programs([self.program(argv, host, env)], **options)
 
     def program(
         self, argv: Sequence[str], host: str = LOGIN, env: Mapping[str, str] | None = None
     ) -> Program:
+        """Return a command with the host and the environment with which it is to be started."""
         return Program(host, argv, {**self._common, **self.lab.variables(host), **(env or {})})
 
     def kill(self, name: str, host: str) -> None:
-        """SIGKILL to a daemon ("slurmd", "munged", "sshd", "slurmctld") and what is in its process group."""
-        number = next(
-            number
-            for number, daemon in enumerate(self.programs)
-            if daemon.host == host and any(Path(word).name == name for word in daemon.argv)
-        )
-        self.job.kill(number)
+        """Send SIGKILL to the process group of a daemon.
 
-    def _prepare(self, hosts: Sequence[str], needs: Sequence[str], said: Mapping[str, str]) -> None:
-        """Files that the daemons read, and a /run of its own for every host."""
-        variables = {host: {**said, **self.lab.variables(host)} for host in hosts}
+        Args:
+            name: "slurmd", "munged", "sshd" or "slurmctld".
+            host: Name of the host.
+
+        Raises:
+            ValueError: The host runs no such daemon.
+        """
+        for number, daemon in enumerate(self.programs):
+            if daemon.host == host and any(Path(word).name == name for word in daemon.argv):
+                self.job.kill(number)
+                return
+        raise ValueError(f"host {host!r} runs no daemon {name!r}")
+
+    def _prepare_hosts(
+        self, hosts: Sequence[str], needs: Sequence[str], session_variables: Mapping[str, str]
+    ) -> None:
+        """Write the daemons' configuration files, and mount a tmpfs on /run of every host.
+
+        Raises:
+            HolmesError: A host cannot be prepared.
+        """
         script = (
             f"{program('mount')} -t tmpfs -o mode=755 none /run; mkdir -p /run/munge /run/slurmctld "
             f"/run/slurmd;"
@@ -133,43 +178,64 @@ class Daemons:
                 self.directory,
                 self.lab.spec,
                 self.order,
-                self.processes,
-                {host: self.lab.variables(host) for host in self.order},
+                processes=self.processes,
+                variables={host: self.lab.variables(host) for host in self.order},
             )
         if "ssh" in needs:
-            ssh.configure(self.directory, variables)
-            script += ssh.prepare(self.directory)
-        everywhere = [Program(host, ["sh", "-ec", script], self._common) for host in hosts]
-        done = self.lab.start_programs(everywhere, timeout=PATIENCE).wait()
-        if done.returncode:
+            ssh.configure(
+                self.directory,
+                {host: {**session_variables, **self.lab.variables(host)} for host in hosts},
+            )
+            script += ssh.mount_script(self.directory)
+        preparations = [Program(host, ["sh", "-ec", script], self._common) for host in hosts]
+        result = self.lab.start_programs(preparations, timeout=PATIENCE).wait()
+        if result.returncode:
             raise HolmesError(
-                f"lab: the hosts cannot be prepared for their launchers: {_last(done)}"
+                f"lab: the hosts cannot be prepared for their launchers: {_last_line(result)}"
             )
 
-    def _wait(self, arguments: Sequence[str]) -> None:
-        waiting = self.start([sys.executable, "-I", "-S", "-c", _WAIT, *arguments])
+    def _wait_until_ready(self, hosts: Sequence[str], needs: Sequence[str]) -> None:
+        """Wait until the daemons accept connections and all nodes of Slurm are idle.
+
+        Raises:
+            HolmesError: A daemon ended, or the daemons did not answer within PATIENCE seconds.
+        """
+        arguments = []
+        if "slurm" in needs:
+            arguments.append(f"{LOGIN}:{slurm.PORT}")
+        if "ssh" in needs:
+            arguments.extend(f"{host}:{ssh.PORT}" for host in hosts)
+        if "slurm" in needs:
+            arguments.extend(["--", str(len(self.order))])
+        waiting = self.start([sys.executable, "-I", "-S", "-c", _WAIT_SCRIPT, *arguments])
         deadline = time.monotonic() + PATIENCE
         while waiting.poll() is None:
-            ended = [
-                number for number in range(len(self.programs)) if number not in self.job.running
-            ]
-            if ended or time.monotonic() > deadline:
+            running = self.job.running
+            ended = [number for number in range(len(self.programs)) if number not in running]
+            if ended:
                 waiting.kill()
-                raise HolmesError(self._why(ended[0] if ended else None))
+                raise HolmesError(self._describe_end(ended[0]))
+            if time.monotonic() > deadline:
+                waiting.kill()
+                raise HolmesError(
+                    f"lab: the daemons of its launchers do not answer within {PATIENCE:g} s; their output is "
+                    f"in {self.directory}/logs"
+                )
             time.sleep(0.05)
 
-    def _why(self, ended: int | None) -> str:
-        if ended is None:
-            return (
-                f"lab: its launchers do not answer within {PATIENCE:g} s; what they say is in "
-                f"{self.directory}/logs"
-            )
-        daemon, log = self.programs[ended], self.directory / "logs" / f"rank{ended}.log"
-        lines = log.read_text(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+    def _describe_end(self, number: int) -> str:
+        """Return a message that a daemon has ended, with the last line of its log."""
+        daemon = self.programs[number]
+        log = self.directory / "logs" / f"rank{number}.log"
+        lines = log.read_text(errors="replace").strip().splitlines()
+        reason = lines[-1] if lines else "it printed nothing"
+        # The first absolute path is the daemon: Slurm's daemons are started by a shell, "sh -c ...".
         name = next(Path(word).name for word in daemon.argv if Path(word).is_absolute())
-        return f"lab: {name} on {daemon.host} has ended: {lines[0]}"
+        return f"lab: {name} on {daemon.host} has ended: {reason}"
 
 
-def _last(result: RunResult) -> str:
-    rank = result.first_failed or 0
-    return (result.outputs[rank].strip().splitlines() or [f"status {result.returncode}"])[-1]
+def _last_line(result: RunResult) -> str:
+    """Return the last line that the first failed host printed, or the exit status."""
+    host_number = result.first_failed or 0
+    lines = result.outputs[host_number].strip().splitlines()
+    return lines[-1] if lines else f"status {result.returncode}"

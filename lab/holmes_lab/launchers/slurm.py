@@ -1,8 +1,12 @@
-"""A Slurm for a lab: slurm.conf, topology.conf, gres.conf, and every host's daemons.
+"""Configures Slurm and its daemons on an emulated cluster.
 
-login   munged, slurmctld   partition "all" (default) and one for each cluster, called after it
-nodes   munged, slurmd      feature: the cluster's kind and name; gres gpu: one for each process of a node
-                            topology/tree: a switch for each cluster, one above them
+Every host runs munged. The host "login" also runs slurmctld, and the nodes run slurmd. slurm.conf describes
+the emulated cluster as follows:
+
+    partitions   "all" (the default), and one for each cluster with the cluster's name
+    features     each node has its cluster's NIC kind and name
+    GPUs         one for each process of a node
+    topology     a tree: one leaf switch for each cluster, and a spine above them
 """
 
 from __future__ import annotations
@@ -18,10 +22,11 @@ from holmes_lab.rights import program
 
 #: Bytes of munge's key: MUNGE_KEY_LEN_DFL_BYTES of its source.
 _KEY_BYTES = 128
-#: CPUs that every node tells Slurm it has: jobs of a lab wait for nodes, not for the cores of this machine.
+#: CPUs of each node according to slurm.conf: jobs queue for nodes, not for the cores of this machine.
 _CPUS = 256
-_MUNGE = "/run/munge/munge.socket.2"
-PORT = 6817  # slurmctld's
+_MUNGE_SOCKET = "/run/munge/munge.socket.2"
+#: Port of slurmctld.
+PORT = 6817
 
 
 def configure(
@@ -31,21 +36,29 @@ def configure(
     processes: int,
     variables: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Write what Slurm reads. order: of the nodes; processes: of a node; variables: of tasks, by host."""
-    # Slurm wants devices to stand for them
-    gpus = [directory / f"gpu{number}" for number in range(processes)]
-    for file in gpus:
-        file.symlink_to(os.devnull)
-    files = {
+    """Write the configuration files of Slurm and the key of munge.
+
+    Args:
+        directory: Directory into which the files are written.
+        spec: The clusters and their nodes.
+        order: Names of the nodes, in the order of slurm.conf.
+        processes: Processes of each node. A node has as many GPUs.
+        variables: For each node, environment variables that every task there gets.
+    """
+    # Slurm requires a device file for each GPU; /dev/null serves.
+    gpu_files = [directory / f"gpu{number}" for number in range(processes)]
+    for gpu_file in gpu_files:
+        gpu_file.symlink_to(os.devnull)
+    contents = {
         "slurm.conf": _slurm_conf(directory, spec, order, processes),
         "topology.conf": _topology_conf(spec),
-        "gres.conf": "".join(f"Name=gpu File={file}\n" for file in gpus),
-        # nodes have no cgroups; v1 asks at its use
+        "gres.conf": "".join(f"Name=gpu File={gpu_file}\n" for gpu_file in gpu_files),
+        # The nodes have no cgroups. The v1 plugin fails only when a cgroup is used.
         "cgroup.conf": "CgroupPlugin=cgroup/v1\nCgroupAutomount=no\n",
         "task_prolog": _task_prolog(variables),
     }
-    for name, text in files.items():
-        (directory / name).write_text(text)
+    for name, content in contents.items():
+        (directory / name).write_text(content)
     (directory / "task_prolog").chmod(0o755)
     key = directory / "munge.key"
     key.touch(mode=0o600)
@@ -53,13 +66,14 @@ def configure(
 
 
 def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes: int) -> str:
+    """Return slurm.conf: settings, a line for each node, and a partition for each cluster."""
     settings = {
         "ClusterName": "lab",
         "SlurmctldHost": LOGIN,
         "SlurmUser": "root",
         "SlurmdUser": "root",
         "AuthType": "auth/munge",
-        "AuthInfo": f"socket={_MUNGE}",
+        "AuthInfo": f"socket={_MUNGE_SOCKET}",
         "StateSaveLocation": "/run/slurmctld",
         "SlurmdSpoolDir": "/run/slurmd",
         "SlurmctldPidFile": "/run/slurmctld.pid",
@@ -90,12 +104,13 @@ def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes
     lines = [f"{name}={value}" for name, value in settings.items()]
     for name in order:
         cluster = spec.cluster_of(name)
-        features = ",".join(
-            dict.fromkeys([cluster.kind, cluster.name, *filter(None, [cluster.gpu])])
-        )
+        features = [cluster.kind, cluster.name]
+        if cluster.gpu:
+            features.append(cluster.gpu)
+        distinct_features = ",".join(dict.fromkeys(features))
         lines.append(
             f"NodeName={name} CPUs={_CPUS} RealMemory=1000000 Gres=gpu:{processes}"
-            f" Feature={features} State=UNKNOWN"
+            f" Feature={distinct_features} State=UNKNOWN"
         )
     for cluster in spec.clusters:
         if cluster.name != "all":
@@ -105,38 +120,57 @@ def _slurm_conf(directory: Path, spec: SiteSpec, order: Sequence[str], processes
 
 
 def _topology_conf(spec: SiteSpec) -> str:
-    leaves = [
-        f"SwitchName=leaf_{cluster.name} Nodes={','.join(cluster.nodes)}"
-        for cluster in spec.clusters
-    ]
-    switches = ",".join(f"leaf_{cluster.name}" for cluster in spec.clusters)
-    return "\n".join([*leaves, f"SwitchName=spine Switches={switches}"]) + "\n"
+    """Return topology.conf: a leaf switch for each cluster, and a spine that connects the leaves."""
+    lines = []
+    leaves = []
+    for cluster in spec.clusters:
+        leaf = f"leaf_{cluster.name}"
+        leaves.append(leaf)
+        lines.append(f"SwitchName={leaf} Nodes={','.join(cluster.nodes)}")
+    lines.append(f"SwitchName=spine Switches={','.join(leaves)}")
+    return "\n".join(lines) + "\n"
 
 
 def _task_prolog(variables: Mapping[str, Mapping[str, str]]) -> str:
-    """What it prints, Slurm puts into the environment of the task that it is about to start."""
+    """Return the script that Slurm runs before each task to extend the environment of the task.
+
+    Slurm adds a variable for each line "export NAME=VALUE" that the script prints.
+    """
     lines = ["#!/bin/sh", "case $SLURMD_NODENAME in"]
-    for host, own_variables in variables.items():
-        said = "; ".join(f"echo export {name}={value}" for name, value in own_variables.items())
-        lines.append(f"{host}) {said};;")
-    return "\n".join([*lines, "esac"]) + "\n"
+    for host, host_variables in variables.items():
+        commands = [f"echo export {name}={value}" for name, value in host_variables.items()]
+        lines.append(f"{host}) {'; '.join(commands)};;")
+    lines.append("esac")
+    return "\n".join(lines) + "\n"
 
 
 def daemons(directory: Path, order: Sequence[str], env: Mapping[str, str]) -> list[Program]:
-    """Those of all hosts."""
-    munged, slurmctld, slurmd = program("munged"), program("slurmctld"), program("slurmd")
-    env = {**env, "SLURM_CONF": str(directory / "slurm.conf")}
-    munge = [
-        munged,
+    """Return the daemons of Slurm and munge on all hosts, as programs that can be started there.
+
+    Args:
+        directory: Directory of the configuration files.
+        order: Names of the nodes.
+        env: Environment of the daemons.
+    """
+    slurm_env = {**env, "SLURM_CONF": str(directory / "slurm.conf")}
+    munged_argv = [
+        program("munged"),
         "--foreground",
         "--force",
         f"--key-file={directory}/munge.key",
-        f"--socket={_MUNGE}",
-        *(f"--{kind}-file=/run/munge/munged.{kind}" for kind in ("pid", "log", "seed")),
+        f"--socket={_MUNGE_SOCKET}",
+        "--pid-file=/run/munge/munged.pid",
+        "--log-file=/run/munge/munged.log",
+        "--seed-file=/run/munge/munged.seed",
     ]
-    after = f'until [ -S {_MUNGE} ]; do sleep 0.02; done; exec "$0" "$@"'  # they ask munge at once
-    programs = [Program(host, munge, env) for host in (LOGIN, *order)]
-    programs.append(Program(LOGIN, ["sh", "-c", after, slurmctld, "-D", "-i"], env))
-    return programs + [
-        Program(host, ["sh", "-c", after, slurmd, "-D", "-N", host], env) for host in order
-    ]
+    slurmctld_argv = [program("slurmctld"), "-D", "-i"]
+    slurmd = program("slurmd")
+    # Slurm's daemons connect to munge when they start, so the shell waits for the socket of munged.
+    wait_for_munge = f'until [ -S {_MUNGE_SOCKET} ]; do sleep 0.02; done; exec "$0" "$@"'
+
+    programs = [Program(host, munged_argv, slurm_env) for host in (LOGIN, *order)]
+    programs.append(Program(LOGIN, ["sh", "-c", wait_for_munge, *slurmctld_argv], slurm_env))
+    for host in order:
+        slurmd_argv = [slurmd, "-D", "-N", host]
+        programs.append(Program(host, ["sh", "-c", wait_for_munge, *slurmd_argv], slurm_env))
+    return programs

@@ -1,4 +1,4 @@
-"""sshd in every host of a lab, and an ssh client there that reaches all of them without a question."""
+"""Configures sshd and ssh on an emulated cluster, so that every host reaches the others without a prompt."""
 
 from __future__ import annotations
 
@@ -12,57 +12,78 @@ from holmes_lab.process.ranks import Program
 from holmes_lab.rights import program
 
 PORT = 22
-# bash reads ~/.bashrc in a session of sshd, unless it is not the outermost shell. A session of the lab has
-# the lab's variables, not what that file makes of them (pyenv's `init` waits there for a lock, up to 60 s).
+# bash reads ~/.bashrc in a session of sshd unless SHLVL says that the shell is nested. That file must not
+# change the variables of a session, nor delay it (`pyenv init` waits for a lock for up to 60 s).
 _NO_BASHRC = {"SHLVL": "1"}
 
 
 def configure(directory: Path, variables: Mapping[str, Mapping[str, str]]) -> None:
-    """Write keys and configurations into `directory`. variables: by host, what every session gets there."""
+    """Write the keys and the configuration files of sshd and ssh.
+
+    Args:
+        directory: Directory into which the files are written.
+        variables: For each host, the environment variables of every session on that host.
+
+    Raises:
+        HolmesError: ssh-keygen failed.
+    """
     for name in ("host_key", "key"):
-        done = subprocess.run(
-            [program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(directory / name)],
-            capture_output=True,
-            text=True,
-        )
-        if done.returncode:
-            raise HolmesError(f"ssh-keygen: {done.stderr.strip() or done.returncode}")
+        _generate_key(directory / name)
     (directory / "ssh_config").write_text(
         f"Host *\n IdentityFile {directory}/key\n IdentitiesOnly yes\n BatchMode yes\n StrictHostKeyChecking "
         f"no\n UserKnownHostsFile /dev/null\n GlobalKnownHostsFile /dev/null\n LogLevel ERROR\n"
     )
-    # sshd lets nobody in whose account is locked
+    # sshd refuses a login to a locked account, and root is locked on many machines.
     (directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
-    for host, own_variables in variables.items():
-        (directory / f"sshd_config.{host}").write_text(
-            "\n".join(
-                [
-                    f"Port {PORT}",
-                    f"HostKey {directory}/host_key",
-                    f"AuthorizedKeysFile {directory}/key.pub",
-                    "StrictModes no",
-                    "UsePAM no",
-                    "PasswordAuthentication no",
-                    "PermitRootLogin prohibit-password",
-                    "PidFile none",
-                    "UseDNS no",
-                    "PrintMotd no",
-                    "PrintLastLog no",
-                    "MaxStartups 200",
-                    "MaxSessions 200",
-                    "SetEnv "
-                    + " ".join(
-                        quoted(f"{name}={value}")
-                        for name, value in {**own_variables, **_NO_BASHRC}.items()
-                    ),
-                    "",
-                ]
-            )
-        )
+    for host, host_variables in variables.items():
+        config = _sshd_config(directory, {**host_variables, **_NO_BASHRC})
+        (directory / f"sshd_config.{host}").write_text(config)
 
 
-def prepare(directory: Path) -> str:
-    """Shell commands that every host runs as root in its own mounts."""
+def _generate_key(path: Path) -> None:
+    """Write an SSH key without a passphrase to `path`, and its public key beside it.
+
+    Raises:
+        HolmesError: ssh-keygen failed.
+    """
+    completed = subprocess.run(
+        [program("ssh-keygen"), "-q", "-t", "ed25519", "-N", "", "-f", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    if completed.returncode:
+        raise HolmesError(f"ssh-keygen: {completed.stderr.strip() or completed.returncode}")
+
+
+def _sshd_config(directory: Path, variables: Mapping[str, str]) -> str:
+    """Return sshd's configuration file for a host.
+
+    Args:
+        directory: Directory of the keys.
+        variables: Environment variables of every session on the host.
+    """
+    assignments = [quoted(f"{name}={value}") for name, value in variables.items()]
+    lines = [
+        f"Port {PORT}",
+        f"HostKey {directory}/host_key",
+        f"AuthorizedKeysFile {directory}/key.pub",
+        "StrictModes no",
+        "UsePAM no",
+        "PasswordAuthentication no",
+        "PermitRootLogin prohibit-password",
+        "PidFile none",
+        "UseDNS no",
+        "PrintMotd no",
+        "PrintLastLog no",
+        "MaxStartups 200",
+        "MaxSessions 200",
+        f"SetEnv {' '.join(assignments)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def mount_script(directory: Path) -> str:
+    """Return shell commands that mount the files of `directory` over a host's ssh files in /etc."""
     return (
         f"mkdir -p /run/sshd; mount --bind {directory}/ssh_config /etc/ssh/ssh_config;"
         f" mount --bind {directory}/shadow /etc/shadow;"
@@ -70,8 +91,12 @@ def prepare(directory: Path) -> str:
 
 
 def daemons(directory: Path, hosts: Sequence[str], env: Mapping[str, str]) -> list[Program]:
-    sshd = program("sshd")  # by its whole path: it starts itself again for each connection
-    return [
-        Program(host, [sshd, "-D", "-e", "-f", f"{directory}/sshd_config.{host}"], env)
-        for host in hosts
-    ]
+    """Return the sshd of every host, as programs that can be started there."""
+    sshd = program(
+        "sshd"
+    )  # sshd needs its absolute path, as it executes itself for each connection
+    programs = []
+    for host in hosts:
+        argv = [sshd, "-D", "-e", "-f", f"{directory}/sshd_config.{host}"]
+        programs.append(Program(host, argv, env))
+    return programs

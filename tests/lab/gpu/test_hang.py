@@ -1,5 +1,7 @@
-"""Who waits for whom over all ranks of a job on emulated GPUs, and the circle
-(lab/holmes_lab/gpu/hang.py)."""
+"""Tests the deadlock detection for jobs on emulated GPUs (lab/holmes_lab/gpu/hang.py).
+
+A wait-for graph holds the hosts and the pending kernels of all ranks; a cycle in it is a deadlock.
+"""
 
 import json
 import mmap
@@ -9,7 +11,7 @@ import time
 
 import pytest
 from holmes_lab.gpu import communicators
-from holmes_lab.gpu.hang import Hang
+from holmes_lab.gpu.hang import WaitForGraph
 from holmes_lab.gpu.hang_report import explain
 from holmes_lab.gpu.state import Watch, parse
 from holmes_lab.gpu.watcher import Watcher
@@ -62,21 +64,21 @@ def rank(number: int, *streams: dict, hosts: tuple = ()):
 def test_two_communicators_in_other_orders():
     """Each rank's host waits for a kernel whose peer has not been launched, as the other's host waits,
     too."""
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)),
             rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),)),
         ],
         PAIR,
     )
-    circle = hang.circle()
-    assert [type(wait.node).__name__ for wait in circle] == [
+    circle = graph.find_cycle()
+    assert [type(wait.waiter).__name__ for wait in circle] == [
         "RankHost",
-        "WorkPlace",
+        "WorkId",
         "RankHost",
-        "WorkPlace",
+        "WorkId",
     ]
-    lines = explain(hang, {})
+    lines = explain(graph, {})
     assert (
         "rank 0: its host waits in cudaDeviceSynchronize for rank 0: "
         "stream 7: kernel AllReduce of 4"
@@ -96,12 +98,12 @@ def test_two_communicators_in_other_orders():
 
 
 def test_a_host_outside_cuda_may_do_anything():
-    hang = Hang(
+    graph = WaitForGraph(
         [rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),)), rank(1)], PAIR
     )
-    assert hang.circle() == []
+    assert graph.find_cycle() == []
     stack = 'Thread 0x7 (most recent call first):\n  File "train.py", line 7 in load\n'
-    lines = explain(hang, {1: "b0:1"}, {1: stack})
+    lines = explain(graph, {1: "b0:1"}, {1: stack})
     assert "no cycle" in lines[0]
     assert lines[-3:] == [
         "  rank 1 (b0:1): its host is in no CUDA call",
@@ -135,8 +137,8 @@ def test_unlike_collectives_are_told():
     assert (
         "mismatched collectives in group dp, communicator 0xa: AllReduce of 8 Float32 on rank 0;"
         " AllReduce of 9 Float32 on rank 1"
-    ) in explain(Hang(states, PAIR), {})
-    assert Hang(states[2:], PAIR).differences() == []
+    ) in explain(WaitForGraph(states, PAIR), {})
+    assert WaitForGraph(states[2:], PAIR).find_mismatches() == []
 
 
 def test_sends_and_receives_need_not_be_alike():
@@ -144,37 +146,39 @@ def test_sends_and_receives_need_not_be_alike():
         parse(number, {"streams": [], "hosts": [], "recent": launched((-1, what))})
         for number, what in enumerate(("Send to 1 (4 bytes)", "Recv from 0 (4 bytes)"))
     ]
-    assert Hang(states, PAIR).differences() == []
+    assert WaitForGraph(states, PAIR).find_mismatches() == []
 
 
 def test_a_rank_that_does_not_answer_may_do_anything():
-    hang = Hang([rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),))], PAIR)
-    assert hang.circle() == []
+    graph = WaitForGraph(
+        [rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), hosts=(host((7, 1)),))], PAIR
+    )
+    assert graph.find_cycle() == []
 
 
 def test_a_kernel_that_computes_moves_on():
     computes = {**kernel(1, "", -1), "name": "matmul", "sms": 0}
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(0, stream(7, computes, kernel(2, "0xa", 0, started=False)), hosts=(host((7, 2)),)),
             rank(1, stream(8, kernel(1, "0xa", 1, peer=0)), hosts=(host((8, 1)),)),
         ],
         PAIR,
     )
-    assert hang.circle() == []
+    assert graph.find_cycle() == []
 
 
 def test_streams_that_head_each_other():
     """Rank 0's Recv of a waits for rank 1's kernel of a, which stands in its stream behind one of b, and so
     on."""
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(0, stream(7, kernel(1, "0xa", 0, peer=1), kernel(2, "0xb", 0, started=False))),
             rank(1, stream(8, kernel(1, "0xb", 1, peer=0), kernel(2, "0xa", 1, started=False))),
         ],
         PAIR,
     )
-    whys = [wait.why for wait in hang.circle()]
+    whys = [wait.reason for wait in graph.find_cycle()]
     assert len(whys) == 4 and whys.count("comes in its stream after") == 2
 
 
@@ -190,7 +194,7 @@ def test_what_comes_between_in_a_stream_is_not_told():
         "waits_for": {},
     }
     of_7 = {"after": {"device": 0, "stream": 7, "sequence": 2}}
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(
                 0,
@@ -202,7 +206,7 @@ def test_what_comes_between_in_a_stream_is_not_told():
         ],
         PAIR,
     )
-    told = [line for line in explain(hang, {}) if "comes in its stream after" in line]
+    told = [line for line in explain(graph, {}) if "comes in its stream after" in line]
     assert len(told) == 2 and not any("event record" in line for line in told)
 
 
@@ -219,26 +223,26 @@ def test_one_hardware_queue():
         "waits_for": {"after": {"device": 0, "stream": 7, "sequence": 1}},
     }
     behind = {**kernel(1, "0xb", 0, started=False, queue=0), "position": 3}
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(0, stream(7, posted), stream(9, waits), stream(11, behind)),
             rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),)),
         ],
         PAIR,
     )
-    assert "stands in hardware queue 0 behind" in [wait.why for wait in hang.circle()]
+    assert "stands in hardware queue 0 behind" in [wait.reason for wait in graph.find_cycle()]
 
 
 def test_full_multiprocessors():
     wanting = {**kernel(1, "0xb", 0, started=False, sms=2, free=0), "sms": 2}
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(0, stream(7, kernel(1, "0xa", 0, peer=1)), stream(9, wanting)),
             rank(1, stream(8, kernel(1, "0xb", 1, peer=0), kernel(2, "0xa", 1, started=False))),
         ],
         PAIR,
     )
-    assert any("multiprocessors" in wait.why for wait in hang.circle())
+    assert any("multiprocessors" in wait.reason for wait in graph.find_cycle())
 
 
 def test_what_only_the_network_holds_up_is_no_circle():
@@ -254,9 +258,16 @@ def test_what_only_the_network_holds_up_is_no_circle():
         ]
 
     third = kernel(1, "0xa", 2, peer=0)
-    assert Hang(states(third), ring).circle() == []
-    assert len(Hang(states({**third, "what": "AllReduce of 5"}), ring).circle()) == 3
-    assert len(Hang(states(kernel(1, "0xb", 2, peer=0)), {**ring, "0xb": (0, 1, 2)}).circle()) > 1
+    assert WaitForGraph(states(third), ring).find_cycle() == []
+    assert len(WaitForGraph(states({**third, "what": "AllReduce of 5"}), ring).find_cycle()) == 3
+    assert (
+        len(
+            WaitForGraph(
+                states(kernel(1, "0xb", 2, peer=0)), {**ring, "0xb": (0, 1, 2)}
+            ).find_cycle()
+        )
+        > 1
+    )
 
 
 def test_a_message_under_way_is_no_circle():
@@ -271,20 +282,20 @@ def test_a_message_under_way_is_no_circle():
         ]
         return [rank(number, stream(7, one)) for number, one in enumerate(sent)]
 
-    assert Hang(kernels("send", "recv"), PAIR).circle() == []
-    assert len(Hang(kernels("send", "send"), PAIR).circle()) == 2
+    assert WaitForGraph(kernels("send", "recv"), PAIR).find_cycle() == []
+    assert len(WaitForGraph(kernels("send", "send"), PAIR).find_cycle()) == 2
 
 
 def test_a_connection_that_is_not_made():
     connecting = host(call="NCCL, to connect to", communicator="0xa", peer=1)
-    hang = Hang(
+    graph = WaitForGraph(
         [
             rank(0, hosts=(connecting,)),
             rank(1, stream(8, kernel(1, "0xb", 1, peer=0)), hosts=(host((8, 1)),)),
         ],
         PAIR,
     )
-    assert "rank 0: its host waits in NCCL, to connect to rank 1: its host" in explain(hang, {})[1]
+    assert "rank 0: its host waits in NCCL, to connect to rank 1: its host" in explain(graph, {})[1]
 
 
 def page(directory, number: int, progress: int = 1) -> mmap.mmap:
@@ -312,7 +323,7 @@ def test_ranks_are_asked(tmp_path):
     thread = threading.Thread(target=answer, args=(tmp_path, 0, mapped, stuck(0, "0xa")))
     thread.start()
     page(tmp_path, 1)  # and never answers
-    states = Watch(tmp_path).ask(seconds=1.0)
+    states = Watch(tmp_path).request_states(timeout_s=1.0)
     thread.join()
     assert [state.rank for state in states] == [0]
 
@@ -346,22 +357,22 @@ def test_the_watcher_is_sure_before_it_tells(tmp_path):
     ]
     for thread in threads:
         thread.start()
-    hang = watcher.poll()
+    graph = watcher.poll()
     for thread in threads:
         thread.join()
-    assert hang is not None and len(hang.circle()) == 4
+    assert graph is not None and len(graph.find_cycle()) == 4
 
 
 @pytest.mark.parametrize("waiting", [True, False], ids=["work waits", "no stream has work"])
 def test_a_standstill_without_a_circle_is_told_once_and_ended_if_work_waits(tmp_path, waiting):
     now, mapped = [0.0], page(tmp_path, 0)
-    watcher = Watcher(tmp_path, clock=lambda: now[0], still_s=60.0, end_s=200.0)
+    watcher = Watcher(tmp_path, clock=lambda: now[0], report_s=60.0, end_s=200.0)
     stands_at = {
         "streams": [stream(7, kernel(1, "0xa", 0, peer=1))] if waiting else [],
         "hosts": [],
     }
 
-    def poll(after: float) -> Hang | None:
+    def poll(after: float) -> WaitForGraph | None:
         now[0] += after
         thread = threading.Thread(target=answer, args=(tmp_path, 0, mapped, stands_at), daemon=True)
         thread.start()
@@ -370,10 +381,10 @@ def test_a_standstill_without_a_circle_is_told_once_and_ended_if_work_waits(tmp_
     assert watcher.poll() is None
     assert poll(10) is None
     told = poll(51)
-    assert told is not None and told.circle() == [] and not watcher.ends(told)
+    assert told is not None and told.find_cycle() == [] and not watcher.must_end(told)
     assert poll(60) is None
     ended = poll(80)
-    assert (ended is not None and watcher.ends(ended)) == waiting
+    assert (ended is not None and watcher.must_end(ended)) == waiting
 
 
 def test_stacks_are_asked_for(tmp_path):

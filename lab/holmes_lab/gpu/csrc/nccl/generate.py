@@ -1,9 +1,12 @@
-"""Writes what the device side takes from the host tables that NCCL's own generators make: python generate.py
-SRC OUT.
+"""Generates the sources of NCCL's emulated device code: python generate.py SRC OUT.
 
-    SRC/device/generate.py -> OUT/host_table.cc      functions and their numbers, kernels
-    SRC/device/symmetric/generate.py -> OUT/symmetric/*.cc
-    OUT/functions.cc, OUT/kernels.inc                the function of each number; the names of all kernels
+NCCL's own generators write the host tables that number its device functions and kernels. This script runs
+them, and derives the tables of the emulated device code from their output:
+
+    SRC/device/generate.py            writes   OUT/host_table.cc     numbers of device functions, kernels
+    SRC/device/symmetric/generate.py  writes   OUT/symmetric/*.cc    kernels for symmetric memory
+    this script                       writes   OUT/functions.cc      device function of each number
+                                               OUT/kernels.inc       names of all kernels
 """
 
 import re
@@ -11,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+#: Reduction in NCCL's table -> enumerator of `Op` in functions.h.
 OPS = {
     "Sum": "kSum",
     "Prod": "kProd",
@@ -18,6 +22,7 @@ OPS = {
     "PreMulSum": "kPreMulSum",
     "SumPostDiv": "kSumPostDiv",
 }
+#: Data type in NCCL's table -> enumerator of `Type` in functions.h.
 TYPES = {
     "i8": "kI8",
     "u8": "kU8",
@@ -35,53 +40,84 @@ TYPES = {
 
 
 def function(words: list[str]) -> str:
-    """The initializer of a row such as ["AllReduce", "Sum", "f32", "RING", "LL"], ["AllGather", "RING",
-    "LL"]."""
-    collective, *rest = words
-    op, kind = (OPS[rest[0]], TYPES[rest[1]]) if len(rest) == 4 else ("kNone", "kU8")
-    algorithm, protocol = rest[-2:] if rest else ("RING", "SIMPLE")
-    return f"{{ncclFunc{collective}, Op::{op}, Type::{kind}, NCCL_ALGO_{algorithm}, NCCL_PROTO_{protocol}}}"
+    """Return the C++ initializer of a device function.
+
+    Args:
+        words: Name of the function in NCCL's table: a collective, then a reduction and a data type if it
+            reduces, then algorithm and protocol if there are several. Examples:
+            ["AllReduce", "Sum", "f32", "RING", "LL"], ["AllGather", "RING", "LL"], ["SendRecv"].
+    """
+    match words:
+        case [collective, reduction, data_type, algorithm, protocol]:
+            op = OPS[reduction]
+            element_type = TYPES[data_type]
+        case [collective, *_, algorithm, protocol]:
+            op = "kNone"
+            element_type = "kU8"
+        case [collective]:
+            op = "kNone"
+            element_type = "kU8"
+            algorithm = "RING"
+            protocol = "SIMPLE"
+        case _:
+            raise ValueError(f"unknown device function: {' '.join(words)}")
+    return (
+        f"{{ncclFunc{collective}, Op::{op}, Type::{element_type}, "
+        f"NCCL_ALGO_{algorithm}, NCCL_PROTO_{protocol}}}"
+    )
 
 
 def functions(table: str) -> list[str]:
-    """By number. A number that serves several rows (signed and unsigned sums) is given by the first."""
+    """Return the C++ initializers of all device functions, in the order of their numbers.
+
+    Several rows of NCCL's table may have the same number, as signed and unsigned sums are the same function.
+    Then the first row counts. A number without a row gets SendRecv.
+
+    Args:
+        table: Text of host_table.cc.
+    """
     rows = table[table.index("ncclDevFuncRowToId[]") :].split("};")[0]
-    found: dict[int, str] = {}
-    for number, words in re.findall(r"\*/ (\d+), // (.+)", rows):
-        found.setdefault(int(number), function(words.split()))
-    return [found.get(number, function(["SendRecv"])) for number in range(max(found) + 1)]
+    initializers: dict[int, str] = {}
+    for number, name in re.findall(r"\*/ (\d+), // (.+)", rows):
+        initializers.setdefault(int(number), function(name.split()))
+    default = function(["SendRecv"])
+    return [initializers.get(number, default) for number in range(max(initializers) + 1)]
+
+
+def run_nccl_generator(folder: Path, out: Path) -> None:
+    """Run the script generate.py in a folder of NCCL's source, which writes into the folder `out`."""
+    subprocess.run(
+        [sys.executable, "generate.py", str(out)],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def main(source: Path, out: Path) -> None:
+    """Generate the tables of NCCL's emulated device code.
+
+    Args:
+        source: The folder src of NCCL's source.
+        out: Folder for the generated files.
+    """
     (out / "symmetric").mkdir(parents=True, exist_ok=True)
-    subprocess.run(
-        [sys.executable, "generate.py", str(out / "device")],
-        cwd=source / "device",
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    (out / "device" / "host_table.cc").rename(out / "host_table.cc")
-    subprocess.run(
-        [sys.executable, "generate.py", str(out / "symmetric")],
-        cwd=source / "device/symmetric",
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
-    hosts = [out / "host_table.cc", *(out / "symmetric").glob("*.cc")]
-    table = hosts[0].read_text()
-    kernels = [
-        (name, arguments)
-        for host in hosts
-        for name, arguments in re.findall(r"__global__ void (\w+)\((\w+) const\)", host.read_text())
-    ]
+    run_nccl_generator(source / "device", out / "device")
+    host_table = out / "host_table.cc"
+    (out / "device" / "host_table.cc").rename(host_table)
+    run_nccl_generator(source / "device/symmetric", out / "symmetric")
+
+    lines = [f"    {initializer},\n" for initializer in functions(host_table.read_text())]
     (out / "functions.cc").write_text(
         '#include "functions.h"\n\nnamespace device_side {\n\nconst Function kFunctions[] = {\n'
-        + "".join(f"    {row},\n" for row in functions(table))
+        + "".join(lines)
         + "};\n\n}  // namespace device_side\n"
     )
-    (out / "kernels.inc").write_text(
-        "".join(f"KERNEL({name}, {arguments})\n" for name, arguments in kernels)
-    )
+    kernels: list[str] = []
+    for file in (host_table, *(out / "symmetric").glob("*.cc")):
+        declarations = re.findall(r"__global__ void (\w+)\((\w+) const\)", file.read_text())
+        kernels.extend(f"KERNEL({name}, {arguments})\n" for name, arguments in declarations)
+    (out / "kernels.inc").write_text("".join(kernels))
 
 
 if __name__ == "__main__":
