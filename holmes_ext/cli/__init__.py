@@ -1,2 +1,1 @@
 """The commands of `holmes`, one module for each."""
-
