@@ -72,7 +72,10 @@ class Counts:
             raise HolmesError(
                 f"its {len(self.table)} rows are not a multiple of the {ranks} expert-parallel ranks"
             )
-        return tuple(tuple(map(sum, zip(*self.table[rank::ranks]))) for rank in range(ranks))
+        groups_rows = [
+            self.table[rank::ranks] for rank in range(ranks)
+        ]  # rows of each rank in its group
+        return tuple(tuple(map(sum, zip(*rows))) for rows in groups_rows)
 
 
 def load_traffic(path: str | Path) -> dict[int, Counts]:
@@ -91,7 +94,7 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
         raise HolmesError(f"{top.at('rows')}: {rows!r} is neither {RANK!r} nor {EXPERT!r}")
     layers = _layers(top, "counts")
     result = {}
-    for number, (where, table) in layers.items():
+    for number, (where, table) in layers.items():  # where: name of the table, for messages
         try:
             result[number] = Counts(rows, _numbers(table))
         except HolmesError as error:
@@ -100,11 +103,17 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
 
 
 def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
-    """Return number of the layer -> (name of the value in messages, value).
+    """Return the values of a file by layer, whether it has one for all layers or one for each layer.
 
     Args:
         top: The file.
         alone: Key of a value for all layers; without it, the table "layers" has a value for each layer.
+
+    Returns:
+        Number of the layer (EVERY: all layers) -> (name of the value in messages, value).
+
+    Raises:
+        HolmesError: A layer number is bad, or the file names no layer.
     """
     if alone in top.values:
         result = {EVERY: (top.at(alone), top.take(alone, list))}
@@ -114,7 +123,7 @@ def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
         if not table.values:
             raise HolmesError(f"{top.at('layers')}: names no layer; {way_out}")
         for key in table.values:
-            if not key.isdecimal() or not int(key):
+            if not key.isdecimal() or int(key) == 0:
                 problem = f"{key!r} is not a layer number, 1 or more" if key else "names no layer"
                 raise HolmesError(f"{top.at('layers')}: {problem}; {way_out}")
         result = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
@@ -173,7 +182,7 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
-    orders: dict[int, Sequence[Any]] = {
+    orders: dict[int, Sequence[Any]] = {  # number of the layer (EVERY: all) -> experts
         number: order for number, (_, order) in _layers(top, "order").items()
     }
     if ranks < 1 or not all(type(expert) is int for order in orders.values() for expert in order):

@@ -71,7 +71,7 @@ def pack(
     if size == 1:
         return [(node_class,) for node_class, count in counts.items() for _ in range(count)]
     states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}
-    waiting = list(counts)
+    waiting = list(counts)  # classes that are not assigned yet
     while waiting:
         node_class = waiting.pop(0)
         states = _with_class(
@@ -86,7 +86,7 @@ def pack(
     if not states:
         return None
     nodes_on: dict[str, list[int]] = {}  # fabric -> class of each of its nodes
-    for assignment in states[frozenset()]:
+    for assignment in states[frozenset()]:  # no component is left open
         nodes = [assignment.node_class] * assignment.nodes
         nodes_on.setdefault(assignment.fabric, []).extend(nodes)
     components = []
@@ -119,10 +119,10 @@ def _with_class(
     result: dict[OpenComponents, tuple[Assignment, ...]] = {}
     steps = ((before, shares) for before in states for shares in _shares(count, len(homes), size))
     for before, shares in islice(steps, most):
-        rest_of = dict(before)
+        open_nodes = dict(before)  # fabric -> nodes beyond whole components
         for home, share in zip(homes, shares):
-            rest_of[home] = (rest_of.get(home, 0) + share) % size
-        after = frozenset((home, rest) for home, rest in rest_of.items() if rest)
+            open_nodes[home] = (open_nodes.get(home, 0) + share) % size
+        after = frozenset((home, nodes) for home, nodes in open_nodes.items() if nodes)
         can_be_completed = all(home in later for home, _ in after)
         if after not in result and can_be_completed:
             assignments = tuple(
@@ -172,6 +172,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """
     search = _Search(prices, sizes)
     search.run(budget)
+    # The nodes of a class take their slots in the launcher's order, so pop() must return the first one.
     unused: dict[int, list[str]] = {}  # class -> its nodes, the last one first
     for name, node_class in reversed(search.class_of.items()):
         unused.setdefault(node_class, []).append(name)
@@ -207,7 +208,7 @@ def classes_of(network: Network) -> dict[str, int]:
     result = {}
     for name, kind in network.kind_of.items():
         cluster = network.cluster(kind) if network.wan else ""
-        look = (tuple(network.homes(kind)), cluster)
+        look = (tuple(network.homes(kind)), cluster)  # equal for interchangeable kinds
         result[name] = first_kind.setdefault(look, kind)
     return result
 
@@ -299,7 +300,7 @@ class _Search:
                 return False
         return False
 
-    def swapped(self, parts: Sequence[Part]) -> bool:
+    def offer_swap(self, parts: Sequence[Part]) -> bool:
         """Make an order that results from a swap the best one if it is worth it."""
         return self.offer(parts, SWAP_GAIN)
 
@@ -311,6 +312,7 @@ class _Search:
         """
         if len(self.counts) == 1:
             return
+        # Orders with components that were not priced yet, and orders of components that were.
         new_orders = budget or max(4, RANK_BUDGET // self.work)
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.components[0])
@@ -324,7 +326,7 @@ class _Search:
         elif packed is not None:
             self.arrange(packed, known_orders)
         elif self.network.wan:
-            self.line_up(component_nodes, new_orders)
+            self.line_up_clusters(component_nodes, new_orders)
         else:
             self._arrange_mixtures(component_nodes, new_orders, known_orders)
 
@@ -342,11 +344,11 @@ class _Search:
             self.arrange(parts, min(known_orders, new_orders) // len(mixtures))
         _swap(
             self.placement(self.best).kinds(),
-            lambda order: self.swapped(self.cut(order)),
+            lambda order: self.offer_swap(self.cut(order)),
             limit=new_orders,
         )
 
-    def line_up(self, size: int, limit: int) -> None:
+    def line_up_clusters(self, size: int, limit: int) -> None:
         """Try orders in which the nodes of each cluster follow each other.
 
         This is for clusters whose nodes do not fill whole components (nodes with the same pipeline stages).
@@ -360,6 +362,7 @@ class _Search:
             classes.setdefault(self.network.cluster(node_class), []).append(node_class)
 
         def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
+            """Return the classes of each component's nodes, for an order of the clusters."""
             nodes: list[int] = []
             for cluster in clusters:
                 for node_class in classes[cluster]:
@@ -368,10 +371,10 @@ class _Search:
 
         chain = _chain(self.network, list(classes))
         self.offer(parts(chain))
-        _swap(chain, lambda clusters: self.swapped(parts(clusters)), limit)
+        _swap(chain, lambda clusters: self.offer_swap(parts(clusters)), limit)
 
     def arrange(self, parts: Sequence[Part], limit: int) -> None:
-        """Try orders of components: all if they are few, else permutations of equal ones and swaps.
+        """Try orders of components: all if they are few, else orders with equal ones together, and swaps.
 
         Args:
             parts: Classes of each component.
@@ -383,26 +386,26 @@ class _Search:
                 self.offer(order)
             return
 
-        def line(distinct: Sequence[Part]) -> tuple[Part, ...]:
+        def with_equal_together(distinct: Sequence[Part]) -> tuple[Part, ...]:
             """Return all components, equal ones next to each other."""
             return tuple(part for part in distinct for _ in range(counts[part]))
 
         distinct = list(counts)
-        has_few_permutations = math.factorial(len(counts)) <= limit // 2
+        has_few_permutations = math.factorial(len(counts)) <= limit // 2  # half is left for swaps
         if has_few_permutations:
             for order in permutations(distinct):
-                self.offer(line(order))
+                self.offer(with_equal_together(order))
         else:
-            self.offer(line(distinct))
+            self.offer(with_equal_together(distinct))
             distinct.sort(key=self._reduction_s)
-            self.offer(line(distinct))
+            self.offer(with_equal_together(distinct))
         if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:
             for chain in self._chains(distinct):
-                self.offer(line(chain))
+                self.offer(with_equal_together(chain))
             distinct = list(dict.fromkeys(self.best))
         if not has_few_permutations:
-            _swap(distinct, lambda order: self.swapped(line(order)), limit // 4)
-        _swap(self.best, self.swapped, limit // 4)
+            _swap(distinct, lambda order: self.offer_swap(with_equal_together(order)), limit // 4)
+        _swap(self.best, self.offer_swap, limit // 4)
 
     def _reduction_s(self, part: Part) -> float:
         """Return the seconds of reducing a block's gradients on the slowest stage of a component."""

@@ -59,17 +59,20 @@ def spread(
     seconds: dict[Stages, float] = {}  # of the distributions that were tried
 
     def seconds_of_groups(groups: Groups) -> float:
+        """Return the time of the stages that result from mixing each group's units, calculated once."""
         mixture = mixed(units, groups, size)
         if mixture not in seconds:
             seconds[mixture] = seconds_of(mixture)
         return seconds[mixture]
 
+    # The first search begins several times, each time with groups of another equal size.
     group_sizes = [count for count in range(1, len(order) + 1) if len(order) % count == 0]
     coarse_tries = int(COARSE * tries / len(group_sizes))
     for group_size in group_sizes:
         groups = tuple(
             order[start : start + group_size] for start in range(0, len(order), group_size)
         )
+        # It leaves its results in `seconds`.
         _annealed(groups, seconds_of_groups, _regrouped, rng, coarse_tries)
     fine_tries = int((1 - COARSE) * tries / STARTS)
     for start in sorted(seconds, key=seconds.__getitem__)[:STARTS]:
@@ -123,6 +126,7 @@ def _annealed(
     for index in range(tries):
         candidate = changed(state, rng)
         candidate_s = seconds_of(candidate)
+        # Decreases geometrically from HOT to COLD, as parts of the shortest time.
         temperature_s = HOT * (COLD / HOT) ** (index / tries) * best_s
         is_accepted = candidate_s <= current_s
         if not is_accepted and candidate_s < inf:
@@ -140,11 +144,11 @@ def _annealed(
 def _regrouped(groups: Groups, rng: random.Random) -> Groups:
     """Return groups after a random change.
 
-    The change exchanges two clusters, reverses groups, joins two neighbouring groups, or parts a group.
+    The change exchanges two clusters, reverses groups, joins two neighbouring groups, or divides a group.
     """
     result = [list(group) for group in groups]
-    at = rng.randrange(len(groups))
-    change = rng.random()
+    at = rng.randrange(len(groups))  # index of the group that is changed
+    change = rng.random()  # in [0, 1): selects the change by cumulative probabilities
     if change < _EXCHANGE:
         group = result[at]
         partner = rng.choice(result)

@@ -125,7 +125,7 @@ class StageBounds:
         run = self.run
         count = self.stage_count
         #: Sends do not block, and as many micro-batches are in flight as hide the stage links.
-        self.async_stage_links = self.costs.hidden is not None
+        self.async_stage_links = self.costs.link_load_s is not None
         #: Position, among the ranks of a stage, of the pipelines with the slowest messages.
         self.slowest_position, messages = self._slowest_messages()
         #: From the last stage back to the first one (interleaved schedules).
@@ -174,12 +174,12 @@ class StageBounds:
         number is largest at the fastest pace that any split of the layers allows.
         """
         result = [self.stage_count - stage for stage in range(self.stage_count)]
-        if self.costs.hidden is None:
+        if self.costs.link_load_s is None:
             return result
         stage_links_s = tuple(row[1] for row in self.costs.transfer_s[: self.stage_count - 1])
         mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
-        exclusive = (stage_links_s, self.costs.hidden)
-        shared = both_ways(*exclusive, self.costs.nics, mean_stage_s)
+        exclusive = (stage_links_s, self.costs.link_load_s)
+        shared = both_ways(*exclusive, self.costs.shared_nic_stages, mean_stage_s)
         paces = [(links_s, max(mean_stage_s, *loads_s)) for links_s, loads_s in (exclusive, shared)]
         for stage in reversed(range(self.stage_count - 1)):
             passes_in_transit = 0.0
@@ -398,7 +398,7 @@ class StageBounds:
         """Return the seconds for which each byte of a reduction occupies a NIC on `fabric`."""
         if isinstance(reduction, Hierarchical):
             passes = 2  # reduce-scatter before, all-gather after the exchange between clusters
-            loads = reduction.insides
+            loads = reduction.inside_loads
         else:
             passes = 1
             loads = (reduction.load,)

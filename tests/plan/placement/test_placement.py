@@ -109,7 +109,7 @@ def alone(sizes, world, processes):
 
 def test_stage_links_and_families():
     fold = Fold(alone(Sizes(2, 2), 16, 4))  # 4 slots, a stage is two of them
-    assert fold.of.components == ((0, 1), (2, 3))
+    assert fold.full_placement.components == ((0, 1), (2, 3))
     assert fold.stage_link(0, 0, 1).leaving == 4 and fold.count == {0: 8}
     (family,) = fold.families(0)
     assert (family.nodes, family.ranks, family.count) == (2, 4, 2)
@@ -117,7 +117,7 @@ def test_stage_links_and_families():
     half = Fold(
         alone(Sizes(4), 8, 4)
     )  # two whole stages in each slot: one stage link inside, one onward
-    assert half.of.components == ((0,), (1,))
+    assert half.full_placement.components == ((0,), (1,))
     assert half.stage_link(0, 0, 1).local and half.stage_link(0, 1, 2).leaving == 2
 
 
