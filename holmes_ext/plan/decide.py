@@ -72,6 +72,7 @@ class Decisions:
     def __init__(
         self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits
     ):
+        """Price the plan's placement on these networks."""
         self.plan = plan
         self.network_api = network_api
         self.options = options

@@ -41,6 +41,7 @@ class Counts:
     table: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if the table is not rectangular (EXPERT: square) or has a bad number."""
         width = len(self.table[0]) if self.table else 0
         if not width or any(len(row) != width for row in self.table):
             raise HolmesError("its rows differ in length; each needs one number per expert")
@@ -148,6 +149,7 @@ class ExpertOrder:
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a layer does not list each expert once, or not as many on each rank."""
         for number, order in self.layers.items():
             if sorted(order) != list(range(len(order))) or len(order) % self.ranks:
                 raise HolmesError(

@@ -152,11 +152,12 @@ class Placement:
         return [0, *sorted(ends)]
 
     @cached_property
-    def tied(self) -> int:
+    def stages_per_component(self) -> int:
         """Return the number of neighbouring stages that share nodes and form a component.
 
         A stage begins on a new node after every `count` stages. If `count` divides the pipeline, that many
-        stages are a component. All components are equal, and only stage links leave them.
+        stages are a component; else all stages are one. All components are equal, and only stage links leave
+        them.
         """
         count = self.processes // gcd(self.stride, self.processes)
         return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
@@ -167,13 +168,13 @@ class Placement:
         slots_of: dict[int, list[int]] = {}
         for slot in range(self.nodes):
             stage = slot * self.processes // self.stride % self.sizes.pipeline
-            slots_of.setdefault(stage // self.tied, []).append(slot)
+            slots_of.setdefault(stage // self.stages_per_component, []).append(slot)
         return tuple(tuple(slots_of[index]) for index in sorted(slots_of))
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
         """Return the kinds of the nodes of each component."""
-        if self.tied > 1:
+        if self.stages_per_component > 1:
             kinds = self.kinds()
             return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
         return tuple(
@@ -185,7 +186,7 @@ class Placement:
         """Return a placement of some components (stages that share nodes) without the others."""
         if len(components) == len(self.parts):
             return self
-        sizes = replace(self.sizes, pipeline=len(components) * self.tied)
+        sizes = replace(self.sizes, pipeline=len(components) * self.stages_per_component)
         kinds = [
             [kind for kind, count in self.parts[component] for _ in range(count)]
             for component in components
@@ -314,6 +315,7 @@ class Fold:
     """
 
     def __init__(self, placement: Placement):
+        """Choose the positions to look at, and number the kinds of pipelines and the classes of nodes."""
         self.full_placement = placement  # that is folded
         #: Neighbours of a tensor-parallel group on a node, of which the fold looks at one.
         self.tensor_neighbours = _tensor_neighbours(placement)
@@ -327,8 +329,10 @@ class Fold:
         self._unit = _repeating_ranks(self.placement, self._strides)
         self._weight = dict(self._positions())  # position -> how many positions are like it
         self._slots = {
-            at: tuple(self.placement.rank(at, stage) // processes for stage in self.stages)
-            for at in self._weight
+            position: tuple(
+                self.placement.rank(position, stage) // processes for stage in self.stages
+            )
+            for position in self._weight
         }  # position -> slot of each stage
         ends = list(accumulate(count for _, count in placement.slots))  # slot after each run
         self._kind_of_slot = {
@@ -337,20 +341,22 @@ class Fold:
             for slot in slots
         }
         tensor_stride = self._strides["tp"]
-        self._data_group = {at: at // tensor_stride % sizes.tensor for at in self._weight}
+        self._data_group = {
+            position: position // tensor_stride % sizes.tensor for position in self._weight
+        }
         self.kind_of = self._kinds_of_pipelines()  # position -> kind of pipeline
         self.count: Counter[int] = Counter()  # kind of pipeline -> number of pipelines
-        for at, kind in self.kind_of.items():
-            self.count[kind] += self._weight[at] * self.tensor_neighbours
+        for position, kind in self.kind_of.items():
+            self.count[kind] += self._weight[position] * self.tensor_neighbours
         # In reverse, so that the first position of a kind is the one that stays in the mapping.
-        first_position = {kind: at for at, kind in reversed(self.kind_of.items())}
+        first_position = {kind: position for position, kind in reversed(self.kind_of.items())}
         #: By kind of pipeline: the slots of one that stands for all.
         self.kinds = [self._slots[first_position[kind]] for kind in sorted(first_position)]
         #: Slot -> (kind of pipeline, stage) -> ranks.
         self._ranks_on: dict[int, Counter[tuple[int, int]]] = {}
-        for at, slots in self._slots.items():
+        for position, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                self._ranks_on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
+                self._ranks_on.setdefault(slot, Counter())[self.kind_of[position], stage] += 1
         # Slots with equal contents form a class: nodes of one kind, with as many ranks of the same pipelines.
         contents = {
             slot: (self._kind_of_slot[slot], frozenset(ranks.items()))
@@ -372,8 +378,8 @@ class Fold:
             if low % self._unit == 0 and high % self._unit == 0:
                 stop = low + self._unit
                 weight = (high - low) // self._unit
-            for at in range(low, stop):
-                yield at, weight
+            for position in range(low, stop):
+                yield position, weight
 
     def _kinds_of_pipelines(self) -> dict[int, int]:
         """Return position -> kind of the pipeline that consists of the ranks at this position.
@@ -382,13 +388,18 @@ class Fold:
         groups with the same mixture of pipelines.
         """
         # A look is a value that is equal for pipelines with equal nodes.
-        looks = {at: self._look(slots) for at, slots in self._slots.items()}
+        looks = {position: self._look(slots) for position, slots in self._slots.items()}
         mixture: dict[int, Counter[Hashable]] = {}  # data-parallel group -> look -> pipelines
-        for at, look in looks.items():
-            mixture.setdefault(self._data_group[at], Counter())[look] += self._weight[at]
+        for position, look in looks.items():
+            mixture.setdefault(self._data_group[position], Counter())[look] += self._weight[
+                position
+            ]
         group_looks = {group: frozenset(counts.items()) for group, counts in mixture.items()}
         return numbered(
-            {at: (look, group_looks[self._data_group[at]]) for at, look in looks.items()}
+            {
+                position: (look, group_looks[self._data_group[position]])
+                for position, look in looks.items()
+            }
         )
 
     def _look(self, slots: tuple[int, ...]) -> Hashable:
@@ -399,11 +410,14 @@ class Fold:
 
     def kind_at(self, position: int) -> int:
         """Return the kind of the pipeline that consists of the ranks at a position of every stage."""
-        at = position // self.tensor_neighbours
-        if at not in self.kind_of:
-            run_start = max(border for border in self.placement.borders if border <= at)
-            at = run_start + (at - run_start) % self._unit
-        return self.kind_of[at]
+        folded_position = position // self.tensor_neighbours
+        # The fold looks at the first unit of a run of equal nodes only.
+        if folded_position not in self.kind_of:
+            run_start = max(
+                border for border in self.placement.borders if border <= folded_position
+            )
+            folded_position = run_start + (folded_position - run_start) % self._unit
+        return self.kind_of[folded_position]
 
     def kind_on(self, pipeline: int, stage: int) -> int:
         """Return the kind of the node that holds a stage of a kind of pipeline."""
@@ -412,10 +426,11 @@ class Fold:
     def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
         """Return all ranks of a stage that belong to pipelines of a kind (those on equal nodes)."""
         ranks: list[int] = []
-        for at, kind in self.kind_of.items():
+        for first_position, kind in self.kind_of.items():
             if kind != pipeline:
                 continue
-            for position in range(at, at + self._weight[at] * self._unit, self._unit):
+            stop = first_position + self._weight[first_position] * self._unit
+            for position in range(first_position, stop, self._unit):
                 first = self.placement.rank(position, stage) * self.tensor_neighbours
                 ranks += range(first, first + self.tensor_neighbours)
         return tuple(sorted(ranks))
@@ -481,8 +496,8 @@ class Fold:
         key = (stage, other)
         if key not in self._leaving_between:
             self._leaving_between[key] = Counter(
-                (slots[stage], self.kind_of[at])
-                for at, slots in self._slots.items()
+                (slots[stage], self.kind_of[position])
+                for position, slots in self._slots.items()
                 if slots[stage] != slots[other]
             )
         return self._leaving_between[key]
@@ -491,9 +506,9 @@ class Fold:
     def data_groups(self) -> dict[int, int]:
         """Return class of node -> number of data-parallel groups, of all stages, on such a node."""
         groups_on: dict[int, set[tuple[int, int]]] = {}  # slot -> (stage, group)
-        for at, slots in self._slots.items():
+        for position, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                groups_on.setdefault(slot, set()).add((stage, self._data_group[at]))
+                groups_on.setdefault(slot, set()).add((stage, self._data_group[position]))
         return {
             self.node_of[slot]: len(groups) * self.tensor_neighbours
             for slot, groups in groups_on.items()
@@ -516,18 +531,22 @@ class Fold:
 
         Groups are equal if they have as many ranks on nodes of the same classes, and ranks of the same kinds
         of pipelines.
+
+        Args:
+            stage: Number of the stage.
+            kind: Kind of group, a key of plan/sizes.py's KINDS.
         """
         members_of = self._groups(kind)
-        slot_of = {at: slots[stage] for at, slots in self._slots.items()}
+        slot_of = {position: slots[stage] for position, slots in self._slots.items()}
         groups_on: dict[int, set[Hashable]] = {}  # slot -> groups with a rank on it
         for group, members in members_of.items():
-            for at in members:
-                groups_on.setdefault(slot_of[at], set()).add(group)
+            for position in members:
+                groups_on.setdefault(slot_of[position], set()).add(group)
         equal_groups: dict[Hashable, list[Hashable]] = {}
         for group, members in members_of.items():
-            ranks_on = Counter(slot_of[at] for at in members)
+            ranks_on = Counter(slot_of[position] for position in members)
             nodes = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
-            pipelines = frozenset(self.kind_of[at] for at in members)
+            pipelines = frozenset(self.kind_of[position] for position in members)
             # (class of node, ranks on it) -> number of such nodes; kinds of pipelines
             look = (frozenset(nodes.items()), pipelines)
             equal_groups.setdefault(look, []).append(group)
@@ -558,12 +577,14 @@ class Fold:
         copies = self._copies(kind)
         members = members_of[groups[0]]
         # Slot -> number of nodes of the group that it stands for.
-        nodes_like = {slot_of[at]: self._weight[at] if is_data else 1 for at in members}
+        nodes_like = {
+            slot_of[position]: self._weight[position] if is_data else 1 for position in members
+        }
         count = len(groups)
         if not is_data:
             count = sum(self._weight[members_of[group][0]] for group in groups)
         nodes_of: Counter[GroupPart] = Counter()
-        for slot, ranks in Counter(slot_of[at] for at in members).items():
+        for slot, ranks in Counter(slot_of[position] for position in members).items():
             family_groups = copies.groups * sum(group in groups_on[slot] for group in groups)
             if is_data:
                 concurrent_groups = self.data_groups[self.node_of[slot]]
@@ -585,8 +606,8 @@ class Fold:
             ranks=sum(part.nodes * part.ranks_per_node for part in parts),
             count=copies.groups * count,
             parts=parts,
-            pipelines=tuple(sorted({self.kind_of[at] for at in members})),
-            ring=self._ring([slot_of[at] for at in members], nodes_like),
+            pipelines=tuple(sorted({self.kind_of[position] for position in members})),
+            ring=self._ring([slot_of[position] for position in members], nodes_like),
         )
 
     def _copies(self, kind: str) -> _Copies:
@@ -621,9 +642,9 @@ class Fold:
                 if axis != "pp" and axis not in KINDS[kind]
             ]
         members_of: dict[Hashable, list[int]] = {}
-        for at in self._weight:
-            coordinates = tuple(at // stride % size for stride, size in axes)
-            members_of.setdefault(coordinates, []).append(at)
+        for position in self._weight:
+            coordinates = tuple(position // stride % size for stride, size in axes)
+            members_of.setdefault(coordinates, []).append(position)
         # A group of one rank sends nothing. But a position may stand for several ranks of a tensor-parallel
         # group, and a data-parallel group of one rank still counts as a group.
         keep_single = kind == "data" or (kind == "tensor" and self.tensor_neighbours > 1)

@@ -71,6 +71,7 @@ class Plan:
     source: str = "computed at start-up"  # file of the plan, for messages
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a field contradicts the nodes or the sizes."""
         if self.processes < 1 or not self.nodes:
             raise HolmesError("keys 'nodes' and 'processes' must give at least one rank")
         if len(set(self.nodes)) != len(self.nodes):

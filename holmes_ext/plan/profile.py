@@ -81,6 +81,7 @@ class Profile:
     source: str = "the profile"
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a field has a bad value, or if the stages do not have each block once."""
         check_fields(self, "the profile")
         if len(self.stages) != self.sizes.pipeline:
             raise HolmesError(
@@ -323,15 +324,15 @@ def _block_times(profile: Profile, stage: StageTimes, direction: int) -> list[fl
     times_of_size: dict[float, list[float]] = {}  # of the blocks that the stage itself had
     for block, seconds in zip(stage.blocks, measured_s):
         times_of_size.setdefault(sizes[block], []).append(seconds)
-    home_of = {block: home for home in profile.stages for block in home.blocks}
+    stage_of = {block: measured for measured in profile.stages for block in measured.blocks}
     result = []
     for block, size in enumerate(sizes):
         same_size_s = times_of_size.get(size, [])
         if same_size_s:
             result.append(sum(same_size_s) / len(same_size_s))
             continue
-        home = home_of[block]
-        home_s = home.backward_s if direction == _BACKWARD else home.forward_s
-        block_s = home_s[home.blocks.index(block)]
-        result.append(block_s * _ratio(home, stage))
+        measured = stage_of[block]
+        times_s = measured.backward_s if direction == _BACKWARD else measured.forward_s
+        block_s = times_s[measured.blocks.index(block)]
+        result.append(block_s * _ratio(measured, stage))
     return result

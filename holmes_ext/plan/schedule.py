@@ -122,7 +122,7 @@ class PassOrder:
             for letter, number in order:
                 words.append(f"{letter}{number}")
                 if letter == "F":
-                    sent = number + 1  # activations that the stage has sent after this pass
+                    sent = number + 1  # activations that the stage has sent when this pass ends
                     # The gradients [first, stop) follow after exactly these activations.
                     first = bisect_left(activations_before, sent)
                     stop = bisect_right(activations_before, sent)
@@ -216,9 +216,9 @@ class PassOrder:
         if self.activations_before:
             in_one_order = self.activations_before[stage_link]
             return in_one_order, in_one_order
-        return self._forwards_before_backward[stage_link], self._forwards_before_backward[
-            stage_link + 1
-        ]
+        earlier_stage = self._forwards_before_backward[stage_link]
+        later_stage = self._forwards_before_backward[stage_link + 1]
+        return earlier_stage, later_stage
 
     def posted_after(self, stage_link: int, kind: str, number: int) -> OnePass | None:
         """Return the pass after whose message the receiver posts a receive.
@@ -234,13 +234,14 @@ class PassOrder:
         """
         of_activations, of_gradients = self.posted(stage_link)
         if kind == "B":
-            last_activation = (
-                of_gradients[number] - 1
-            )  # micro-batch of the last one before this gradient
+            # Micro-batch of the last activation before this gradient.
+            last_activation = of_gradients[number] - 1
             return "F", last_activation
         # Gradients that are sent before the activation: those with at most `number` activations before them.
         gradients_before = bisect_right(of_activations, number)
-        return ("B", gradients_before - 1) if gradients_before else None
+        if gradients_before == 0:
+            return None
+        return "B", gradients_before - 1
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
         """Yield (stage, pass) of all passes, each after those that it needs.

@@ -42,6 +42,7 @@ class Orders:
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
+        """Find the kinds of nodes that are interchangeable."""
         self.network = network
         self.gpus = tuple(gpus)
         self.kinds = range(len(network.kinds))
@@ -198,8 +199,12 @@ class Orders:
     def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
         """Return the placement in which every kind of a group holds an equal part of each of its stages.
 
+        Args:
+            sizes: Parallel sizes with the data size.
+            groups: Kinds of nodes that share stages, in the order of the stages.
+
         Returns:
-            [] if the kinds do not divide evenly among the stages.
+            One placement, or [] if the kinds do not divide evenly among the stages.
         """
         processes = self.network.processes
         stage_ranks = self.network.world // sizes.pipeline

@@ -148,9 +148,9 @@ def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:
 T = TypeVar("T")
 #: Classes of the nodes of a component.
 Part = tuple[int, ...]
-#: Ranks of components that a search may look at anew.
+#: Ranks of components not priced yet that a search may look at.
 RANK_BUDGET = 30_000
-#: Stages whose known costs a search may add up.
+#: Stages of priced components whose costs a search may add up.
 STAGE_BUDGET = 4_000
 #: Largest number of runs of equal components for which chains over good links are tried.
 MOST_CHAINED = 64
@@ -172,8 +172,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """
     search = _Search(prices, sizes)
     search.run(budget)
-    # The nodes of a class take their slots in the launcher's order, so pop() must return the first one.
-    unused: dict[int, list[str]] = {}  # class -> its nodes, the last one first
+    unused: dict[int, list[str]] = {}  # class -> its nodes, reversed: pop() takes the first one
     for name, node_class in reversed(search.class_of.items()):
         unused.setdefault(node_class, []).append(name)
     order = search.placement(search.best).kinds()
@@ -239,17 +238,19 @@ class _Search:
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
+        """Make the launcher's order the best one so far."""
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
-        self.flat = Prices(prices.network, prices.job, replace(prices.rules, reductions=(FLAT,)))
+        flat_rules = replace(prices.rules, reductions=(FLAT,))
+        self.flat_prices = Prices(prices.network, prices.job, flat_rules)
         self.class_of = classes_of(prices.network)
         launcher = tuple(self.class_of.values())
         self.counts = Counter(launcher)  # class -> number of nodes
         placement = Placement.of(sizes, self.network.processes, launcher)
         self.components = placement.components
-        #: Ranks that an order makes the search look at.
-        self.work = placement.stage_ranks * placement.tied * len(self.components)
+        component_ranks = placement.stage_ranks * placement.stages_per_component
+        self.ranks_per_order = component_ranks * len(self.components)  # looked at to price an order
         self.best = self.cut(launcher)
         self.score = self.score_of(self.best)
 
@@ -269,7 +270,7 @@ class _Search:
         placement = self.placement(parts)
         step_s = flat_s = self.prices.step_s(placement)
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
-            flat_s = self.flat.step_s(placement)
+            flat_s = self.flat_prices.step_s(placement)
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
@@ -313,7 +314,7 @@ class _Search:
         if len(self.counts) == 1:
             return
         # Orders with components that were not priced yet, and orders of components that were.
-        new_orders = budget or max(4, RANK_BUDGET // self.work)
+        new_orders = budget or max(4, RANK_BUDGET // self.ranks_per_order)
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.components[0])
         homes = {node_class: self.network.homes(node_class) for node_class in self.counts}

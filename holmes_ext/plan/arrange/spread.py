@@ -145,35 +145,44 @@ def _regrouped(groups: Groups, rng: random.Random) -> Groups:
     """Return groups after a random change.
 
     The change exchanges two clusters, reverses groups, joins two neighbouring groups, or divides a group.
+
+    Args:
+        groups: Clusters in groups whose units are mixed.
+        rng: Source of random numbers.
     """
     result = [list(group) for group in groups]
-    at = rng.randrange(len(groups))  # index of the group that is changed
+    index = rng.randrange(len(groups))  # of the group that is changed
     change = rng.random()  # in [0, 1): selects the change by cumulative probabilities
     if change < _EXCHANGE:
-        group = result[at]
+        group = result[index]
         partner = rng.choice(result)
         i = rng.randrange(len(group))
         j = rng.randrange(len(partner))
         group[i], partner[j] = partner[j], group[i]
     elif change < _REVERSE:
-        low, high = sorted((at, rng.randrange(len(result))))
+        low, high = sorted((index, rng.randrange(len(result))))
         result[low : high + 1] = result[low : high + 1][::-1]
     elif change < _JOIN and len(result) > 1:
-        at = min(at, len(result) - 2)
-        result[at : at + 2] = [result[at] + result[at + 1]]
-    elif len(result[at]) > 1:
-        cut = rng.randrange(1, len(result[at]))
-        result[at : at + 1] = [result[at][:cut], result[at][cut:]]
+        index = min(index, len(result) - 2)
+        result[index : index + 2] = [result[index] + result[index + 1]]
+    elif len(result[index]) > 1:
+        cut = rng.randrange(1, len(result[index]))
+        result[index : index + 1] = [result[index][:cut], result[index][cut:]]
     return tuple(map(tuple, result))
 
 
 def _exchanged(stages: Stages, rng: random.Random) -> Stages:
-    """Return stages after a random change: two units exchanged, or several stages reversed."""
+    """Return stages after a random change: two units exchanged, or several stages reversed.
+
+    Args:
+        stages: Clusters of the units of each stage.
+        rng: Source of random numbers.
+    """
     result = list(stages)
     first, second = sorted((rng.randrange(len(stages)), rng.randrange(len(stages))))
     if rng.random() < _REVERSE_STAGES:
         result[first : second + 1] = result[first : second + 1][::-1]
-    elif first != second:
+    elif first != second:  # exchange unit i of one stage and unit j of the other
         i = rng.randrange(len(stages[first]))
         j = rng.randrange(len(stages[second]))
         result[first] = _with_unit(stages[first], i, stages[second][j])

@@ -49,6 +49,7 @@ class Curve:
     source: str = "link curve"  # for messages
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if rate or latency is out of range, or if the points do not increase."""
         if not 0 < self.rate_bps < _TOO_LARGE or not 0 <= self.latency_s < _TOO_LONG_S:
             problem = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
             raise HolmesError(

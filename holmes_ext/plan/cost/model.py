@@ -223,6 +223,7 @@ class Model:
     source: str = "model"  # file that the model was read from, for messages
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a key has a bad value, or if two keys contradict each other."""
         self._check_ranges()
         self._check_choices()
         self._check_heads()
@@ -340,7 +341,13 @@ class Model:
         return (self.hidden, self.hidden) if self.bias else (self.hidden,)
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
-        """Return the costs of a transformer block on a rank, for a micro-batch."""
+        """Return the costs of a transformer block on a rank, for a micro-batch.
+
+        Args:
+            tensor: Tensor-parallel size.
+            context: Context-parallel size.
+            expert: Expert-parallel size.
+        """
         tokens = self._tokens(context)
         hidden_bytes = tokens * self.hidden * self.activation_width
         widths = self._block_widths()
@@ -461,7 +468,12 @@ class Model:
     def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
         """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.
 
-        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2.
+        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2: with
+        s tokens in a sequence, b sequences in a micro-batch and the hidden size h.
+
+        Args:
+            widths: Widths of the block's matrices.
+            tensor: Tensor-parallel size.
         """
         h = self.hidden
         # Norms and dropout are divided among the tensor-parallel ranks only with sequence parallelism.
@@ -469,6 +481,7 @@ class Model:
         if self.recompute == "full":
             return 2.0 / unsplit_parts  # the input of the block
         attention_bytes = 4 * (widths.query + widths.key_value) / h
+        # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has one more input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
         # Each further expert of a token has a copy of the MLP's input and output.
         expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
@@ -481,6 +494,7 @@ class Model:
             return kept
         scores_bytes = 0.0
         if not self.flash:
+            # Softmax's output and dropout's output and mask: 2 + 2 + 1 bytes an attention score.
             scores_bytes = 5 * self.heads * self.sequence / h
         return kept + scores_bytes / tensor
 

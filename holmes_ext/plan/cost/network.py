@@ -122,6 +122,7 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
+        """Find the kinds of nodes of the site, and number them."""
         self.site = site
         self.links = links
         self.only = only
@@ -335,7 +336,12 @@ class Network:
         )
 
     def pairwise(self, stage_link: StageMessages, inside_bps: float = 0.0) -> Load:
-        """Return the load of an all-reduce between pairs of ranks of two stages."""
+        """Return the load of an all-reduce between pairs of ranks of two stages.
+
+        Args:
+            stage_link: Messages from one stage to the other, in pipelines of one kind.
+            inside_bps: Bits/s between the GPUs of a node.
+        """
         forward = self.message(stage_link, inside_bps)
         if forward.fabric is None:
             return forward

@@ -78,6 +78,7 @@ class StageSums:
     def __init__(
         self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
     ):
+        """Take over the arguments (see the class); no price is computed yet."""
         self.network = network
         self.job = job
         self.rules = rules
@@ -109,10 +110,11 @@ class StageSums:
             The key, and a function that returns a Fold (kinds of pipelines, families of groups) of the
             components, with the numbers of the stages in it.
         """
-        tied = placement.tied
-        components = sorted({stage // tied for stage in stages})
+        count = placement.stages_per_component
+        components = sorted({stage // count for stage in stages})
+        # Numbers of the stages if only these components existed.
         folded_stages = tuple(
-            components.index(stage // tied) * tied + stage % tied for stage in stages
+            components.index(stage // count) * count + stage % count for stage in stages
         )
         parts = tuple(placement.parts[index] for index in components)
         sizes = placement.sizes
@@ -181,6 +183,7 @@ class StageSums:
         size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
 
         def slowest() -> PricedReduction:
+            """Return the reduction that takes longest, out of those of all families of groups."""
             all_sums = self.sums(placement, stage)
             across = [
                 sums
@@ -432,6 +435,12 @@ class Prices(StageSums):
 
         Tensor groups all-reduce them, expert groups run an all-to-all, and context groups pass them around a
         ring.
+
+        Args:
+            fold: The placement.
+            stage: Number of the stage in the fold.
+            kind: "tensor", "context" or "expert".
+            size: Bytes.
         """
         network = self.groups[kind]
         slowest_s = 0.0
@@ -553,6 +562,10 @@ class Prices(StageSums):
         With v chunks per stage, a stage sends v activations down and v gradients up. The last stage sends
         v - 1 activations to the first one, which sends as many gradients back. Messages inside a cluster and
         between clusters use different NICs.
+
+        Args:
+            placement: Nodes of each stage.
+            stage_links: Price of an activation from each stage to the next one.
         """
         chunks = self.rules.virtual
         size = self.job.block.activation_bytes

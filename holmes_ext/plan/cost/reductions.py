@@ -415,7 +415,13 @@ def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
 def _can_be_hierarchical(
     network: Network, request: _HierarchicalRequest, members: _ClusterMembers
 ) -> bool:
-    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring."""
+    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring.
+
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Members of a group by cluster.
+    """
     if len(members.parts) < 2:
         return False
     with_several_nodes = [  # clusters, as the group's nodes in them
@@ -757,6 +763,10 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
     """Return the groups of ranks that own the same shard: one rank of each cluster.
 
     A node belongs to as many of these groups as it has ranks in the groups of `family`.
+
+    Args:
+        network: The site.
+        family: Data-parallel groups. Each has all shards once in every cluster (hybrid sharding).
     """
     first_of: dict[str, GroupPart] = {}  # cluster -> its first nodes in the group
     for part in family.parts:
@@ -771,7 +781,7 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
         )
         for part in first_of.values()
     )
-    shards = family.ranks // len(parts)
+    shards = family.ranks // len(parts)  # ranks of a group in each cluster
     return replace(
         family,
         ranks=len(parts),

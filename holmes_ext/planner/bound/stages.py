@@ -229,7 +229,7 @@ class StageBounds:
         if next_stage == stage:
             return NO_MESSAGE
         parts = self.placement.parts
-        tied = self.placement.tied
+        tied = self.placement.stages_per_component
         # Equal keys mean equal nodes on both ends, so placements of one search share the result.
         key = (
             parts[stage // tied],
@@ -287,7 +287,7 @@ class StageBounds:
     # ------------------------------------------------------------------- reductions
 
     def _after_backward(self, stage: int) -> AfterBackward:
-        tied = self.placement.tied
+        tied = self.placement.stages_per_component
         nodes = (self.placement.parts[stage // tied], stage % tied)
         is_first = stage == 0
         is_last = stage == self.stage_count - 1

@@ -125,7 +125,11 @@ def test_components_by_themselves():
     """Two of three ranks a stage on nodes of two: stages share every second node; and blocks of stages."""
     kinds = [0, 1, 1, 0, 0, 1, 1, 1, 0]
     partly = Placement.of(Sizes(6).complete(18), 2, kinds)
-    assert partly.tied == 2 and partly.components == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+    assert partly.stages_per_component == 2 and partly.components == (
+        (0, 1, 2),
+        (3, 4, 5),
+        (6, 7, 8),
+    )
     assert partly.alone(1).kinds() == [0, 0, 1] and partly.alone(1).sizes.pipeline == 2
     assert partly.alone(0, 2).kinds() == [0, 1, 1, 1, 1, 0]
     blocks = Placement.of(Sizes(2, order="tp-cp-ep-pp-dp").complete(8), 1, [0, 1] * 4)
