@@ -25,7 +25,7 @@ from holmes_ext.errors import HolmesError
 
 RANK, EXPERT = "rank", "expert"
 #: Layer number that stands for all layers.
-EVERY = 0
+ALL_LAYERS = 0
 _ADVICE = (
     'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
 )
@@ -83,7 +83,7 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
     """Read the token counts of a router.
 
     Returns:
-        Number of the layer -> its counts; EVERY if one table stands for all layers.
+        Number of the layer -> its counts; ALL_LAYERS if one table stands for all layers.
 
     Raises:
         HolmesError: The file cannot be read, or a key has a bad value.
@@ -111,13 +111,13 @@ def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
         alone: Key of a value for all layers; without it, the table "layers" has a value for each layer.
 
     Returns:
-        Number of the layer (EVERY: all layers) -> (name of the value in messages, value).
+        Number of the layer (ALL_LAYERS: all layers) -> (name of the value in messages, value).
 
     Raises:
         HolmesError: A layer number is bad, or the file names no layer.
     """
     if alone in top.values:
-        result = {EVERY: (top.at(alone), top.take(alone, list))}
+        result = {ALL_LAYERS: (top.at(alone), top.take(alone, list))}
     else:
         table = top.table("layers")
         way_out = f"give {alone!r} for all layers, or layers by number"
@@ -145,7 +145,7 @@ class ExpertOrder:
     """Experts that each rank of an expert-parallel group holds."""
 
     ranks: int
-    #: Number of the layer (EVERY: all) -> experts in the order of the ranks; each rank has as many.
+    #: Number of the layer (ALL_LAYERS: all) -> experts in the order of the ranks; each rank has as many.
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,13 +163,13 @@ class ExpertOrder:
 
     def of(self, layer: int) -> tuple[int, ...] | None:
         """Return the experts of a layer in the order of the ranks; None: the layer is not listed."""
-        return self.layers.get(layer, self.layers.get(EVERY))
+        return self.layers.get(layer, self.layers.get(ALL_LAYERS))
 
     def save(self, path: str | Path) -> None:
         """Write the order to a file, completely or not at all."""
         content: dict[str, Any] = {"version": 1, "ranks": self.ranks}
-        if EVERY in self.layers:
-            content["order"] = self.layers[EVERY]
+        if ALL_LAYERS in self.layers:
+            content["order"] = self.layers[ALL_LAYERS]
         else:
             content["layers"] = {str(number): order for number, order in self.layers.items()}
         save(path, json.dumps(content) + "\n", "the experts' order")
@@ -184,7 +184,7 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
-    orders: dict[int, Sequence[Any]] = {  # number of the layer (EVERY: all) -> experts
+    orders: dict[int, Sequence[Any]] = {  # number of the layer (ALL_LAYERS: all) -> experts
         number: order for number, (_, order) in _layers(top, "order").items()
     }
     if ranks < 1 or not all(type(expert) is int for order in orders.values() for expert in order):

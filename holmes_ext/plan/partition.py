@@ -31,11 +31,11 @@ METHODS = ("uniform", "speed", "balanced")
 #: Times with a smaller relative difference are equal.
 ROUNDING = 1e-12
 #: Largest number of passes of micro-batches that `balanced` calculates (about 0.1 s).
-WALKED_PASSES = 100_000
+MOST_WALKED_PASSES = 100_000
 #: Largest number of predictions in closed form that `balanced` makes.
-FORMULAS = 1500
+MOST_FORMULAS = 1500
 #: Number of the best splits in closed form that `balanced` calculates pass by pass.
-FIRST = 20
+MOST_WALKED_SPLITS = 20
 _BISECTIONS = 40
 #: A share of layers that is this close to the next whole number is rounded up.
 _SHARE_ROUNDING = 1e-9
@@ -79,10 +79,11 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     """
     passes = 2 * costs.stages * costs.micro_batches  # that the prediction of one split calculates
     split_count = comb(costs.blocks - 1, costs.stages - 1)
-    if split_count <= FORMULAS:
+    if split_count <= MOST_FORMULAS:
         splits = list(_all_splits(costs.blocks, costs.stages))
-        if split_count * passes > WALKED_PASSES:  # too many to calculate them all pass by pass
-            splits = sorted(splits, key=lambda split: in_closed_form(costs, split))[:FIRST]
+        if split_count * passes > MOST_WALKED_PASSES:  # too many to calculate them all pass by pass
+            splits.sort(key=lambda split: in_closed_form(costs, split))
+            splits = splits[:MOST_WALKED_SPLITS]
     else:
         splits = by_moves(costs, alpha)
     best = min(splits, key=lambda split: walked(costs, split))
@@ -92,7 +93,7 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
         best,
         seconds_of=lambda split: walked(costs, split),
         moves_of=_over_borders,
-        tries=WALKED_PASSES // passes,
+        tries=MOST_WALKED_PASSES // passes,
     )
 
 
@@ -134,7 +135,7 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
         yield from _over_borders(split)
         yield from full_to_empty(layer_s)
 
-    tries = FORMULAS // len(starts)
+    tries = MOST_FORMULAS // len(starts)
     moved = [
         improved(
             start,

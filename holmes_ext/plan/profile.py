@@ -24,7 +24,7 @@ from holmes_ext.plan.workload import Workload
 VERSION = 1
 #: Largest relative difference between the gradients of a model's layer and those of the profile (because of
 #: biases, or padding of the vocabulary).
-_SAME_MODEL = 0.05
+_LAYER_BYTES_TOLERANCE = 0.05
 #: Index of a pass in a pair of numbers.
 _FORWARD, _BACKWARD = 0, 1
 
@@ -207,7 +207,7 @@ def check_profile(
     block_bytes = profile.gradient_bytes[1]  # [0] is what comes before the first block
     _, block, *_ = model.layers_of(measured)
     expected_bytes = block.parameters * model.gradient_width
-    if abs(block_bytes - expected_bytes) > _SAME_MODEL * expected_bytes:
+    if abs(block_bytes - expected_bytes) > _LAYER_BYTES_TOLERANCE * expected_bytes:
         both = f"{block_bytes:.4g} bytes, those of {model.source} {expected_bytes:.4g}"
         raise HolmesError(f"{name}: the profile of another model: a layer's gradients are {both}")
 

@@ -23,11 +23,11 @@ Stages = tuple[tuple[int, ...], ...]
 #: Clusters in groups whose units are mixed.
 Groups = tuple[tuple[int, ...], ...]
 #: Number of results of the first search that the second one begins with.
-STARTS = 2
+RESULTS_KEPT = 2
 #: Part of the tries that the first search gets.
-COARSE = 0.4
+GROUPS_SHARE = 0.4
 #: First and last temperature of the annealing, as a part of the shortest time.
-HOT, COLD = 0.02, 0.0002
+FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.02, 0.0002
 #: Probabilities of the changes to groups, cumulative: exchange, reverse, join; else part.
 _EXCHANGE, _REVERSE, _JOIN = 0.5, 0.65, 0.8
 #: Probability of reversing stages instead of exchanging units.
@@ -67,16 +67,16 @@ def spread(
 
     # The first search begins several times, each time with groups of another equal size.
     group_sizes = [count for count in range(1, len(order) + 1) if len(order) % count == 0]
-    coarse_tries = int(COARSE * tries / len(group_sizes))
+    tries_with_groups = int(GROUPS_SHARE * tries / len(group_sizes))
     for group_size in group_sizes:
         groups = tuple(
             order[start : start + group_size] for start in range(0, len(order), group_size)
         )
         # It leaves its results in `seconds`.
-        _annealed(groups, seconds_of_groups, _regrouped, rng, coarse_tries)
-    fine_tries = int((1 - COARSE) * tries / STARTS)
-    for start in sorted(seconds, key=seconds.__getitem__)[:STARTS]:
-        result, result_s = _annealed(start, seconds_of, _exchanged, rng, fine_tries)
+        _annealed(groups, seconds_of_groups, _regrouped, rng, tries_with_groups)
+    tries_with_units = int((1 - GROUPS_SHARE) * tries / RESULTS_KEPT)
+    for start in sorted(seconds, key=seconds.__getitem__)[:RESULTS_KEPT]:
+        result, result_s = _annealed(start, seconds_of, _exchanged, rng, tries_with_units)
         seconds[result] = result_s
     best = min(seconds, key=seconds.__getitem__)
     return best, seconds[best]
@@ -126,8 +126,10 @@ def _annealed(
     for index in range(tries):
         candidate = changed(state, rng)
         candidate_s = seconds_of(candidate)
-        # Decreases geometrically from HOT to COLD, as parts of the shortest time.
-        temperature_s = HOT * (COLD / HOT) ** (index / tries) * best_s
+        # Decreases geometrically from FIRST_TEMPERATURE to LAST_TEMPERATURE, as parts of the shortest time.
+        temperature_s = (
+            FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (index / tries) * best_s
+        )
         is_accepted = candidate_s <= current_s
         if not is_accepted and candidate_s < inf:
             is_accepted = rng.random() < exp((current_s - candidate_s) / temperature_s)

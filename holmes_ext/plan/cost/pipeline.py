@@ -32,7 +32,7 @@ from holmes_ext.plan.schedule import passes
 Seconds = Sequence[float]
 #: Stage links that take less than this part of a stage's forward and backward need not be hidden: the sends
 #: of holmes cost about as much.
-SMALL = 0.01
+NEGLIGIBLE_LINK_SHARE = 0.01
 #: With more micro-batches than this times those in flight, the pace of the slowest stage decides the step.
 SETTLED = 4
 #: More micro-batches in flight are used only if they save this part of the step.
@@ -210,7 +210,7 @@ def schedule(
     """
     counts = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     slowest_s = max(forward_s + backward_s for forward_s, backward_s in zip(forward, backward))
-    if max(transfer, default=0.0) > SMALL * slowest_s:
+    if max(transfer, default=0.0) > NEGLIGIBLE_LINK_SHARE * slowest_s:
         return counts  # a stage link is slow enough to be worth hiding
     of_1f1b = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
     if counts == of_1f1b:

@@ -106,7 +106,7 @@ NONE = PricedReduction(name="none")
 #: With a shorter round trip than this, in seconds, larger chunks save nothing: other costs are as long.
 HIDDEN_LATENCY_S = 5e-4
 #: Another route across clusters is chosen if it takes less than this part of the direct route's time.
-WORTH = 0.95
+OTHER_ROUTE_SHARE = 0.95
 #: Bytes on the wire for each byte of gradients that crosses (runtime/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 #: Largest number of TCP streams between two ranks.
@@ -397,7 +397,7 @@ def _hierarchical(
         candidates.append(candidate)
     default = candidates[0]  # "direct", or NCCL's ring
     best = min(candidates, key=lambda candidate: candidate.seconds(size))
-    is_worth_it = best.seconds(size) < WORTH * default.seconds(size)
+    is_worth_it = best.seconds(size) < OTHER_ROUTE_SHARE * default.seconds(size)
     return best if is_worth_it else default
 
 

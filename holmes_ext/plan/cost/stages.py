@@ -360,7 +360,8 @@ class StageCosts:
     def exposed_s(self, stage: int, low: int, high: int) -> float:
         """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
 
-        With overlap: the maximum of reduction[low..l] - backward[low..l-1], at some l where the kind changes.
+        With overlap this is the maximum, over layers l, of the reduction of layers low..l minus the backward
+        pass of layers low..l-1.
         """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:

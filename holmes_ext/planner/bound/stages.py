@@ -18,7 +18,12 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions import WORTH, Hierarchical, PricedReduction, hierarchical
+from holmes_ext.plan.cost.reductions import (
+    OTHER_ROUTE_SHARE,
+    Hierarchical,
+    PricedReduction,
+    hierarchical,
+)
 from holmes_ext.plan.cost.stages import Rows, StageCosts
 from holmes_ext.plan.engine import POSTED
 from holmes_ext.plan.placement import GroupFamily, Placement
@@ -340,9 +345,9 @@ class StageBounds:
         run = self.run
         if isinstance(reduction, Hierarchical):
             # The two levels overlap, so the slower one counts. With a WAN the stage may take another
-            # route for the bytes that it really has, which is faster by WORTH at most.
+            # route for the bytes that it really has, which is faster by OTHER_ROUTE_SHARE at most.
             slower_byte_s = max(reduction.inside.byte_s, reduction.across.byte_s)
-            route_factor = WORTH if self.prices.network.wan else 1.0
+            route_factor = OTHER_ROUTE_SHARE if self.prices.network.wan else 1.0
             latency_s = reduction.inside.latency_s + reduction.across.latency_s
             return Price(route_factor * slower_byte_s, latency_s)
         if not run.zero:
@@ -423,7 +428,7 @@ class StageBounds:
         pairs, two_levels = prices.tied_of(fold, fold.kind_at(self.slowest_position), alone=True)
         seconds = [pairs.seconds(tied_bytes)]
         if two_levels is not None:
-            route_factor = WORTH if prices.network.wan else 1.0
+            route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(two_levels.seconds(tied_bytes) * route_factor)
         return min(seconds)
 
