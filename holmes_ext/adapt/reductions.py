@@ -150,11 +150,14 @@ def _networks(decided: Decisions, stage: int, summed: Summed) -> Iterator[tuple[
         if not summed.hierarchical:
             if sums.flat.load.fabric is not None:
                 yield sums.flat.load.fabric.name, _ring(sums, summed.reduction, summed.size)
-        elif sums.both is not None and summed.reduction.across in (None, sums.both.route):
-            both = replace(sums.both, chunk_bytes=summed.reduction.chunk_bytes)
-            assert both.there.fabric is not None
-            yield both.there.fabric.name, both.across
-            for load in both.insides:
+        elif sums.hierarchical is not None and summed.reduction.across in (
+            None,
+            sums.hierarchical.route,
+        ):
+            both = replace(sums.hierarchical, chunk_bytes=summed.reduction.chunk_bytes)
+            assert both.reduce_across.fabric is not None
+            yield both.reduce_across.fabric.name, both.across
+            for load in both.inside_loads:
                 if load.fabric is not None:
                     yield load.fabric.name, load.price.scaled(2)
 
@@ -267,7 +270,11 @@ class SumEvaluator:
             networks = [_networks_inside(group) for group in groups]
             if networks != [_networks_inside(group) for group in groups_before]:
                 return current
-            seconds = max(group.both.seconds(size) for group in groups if group.both is not None)
+            seconds = max(
+                group.hierarchical.seconds(size)
+                for group in groups
+                if group.hierarchical is not None
+            )
         else:
             seconds = max(_ring(group, reduction, size).seconds(size) for group in groups)
         if seconds >= current.seconds:
@@ -292,9 +299,9 @@ class SumEvaluator:
 
 def _networks_inside(sums: Sums) -> list[str]:
     """Return the networks that a hierarchical all-reduce uses inside clusters; [] if there is none."""
-    if sums.both is None:
+    if sums.hierarchical is None:
         return []
-    return [load.fabric.name for load in sums.both.insides if load.fabric is not None]
+    return [load.fabric.name for load in sums.hierarchical.inside_loads if load.fabric is not None]
 
 
 def _times_without_sums(summed: Sequence[Summed], step_s: float) -> tuple[float]:

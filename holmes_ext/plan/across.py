@@ -75,6 +75,7 @@ def best_order(
     """
 
     def total(order: Sequence[T]) -> tuple[float, float, float]:
+        """Return the cost of an order: first number of its worst link, then sums of both numbers."""
         pairs = neighbours(order) if closed else list(zip(order, order[1:]))
         costs = [cost(pair) for pair in pairs]
         worst = max(first for first, _ in costs)
@@ -82,7 +83,7 @@ def best_order(
 
     if len(names) > ALL_ORDERS:
         return _two_opt(_nearest_neighbours(names, cost), total, closed)
-    if closed:
+    if closed:  # a ring may begin anywhere, so the first name can stay
         first, *others = names
         return min(((first, *order) for order in permutations(others)), key=total)
     return min(permutations(names), key=total)
@@ -101,8 +102,14 @@ def _nearest_neighbours(
 def _two_opt(
     order: list[T], total: Callable[[Sequence[T]], tuple[float, float, float]], closed: bool
 ) -> tuple[T, ...]:
-    """Return the order after reversing parts of it while that reduces its total."""
-    first_low = 1 if closed else 0  # a ring may begin anywhere
+    """Return the order after reversing parts of it while that reduces its cost.
+
+    Args:
+        order: Order to begin with.
+        total: Returns the cost of an order, as numbers that are compared one after the other.
+        closed: Whether the order is a ring; else it is a chain.
+    """
+    first_low = 1 if closed else 0  # a ring may begin anywhere, so its first name stays
     is_improved = True
     while is_improved:
         is_improved = False
@@ -129,8 +136,9 @@ def _trees(
         ring: The clusters in the order of the best ring, which the chain follows.
         cost: Returns two numbers for a link; the second one decides between equal first ones.
     """
+    # The minimum spanning tree: the cheapest link from the tree to a cluster outside it, one by one.
     order = [root]
-    parents = [""]
+    parents = [""]  # the root has none
     while remaining := [name for name in names if name not in order]:
         links = ((child, parent) for child in remaining for parent in order)
         child, parent = min(links, key=lambda link: (cost(link), link))
@@ -138,9 +146,11 @@ def _trees(
         parents.append(parent)
     yield CrossClusterAlgorithm("tree", tuple(order), tuple(parents))
 
+    # The star.
     leaves = [name for name in names if name != root]
     yield CrossClusterAlgorithm("tree", (root, *leaves), ("", *[root] * len(leaves)))
 
+    # The chain: around the ring, from the root to the cluster before it.
     start = ring.index(root)
     chain = [*ring[start:], *ring[:start]]
     yield CrossClusterAlgorithm("tree", tuple(chain), ("", *chain[:-1]))

@@ -47,6 +47,7 @@ def bucket_bytes(
     """
     assert 0 < share < 1 and ranks >= 1
     bytes_per_s = fabric.rate_bps / 8
+    # The formula above.
     wanted = ranks * bytes_per_s * fabric.latency_s * (1 - share) / share
     least = min(SMALLEST_BYTES, total_bytes / FEWEST)
     return int(min(max(wanted, least, 1), LARGEST_BYTES))
@@ -85,8 +86,8 @@ def cut(
         Indices into `sizes` for each bucket. The bucket that is complete first comes first.
     """
     complete: list[tuple[int, ...]] = []
-    open_buckets: dict[Hashable, list[int]] = {}
-    filled_bytes: dict[Hashable, float] = {}
+    open_buckets: dict[Hashable, list[int]] = {}  # key -> bucket that further gradients may join
+    filled_bytes: dict[Hashable, float] = {}  # key -> bytes in its open bucket
     for index, size in enumerate(sizes):
         key = keys[index] if keys else None
         filled = filled_bytes.get(key, 0.0)
@@ -100,6 +101,7 @@ def cut(
         open_buckets.setdefault(key, []).append(index)
         filled_bytes[key] = filled + size
     buckets = [*complete, *map(tuple, open_buckets.values())]
+    # A bucket is complete when its last gradient is final.
     return tuple(sorted(buckets, key=lambda bucket: bucket[-1]))
 
 

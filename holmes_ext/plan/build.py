@@ -183,9 +183,9 @@ def costs_of(
     clusters = [network.clusters(content) for content in placement.stages]
     costs = measured_costs(profile, clusters, overlap)
     if not rules.hide_stage_links:
-        costs = replace(costs, hidden=None)
+        costs = replace(costs, link_load_s=None)
     if predicted is None:
-        return costs
+        return costs  # without a model nothing is known of the memory
     # Measured costs have a number for each layer, not for each kind of layer.
     return replace(
         costs,

@@ -20,7 +20,7 @@ from holmes_ext.plan.cost.links import Links
 from holmes_ext.plan.cost.network import Network
 from holmes_ext.plan.cost.pipeline import both_ways, schedule
 from holmes_ext.plan.cost.price import Prices, Sums
-from holmes_ext.plan.cost.reductions import Hierarchical, twins
+from holmes_ext.plan.cost.reductions import Hierarchical, tied_weight_families
 from holmes_ext.plan.cost.stages import RankModel, estimate
 from holmes_ext.plan.engine import EngineTraits, rules_of
 from holmes_ext.plan.placement import Placement, family_of
@@ -72,6 +72,7 @@ class Decisions:
     def __init__(
         self, plan: Plan, network_api: str, site: Site, options: Options, engine: EngineTraits
     ):
+        """Price the plan's placement on these networks."""
         self.plan = plan
         self.network_api = network_api
         self.options = options
@@ -123,7 +124,7 @@ class Decisions:
         if options.overlap != "auto" or not is_possible:
             return (options.overlap == "on" and is_possible,) * sizes.pipeline
         costs = replace(self.prices.costs(self.placement), tied_s=0.0)
-        step = estimate(costs, (1,) * costs.stages)
+        step = estimate(costs, (1,) * costs.stages)  # with one block on each stage
         first_backward_end_s = step.end_s[0] - step.exposed_s[0]
         return [
             bool(reduction_s) and end_s > first_backward_end_s
@@ -152,7 +153,8 @@ class Decisions:
         reduced_bytes = min(total_bytes, LARGE_BYTES)
         job = replace(self.prices.job, reduced_bytes=(reduced_bytes,), repeats=(1,))
         prices = Prices(self.network, job, self.prices.rules)
-        return self._reduction([prices.sums_of(family, crossing=1)], overlap, total_bytes)
+        sums = prices.sums_of(family, crossing=1)  # no other group uses the links between clusters
+        return self._reduction([sums], overlap, total_bytes)
 
     def _reduction(self, sums: Sequence[Sums], overlap: bool, total_bytes: float) -> ReductionSpec:
         """Return how the groups of a stage sum their gradients.
@@ -165,7 +167,7 @@ class Decisions:
         fabrics = [
             self.network.fabric(group.family.kinds) for group in sums if group.family.nodes > 1
         ]
-        suitable_bytes = INSIDE_BYTES
+        suitable_bytes = INSIDE_BYTES  # if no group leaves its node
         if fabrics:
             slowest = min(fabrics, key=lambda fabric: fabric.preference)
             suitable_bytes = bucket_bytes(slowest, sums[0].family.ranks, total_bytes)
@@ -185,19 +187,25 @@ class Decisions:
             sums: Possible ways, of each family of groups that reduces at the same time.
         """
         candidates: list[Hierarchical] = []
-        faster_from: list[int] = []  # bytes
+        faster_from: list[
+            int
+        ] = []  # bytes from which on each candidate is faster than its flat ring
         for group in sums:
-            threshold = group.both.faster_from(group.flat) if group.both is not None else None
-            if group.both is None or threshold is None:
+            if group.hierarchical is None:
                 return flat
-            candidates.append(group.both)
+            threshold = group.hierarchical.faster_from(group.flat)
+            if threshold is None:  # slower even for many bytes
+                return flat
+            candidates.append(group.hierarchical)
             faster_from.append(threshold)
         if not candidates:
             return flat
+        # Clusters of the group -> route across them.
         routes = {frozenset(candidate.ranks): candidate.route for candidate in candidates}
         route = next(iter(routes.values()))
         streams = 1
         across = None  # direct exchanges
+        # Only gloo has streams and routes. Groups on different clusters all use direct exchanges.
         if self.network_api == SOCKETS:
             streams = max(
                 candidate.streams(self.network, group.crossing)
@@ -225,14 +233,16 @@ class Decisions:
         if self.plan.sizes is None or not last or not self.prices.rules.tied:
             return None
         fold, _ = self.prices.fold(self.placement, 0, last)
-        family_of_kind = {kind: family for family in twins(fold) for kind in family.pipelines}
+        family_of_kind = {
+            kind: family for family in tied_weight_families(fold) for kind in family.pipelines
+        }
         sums = []
         for kind in range(len(fold.kinds)):
             pairs, joint = self.prices.tied_of(fold, kind, alone=False)
             if kind not in family_of_kind or joint is None:
                 return None
             family = family_of_kind[kind]
-            sums.append(Sums(family, flat=pairs, both=joint, crossing=family.count))
+            sums.append(Sums(family, flat=pairs, hierarchical=joint, crossing=family.count))
         planned = self._hierarchical_if_faster(ReductionSpec(overlap=False, bucket_bytes=0), sums)
         return planned if planned.clusters else None
 
@@ -311,9 +321,11 @@ class Decisions:
         size = work.activation_bytes
         transfer_s = tuple(stage_link.seconds(size) for stage_link in stage_links)
         occupied_s = tuple(stage_link.byte_s * size for stage_link in stage_links)
+        needs_message_order = self.network_api != SOCKETS  # NCCL
+        # quickest() of planner/schedule/solve.py, which plan/ does not import.
         find_quickest = extensions.contributed("pass_solvers", "quickest")
         pass_order: PassOrder | None = find_quickest(
-            loads, transfer_s, occupied_s, work.micro_batches, self.network_api != SOCKETS
+            loads, transfer_s, occupied_s, work.micro_batches, needs_message_order
         )
         return pass_order.texts if pass_order else ()
 
@@ -333,17 +345,19 @@ class Decisions:
         if asked := asked_in_flight(self.options, sizes.pipeline, work.micro_batches):
             return asked
         if self.plan.basis == NOMINAL:
-            return tuple(range(sizes.pipeline, 0, -1))
+            return tuple(
+                range(sizes.pipeline, 0, -1)
+            )  # 1F1B: p on the first of p stages, 1 on the last
         measured_loads = self.plan.loads
         loads = measured_loads or (StageLoad(work.forward_s, work.backward_s),) * sizes.pipeline
         transfer_s, occupied_s = self.stage_link_seconds()
-        # Times that were measured contain the waiting for messages on the same NIC.
+        # Measured times of stage links contain the waiting for other messages on the NIC.
         if not any(load.stage_link_s for load in measured_loads):
             busy_s = max(load.busy_s for load in loads)
-            nics = self.prices.nics(self.placement)
+            nics = self.prices.shared_nic_stages(self.placement)
             transfer_s, occupied_s = both_ways(transfer_s, occupied_s, nics, busy_s)
         forward_s, backward_s = passes_s(loads)
-        most = tuple(load.most for load in measured_loads)
+        most = tuple(load.most for load in measured_loads)  # micro-batches that fit the memory
         return schedule(forward_s, backward_s, transfer_s, work.micro_batches, occupied_s, most)
 
     def stage_link_seconds(self) -> LinkTimes:
@@ -370,8 +384,9 @@ def asked_in_flight(options: Options, stages: int, micro_batches: int) -> tuple[
     """
     if options.inflight in ("auto", "off"):
         return ()
-    more = int(options.inflight)
-    counts = [count + more if count > 1 else count for count in range(stages, 0, -1)]
+    extra = int(options.inflight)
+    of_1f1b = range(stages, 0, -1)
+    counts = [count + extra if count > 1 else count for count in of_1f1b]  # 1: the last stage
     return tuple(min(count, micro_batches) for count in counts)
 
 
@@ -386,6 +401,7 @@ def more_bytes(plan: Plan) -> tuple[float, ...]:
     if traffic.schedule:
         in_flight = PassOrder.parse(traffic.schedule).in_flight
     result = []
+    # in_flight is () under the framework's own schedule, loads is () if the model is not known.
     for stage, (count, load) in enumerate(zip(in_flight, plan.loads)):
         of_1f1b = min(len(in_flight) - stage, plan.workload.micro_batches)
         result.append((count - of_1f1b) * load.kept_bytes)
@@ -420,7 +436,7 @@ def derive_traffic(
         clusters[node.cluster] = (*clusters.get(node.cluster, ()), node.name)
     wan = plan.wan if plan.fabrics else measured.wan
     resolved = replace(plan, fabrics=fabrics, clusters=clusters, wan=wan)
-    if not plan.fabrics:
+    if not plan.fabrics:  # a new plan
         resolved = replace(resolved, workload=workload or Workload(), basis=basis)
     if plan.sizes is not None and fabrics != plan.fabrics:
         # Other groups may span networks now.
@@ -464,9 +480,8 @@ def spanning_groups_of(prices: Prices, placement: Placement) -> tuple[SpanningGr
         spanning: list[set[str]] = []  # of each group that spans: a node of each kind
         for ranks in groups(placement.sizes, kind):
             slots = sorted({rank // placement.processes for rank in ranks}, reverse=True)
-            first_of = {
-                kinds[slot]: names[slot] for slot in slots
-            }  # kind of node -> its first node
+            # Kind of node -> its first node; slots are in descending order, so the first one comes last.
+            first_of = {kinds[slot]: names[slot] for slot in slots}
             if network.spans_networks(frozenset(first_of)):
                 spanning.append(set(first_of.values()))
         if spanning:

@@ -113,7 +113,7 @@ class Rules:
     tied: bool = True  # whether tied weights may be reduced hierarchically
     compression: str = "off"  # of activations on the slow network: "off", "bf16" or "int8"
     memory_bytes: float = 0.0  # limit for every GPU; 0: the GPUs' memory
-    alike: bool = False  # whether all stages on as many clusters reduce in the same way
+    same_reductions: bool = False  # whether all stages on as many clusters reduce in the same way
 
 
 def rules_of(engine: EngineTraits, options: Options, direct: bool = False, **more: Any) -> Rules:

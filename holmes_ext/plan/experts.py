@@ -25,7 +25,7 @@ from holmes_ext.errors import HolmesError
 
 RANK, EXPERT = "rank", "expert"
 #: Layer number that stands for all layers.
-EVERY = 0
+ALL_LAYERS = 0
 _ADVICE = (
     'give the token counts of the router: {"version": 1, "rows": "rank", "counts": [[...], ...]}'
 )
@@ -41,6 +41,7 @@ class Counts:
     table: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if the table is not rectangular (EXPERT: square) or has a bad number."""
         width = len(self.table[0]) if self.table else 0
         if not width or any(len(row) != width for row in self.table):
             raise HolmesError("its rows differ in length; each needs one number per expert")
@@ -72,14 +73,17 @@ class Counts:
             raise HolmesError(
                 f"its {len(self.table)} rows are not a multiple of the {ranks} expert-parallel ranks"
             )
-        return tuple(tuple(map(sum, zip(*self.table[rank::ranks]))) for rank in range(ranks))
+        groups_rows = [
+            self.table[rank::ranks] for rank in range(ranks)
+        ]  # rows of each rank in its group
+        return tuple(tuple(map(sum, zip(*rows))) for rows in groups_rows)
 
 
 def load_traffic(path: str | Path) -> dict[int, Counts]:
     """Read the token counts of a router.
 
     Returns:
-        Number of the layer -> its counts; EVERY if one table stands for all layers.
+        Number of the layer -> its counts; ALL_LAYERS if one table stands for all layers.
 
     Raises:
         HolmesError: The file cannot be read, or a key has a bad value.
@@ -91,7 +95,7 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
         raise HolmesError(f"{top.at('rows')}: {rows!r} is neither {RANK!r} nor {EXPERT!r}")
     layers = _layers(top, "counts")
     result = {}
-    for number, (where, table) in layers.items():
+    for number, (where, table) in layers.items():  # where: name of the table, for messages
         try:
             result[number] = Counts(rows, _numbers(table))
         except HolmesError as error:
@@ -100,21 +104,27 @@ def load_traffic(path: str | Path) -> dict[int, Counts]:
 
 
 def _layers(top: Table, alone: str) -> dict[int, tuple[str, Any]]:
-    """Return number of the layer -> (name of the value in messages, value).
+    """Return the values of a file by layer, whether it has one for all layers or one for each layer.
 
     Args:
         top: The file.
         alone: Key of a value for all layers; without it, the table "layers" has a value for each layer.
+
+    Returns:
+        Number of the layer (ALL_LAYERS: all layers) -> (name of the value in messages, value).
+
+    Raises:
+        HolmesError: A layer number is bad, or the file names no layer.
     """
     if alone in top.values:
-        result = {EVERY: (top.at(alone), top.take(alone, list))}
+        result = {ALL_LAYERS: (top.at(alone), top.take(alone, list))}
     else:
         table = top.table("layers")
         way_out = f"give {alone!r} for all layers, or layers by number"
         if not table.values:
             raise HolmesError(f"{top.at('layers')}: names no layer; {way_out}")
         for key in table.values:
-            if not key.isdecimal() or not int(key):
+            if not key.isdecimal() or int(key) == 0:
                 problem = f"{key!r} is not a layer number, 1 or more" if key else "names no layer"
                 raise HolmesError(f"{top.at('layers')}: {problem}; {way_out}")
         result = {int(key): (table.at(key), table.take(key, list)) for key in table.values}
@@ -135,10 +145,11 @@ class ExpertOrder:
     """Experts that each rank of an expert-parallel group holds."""
 
     ranks: int
-    #: Number of the layer (EVERY: all) -> experts in the order of the ranks; each rank has as many.
+    #: Number of the layer (ALL_LAYERS: all) -> experts in the order of the ranks; each rank has as many.
     layers: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a layer does not list each expert once, or not as many on each rank."""
         for number, order in self.layers.items():
             if sorted(order) != list(range(len(order))) or len(order) % self.ranks:
                 raise HolmesError(
@@ -152,13 +163,13 @@ class ExpertOrder:
 
     def of(self, layer: int) -> tuple[int, ...] | None:
         """Return the experts of a layer in the order of the ranks; None: the layer is not listed."""
-        return self.layers.get(layer, self.layers.get(EVERY))
+        return self.layers.get(layer, self.layers.get(ALL_LAYERS))
 
     def save(self, path: str | Path) -> None:
         """Write the order to a file, completely or not at all."""
         content: dict[str, Any] = {"version": 1, "ranks": self.ranks}
-        if EVERY in self.layers:
-            content["order"] = self.layers[EVERY]
+        if ALL_LAYERS in self.layers:
+            content["order"] = self.layers[ALL_LAYERS]
         else:
             content["layers"] = {str(number): order for number, order in self.layers.items()}
         save(path, json.dumps(content) + "\n", "the experts' order")
@@ -173,7 +184,7 @@ def load_order(path: str | Path) -> ExpertOrder:
     top = load_json(path, _MADE_BY)
     top.version(1)
     ranks = top.take("ranks", int)
-    orders: dict[int, Sequence[Any]] = {
+    orders: dict[int, Sequence[Any]] = {  # number of the layer (ALL_LAYERS: all) -> experts
         number: order for number, (_, order) in _layers(top, "order").items()
     }
     if ranks < 1 or not all(type(expert) is int for order in orders.values() for expert in order):

@@ -58,18 +58,22 @@ class PlanRequest:
         Raises:
             HolmesError: A file cannot be read, or its content is bad.
         """
-        given = self.options
-        if given.cluster:
-            self.spec = load_spec(given.cluster)
-        if given.plan:
-            self.plan = load_plan(given.plan)
-        if given.model:
-            self.model = load_model(given.model)
+        options = self.options
+        if options.cluster:
+            self.spec = load_spec(options.cluster)
+        if options.plan:
+            self.plan = load_plan(options.plan)
+        if options.model:
+            self.model = load_model(options.model)
         if self.model is not None and self.spec is not None:
             self.model = on_clusters(self.model, self.spec)
-        for key, path in (("cluster", given.cluster), ("plan", given.plan), ("model", given.model)):
-            content = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16] if path else ""
-            self.digests[f"content of {key} file"] = content
+        # The ranks compare these digests, so that all of them work with the same files.
+        paths = {"cluster": options.cluster, "plan": options.plan, "model": options.model}
+        for name, path in paths.items():
+            digest = ""  # no such file
+            if path:
+                digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+            self.digests[f"content of {name} file"] = digest
 
     def make_plan(self, nodes: list[NodeReport]) -> tuple[Site, Plan]:
         """Make the plan for the nodes that reported, or adapt the given one to the ports that they have.
@@ -83,17 +87,18 @@ class PlanRequest:
         options = self.options
         model = self.model
         engine = self.engine
-        spec = part_of(self.spec, nodes) if self.spec is not None else None
+        spec = part_of(self.spec, nodes) if self.spec is not None else None  # of these nodes only
         site = resolve_site(nodes, spec, options.fallback == "ethernet", self.counted)
         links = Links.of_spec(spec) if spec is not None else Links()
         sizes = None
         if self.sizes is not None:
             sizes = self.sizes.complete(site.world_size, site.processes)
-        if self.plan is not None:
+        if self.plan is not None:  # --holmes-plan
             plan = check_plan(self.plan, site)
             self._compare(plan, sizes)
             plan = derive_traffic(plan, site, options, links, engine=engine)
             return site, with_loads(plan, options, model, engine)
+        # Keyword arguments of build_plan that describe the model and its partition.
         if options.model or options.needs_model:
             shape: dict[str, Any] = {
                 "partition": options.partition,
@@ -104,7 +109,7 @@ class PlanRequest:
             # A model from the command line is good enough for decisions. The training program itself checks
             # whether it fits.
             workload = workload_of(model, sizes)
-            basis = model.source if model and workload else NOMINAL
+            basis = model.source if model and workload else NOMINAL  # where the workload comes from
             shape = {"workload": workload, "basis": basis}
         if options.stage_layers:
             shape |= {"partition": "uniform", "stage_layers": options.stage_layers}
@@ -137,10 +142,10 @@ class PlanRequest:
                 f"{plan.source}: key 'sizes' is {sizes_text(plan.sizes)}, "
                 f"but the job runs {sizes_text(sizes)}"
             )
-        if "partition" not in options.given:
+        if "partition" not in options.given:  # the user did not set --holmes-partition
             return
         partition = "explicit" if options.stage_layers else options.partition
-        has_other_layers = options.stage_layers not in ((), plan.stage_layers)
+        has_other_layers = bool(options.stage_layers) and options.stage_layers != plan.stage_layers
         if partition != plan.partition or has_other_layers:
             raise HolmesError(
                 f"{plan.source}: key 'partition' is {plan.partition!r}, "
@@ -160,7 +165,15 @@ def complete_plan(
     model: Model | None = None,
     engine: EngineTraits = EngineTraits(),
 ) -> Plan:
-    """Return `plan` with the decisions for other parallel sizes; the order of the nodes stays."""
+    """Return `plan` with the decisions for other parallel sizes; the order of the nodes stays.
+
+    Args:
+        plan: The plan, made without sizes or for other sizes.
+        sizes: Parallel sizes that the framework has reported, with the data size.
+        options: Options of the user.
+        model: The model; None: not known, the plan's workload stays.
+        engine: Traits of the training engine.
+    """
     changed = replace(
         plan,
         sizes=sizes,
@@ -176,16 +189,22 @@ def complete_plan(
 def with_loads(
     plan: Plan, options: Options, model: Model | None, engine: EngineTraits = EngineTraits()
 ) -> Plan:
-    """Return `plan` with the work of each stage and the micro-batches in flight that follow.
+    """Return `plan` with the work of each stage (`loads`), and the order of passes that follows from it.
 
     The plan stays as it is if it has the loads, if the model is not known, or if the framework will refuse
     the sizes.
+
+    Args:
+        plan: The plan, with decisions.
+        options: Options of the user.
+        model: The model; None: not known.
+        engine: Traits of the training engine.
     """
     sizes = plan.sizes
     if plan.loads or model is None or sizes is None or workload_of(model, sizes) is None:
         return plan
     if model.layers < sizes.pipeline:
-        return plan
+        return plan  # the framework refuses a stage without layers
     network = Network(site_of(plan))
     prices = Prices(network, RankModel.of(model, sizes))
     costs = prices.costs(network.placement(plan.nodes, sizes))
@@ -243,8 +262,11 @@ def spec_of_group(
         overlap = options.overlap != "off"
         return decisions(plan, network_api, options, engine).of_group(ranks, overlap, total_bytes)
     overlap = planned[stage].overlap
-    is_nominal = plan.basis == NOMINAL and plan.sizes is not None
+    is_nominal = (
+        plan.basis == NOMINAL and plan.sizes is not None
+    )  # the plan did not know the model's size
     if plan.wan and is_nominal and total_bytes < inf:
+        # With latencies between clusters the decision depends on the bytes, which are known now.
         resized = replace(plan, workload=replace(plan.workload, gradient_bytes=total_bytes))
         return decisions(resized, network_api, options, engine).reduction(stage, overlap)
     fills_buckets = total_bytes >= FEWEST * SMALLEST_BYTES
@@ -268,7 +290,8 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
     spanning_groups = spanning(plan, sizes, instances)
     if not spanning_groups or (plan.sizes == sizes and instances == 1):
         return ""
-    measured = replace(site, fabrics=plan.fabrics)
+    measured = replace(site, fabrics=plan.fabrics)  # with the rates in the plan
+    # Ways to start the job again -> sizes that holmes would then plan with.
     starts = {
         f"with --holmes-sizes {sizes_text(sizes).replace(' ', '')}": sizes,
         "without --holmes-sizes": None,
@@ -278,7 +301,7 @@ def advice_on_spanning(plan: Plan, site: Site, sizes: Sizes, instances: int) -> 
         for start, planned_sizes in starts.items()
     }
     best = min(counts, key=lambda start: sum(counts[start].values()))
-    avoidable = {}
+    avoidable = {}  # kind of group -> groups that would not span if the job started in the best way
     for kind, count in spanning_groups.items():
         fewer = count - counts[best].get(kind, 0)
         if fewer > 0:

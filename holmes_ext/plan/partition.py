@@ -31,11 +31,11 @@ METHODS = ("uniform", "speed", "balanced")
 #: Times with a smaller relative difference are equal.
 ROUNDING = 1e-12
 #: Largest number of passes of micro-batches that `balanced` calculates (about 0.1 s).
-WALKED_PASSES = 100_000
+MOST_WALKED_PASSES = 100_000
 #: Largest number of predictions in closed form that `balanced` makes.
-FORMULAS = 1500
+MOST_FORMULAS = 1500
 #: Number of the best splits in closed form that `balanced` calculates pass by pass.
-FIRST = 20
+MOST_WALKED_SPLITS = 20
 _BISECTIONS = 40
 #: A share of layers that is this close to the next whole number is rounded up.
 _SHARE_ROUNDING = 1e-9
@@ -79,10 +79,11 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
     """
     passes = 2 * costs.stages * costs.micro_batches  # that the prediction of one split calculates
     split_count = comb(costs.blocks - 1, costs.stages - 1)
-    if split_count <= FORMULAS:
+    if split_count <= MOST_FORMULAS:
         splits = list(_all_splits(costs.blocks, costs.stages))
-        if split_count * passes > WALKED_PASSES:
-            splits = sorted(splits, key=lambda split: in_closed_form(costs, split))[:FIRST]
+        if split_count * passes > MOST_WALKED_PASSES:  # too many to calculate them all pass by pass
+            splits.sort(key=lambda split: in_closed_form(costs, split))
+            splits = splits[:MOST_WALKED_SPLITS]
     else:
         splits = by_moves(costs, alpha)
     best = min(splits, key=lambda split: walked(costs, split))
@@ -92,7 +93,7 @@ def balanced(costs: StageCosts, alpha: float = 1.0) -> Split:
         best,
         seconds_of=lambda split: walked(costs, split),
         moves_of=_over_borders,
-        tries=WALKED_PASSES // passes,
+        tries=MOST_WALKED_PASSES // passes,
     )
 
 
@@ -128,14 +129,20 @@ def by_moves(costs: StageCosts, alpha: float = 1.0) -> list[Split]:
     layer_s = [sum(row) / costs.layers for row in map(costs.by_layer, _busy(costs))]
 
     def moves(split: Split) -> Iterator[Move]:
+        """Yield moves from long to short stages, between neighbours, and from slow to fast stages."""
         stage_s = [count * seconds for count, seconds in zip(split, layer_s)]
         yield from full_to_empty(stage_s)
         yield from _over_borders(split)
         yield from full_to_empty(layer_s)
 
-    tries = FORMULAS // len(starts)
+    tries = MOST_FORMULAS // len(starts)
     moved = [
-        improved(start, lambda split: in_closed_form(costs, split), moves, tries)
+        improved(
+            start,
+            seconds_of=lambda split: in_closed_form(costs, split),
+            moves_of=moves,
+            tries=tries,
+        )
         for start in starts
     ]
     return list(dict.fromkeys((*starts, *moved)))
@@ -155,7 +162,9 @@ def levelled(costs: StageCosts) -> Split:
         [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
         for forward, backward in zip(costs.sums["forward_s"], costs.sums["backward_s"])
     ]  # by stage and number of layers
-    slow_s = max(totals[-1] for totals in busy_totals)
+    slow_s = max(
+        totals[-1] for totals in busy_totals
+    )  # all layers on one stage: only the memory limits
     best = _filled(costs, busy_totals, slow_s)
     if not best:
         return ()
@@ -172,7 +181,9 @@ def levelled(costs: StageCosts) -> Split:
 
 
 def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: float) -> Split:
-    """Return the split in which each stage has as many blocks as fit, from the first stage on.
+    """Return the split in which each stage has as many blocks as its memory and a time limit allow.
+
+    The stages take blocks one after the other, from the first stage on.
 
     Args:
         costs: Costs of every layer on every stage.
@@ -180,7 +191,7 @@ def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: 
         limit_s: Largest time of a stage, in seconds.
 
     Returns:
-        () if a stage has no room for a block, or if blocks are left.
+        () if a stage cannot hold even one block, or if blocks are left after the last stage.
     """
     counts = []
     start = 0
@@ -191,7 +202,7 @@ def _filled(costs: StageCosts, busy_totals: Sequence[Sequence[float]], limit_s: 
         most = costs.blocks - stages_after  # every later stage needs a block
         stop = start
         while stop < most:
-            low, high = costs.bounds(start, stop + 1)
+            low, high = costs.bounds(start, stop + 1)  # layers, with one more block
             is_too_large = memory[high] - memory[low] > costs.room_bytes[stage]
             if is_too_large or busy_s[high] - busy_s[low] > limit_s:
                 break
@@ -211,7 +222,7 @@ def speeds(costs: StageCosts) -> tuple[float, ...]:
     count = costs.stages
     free_transfer = ((0.0,) * len(costs.repeats),) * count
     stages = list(zip(costs.forward_s, costs.backward_s, costs.reduction_s, costs.latency_s))
-    speed_of = {}
+    speed_of = {}  # costs of a stage -> its speed, computed once for equal stages
     for stage in dict.fromkeys(stages):
         forward_s, backward_s, reduction_s, latency_s = stage
         equal_stages = replace(
@@ -256,16 +267,18 @@ def by_speed(layers: int, speed: Sequence[float], alpha: float = 1.0) -> Split:
     counts = [min(layers, max(1, floor(share + _SHARE_ROUNDING))) for share in shares]
 
     def missing(stage: int) -> float:
+        """Return the part of a layer that the stage lost by rounding; rounded, so that ties stay ties."""
         return round(shares[stage] - counts[stage], 9)
 
-    def slowness(stage: int) -> tuple[float, int, int]:
+    def sort_key(stage: int) -> tuple[float, int, int]:
+        """Return a key: least for the slowest stage, of equal ones for that with most layers, the last."""
         return (speed[stage], -counts[stage], -stage)
 
     while sum(counts) < layers:
         counts[max(range(stages), key=missing)] += 1
     while sum(counts) > layers:
         with_several = [stage for stage in range(stages) if counts[stage] > 1]
-        counts[min(with_several, key=slowness)] -= 1
+        counts[min(with_several, key=sort_key)] -= 1
     return tuple(counts)
 
 
@@ -288,10 +301,11 @@ def improved(
     is_improved = True
     while is_improved and tries > 0:
         is_improved = False
+        # The moves are those of the split at the beginning of the round, although `best` changes within it.
         for giver, taker in list(moves_of(best))[:tries]:
             tries -= 1
             if best[giver] == 1:
-                continue
+                continue  # every stage keeps a block
             moved = _moved(best, giver, taker)
             moved_s = seconds_of(moved)
             if moved_s < best_s * (1 - ROUNDING):
@@ -324,20 +338,21 @@ def full_to_empty(work: Sequence[float]) -> Iterator[Move]:
         work: Seconds of each stage.
     """
     last = len(work) - 1
-    stages = sorted(range(len(work)), key=work.__getitem__)
-    three_fullest = stages[:-4:-1]
-    four_emptiest = stages[:4]
-    givers = dict.fromkeys((*three_fullest, 0, last))
-    takers = dict.fromkeys((*four_emptiest, 0, last // 2, last))
+    stages = sorted(range(len(work)), key=work.__getitem__)  # least work first
+    three_with_most = stages[:-4:-1]
+    four_with_least = stages[:4]
+    givers = dict.fromkeys((*three_with_most, 0, last))
+    takers = dict.fromkeys((*four_with_least, 0, last // 2, last))
     return ((giver, taker) for giver in givers for taker in takers if giver != taker)
 
 
 def _too_large(costs: StageCosts) -> str:
     """Return the error message if no split fits the memory."""
     advice = "tensor parallelism, recomputation or smaller micro-batches"
-    most_blocks = []
+    most_blocks = []  # by stage: blocks that fit its memory
     for stage in range(costs.stages):
         count = 0
+        # At most as many as leave a block for each other stage.
         while count <= costs.blocks - costs.stages:
             used_bytes = _memory_of(costs, stage, count + 1)
             if used_bytes > costs.room_bytes[stage]:
@@ -354,7 +369,11 @@ def _too_large(costs: StageCosts) -> str:
 
 
 def _memory_of(costs: StageCosts, stage: int, blocks: int) -> float:
-    """Return the memory of a stage's layers with this number of blocks, in bytes."""
+    """Return the memory of a stage's layers with this number of blocks, in bytes.
+
+    The first and the last stage also have the layers before and after the blocks. Which blocks a stage in
+    between has does not matter: all are equal.
+    """
     if stage == 0:
         start = 0
     elif stage == costs.stages - 1:

@@ -69,14 +69,22 @@ class Placement:
 
     @classmethod
     def of_parts(cls, sizes: Sizes, processes: int, parts: Sequence[Sequence[int]]) -> Placement:
-        """Return the placement with these kinds of nodes in each component (see `components`)."""
+        """Return the placement with these kinds of nodes in each component.
+
+        Args:
+            sizes: Parallel sizes, with the data size.
+            processes: Ranks of each node.
+            parts: For each component (stages that share nodes), the kinds of its nodes. All components have
+                as many nodes.
+        """
         if len(parts) == 1:
             return cls.of(sizes, processes, parts[0])
         ranks = sum(map(len, parts)) * processes
         nodes = len(parts[0])
         # The ranks consist of blocks with all stages, and each component has a piece of each block.
-        blocks = ranks // (sizes.strides()["pp"] * sizes.pipeline)
-        piece = nodes // blocks
+        block_ranks = sizes.strides()["pp"] * sizes.pipeline
+        blocks = ranks // block_ranks
+        piece = nodes // blocks  # nodes of a component in a block
         kinds: list[int] = []
         for start in range(0, nodes, piece):
             for part in parts:
@@ -122,6 +130,7 @@ class Placement:
             while rank < end:
                 stage, offset = divmod(rank % block_ranks, self.stride)
                 is_at_block_start = rank % block_ranks == 0
+                # Blocks that lie in this run of equal nodes as a whole are added at once.
                 whole_blocks = (end - rank) // block_ranks if is_at_block_start else 0
                 if whole_blocks:
                     for part in parts:
@@ -143,11 +152,12 @@ class Placement:
         return [0, *sorted(ends)]
 
     @cached_property
-    def tied(self) -> int:
+    def stages_per_component(self) -> int:
         """Return the number of neighbouring stages that share nodes and form a component.
 
         A stage begins on a new node after every `count` stages. If `count` divides the pipeline, that many
-        stages are a component. All components are equal, and only stage links leave them.
+        stages are a component; else all stages are one. All components are equal, and only stage links leave
+        them.
         """
         count = self.processes // gcd(self.stride, self.processes)
         return count if self.sizes.pipeline % count == 0 else self.sizes.pipeline
@@ -158,13 +168,13 @@ class Placement:
         slots_of: dict[int, list[int]] = {}
         for slot in range(self.nodes):
             stage = slot * self.processes // self.stride % self.sizes.pipeline
-            slots_of.setdefault(stage // self.tied, []).append(slot)
+            slots_of.setdefault(stage // self.stages_per_component, []).append(slot)
         return tuple(tuple(slots_of[index]) for index in sorted(slots_of))
 
     @cached_property
     def parts(self) -> tuple[Content, ...]:
         """Return the kinds of the nodes of each component."""
-        if self.tied > 1:
+        if self.stages_per_component > 1:
             kinds = self.kinds()
             return tuple(runs(kinds[slot] for slot in slots) for slots in self.components)
         return tuple(
@@ -176,7 +186,7 @@ class Placement:
         """Return a placement of some components (stages that share nodes) without the others."""
         if len(components) == len(self.parts):
             return self
-        sizes = replace(self.sizes, pipeline=len(components) * self.tied)
+        sizes = replace(self.sizes, pipeline=len(components) * self.stages_per_component)
         kinds = [
             [kind for kind, count in self.parts[component] for _ in range(count)]
             for component in components
@@ -246,12 +256,17 @@ class StageMessages:
 
 
 def family_of(placement: Placement, ranks: Sequence[int]) -> GroupFamily:
-    """Return a group of arbitrary ranks as a family.
+    """Return a group of arbitrary ranks as a family that contains only this group.
 
-    The other ranks of its nodes are assumed to be in groups like this one.
+    The remaining ranks of its nodes are assumed to be in groups like this one, which use the NICs too.
+
+    Args:
+        placement: Nodes of the job.
+        ranks: The group.
     """
     kinds = placement.kinds()
     ranks_on = Counter(rank // placement.processes for rank in ranks)  # slot -> ranks on it
+    # (kind of node, ranks of the group on it) -> number of such nodes
     nodes_like = Counter((kinds[slot], count) for slot, count in ranks_on.items())
     parts = []
     for node_class, ((kind, ranks_per_node), nodes) in enumerate(nodes_like.items()):
@@ -294,13 +309,14 @@ class _Copies(NamedTuple):
 class Fold:
     """Kinds of pipelines, classes of nodes and families of groups of a placement.
 
-    A position is a rank's place among the ranks of its stage. The pipeline at a position consists of the
+    A position is the index of a rank among the ranks of its stage. The pipeline at a position consists of the
     ranks at this position in all stages. The fold looks at some positions only, each with a weight: the
     number of positions like it.
     """
 
     def __init__(self, placement: Placement):
-        self.of = placement
+        """Choose the positions to look at, and number the kinds of pipelines and the classes of nodes."""
+        self.full_placement = placement  # that is folded
         #: Neighbours of a tensor-parallel group on a node, of which the fold looks at one.
         self.tensor_neighbours = _tensor_neighbours(placement)
         processes = placement.processes // self.tensor_neighbours
@@ -310,32 +326,38 @@ class Fold:
         self.placement = Placement(sizes, processes, placement.slots)  # of the ranks looked at
         self.stages = range(sizes.pipeline)
         self._strides = _strides(self.placement)
-        self._unit = _unit(self.placement, self._strides)
+        self._unit = _repeating_ranks(self.placement, self._strides)
         self._weight = dict(self._positions())  # position -> how many positions are like it
         self._slots = {
-            at: tuple(self.placement.rank(at, stage) // processes for stage in self.stages)
-            for at in self._weight
+            position: tuple(
+                self.placement.rank(position, stage) // processes for stage in self.stages
+            )
+            for position in self._weight
         }  # position -> slot of each stage
-        ends = list(accumulate(count for _, count in placement.slots))
+        ends = list(accumulate(count for _, count in placement.slots))  # slot after each run
         self._kind_of_slot = {
             slot: placement.slots[bisect_right(ends, slot)][0]
             for slots in self._slots.values()
             for slot in slots
         }
         tensor_stride = self._strides["tp"]
-        self._data_group = {at: at // tensor_stride % sizes.tensor for at in self._weight}
+        self._data_group = {
+            position: position // tensor_stride % sizes.tensor for position in self._weight
+        }
         self.kind_of = self._kinds_of_pipelines()  # position -> kind of pipeline
         self.count: Counter[int] = Counter()  # kind of pipeline -> number of pipelines
-        for at, kind in self.kind_of.items():
-            self.count[kind] += self._weight[at] * self.tensor_neighbours
-        first_position = {kind: at for at, kind in reversed(self.kind_of.items())}
+        for position, kind in self.kind_of.items():
+            self.count[kind] += self._weight[position] * self.tensor_neighbours
+        # In reverse, so that the first position of a kind is the one that stays in the mapping.
+        first_position = {kind: position for position, kind in reversed(self.kind_of.items())}
         #: By kind of pipeline: the slots of one that stands for all.
         self.kinds = [self._slots[first_position[kind]] for kind in sorted(first_position)]
         #: Slot -> (kind of pipeline, stage) -> ranks.
         self._ranks_on: dict[int, Counter[tuple[int, int]]] = {}
-        for at, slots in self._slots.items():
+        for position, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                self._ranks_on.setdefault(slot, Counter())[self.kind_of[at], stage] += 1
+                self._ranks_on.setdefault(slot, Counter())[self.kind_of[position], stage] += 1
+        # Slots with equal contents form a class: nodes of one kind, with as many ranks of the same pipelines.
         contents = {
             slot: (self._kind_of_slot[slot], frozenset(ranks.items()))
             for slot, ranks in self._ranks_on.items()
@@ -349,27 +371,35 @@ class Fold:
         """Yield the positions that the fold looks at, each with the number of positions like it."""
         borders = self.placement.borders
         for low, high in zip(borders, borders[1:]):
+            # Between two borders all nodes are equal. If only whole units lie there, the first unit stands
+            # for all of them.
             stop = high
             weight = 1
             if low % self._unit == 0 and high % self._unit == 0:
                 stop = low + self._unit
                 weight = (high - low) // self._unit
-            for at in range(low, stop):
-                yield at, weight
+            for position in range(low, stop):
+                yield position, weight
 
     def _kinds_of_pipelines(self) -> dict[int, int]:
-        """Return the kind of the pipeline at each position.
+        """Return position -> kind of the pipeline that consists of the ranks at this position.
 
         Pipelines of one kind have equal nodes, cross between nodes at the same stages, and have data-parallel
         groups with the same mixture of pipelines.
         """
-        looks = {at: self._look(slots) for at, slots in self._slots.items()}
+        # A look is a value that is equal for pipelines with equal nodes.
+        looks = {position: self._look(slots) for position, slots in self._slots.items()}
         mixture: dict[int, Counter[Hashable]] = {}  # data-parallel group -> look -> pipelines
-        for at, look in looks.items():
-            mixture.setdefault(self._data_group[at], Counter())[look] += self._weight[at]
+        for position, look in looks.items():
+            mixture.setdefault(self._data_group[position], Counter())[look] += self._weight[
+                position
+            ]
         group_looks = {group: frozenset(counts.items()) for group, counts in mixture.items()}
         return numbered(
-            {at: (look, group_looks[self._data_group[at]]) for at, look in looks.items()}
+            {
+                position: (look, group_looks[self._data_group[position]])
+                for position, look in looks.items()
+            }
         )
 
     def _look(self, slots: tuple[int, ...]) -> Hashable:
@@ -380,11 +410,14 @@ class Fold:
 
     def kind_at(self, position: int) -> int:
         """Return the kind of the pipeline that consists of the ranks at a position of every stage."""
-        at = position // self.tensor_neighbours
-        if at not in self.kind_of:
-            run_start = max(border for border in self.placement.borders if border <= at)
-            at = run_start + (at - run_start) % self._unit
-        return self.kind_of[at]
+        folded_position = position // self.tensor_neighbours
+        # The fold looks at the first unit of a run of equal nodes only.
+        if folded_position not in self.kind_of:
+            run_start = max(
+                border for border in self.placement.borders if border <= folded_position
+            )
+            folded_position = run_start + (folded_position - run_start) % self._unit
+        return self.kind_of[folded_position]
 
     def kind_on(self, pipeline: int, stage: int) -> int:
         """Return the kind of the node that holds a stage of a kind of pipeline."""
@@ -393,10 +426,11 @@ class Fold:
     def ranks(self, pipeline: int, stage: int) -> tuple[int, ...]:
         """Return all ranks of a stage that belong to pipelines of a kind (those on equal nodes)."""
         ranks: list[int] = []
-        for at, kind in self.kind_of.items():
+        for first_position, kind in self.kind_of.items():
             if kind != pipeline:
                 continue
-            for position in range(at, at + self._weight[at] * self._unit, self._unit):
+            stop = first_position + self._weight[first_position] * self._unit
+            for position in range(first_position, stop, self._unit):
                 first = self.placement.rank(position, stage) * self.tensor_neighbours
                 ranks += range(first, first + self.tensor_neighbours)
         return tuple(sorted(ranks))
@@ -413,8 +447,8 @@ class Fold:
         Args:
             stage: Number of the sending stage.
             other: Number of the receiving stage.
-            fabric: Returns the fabric between two kinds of nodes. Kinds of pipelines on a fabric send at
-                the same time, and their messages are counted together.
+            fabric: Returns the fabric between two kinds of nodes. All kinds of pipelines whose messages use
+                one fabric send at the same time, so their messages are counted together.
         """
         pipelines = range(len(self.kinds))
         fabric_of = {
@@ -432,11 +466,19 @@ class Fold:
     def _stage_link(
         self, pipeline: int, stage: int, other: int, concurrent: Collection[int]
     ) -> StageMessages:
-        """Return the messages from `stage` to `other`; concurrent: kinds of pipelines that send at once."""
+        """Return the messages from a stage to another in pipelines of one kind.
+
+        Args:
+            pipeline: Kind of pipeline.
+            stage: Number of the sending stage.
+            other: Number of the receiving stage.
+            concurrent: Kinds of pipelines that send at the same time, `pipeline` included.
+        """
         source = self.kinds[pipeline][stage]
         target = self.kinds[pipeline][other]
         leaving_from = self._leaving(stage, other)
         leaving = sum(leaving_from[source, kind] for kind in concurrent)
+        # As many messages reach the receiving node as leave it in the opposite direction.
         returning_from = self._leaving(other, stage)
         reaching = sum(returning_from[target, kind] for kind in concurrent)
         return StageMessages(
@@ -454,8 +496,8 @@ class Fold:
         key = (stage, other)
         if key not in self._leaving_between:
             self._leaving_between[key] = Counter(
-                (slots[stage], self.kind_of[at])
-                for at, slots in self._slots.items()
+                (slots[stage], self.kind_of[position])
+                for position, slots in self._slots.items()
                 if slots[stage] != slots[other]
             )
         return self._leaving_between[key]
@@ -464,9 +506,9 @@ class Fold:
     def data_groups(self) -> dict[int, int]:
         """Return class of node -> number of data-parallel groups, of all stages, on such a node."""
         groups_on: dict[int, set[tuple[int, int]]] = {}  # slot -> (stage, group)
-        for at, slots in self._slots.items():
+        for position, slots in self._slots.items():
             for stage, slot in enumerate(slots):
-                groups_on.setdefault(slot, set()).add((stage, self._data_group[at]))
+                groups_on.setdefault(slot, set()).add((stage, self._data_group[position]))
         return {
             self.node_of[slot]: len(groups) * self.tensor_neighbours
             for slot, groups in groups_on.items()
@@ -485,17 +527,27 @@ class Fold:
         return self._families_of[stage, kind]
 
     def _families(self, stage: int, kind: str) -> Iterator[GroupFamily]:
+        """Yield the families of a stage's groups of a kind.
+
+        Groups are equal if they have as many ranks on nodes of the same classes, and ranks of the same kinds
+        of pipelines.
+
+        Args:
+            stage: Number of the stage.
+            kind: Kind of group, a key of plan/sizes.py's KINDS.
+        """
         members_of = self._groups(kind)
-        slot_of = {at: slots[stage] for at, slots in self._slots.items()}
+        slot_of = {position: slots[stage] for position, slots in self._slots.items()}
         groups_on: dict[int, set[Hashable]] = {}  # slot -> groups with a rank on it
         for group, members in members_of.items():
-            for at in members:
-                groups_on.setdefault(slot_of[at], set()).add(group)
+            for position in members:
+                groups_on.setdefault(slot_of[position], set()).add(group)
         equal_groups: dict[Hashable, list[Hashable]] = {}
         for group, members in members_of.items():
-            ranks_on = Counter(slot_of[at] for at in members)
+            ranks_on = Counter(slot_of[position] for position in members)
             nodes = Counter((self.node_of[slot], ranks) for slot, ranks in ranks_on.items())
-            pipelines = frozenset(self.kind_of[at] for at in members)
+            pipelines = frozenset(self.kind_of[position] for position in members)
+            # (class of node, ranks on it) -> number of such nodes; kinds of pipelines
             look = (frozenset(nodes.items()), pipelines)
             equal_groups.setdefault(look, []).append(group)
         for groups in equal_groups.values():
@@ -524,13 +576,16 @@ class Fold:
         is_data = kind == "data"
         copies = self._copies(kind)
         members = members_of[groups[0]]
-        nodes_like = {slot_of[at]: self._weight[at] if is_data else 1 for at in members}
+        # Slot -> number of nodes of the group that it stands for.
+        nodes_like = {
+            slot_of[position]: self._weight[position] if is_data else 1 for position in members
+        }
         count = len(groups)
         if not is_data:
             count = sum(self._weight[members_of[group][0]] for group in groups)
         nodes_of: Counter[GroupPart] = Counter()
-        for slot, ranks in Counter(slot_of[at] for at in members).items():
-            groups_here = copies.groups * sum(group in groups_on[slot] for group in groups)
+        for slot, ranks in Counter(slot_of[position] for position in members).items():
+            family_groups = copies.groups * sum(group in groups_on[slot] for group in groups)
             if is_data:
                 concurrent_groups = self.data_groups[self.node_of[slot]]
             else:
@@ -541,7 +596,7 @@ class Fold:
                 kind=self._kind_of_slot[slot],
                 nodes=0,  # counted in nodes_of
                 ranks_per_node=copies.ranks * ranks,
-                groups=groups_here,
+                groups=family_groups,
                 concurrent_groups=concurrent_groups,
             )
             nodes_of[part] += nodes_like[slot]
@@ -551,8 +606,8 @@ class Fold:
             ranks=sum(part.nodes * part.ranks_per_node for part in parts),
             count=copies.groups * count,
             parts=parts,
-            pipelines=tuple(sorted({self.kind_of[at] for at in members})),
-            ring=self._ring([slot_of[at] for at in members], nodes_like),
+            pipelines=tuple(sorted({self.kind_of[position] for position in members})),
+            ring=self._ring([slot_of[position] for position in members], nodes_like),
         )
 
     def _copies(self, kind: str) -> _Copies:
@@ -579,7 +634,7 @@ class Fold:
         sizes = self.placement.sizes
         if kind == "expert":
             grid, strides = expert_grid(sizes)
-            axes = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]
+            axes = [(strides[axis], grid[axis]) for axis in ("tp", "dp")]  # all but "ep"
         else:
             axes = [
                 (self._strides[axis], sizes.size(axis))
@@ -587,10 +642,11 @@ class Fold:
                 if axis != "pp" and axis not in KINDS[kind]
             ]
         members_of: dict[Hashable, list[int]] = {}
-        for at in self._weight:
-            coordinates = tuple(at // stride % size for stride, size in axes)
-            members_of.setdefault(coordinates, []).append(at)
-        # A position may stand for several ranks of a tensor-parallel group.
+        for position in self._weight:
+            coordinates = tuple(position // stride % size for stride, size in axes)
+            members_of.setdefault(coordinates, []).append(position)
+        # A group of one rank sends nothing. But a position may stand for several ranks of a tensor-parallel
+        # group, and a data-parallel group of one rank still counts as a group.
         keep_single = kind == "data" or (kind == "tensor" and self.tensor_neighbours > 1)
         if keep_single:
             return members_of
@@ -619,8 +675,10 @@ def _strides(placement: Placement) -> dict[str, int]:
     }
 
 
-def _unit(placement: Placement, strides: Mapping[str, int]) -> int:
-    """Return the ranks of a stage in the shortest piece that repeats, or all if no piece does.
+def _repeating_ranks(placement: Placement, strides: Mapping[str, int]) -> int:
+    """Return the number of ranks in the shortest piece of a stage that repeats, or all if none does.
+
+    A piece repeats if it contains whole nodes and, for each group but data-parallel ones, all of its ranks.
 
     Args:
         placement: The placement.
@@ -629,20 +687,23 @@ def _unit(placement: Placement, strides: Mapping[str, int]) -> int:
     sizes = placement.sizes
     processes = placement.processes
     stage_ranks = placement.stage_ranks
-    unit = strides["dp"]
+    unit = strides["dp"]  # contains whole tensor and context groups if data is the outermost axis
     is_data_outermost = unit * sizes.data == stage_ranks
     if not is_data_outermost:
         return stage_ranks
     if sizes.expert > 1:
         grid, expert_strides = expert_grid(sizes)
-        expert_unit = expert_strides["dp"]
+        expert_unit = expert_strides[
+            "dp"
+        ]  # contains whole expert groups, if "dp" is outermost there too
         if expert_unit * grid["dp"] != stage_ranks:
             return stage_ranks
         unit = lcm(unit, expert_unit)
-    stride = placement.stride
+    stride = placement.stride  # ranks of a stage that follow each other in the order of all ranks
     if stride % processes == 0:
         unit = lcm(unit, processes)
     elif stride < stage_ranks:
+        # A stage begins in the middle of a node. Blocks of all stages repeat where a node and a block end.
         block = stride * sizes.pipeline
         unit = lcm(unit, stride * lcm(block, processes) // block)
     else:

@@ -71,6 +71,7 @@ class Plan:
     source: str = "computed at start-up"  # file of the plan, for messages
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a field contradicts the nodes or the sizes."""
         if self.processes < 1 or not self.nodes:
             raise HolmesError("keys 'nodes' and 'processes' must give at least one rank")
         if len(set(self.nodes)) != len(self.nodes):
@@ -218,7 +219,15 @@ def parse_plan(text: str, source: str) -> Plan:
 
 
 def _parsed(top: Table, traffic: bool) -> Plan:
-    """Return the plan in a JSON document; traffic: whether to read the key of this name."""
+    """Return the plan in a JSON document.
+
+    Args:
+        top: The document.
+        traffic: Whether to read the key "traffic"; else the plan has none.
+
+    Raises:
+        HolmesError: A key has a bad value, or the digest does not match the content.
+    """
     top.version(VERSION, _UPGRADE)
     digest = top.take("digest", str)
     given: dict[str, Any] = {"source": top.source}
@@ -238,6 +247,7 @@ def check_plan(plan: Plan, site: Site) -> Plan:
     Raises:
         HolmesError: The nodes, processes, clusters or rates differ.
     """
+    # The same nodes, in any order.
     reported = {node.name for node in site.nodes}
     planned = set(plan.nodes)
     if reported != planned:
@@ -271,6 +281,7 @@ def site_of(plan: Plan, network_api: str = VERBS) -> Site:
     fast = [fabric.name for fabric in plan.fabrics if fabric.name != ETHERNET]  # the fastest first
 
     def node(name: str) -> Node:
+        """Return a node with the ports that the network API reaches; all nodes are on Ethernet."""
         reachable = plan.reach[network_api][name]
         fast_ports = (Port(fabric) for fabric in fast if fabric in reachable)
         return Node(name, plan.cluster_of[name], plan.processes, (*fast_ports, Port(ETHERNET)))
@@ -289,7 +300,8 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
     nodes = [site.node_by_name[name] for name in plan.nodes]
     planned = {fabric.name: fabric for fabric in plan.fabrics}
 
-    def able(fabric: Fabric, network_api: str) -> tuple[str, ...]:
+    def nodes_on(fabric: Fabric, network_api: str) -> tuple[str, ...]:
+        """Return the nodes with a port on a fabric that a network API can use."""
         return tuple(
             node.name
             for node in nodes
@@ -297,6 +309,7 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
             if port.fabric == fabric.name and _carries(port, network_api)
         )
 
+    # With the rates in the plan, if it has any.
     fabrics: list[Fabric] = [planned.get(fabric.name, fabric) for fabric in measured.fabrics]
     fabrics.sort(key=lambda fabric: fabric.preference, reverse=True)
     net_of = {fabric.name: fabric.net for fabric in site.fabrics}
@@ -306,8 +319,8 @@ def planned_fabrics(plan: Plan, site: Site, measured: Site) -> tuple[PlannedFabr
             fabric.kind,
             fabric.rate_bps,
             fabric.latency_s,
-            able(fabric, VERBS),
-            able(fabric, SOCKETS),
+            verbs=nodes_on(fabric, VERBS),
+            sockets=nodes_on(fabric, SOCKETS),
             net=net_of[fabric.name],
         )
         for fabric in fabrics

@@ -24,7 +24,7 @@ from holmes_ext.plan.workload import Workload
 VERSION = 1
 #: Largest relative difference between the gradients of a model's layer and those of the profile (because of
 #: biases, or padding of the vocabulary).
-_SAME_MODEL = 0.05
+_LAYER_BYTES_TOLERANCE = 0.05
 #: Index of a pass in a pair of numbers.
 _FORWARD, _BACKWARD = 0, 1
 
@@ -81,6 +81,7 @@ class Profile:
     source: str = "the profile"
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a field has a bad value, or if the stages do not have each block once."""
         check_fields(self, "the profile")
         if len(self.stages) != self.sizes.pipeline:
             raise HolmesError(
@@ -203,9 +204,10 @@ def check_profile(
     if model.layers != profile.blocks:
         counts = f"{profile.blocks} layers, but {model.source} has {model.layers}"
         raise HolmesError(f"{name}: the profile of another model: {counts}")
-    block_bytes = profile.gradient_bytes[1]
-    expected_bytes = model.layers_of(measured)[1].parameters * model.gradient_width
-    if abs(block_bytes - expected_bytes) > _SAME_MODEL * expected_bytes:
+    block_bytes = profile.gradient_bytes[1]  # [0] is what comes before the first block
+    _, block, *_ = model.layers_of(measured)
+    expected_bytes = block.parameters * model.gradient_width
+    if abs(block_bytes - expected_bytes) > _LAYER_BYTES_TOLERANCE * expected_bytes:
         both = f"{block_bytes:.4g} bytes, those of {model.source} {expected_bytes:.4g}"
         raise HolmesError(f"{name}: the profile of another model: a layer's gradients are {both}")
 
@@ -230,12 +232,18 @@ def measured_costs(
     last = profile.stages[-1]
 
     def row(times: StageTimes, direction: int) -> tuple[float, ...]:
-        """Return the seconds of every layer on a stage."""
+        """Return the seconds of every layer on a stage: measured there, or scaled from the stage that had it.
+
+        Args:
+            times: Times of the stage.
+            direction: _FORWARD or _BACKWARD.
+        """
         before_s = first.before_s[direction] * _ratio(first, times)
         after_s = last.after_s[direction] * _ratio(last, times)
         return (before_s, *_block_times(profile, times, direction), after_s)
 
-    links_s = [_stage_link_s(profile, *pair) for pair in zip(clusters, clusters[1:])]
+    neighbours = zip(clusters, clusters[1:])
+    links_s = [_stage_link_s(profile, source, target) for source, target in neighbours]
     # A stage that comes last to the all-reduce of the embeddings, or of the norm in the optimizer, does
     # not wait for others in it. So the least of the stages' times is that of the operation itself.
     optimizer_s = min(stage.optimizer_s for stage in profile.stages)
@@ -254,7 +262,7 @@ def measured_costs(
         tied_s=tied_s,
         overlap=overlap,
         places=tuple(", ".join(names) for names in clusters),
-        hidden=tuple(links_s),
+        link_load_s=tuple(links_s),
     )
 
 
@@ -264,7 +272,7 @@ def _measured_on(profile: Profile, names: Sequence[str], stage: int) -> StageTim
     Raises:
         HolmesError: There is no such stage.
     """
-    same_stage = profile.stages[stage : stage + 1]
+    same_stage = profile.stages[stage : stage + 1]  # empty if fewer stages were measured
     for times in (*same_stage, *profile.stages):
         if set(times.clusters) == set(names):
             return times
@@ -278,7 +286,7 @@ def _stage_link_s(profile: Profile, source: Sequence[str], target: Sequence[str]
 
     If no stage link between them was measured, this is the time of the slowest stage link.
     """
-    wanted = {frozenset(source), frozenset(target)}
+    wanted = {frozenset(source), frozenset(target)}  # in either direction
     all_s = []
     matching_s = []
     for sender, receiver in zip(profile.stages, profile.stages[1:]):
@@ -301,7 +309,10 @@ def _ratio(measured: StageTimes, wanted: StageTimes) -> float:
 
 
 def _block_times(profile: Profile, stage: StageTimes, direction: int) -> list[float]:
-    """Return the seconds of every block of the model on a stage.
+    """Return the seconds of every block of the model if it were on a given stage.
+
+    A block takes the mean of the measured blocks of its size on this stage. If there is none, it takes the
+    time on the stage that had it, scaled by the speed of both stages.
 
     Args:
         profile: The measurements.
@@ -313,15 +324,15 @@ def _block_times(profile: Profile, stage: StageTimes, direction: int) -> list[fl
     times_of_size: dict[float, list[float]] = {}  # of the blocks that the stage itself had
     for block, seconds in zip(stage.blocks, measured_s):
         times_of_size.setdefault(sizes[block], []).append(seconds)
-    home_of = {block: home for home in profile.stages for block in home.blocks}
+    stage_of = {block: measured for measured in profile.stages for block in measured.blocks}
     result = []
     for block, size in enumerate(sizes):
-        same_size_s = times_of_size.get(size)
+        same_size_s = times_of_size.get(size, [])
         if same_size_s:
             result.append(sum(same_size_s) / len(same_size_s))
             continue
-        home = home_of[block]
-        home_s = home.backward_s if direction == _BACKWARD else home.forward_s
-        block_s = home_s[home.blocks.index(block)]
-        result.append(block_s * _ratio(home, stage))
+        measured = stage_of[block]
+        times_s = measured.backward_s if direction == _BACKWARD else measured.forward_s
+        block_s = times_s[measured.blocks.index(block)]
+        result.append(block_s * _ratio(measured, stage))
     return result

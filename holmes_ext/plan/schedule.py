@@ -80,9 +80,9 @@ class PassOrder:
     """
 
     stages: tuple[tuple[OnePass, ...], ...]
-    #: By stage link and micro-batch: number of activations that are sent before its gradient. (): the
-    #: messages need no order (gloo).
-    leads: tuple[tuple[int, ...], ...] = ()
+    #: By stage link and micro-batch: number of activations that are sent before the gradient of this
+    #: micro-batch, in the order in which both ends launch the messages. (): they need no order (gloo).
+    activations_before: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> PassOrder:
@@ -104,23 +104,28 @@ class PassOrder:
         orders = [
             [parse_entry(stage, word) for word in text.split()] for stage, text in enumerate(texts)
         ]
-        leads = tuple(before(order, "F", "g") for order in orders[:-1])
+        # "g" entries stand among the passes of the earlier stage of each stage link, so the last has none.
+        activations_before = tuple(before(order, "F", "g") for order in orders[:-1])
+        has_order = any(activations_before)
         passes_of = (tuple(entry for entry in order if entry[0] != "g") for order in orders)
-        return cls(tuple(passes_of), leads if any(leads) else ())
+        return cls(tuple(passes_of), activations_before if has_order else ())
 
     @property
     def texts(self) -> tuple[str, ...]:
         """Return the text of each stage, which parse() reads."""
         result = []
         for stage, order in enumerate(self.stages):
-            leads = self.leads[stage] if stage < len(self.leads) else ()
+            activations_before: tuple[int, ...] = ()
+            if stage < len(self.activations_before):
+                activations_before = self.activations_before[stage]
             words: list[str] = []
             for letter, number in order:
                 words.append(f"{letter}{number}")
                 if letter == "F":
-                    sent = number + 1  # activations
-                    first = bisect_left(leads, sent)
-                    stop = bisect_right(leads, sent)
+                    sent = number + 1  # activations that the stage has sent when this pass ends
+                    # The gradients [first, stop) follow after exactly these activations.
+                    first = bisect_left(activations_before, sent)
+                    stop = bisect_right(activations_before, sent)
                     words += [f"g{gradient}" for gradient in range(first, stop)]
             result.append(" ".join(words))
         return tuple(result)
@@ -140,12 +145,13 @@ class PassOrder:
             self._check_stage(stage, order)
         for _ in self.in_order():
             pass  # raises if the stages would wait for each other
-        for stage_link, leads in enumerate(self.leads):
-            self._check_leads(stage_link, leads)
+        for stage_link, activations_before in enumerate(self.activations_before):
+            self._check_message_order(stage_link, activations_before)
 
     def _check_stage(self, stage: int, order: Sequence[OnePass]) -> None:
         """Raise HolmesError if a stage lacks passes, or if a pass comes before one that it needs."""
         wanted = [*range(self.micro_batches)]
+        # "B" is both parts of a backward pass, "I" and "W" are one part each.
         kinds = {"F": "forward", "BI": "input-gradient", "BW": "weight-gradient"}
         for letters, name in kinds.items():
             numbers = [number for letter, number in order if letter in letters]
@@ -155,21 +161,32 @@ class PassOrder:
         position_of = {entry: position for position, entry in enumerate(order)}
         for letter, number in order:
             if letter not in _NEEDED:
-                continue
+                continue  # a forward pass needs no other pass of its stage
             needed = _NEEDED[letter]
             if position_of[letter, number] < position_of[needed, number]:
                 raise HolmesError(
                     f"passes of stage {stage}: {letter}{number} comes before {needed}{number}"
                 )
 
-    def _check_leads(self, stage_link: int, leads: Sequence[int]) -> None:
-        """Raise HolmesError if the passes of both stages do not allow an order of a stage link's messages."""
-        earliest = self._sent[stage_link + 1]
-        latest = self._sent[stage_link]
+    def _check_message_order(self, stage_link: int, activations_before: Sequence[int]) -> None:
+        """Raise HolmesError if the passes of both stages do not allow an order of a stage link's messages.
+
+        A gradient leaves the later stage after the activations that this stage needs for it, and reaches the
+        earlier stage before the activations that this stage sends after it.
+
+        Args:
+            stage_link: Number of the stage link.
+            activations_before: Number of activations that are sent before the gradient of each micro-batch.
+        """
+        earliest = self._forwards_before_backward[stage_link + 1]
+        latest = self._forwards_before_backward[stage_link]
         is_possible = (
-            len(leads) == len(latest)
-            and list(leads) == sorted(leads)
-            and all(low <= lead <= high for low, lead, high in zip(earliest, leads, latest))
+            len(activations_before) == len(latest)
+            and list(activations_before) == sorted(activations_before)
+            and all(
+                low <= count <= high
+                for low, count, high in zip(earliest, activations_before, latest)
+            )
         )
         if not is_possible:
             raise HolmesError(
@@ -178,22 +195,30 @@ class PassOrder:
             )
 
     @cached_property
-    def _sent(self) -> tuple[tuple[int, ...], ...]:
+    def _forwards_before_backward(self) -> tuple[tuple[int, ...], ...]:
         """Return, by stage and micro-batch, the number of forward passes before its backward pass."""
         return tuple(before(order, "F", "BI") for order in self.stages)
 
     def posted(self, stage_link: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return when the two ends of a stage link post their receives, as numbers of leads (see `leads`).
+        """Return when the two ends of a stage link post their receives, relative to their sends.
 
-        Without an order of the messages, a receive is posted as early as the other end may send.
+        Both results have, by micro-batch, a number of activations that come before its gradient. With NCCL
+        this is the one order of the messages. Without an order, each stage counts by its own passes, so that
+        a receive is posted as early as the other end may send.
+
+        Args:
+            stage_link: Number of the stage link.
 
         Returns:
-            By gradient: the activations that come before it, as the later stage counts them (for its receives
-            of activations) and as the earlier stage counts them (for its receives of gradients).
+            The numbers for the receives of activations (by the later stage), and those for the receives of
+            gradients (by the earlier stage).
         """
-        if self.leads:
-            return self.leads[stage_link], self.leads[stage_link]
-        return self._sent[stage_link], self._sent[stage_link + 1]
+        if self.activations_before:
+            in_one_order = self.activations_before[stage_link]
+            return in_one_order, in_one_order
+        earlier_stage = self._forwards_before_backward[stage_link]
+        later_stage = self._forwards_before_backward[stage_link + 1]
+        return earlier_stage, later_stage
 
     def posted_after(self, stage_link: int, kind: str, number: int) -> OnePass | None:
         """Return the pass after whose message the receiver posts a receive.
@@ -209,9 +234,14 @@ class PassOrder:
         """
         of_activations, of_gradients = self.posted(stage_link)
         if kind == "B":
-            return "F", of_gradients[number] - 1
+            # Micro-batch of the last activation before this gradient.
+            last_activation = of_gradients[number] - 1
+            return "F", last_activation
+        # Gradients that are sent before the activation: those with at most `number` activations before them.
         gradients_before = bisect_right(of_activations, number)
-        return ("B", gradients_before - 1) if gradients_before else None
+        if gradients_before == 0:
+            return None
+        return "B", gradients_before - 1
 
     def in_order(self) -> Iterator[tuple[int, OnePass]]:
         """Yield (stage, pass) of all passes, each after those that it needs.
@@ -222,17 +252,19 @@ class PassOrder:
         position = [0] * len(self.stages)  # of the next pass of each stage
         ended: set[tuple[int, str, int]] = set()  # (stage, letter, micro-batch)
         while any(position[stage] < len(order) for stage, order in enumerate(self.stages)):
+            # Each stage runs as many passes as it has messages for. If none can run any, all wait forever.
             is_stuck = True
             for stage, order in enumerate(self.stages):
                 while position[stage] < len(order):
                     letter, number = order[position[stage]]
-                    if not self._has_message(stage, letter, number, ended):
+                    if not self._message_was_sent(stage, letter, number, ended):
                         break
-                    ended.add((stage, _key(letter), number))
+                    ended.add((stage, _message_letter(letter), number))
                     position[stage] += 1
                     is_stuck = False
                     yield stage, (letter, number)
             if is_stuck:
+                # Name the first pass that is left, of the first stage that has passes left.
                 stage = next(
                     stage for stage, order in enumerate(self.stages) if position[stage] < len(order)
                 )
@@ -241,7 +273,7 @@ class PassOrder:
                     f"passes of stage {stage}: {letter}{number} deadlocks with a neighbouring stage"
                 )
 
-    def _has_message(
+    def _message_was_sent(
         self, stage: int, letter: str, number: int, ended: Collection[tuple[int, str, int]]
     ) -> bool:
         """Return whether the message that a pass needs has been sent, or whether it needs none.
@@ -265,16 +297,22 @@ class PassOrder:
 
     def ends(self, times: Times) -> list[float]:
         """Return when each stage has ended its last pass, in seconds; sends take no time of a stage."""
-        ready = self._ready(times)
+        ready = self._pass_ends(times)
         return [
-            ready[stage, _key(order[-1][0]), order[-1][1]]
+            ready[stage, _message_letter(order[-1][0]), order[-1][1]]
             for stage, order in enumerate(self.stages)
         ]
 
-    def _ready(self, times: Times) -> Ends:
+    def _pass_ends(self, times: Times) -> Ends:
         """Return when each pass ends.
 
         If the messages have an order, a message leaves only after its receive was posted (rendezvous).
+
+        Args:
+            times: Seconds of the passes and messages.
+
+        Returns:
+            (stage, letter, micro-batch) -> seconds since the step began; the letter is "I" for "B".
         """
         clock = [0.0] * len(self.stages)  # when each stage has ended its latest pass
         last = len(self.stages) - 1
@@ -284,54 +322,61 @@ class PassOrder:
             sender = stage - 1 if letter == "F" else stage + 1  # of the message that the pass needs
             if letter != "W" and 0 <= sender <= last:
                 stage_link = min(stage, sender)
-                message = "F" if letter == "F" else "B"
+                message = "F" if letter == "F" else "B"  # pass of the sender that makes the message
                 transfer_s = times.transfer[stage_link]
-                leaves = ready[sender, _key(message), number]
-                after = self.posted_after(stage_link, message, number) if self.leads else None
-                if after is not None:
-                    sent_letter, sent_number = after
-                    posted_at = ready[stage, _key(sent_letter), sent_number]
-                    leaves = max(leaves, posted_at + transfer_s)
-                begin = max(begin, leaves + transfer_s)
+                leaves_s = ready[sender, _message_letter(message), number]
+                posting_pass = None  # pass of this stage after which it posts the receive
+                if self.activations_before:
+                    posting_pass = self.posted_after(stage_link, message, number)
+                if posting_pass is not None:
+                    sent_letter, sent_number = posting_pass
+                    posted_s = ready[stage, _message_letter(sent_letter), sent_number]
+                    # The receive is posted after the message of that pass has been sent.
+                    leaves_s = max(leaves_s, posted_s + transfer_s)
+                begin = max(begin, leaves_s + transfer_s)
             end = begin + times.of(letter, stage)
             clock[stage] = end
-            ready[stage, _key(letter), number] = end
+            ready[stage, _message_letter(letter), number] = end
         return ready
 
     def in_one_order(self, times: Times) -> PassOrder:
         """Return these passes with an order of each stage link's messages.
 
-        A message's place is decided by the moment halfway between the end of the pass that makes it and the
+        Messages are ordered by the moment halfway between the end of the pass that makes a message and the
         beginning of the pass that needs it, as far as the passes of both stages allow.
+
+        Args:
+            times: Seconds of the passes and messages.
         """
-        ready = self._ready(times)
+        ready = self._pass_ends(times)
         begins: Ends = {}
         for stage, order in enumerate(self.stages):
             for letter, number in order:
-                key = (stage, _key(letter), number)
+                key = (stage, _message_letter(letter), number)
                 begins[key] = ready[key] - times.of(letter, stage)
 
         def moments(sender: int, receiver: int, letter: str) -> list[float]:
-            """Return twice the moment of each micro-batch's message."""
+            """Return twice the moment of each micro-batch's message, which has the same order."""
             return [
                 ready[sender, letter, number] + begins[receiver, letter, number]
                 for number in range(self.micro_batches)
             ]
 
-        leads = []
-        for stage_link, (latest, earliest) in enumerate(zip(self._sent, self._sent[1:])):
+        counts_of_links = []  # by stage link and micro-batch: activations before the gradient
+        counts = self._forwards_before_backward
+        for stage_link, (latest, earliest) in enumerate(zip(counts, counts[1:])):
             activations = moments(stage_link, stage_link + 1, "F")
             gradients = moments(stage_link + 1, stage_link, "I")
-            leads.append(
+            counts_of_links.append(
                 tuple(
                     min(max(bisect_left(activations, moment), low), high)
                     for moment, low, high in zip(gradients, earliest, latest)
                 )
             )
-        return replace(self, leads=tuple(leads))
+        return replace(self, activations_before=tuple(counts_of_links))
 
 
-def _key(letter: str) -> str:
+def _message_letter(letter: str) -> str:
     """Return "I" for "B", and other letters unchanged: both passes send a gradient to the previous stage."""
     return "I" if letter == "B" else letter
 
@@ -371,6 +416,7 @@ def passes(
             for micro_batch in range(micro_batches)
         ]
     if virtual == 1:
+        # Forward passes before the first pair of a forward and a backward pass.
         warm_up = min((in_flight or stages - stage) - 1, micro_batches)
         return _one_forward_one_backward(
             forward=[("F", micro_batch, 0) for micro_batch in range(micro_batches)],
@@ -381,9 +427,10 @@ def passes(
         raise HolmesError(
             f"interleaved: {micro_batches} micro-batches are not divisible by {stages} pipeline stages"
         )
-    total = micro_batches * virtual
+    total = micro_batches * virtual  # forward passes of all chunks
     warm_up = total
     if micro_batches > stages:
+        # Megatron's interleaved schedule (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
         warm_up = min(total, (stages - stage - 1) * 2 + (virtual - 1) * stages)
     forward = []
     backward = []

@@ -47,17 +47,23 @@ def sharded_seconds(
     if family.ranks == 1:
         return 0.0
     parts = inside_clusters(network, family) if hybrid else []
-    rings = [network.ring(part, 1) for part in parts or [family]]
+    # Without hybrid sharding, or if the clusters are uneven, one ring spans all ranks.
+    rings = [network.ring(part, groups=1) for part in parts or [family]]
+    slowest = max(rings, key=lambda ring: ring.price.byte_s)
+    across = None
+    if parts:  # an all-reduce among the owners of the same shard
+        across = network.ring(owners(network, family), groups=1)
     reduction = Sharded(
-        max(rings, key=lambda ring: ring.price.byte_s),
+        load=slowest,
         zero=3,
         again=sharded.again,
         weights=sharded.weight_bytes / sharded.gradient_bytes,
         # gloo's reduce-scatter takes as long as its all-reduce.
         scatter_part=1.0 if network_api == SOCKETS else 0.5,
-        across=network.ring(owners(network, family), 1) if parts else None,
+        across=across,
         shards=parts[0].ranks if parts else 1,
     )
+    # The time of one unit without computation, as a model with one layer of one kind.
     unit_bytes = sharded.gradient_bytes / sharded.units
     (forward_s,), (backward_s,) = reduction.passes(
         forward=(0.0,), backward=(0.0,), sizes=(unit_bytes,), repeats=(1,), prefetch=False

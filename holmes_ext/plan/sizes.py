@@ -65,6 +65,7 @@ class Sizes:
             raise HolmesError(f"parallel size data is {self.data}; {least}")
 
     def _check_order(self) -> None:
+        """Raise HolmesError if `order` has unknown or repeated axes, or lacks an axis of a size above 1."""
         axes = self.order.split("-")
         unknown = [axis for axis in axes if axis not in (*AXES, "ep")]
         if unknown or len(set(axes)) != len(axes):
@@ -113,7 +114,9 @@ class Sizes:
         return replace(self, data=data)
 
     def _way_out(self, world_size: int, processes: int) -> str:
-        """Return sizes that fit, as "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4".
+        """Return advice for an error message: sizes, and numbers of nodes, that fit.
+
+        An example is "for tensor 8: pipeline 1, 2, 7, 14; or 12 or 16 nodes for pipeline 4".
 
         Args:
             world_size: Number of ranks, which the sizes do not divide.
@@ -123,7 +126,7 @@ class Sizes:
         # World sizes that fit consist of whole nodes and whole pipelines.
         unit = math.lcm(stage_ranks * self.pipeline, processes)
         below = world_size // unit * unit
-        above = -(-world_size // unit) * unit
+        above = math.ceil(world_size / unit) * unit
         world_sizes = sorted({ranks for ranks in (below, above) if ranks} - {world_size})
         counts = " or ".join(str(ranks // processes) for ranks in world_sizes)
         things = "nodes" if processes > 1 else "processes"
@@ -140,6 +143,7 @@ class Sizes:
         if self.context > 1:
             fixed += f" x context {self.context}"
         pipeline_sizes = divisors(world_size // stage_ranks)
+        # Nearest to the given size by ratio.
         pipeline_sizes.sort(key=lambda size: abs(math.log(size / self.pipeline)))
         nearest = sorted(pipeline_sizes[:_MOST_NAMED])
         return f"for {fixed}: pipeline {_listed(nearest)}; or {others}"
@@ -183,24 +187,28 @@ def groups(sizes: Sizes, kind: str) -> list[tuple[int, ...]]:
     strides = sizes.strides()
     if kind == "expert":
         return _expert_groups(sizes, strides)
+    # A group is its first rank plus the same distances as in every other group.
     members = _span(strides, {axis: sizes.size(axis) for axis in KINDS[kind]})
     firsts = _span(strides, {axis: sizes.size(axis) for axis in AXES if axis not in KINDS[kind]})
     return [tuple(first + member for member in members) for first in firsts]
 
 
 def expert_grid(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the sizes and strides of the grid of experts over the ranks of a stage.
+    """Return the sizes and strides of the grid of experts over the ranks of a stage, by axis.
 
     This is the second grid of megatron.core.parallel_state, without a context axis. An expert-parallel
     group is a line along its axis "ep". Its tensor size is 1 if expert x tensor does not divide a stage.
     """
-    tensor = sizes.tensor if (sizes.data * sizes.context) % sizes.expert == 0 else 1
+    is_tensor_kept = (sizes.data * sizes.context) % sizes.expert == 0
+    tensor = sizes.tensor if is_tensor_kept else 1
     ranks = sizes.data * sizes.context * sizes.tensor
     grid = {"tp": tensor, "ep": sizes.expert, "dp": ranks // (tensor * sizes.expert)}
     named = [axis for axis in sizes.order.split("-") if axis in grid]
     strides = {}
     stride = 1
-    for axis in dict.fromkeys((*named, *grid)):
+    for axis in dict.fromkeys(
+        (*named, *grid)
+    ):  # innermost first; axes that `order` lacks come last
         strides[axis] = stride
         stride *= grid[axis]
     return grid, strides

@@ -57,7 +57,7 @@ class CrossClusterAlgorithm:
         clusters = len(self.order)
         if self.algorithm == "tree":
             edges = [(child, parent) for child, parent in zip(self.order, self.parents) if parent]
-            up = dict.fromkeys(edges, 1.0)
+            up = dict.fromkeys(edges, 1.0)  # the whole sum
             down = {(parent, child): 1.0 for child, parent in edges}
             return up, down
         if self.algorithm == "ring":
@@ -81,6 +81,8 @@ class CrossClusterAlgorithm:
             return max(map(of, self.halves[0]))
         if self.algorithm == "ring":
             links_s = [of(pair) for pair in neighbours(self.order)]
+            # A part begins at each cluster and passes all links of the ring but one. The slowest part is
+            # the one that does not pass the fastest link.
             return sum(links_s) - min(links_s)
         to_root_s: dict[str, float] = {}  # cluster -> latency from it to the root
         for child, parent in zip(self.order, self.parents):

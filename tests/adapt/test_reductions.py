@@ -37,8 +37,8 @@ def summed(plan, slower=1.0):
     decided = decisions(replace(plan, workload=replace(plan.workload, gradient_bytes=SIZE)), *KNOWN)
     (sums,) = decided.prices.sums(decided.placement, 0)
     if is_hierarchical(reduction, SIZE):
-        busy = {"ethernet": slower * sums.both.across.seconds(SIZE)}
-        seconds = max(*busy.values(), sums.both.inside.seconds(SIZE))
+        busy = {"ethernet": slower * sums.hierarchical.across.seconds(SIZE)}
+        seconds = max(*busy.values(), sums.hierarchical.inside.seconds(SIZE))
     else:
         busy = {"ethernet": slower * sums.flat.seconds(SIZE)}
         seconds = busy["ethernet"]

@@ -127,7 +127,7 @@ def test_hierarchical_simulated_as_priced():
         sum(sum(layer.reduced(4, 1)) for layer in model.layers_of(Sizes().complete(4)))
         * model.gradient_width
     )
-    both = sums_on_site(site, size=gradients).both
+    both = sums_on_site(site, size=gradients).hierarchical
     assert step.step_s == pytest.approx(both.seconds(gradients), rel=0.1)
     assert step.step_s < 0.75 * flat.step_s
 
@@ -157,9 +157,9 @@ def test_the_plan_leaves_the_slow_link_alone(tmp_path):
 def test_chosen_route_is_never_slower_than_the_direct_one():
     site = site_from_spec(THREE)
     # of given chunks: nothing is sized
-    direct = sums_on_site(site, size=1.0, bucket_bytes=2 * 512 * 2**10).both
+    direct = sums_on_site(site, size=1.0, bucket_bytes=2 * 512 * 2**10).hierarchical
     for size in (1e3, 1e5, 1e7, 1e9):
-        chosen = sums_on_site(site, size=size).both
+        chosen = sums_on_site(site, size=size).hierarchical
         assert (
             chosen.seconds(size)
             <= direct.sized(size).seconds(size)
@@ -181,7 +181,7 @@ def test_streams_fill_a_link_that_one_does_not():
 
 def test_chunks_outlast_the_latency():
     """Of an exchange that stalls: a chunk must have arrived before the next one leaves."""
-    small = replace(sums_on_site(two(rate="1Gb/s", latency="80ms")).both, stalls=True)
+    small = replace(sums_on_site(two(rate="1Gb/s", latency="80ms")).hierarchical, stalls=True)
     sized = small.sized(1e9)
     assert sized.chunk_bytes >= 4 * small.chunk_bytes and sized.seconds(1e9) < 0.8 * small.seconds(
         1e9
@@ -202,7 +202,7 @@ def chain(near="200Mb/s", far="10Mb/s"):
 
 def test_a_chunk_that_is_passed_on_is_received_whole_first():
     site = chain()
-    both = sums_on_site(site, size=2e7).both
+    both = sums_on_site(site, size=2e7).hierarchical
     assert both.route.algorithm == "tree" and both.route.rounds == 2  # c is its root
     assert both.relay_byte_s == pytest.approx(8 / 200e6)  # the second of two hops
     (last,) = both.flows([both.chunk_bytes], ("reduce",), 8)
@@ -219,7 +219,7 @@ def test_a_chunk_that_is_passed_on_is_received_whole_first():
     (few,) = both.flows([40 * both.chunk_bytes], ("reduce",), 1)
     assert few[1].way_s == pytest.approx(last[1].way_s)
     assert (
-        sums_on_site(site_from_spec(THREE), size=1e7).both.relay_byte_s == 0.0
+        sums_on_site(site_from_spec(THREE), size=1e7).hierarchical.relay_byte_s == 0.0
     )  # each sends to the root
 
 

@@ -216,7 +216,7 @@ def test_128_layers_on_64_stages():
 
 def test_balanced_pass_by_pass(monkeypatch):
     """Where splits are many: never slower than the other two, nearly always the best of all."""
-    monkeypatch.setattr(partition_of, "FORMULAS", 40)
+    monkeypatch.setattr(partition_of, "MOST_FORMULAS", 40)
     rng, missed = random.Random(5), 0
     for _ in range(150):
         costs = random_costs(rng, rng.randint(1, 4), rng.randint(6, 9), alike=True)

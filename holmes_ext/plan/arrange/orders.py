@@ -42,18 +42,20 @@ class Orders:
     """
 
     def __init__(self, network: Network, gpus: Sequence[Gpu]):
+        """Find the kinds of nodes that are interchangeable."""
         self.network = network
         self.gpus = tuple(gpus)
-        self.every = range(len(network.kinds))
+        self.kinds = range(len(network.kinds))
         self.nodes = [len(names) for names in network.names]  # by kind
         fabrics_of = [fabrics for _, fabrics in network.kinds]
         self._kinds_on = Counter(name for fabrics in fabrics_of for name in fabrics)  # by fabric
+        # By kind: a value that is equal for kinds with equal fabrics, numbers of nodes and GPUs.
         self._looks = [
             (tuple(map(self._fabric_look, fabrics)), nodes, gpu)
             for fabrics, nodes, gpu in zip(fabrics_of, self.nodes, self.gpus)
         ]
         #: By kind: the first kind that it is interchangeable with.
-        self.alike = tuple(self._first_equal(kind) for kind in self.every)
+        self.first_equal_kind = tuple(self._first_equal(kind) for kind in self.kinds)
 
     def _fabric_look(self, name: str) -> Hashable:
         """Return a value that is equal for interchangeable fabrics: those of a single kind of node."""
@@ -63,7 +65,7 @@ class Orders:
         return (fabric.kind, fabric.rate_bps, fabric.latency_s)
 
     def _first_equal(self, kind: int) -> int:
-        for first in self.every:
+        for first in self.kinds:
             if self._looks[first] == self._looks[kind] and self._have_equal_links(kind, first):
                 return first
         raise AssertionError("every kind is equal to itself")
@@ -77,6 +79,7 @@ class Orders:
             return True
 
         def look(source: str, target: str) -> Hashable:
+            """Return the type, rate and latency of each link on the way between two clusters."""
             return tuple(
                 (hop.key[0], hop.rate_bps, hop.latency_s) for hop in wan.hops(source, target)
             )
@@ -88,34 +91,39 @@ class Orders:
         )
 
     def placements(self, sizes: Sizes) -> tuple[list[Placement], bool]:
-        """Return placements for parallel sizes, and whether they are all that exist.
+        """Return placements for parallel sizes, and whether these are all distinct orders of whole clusters.
 
         Args:
             sizes: Parallel sizes with the data size, in the default order of the axes.
         """
         stages = sizes.pipeline
+        # Largest number of orders for each way to group the kinds.
         most = max(_LEAST_ORDERS, MAX_ORDERS // stages)
         most = min(MOST_CHAINED if self.network.wan else MAX_ORDERS, most)
         if stages == 1:
             most = 1  # a single stage holds all clusters, in any order
         is_complete = True
         placements: list[Placement] = []
-        kinds = len(self.every)
-        for together in range(1, kinds + 1):
+        kinds = len(self.kinds)
+        for together in range(1, kinds + 1):  # number of kinds that share stages
             if kinds % together:
                 continue
             if stages == 1 and together > 1:
-                break
+                break  # all kinds share the only stage in any case
             orders = chain(self._chained(together), self._distinct(together))
             listed = dict.fromkeys(islice(orders, most))
             if stages > 1 and next(orders, None) is not None:
-                is_complete = False
+                is_complete = False  # there are orders beyond those listed
             for groups in listed:
-                placements += self.made(sizes, groups)
+                placements += self.placements_of(sizes, groups)
         return placements, is_complete
 
-    def made(self, sizes: Sizes, groups: Groups) -> list[Placement]:
-        """Return the placement of groups with equal numbers of kinds, or [] if it is uneven."""
+    def placements_of(self, sizes: Sizes, groups: Groups) -> list[Placement]:
+        """Return the placement with these groups of equal numbers of kinds, in the order of the stages.
+
+        Returns:
+            One placement, or [] if the kinds of a group do not divide evenly among its stages.
+        """
         if len(groups[0]) > 1:
             return self._shared(sizes, groups)
         slots = tuple((kind, self.nodes[kind]) for (kind,) in groups)
@@ -129,14 +137,15 @@ class Orders:
         Args:
             together: Number of kinds that share stages.
         """
-        if not self.network.wan or len(self.every) < 3:
+        if not self.network.wan or len(self.kinds) < 3:
             return
 
         def cost(pair: tuple[int, int]) -> tuple[float, float]:
+            """Return the cost of the WAN link between the clusters of two kinds."""
             source, target = map(self.network.cluster, pair)
             return self.network.wan.cost((source, target))
 
-        order = self.network.remember("chain", lambda: best_order(self.every, cost))
+        order = self.network.remember("chain", lambda: best_order(self.kinds, cost))
         groups = tuple(order[start : start + together] for start in range(0, len(order), together))
         yield groups
         yield groups[::-1]
@@ -144,14 +153,23 @@ class Orders:
             yield (*groups[:left], groups[left + 1], groups[left], *groups[left + 2 :])
 
     def _distinct(self, together: int) -> Iterator[Groups]:
-        """Yield all sequences of groups of `together` kinds, without those that only swap equal kinds."""
+        """Yield all sequences of groups of kinds, without those that only swap equal kinds.
+
+        Args:
+            together: Number of kinds in each group.
+        """
         members: dict[int, list[int]] = {}  # first kind -> all kinds that are equal to it
-        for kind, first in enumerate(self.alike):
+        for kind, first in enumerate(self.first_equal_kind):
             members.setdefault(first, []).append(kind)
         used = dict.fromkeys(members, 0)  # first kind -> how many equal kinds are in groups already
 
         def choices(size: int, firsts: list[int]) -> Iterator[tuple[int, ...]]:
-            """Yield the multisets of `size` unused kinds, as first kinds."""
+            """Yield the multisets of `size` unused kinds.
+
+            Args:
+                size: Number of kinds.
+                firsts: Kinds to choose from; each stands for all kinds that are equal to it.
+            """
             if not size:
                 yield ()
             elif firsts:
@@ -163,16 +181,17 @@ class Orders:
 
         def extend(groups: Groups) -> Iterator[Groups]:
             """Yield all complete sequences that begin with `groups`."""
-            if len(groups) * together == len(self.alike):
+            if len(groups) * together == len(self.first_equal_kind):
                 yield groups
                 return
+            # A list, because the loop changes `used`, on which the choices depend.
             for choice in list(choices(together, list(members))):
                 group = []
                 for first in choice:
                     group.append(members[first][used[first]])
                     used[first] += 1
                 yield from extend((*groups, tuple(group)))
-                for first in choice:
+                for first in choice:  # undo the choice
                     used[first] -= 1
 
         return extend(())
@@ -180,8 +199,12 @@ class Orders:
     def _shared(self, sizes: Sizes, groups: Groups) -> list[Placement]:
         """Return the placement in which every kind of a group holds an equal part of each of its stages.
 
+        Args:
+            sizes: Parallel sizes with the data size.
+            groups: Kinds of nodes that share stages, in the order of the stages.
+
         Returns:
-            [] if the kinds do not divide evenly among the stages.
+            One placement, or [] if the kinds do not divide evenly among the stages.
         """
         processes = self.network.processes
         stage_ranks = self.network.world // sizes.pipeline
@@ -193,11 +216,12 @@ class Orders:
             group_ranks = sum(ranks_of.values())
             stages = group_ranks // stage_ranks
             if group_ranks % stage_ranks:
-                return []
+                return []  # the group does not hold whole stages
             if any(ranks % (stages * replica_ranks) for ranks in ranks_of.values()):
-                return []
+                return []  # a kind's part of a stage does not consist of whole tensor and context groups
             if any(ranks // stages % processes for ranks in ranks_of.values()):
                 has_whole_nodes = False
+            # (kind, nodes) of a stage; not used if a part is not a whole number of nodes
             stage = [(kind, ranks // stages // processes) for kind, ranks in ranks_of.items()]
             slots += stage * stages
         if has_whole_nodes:

@@ -71,7 +71,7 @@ def pack(
     if size == 1:
         return [(node_class,) for node_class, count in counts.items() for _ in range(count)]
     states: dict[OpenComponents, tuple[Assignment, ...]] = {frozenset(): ()}
-    waiting = list(counts)
+    waiting = list(counts)  # classes that are not assigned yet
     while waiting:
         node_class = waiting.pop(0)
         states = _with_class(
@@ -86,7 +86,7 @@ def pack(
     if not states:
         return None
     nodes_on: dict[str, list[int]] = {}  # fabric -> class of each of its nodes
-    for assignment in states[frozenset()]:
+    for assignment in states[frozenset()]:  # no component is left open
         nodes = [assignment.node_class] * assignment.nodes
         nodes_on.setdefault(assignment.fabric, []).extend(nodes)
     components = []
@@ -119,10 +119,10 @@ def _with_class(
     result: dict[OpenComponents, tuple[Assignment, ...]] = {}
     steps = ((before, shares) for before in states for shares in _shares(count, len(homes), size))
     for before, shares in islice(steps, most):
-        rest_of = dict(before)
+        open_nodes = dict(before)  # fabric -> nodes beyond whole components
         for home, share in zip(homes, shares):
-            rest_of[home] = (rest_of.get(home, 0) + share) % size
-        after = frozenset((home, rest) for home, rest in rest_of.items() if rest)
+            open_nodes[home] = (open_nodes.get(home, 0) + share) % size
+        after = frozenset((home, nodes) for home, nodes in open_nodes.items() if nodes)
         can_be_completed = all(home in later for home, _ in after)
         if after not in result and can_be_completed:
             assignments = tuple(
@@ -148,9 +148,9 @@ def _shares(count: int, homes: int, size: int) -> Iterator[tuple[int, ...]]:
 T = TypeVar("T")
 #: Classes of the nodes of a component.
 Part = tuple[int, ...]
-#: Ranks of components that a search may look at anew.
+#: Ranks of components not priced yet that a search may look at.
 RANK_BUDGET = 30_000
-#: Stages whose known costs a search may add up.
+#: Stages of priced components whose costs a search may add up.
 STAGE_BUDGET = 4_000
 #: Largest number of runs of equal components for which chains over good links are tried.
 MOST_CHAINED = 64
@@ -172,7 +172,7 @@ def place(prices: Prices, sizes: Sizes, budget: int | None = None) -> Placement:
     """
     search = _Search(prices, sizes)
     search.run(budget)
-    unused: dict[int, list[str]] = {}  # class -> its nodes, the last one first
+    unused: dict[int, list[str]] = {}  # class -> its nodes, reversed: pop() takes the first one
     for name, node_class in reversed(search.class_of.items()):
         unused.setdefault(node_class, []).append(name)
     order = search.placement(search.best).kinds()
@@ -207,7 +207,7 @@ def classes_of(network: Network) -> dict[str, int]:
     result = {}
     for name, kind in network.kind_of.items():
         cluster = network.cluster(kind) if network.wan else ""
-        look = (tuple(network.homes(kind)), cluster)
+        look = (tuple(network.homes(kind)), cluster)  # equal for interchangeable kinds
         result[name] = first_kind.setdefault(look, kind)
     return result
 
@@ -238,17 +238,19 @@ class _Search:
     """
 
     def __init__(self, prices: Prices, sizes: Sizes):
+        """Make the launcher's order the best one so far."""
         self.prices = prices
         self.sizes = sizes
         self.network = prices.network
-        self.flat = Prices(prices.network, prices.job, replace(prices.rules, reductions=(FLAT,)))
+        flat_rules = replace(prices.rules, reductions=(FLAT,))
+        self.flat_prices = Prices(prices.network, prices.job, flat_rules)
         self.class_of = classes_of(prices.network)
         launcher = tuple(self.class_of.values())
         self.counts = Counter(launcher)  # class -> number of nodes
         placement = Placement.of(sizes, self.network.processes, launcher)
         self.components = placement.components
-        #: Ranks that an order makes the search look at.
-        self.work = placement.stage_ranks * placement.tied * len(self.components)
+        component_ranks = placement.stage_ranks * placement.stages_per_component
+        self.ranks_per_order = component_ranks * len(self.components)  # looked at to price an order
         self.best = self.cut(launcher)
         self.score = self.score_of(self.best)
 
@@ -268,7 +270,7 @@ class _Search:
         placement = self.placement(parts)
         step_s = flat_s = self.prices.step_s(placement)
         if any(reduction.name == HIERARCHICAL for reduction in self.prices.reductions(placement)):
-            flat_s = self.flat.step_s(placement)
+            flat_s = self.flat_prices.step_s(placement)
         return _Score(self.prices.spans_networks(placement), step_s, flat_s)
 
     def offer(self, parts: Sequence[Part], gain: float = ROUNDING) -> bool:
@@ -299,7 +301,7 @@ class _Search:
                 return False
         return False
 
-    def swapped(self, parts: Sequence[Part]) -> bool:
+    def offer_swap(self, parts: Sequence[Part]) -> bool:
         """Make an order that results from a swap the best one if it is worth it."""
         return self.offer(parts, SWAP_GAIN)
 
@@ -311,7 +313,8 @@ class _Search:
         """
         if len(self.counts) == 1:
             return
-        new_orders = budget or max(4, RANK_BUDGET // self.work)
+        # Orders with components that were not priced yet, and orders of components that were.
+        new_orders = budget or max(4, RANK_BUDGET // self.ranks_per_order)
         known_orders = budget or max(50, STAGE_BUDGET // self.sizes.pipeline)
         component_nodes = len(self.components[0])
         homes = {node_class: self.network.homes(node_class) for node_class in self.counts}
@@ -324,7 +327,7 @@ class _Search:
         elif packed is not None:
             self.arrange(packed, known_orders)
         elif self.network.wan:
-            self.line_up(component_nodes, new_orders)
+            self.line_up_clusters(component_nodes, new_orders)
         else:
             self._arrange_mixtures(component_nodes, new_orders, known_orders)
 
@@ -342,11 +345,11 @@ class _Search:
             self.arrange(parts, min(known_orders, new_orders) // len(mixtures))
         _swap(
             self.placement(self.best).kinds(),
-            lambda order: self.swapped(self.cut(order)),
+            lambda order: self.offer_swap(self.cut(order)),
             limit=new_orders,
         )
 
-    def line_up(self, size: int, limit: int) -> None:
+    def line_up_clusters(self, size: int, limit: int) -> None:
         """Try orders in which the nodes of each cluster follow each other.
 
         This is for clusters whose nodes do not fill whole components (nodes with the same pipeline stages).
@@ -360,6 +363,7 @@ class _Search:
             classes.setdefault(self.network.cluster(node_class), []).append(node_class)
 
         def parts(clusters: Sequence[str]) -> tuple[Part, ...]:
+            """Return the classes of each component's nodes, for an order of the clusters."""
             nodes: list[int] = []
             for cluster in clusters:
                 for node_class in classes[cluster]:
@@ -368,10 +372,10 @@ class _Search:
 
         chain = _chain(self.network, list(classes))
         self.offer(parts(chain))
-        _swap(chain, lambda clusters: self.swapped(parts(clusters)), limit)
+        _swap(chain, lambda clusters: self.offer_swap(parts(clusters)), limit)
 
     def arrange(self, parts: Sequence[Part], limit: int) -> None:
-        """Try orders of components: all if they are few, else permutations of equal ones and swaps.
+        """Try orders of components: all if they are few, else orders with equal ones together, and swaps.
 
         Args:
             parts: Classes of each component.
@@ -383,26 +387,26 @@ class _Search:
                 self.offer(order)
             return
 
-        def line(distinct: Sequence[Part]) -> tuple[Part, ...]:
+        def with_equal_together(distinct: Sequence[Part]) -> tuple[Part, ...]:
             """Return all components, equal ones next to each other."""
             return tuple(part for part in distinct for _ in range(counts[part]))
 
         distinct = list(counts)
-        has_few_permutations = math.factorial(len(counts)) <= limit // 2
+        has_few_permutations = math.factorial(len(counts)) <= limit // 2  # half is left for swaps
         if has_few_permutations:
             for order in permutations(distinct):
-                self.offer(line(order))
+                self.offer(with_equal_together(order))
         else:
-            self.offer(line(distinct))
+            self.offer(with_equal_together(distinct))
             distinct.sort(key=self._reduction_s)
-            self.offer(line(distinct))
+            self.offer(with_equal_together(distinct))
         if self.network.wan and 2 < len(distinct) <= MOST_CHAINED:
             for chain in self._chains(distinct):
-                self.offer(line(chain))
+                self.offer(with_equal_together(chain))
             distinct = list(dict.fromkeys(self.best))
         if not has_few_permutations:
-            _swap(distinct, lambda order: self.swapped(line(order)), limit // 4)
-        _swap(self.best, self.swapped, limit // 4)
+            _swap(distinct, lambda order: self.offer_swap(with_equal_together(order)), limit // 4)
+        _swap(self.best, self.offer_swap, limit // 4)
 
     def _reduction_s(self, part: Part) -> float:
         """Return the seconds of reducing a block's gradients on the slowest stage of a component."""

@@ -23,11 +23,11 @@ Stages = tuple[tuple[int, ...], ...]
 #: Clusters in groups whose units are mixed.
 Groups = tuple[tuple[int, ...], ...]
 #: Number of results of the first search that the second one begins with.
-STARTS = 2
+RESULTS_KEPT = 2
 #: Part of the tries that the first search gets.
-COARSE = 0.4
+GROUPS_SHARE = 0.4
 #: First and last temperature of the annealing, as a part of the shortest time.
-HOT, COLD = 0.02, 0.0002
+FIRST_TEMPERATURE, LAST_TEMPERATURE = 0.02, 0.0002
 #: Probabilities of the changes to groups, cumulative: exchange, reverse, join; else part.
 _EXCHANGE, _REVERSE, _JOIN = 0.5, 0.65, 0.8
 #: Probability of reversing stages instead of exchanging units.
@@ -59,21 +59,24 @@ def spread(
     seconds: dict[Stages, float] = {}  # of the distributions that were tried
 
     def seconds_of_groups(groups: Groups) -> float:
+        """Return the time of the stages that result from mixing each group's units, calculated once."""
         mixture = mixed(units, groups, size)
         if mixture not in seconds:
             seconds[mixture] = seconds_of(mixture)
         return seconds[mixture]
 
+    # The first search begins several times, each time with groups of another equal size.
     group_sizes = [count for count in range(1, len(order) + 1) if len(order) % count == 0]
-    coarse_tries = int(COARSE * tries / len(group_sizes))
+    tries_with_groups = int(GROUPS_SHARE * tries / len(group_sizes))
     for group_size in group_sizes:
         groups = tuple(
             order[start : start + group_size] for start in range(0, len(order), group_size)
         )
-        _annealed(groups, seconds_of_groups, _regrouped, rng, coarse_tries)
-    fine_tries = int((1 - COARSE) * tries / STARTS)
-    for start in sorted(seconds, key=seconds.__getitem__)[:STARTS]:
-        result, result_s = _annealed(start, seconds_of, _exchanged, rng, fine_tries)
+        # It leaves its results in `seconds`.
+        _annealed(groups, seconds_of_groups, _regrouped, rng, tries_with_groups)
+    tries_with_units = int((1 - GROUPS_SHARE) * tries / RESULTS_KEPT)
+    for start in sorted(seconds, key=seconds.__getitem__)[:RESULTS_KEPT]:
+        result, result_s = _annealed(start, seconds_of, _exchanged, rng, tries_with_units)
         seconds[result] = result_s
     best = min(seconds, key=seconds.__getitem__)
     return best, seconds[best]
@@ -123,7 +126,10 @@ def _annealed(
     for index in range(tries):
         candidate = changed(state, rng)
         candidate_s = seconds_of(candidate)
-        temperature_s = HOT * (COLD / HOT) ** (index / tries) * best_s
+        # Decreases geometrically from FIRST_TEMPERATURE to LAST_TEMPERATURE, as parts of the shortest time.
+        temperature_s = (
+            FIRST_TEMPERATURE * (LAST_TEMPERATURE / FIRST_TEMPERATURE) ** (index / tries) * best_s
+        )
         is_accepted = candidate_s <= current_s
         if not is_accepted and candidate_s < inf:
             is_accepted = rng.random() < exp((current_s - candidate_s) / temperature_s)
@@ -140,36 +146,45 @@ def _annealed(
 def _regrouped(groups: Groups, rng: random.Random) -> Groups:
     """Return groups after a random change.
 
-    The change exchanges two clusters, reverses groups, joins two neighbouring groups, or parts a group.
+    The change exchanges two clusters, reverses groups, joins two neighbouring groups, or divides a group.
+
+    Args:
+        groups: Clusters in groups whose units are mixed.
+        rng: Source of random numbers.
     """
     result = [list(group) for group in groups]
-    at = rng.randrange(len(groups))
-    change = rng.random()
+    index = rng.randrange(len(groups))  # of the group that is changed
+    change = rng.random()  # in [0, 1): selects the change by cumulative probabilities
     if change < _EXCHANGE:
-        group = result[at]
+        group = result[index]
         partner = rng.choice(result)
         i = rng.randrange(len(group))
         j = rng.randrange(len(partner))
         group[i], partner[j] = partner[j], group[i]
     elif change < _REVERSE:
-        low, high = sorted((at, rng.randrange(len(result))))
+        low, high = sorted((index, rng.randrange(len(result))))
         result[low : high + 1] = result[low : high + 1][::-1]
     elif change < _JOIN and len(result) > 1:
-        at = min(at, len(result) - 2)
-        result[at : at + 2] = [result[at] + result[at + 1]]
-    elif len(result[at]) > 1:
-        cut = rng.randrange(1, len(result[at]))
-        result[at : at + 1] = [result[at][:cut], result[at][cut:]]
+        index = min(index, len(result) - 2)
+        result[index : index + 2] = [result[index] + result[index + 1]]
+    elif len(result[index]) > 1:
+        cut = rng.randrange(1, len(result[index]))
+        result[index : index + 1] = [result[index][:cut], result[index][cut:]]
     return tuple(map(tuple, result))
 
 
 def _exchanged(stages: Stages, rng: random.Random) -> Stages:
-    """Return stages after a random change: two units exchanged, or several stages reversed."""
+    """Return stages after a random change: two units exchanged, or several stages reversed.
+
+    Args:
+        stages: Clusters of the units of each stage.
+        rng: Source of random numbers.
+    """
     result = list(stages)
     first, second = sorted((rng.randrange(len(stages)), rng.randrange(len(stages))))
     if rng.random() < _REVERSE_STAGES:
         result[first : second + 1] = result[first : second + 1][::-1]
-    elif first != second:
+    elif first != second:  # exchange unit i of one stage and unit j of the other
         i = rng.randrange(len(stages[first]))
         j = rng.randrange(len(stages[second]))
         result[first] = _with_unit(stages[first], i, stages[second][j])

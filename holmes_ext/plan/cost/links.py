@@ -49,6 +49,7 @@ class Curve:
     source: str = "link curve"  # for messages
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if rate or latency is out of range, or if the points do not increase."""
         if not 0 < self.rate_bps < _TOO_LARGE or not 0 <= self.latency_s < _TOO_LONG_S:
             problem = f"{self.source}: rate {self.rate_bps} b/s, latency {self.latency_s} s"
             raise HolmesError(
@@ -111,14 +112,14 @@ def fit(samples: Iterable[tuple[float, float]], source: str = "link curve") -> C
     Raises:
         HolmesError: There are less than two samples, or a size or time is not above 0.
     """
-    points: list[tuple[float, float]] = []
-    least_s = float("inf")  # of the messages that are larger
+    points: list[tuple[float, float]] = []  # ascending
+    least_s = float("inf")  # of this message and all larger ones
     for size, seconds in sorted(samples, reverse=True):
         least_s = min(least_s, seconds)
         points.insert(0, (float(size), least_s))
     if len(points) < 2 or points[0][0] <= 0 or points[0][1] <= 0:
         raise HolmesError(f"{source}: a curve needs two or more points, sizes and times above 0")
-    (low, low_s), (high, high_s) = points[-2:]
+    (low, low_s), (high, high_s) = points[-2:]  # the two largest messages
     last_bps = 8 * high / high_s
     rate_bps = last_bps
     if high_s > low_s:

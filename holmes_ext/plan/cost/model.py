@@ -223,6 +223,7 @@ class Model:
     source: str = "model"  # file that the model was read from, for messages
 
     def __post_init__(self) -> None:
+        """Raise HolmesError if a key has a bad value, or if two keys contradict each other."""
         self._check_ranges()
         self._check_choices()
         self._check_heads()
@@ -238,11 +239,12 @@ class Model:
             )
 
     def _check_ranges(self) -> None:
+        """Raise HolmesError if a number is negative, too large, or 0 although it is required."""
         for item in fields(self):
             if item.type != "int" or item.name == "experts_per_token":
                 continue
             value = getattr(self, item.name)
-            is_optional = item.default == 0
+            is_optional = item.default == 0  # 0 then stands for another value, such as 4 x hidden
             least = 0 if is_optional else 1
             if not least <= value < _MOST_ELEMENTS:
                 raise self._error(item.name, f"{value} is not {least} or more")
@@ -339,14 +341,20 @@ class Model:
         return (self.hidden, self.hidden) if self.bias else (self.hidden,)
 
     def _block(self, tensor: int, context: int, expert: int) -> Layer:
-        """Return the costs of a transformer block on a rank, for a micro-batch."""
+        """Return the costs of a transformer block on a rank, for a micro-batch.
+
+        Args:
+            tensor: Tensor-parallel size.
+            context: Context-parallel size.
+            expert: Expert-parallel size.
+        """
         tokens = self._tokens(context)
         hidden_bytes = tokens * self.hidden * self.activation_width
         widths = self._block_widths()
         flops = self._block_flops(widths, tokens, tensor)
         traffic = self._block_traffic(widths, tokens, tensor, context, expert)
-        # A split backward pass can delay the weight gradients, except those of the attention scores, which
-        # have no weights.
+        # A split backward pass can delay the weight gradients, which take as many FLOPs as the forward pass
+        # without the attention scores, because these have no weights.
         weight_flops = 0.0
         if self.recompute == "none" and not self.experts:
             weight_flops = flops.forward - flops.scores / tensor
@@ -367,6 +375,10 @@ class Model:
         )
 
     def _block_widths(self) -> _BlockWidths:
+        """Return the widths of a block's matrices, with defaults in place of optional sizes.
+
+        If only some blocks have experts, the widths of the MLPs are the mean of all blocks.
+        """
         head_size = self.head_size or self.hidden // self.heads
         expert_share = 0.0
         active_experts = 0
@@ -404,7 +416,12 @@ class Model:
         )
 
     def _block_tensors(self, widths: _BlockWidths, tensor: int) -> tuple[float, ...]:
-        """Return the elements of each parameter of a block on a rank, without experts."""
+        """Return the elements of each parameter of a block on a rank, without experts, in forward order.
+
+        Args:
+            widths: Widths of the block's matrices.
+            tensor: Tensor-parallel size.
+        """
         h = self.hidden
         router: tuple[float, ...] = ()
         if self.experts:
@@ -424,7 +441,13 @@ class Model:
         return experts_on_rank * sum(self._mlp_tensors(widths.expert_mlp, tensor))
 
     def _block_flops(self, widths: _BlockWidths, tokens: float, tensor: int) -> _BlockFlops:
-        """Return the FLOPs of a block, with attention scores that are not divided by `tensor`."""
+        """Return the FLOPs of a block on a rank, for a micro-batch.
+
+        Args:
+            widths: Widths of the block's matrices.
+            tokens: Tokens of a micro-batch on the rank.
+            tensor: Tensor-parallel size, which divides all FLOPs of the result except `scores`.
+        """
         attention_parameters = 2 * self.hidden * (widths.query + widths.key_value)
         mlp_parameters = self._mlp_matrices * self.hidden * widths.token_mlp
         # Each parameter takes one multiplication and one addition per token.
@@ -445,13 +468,20 @@ class Model:
     def _kept_per_element(self, widths: _BlockWidths, tensor: int) -> float:
         """Return the bytes that a block keeps for each of its s b h input elements, in 16 bits.
 
-        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2.
+        The terms are those of Korthikanti et al. 2022 (arXiv 2205.05198), equations 2 and 4 and table 2: with
+        s tokens in a sequence, b sequences in a micro-batch and the hidden size h.
+
+        Args:
+            widths: Widths of the block's matrices.
+            tensor: Tensor-parallel size.
         """
         h = self.hidden
+        # Norms and dropout are divided among the tensor-parallel ranks only with sequence parallelism.
         unsplit_parts = tensor if self.sequence_parallel else 1
         if self.recompute == "full":
             return 2.0 / unsplit_parts  # the input of the block
         attention_bytes = 4 * (widths.query + widths.key_value) / h
+        # Without gate: 2 bytes each for the input and the output of GeLU. SwiGLU has one more input.
         mlp_bytes = (6 if self.gated else 4) * widths.token_mlp / h
         # Each further expert of a token has a copy of the MLP's input and output.
         expert_bytes = 3 * widths.expert_share * max(0, widths.active_experts - 1)
@@ -464,12 +494,22 @@ class Model:
             return kept
         scores_bytes = 0.0
         if not self.flash:
+            # Softmax's output and dropout's output and mask: 2 + 2 + 1 bytes an attention score.
             scores_bytes = 5 * self.heads * self.sequence / h
         return kept + scores_bytes / tensor
 
     def _block_traffic(
         self, widths: _BlockWidths, tokens: float, tensor: int, context: int, expert: int
     ) -> _BlockTraffic:
+        """Return the bytes that the groups of a rank exchange for a block and a micro-batch.
+
+        Args:
+            widths: Widths of the block's matrices.
+            tokens: Tokens of a micro-batch on the rank.
+            tensor: Tensor-parallel size.
+            context: Context-parallel size.
+            expert: Expert-parallel size.
+        """
         hidden_bytes = tokens * self.hidden * self.activation_width
         # "full" recomputation runs the forward pass again, with its communication.
         passes = 3 if self.recompute == "full" else 2
@@ -484,7 +524,7 @@ class Model:
         return _BlockTraffic(
             tensor=two_per_pass_bytes if tensor > 1 else 0.0,
             context=context_bytes,
-            expert=routed_bytes * (expert - 1) / expert / tensor,
+            expert=routed_bytes * (expert - 1) / expert / tensor,  # 1 / expert stays on the rank
         )
 
     def _embedding(self, tensor: int, context: int) -> Layer:
@@ -497,7 +537,7 @@ class Model:
         return Layer(
             kind="embedding",
             tensors=(self.vocabulary * self.hidden / tensor, *position_tensors),
-            forward_flops=elements,
+            forward_flops=elements,  # a lookup: one operation an element
             backward_flops=elements,
             activation_bytes=self._stage_activation_bytes(tensor, context),
             kept_bytes=dropout_mask_bytes,
@@ -517,7 +557,7 @@ class Model:
             backward_flops=2 * forward_flops,
             activation_bytes=0.0,
             kept_bytes=input_bytes + logits_bytes,
-            weight_flops=forward_flops,
+            weight_flops=forward_flops,  # half of the backward pass
         )
 
     def layers_of(self, sizes: Sizes) -> tuple[Layer, ...]:
@@ -551,6 +591,7 @@ class Model:
         layers = self.costs(sizes.tensor, sizes.context, sizes.expert if self.experts else 1)
 
         def stage_mean(name: str) -> float:
+            """Return the total of a field of all layers, divided by the number of stages."""
             total: float = sum(getattr(layer, name) for layer in layers)
             return total / sizes.pipeline
 
@@ -590,7 +631,7 @@ def on_clusters(model: Model, spec: SiteSpec) -> Model:
         numbers: dict[str, Any] = {}
         for item in fields(Gpu):
             candidates = [getattr(source, item.name, 0.0) for source in sources]
-            numbers[item.name] = next(filter(None, candidates), 0.0)
+            numbers[item.name] = next(filter(None, candidates), 0.0)  # 0: the source lacks it
         gpus[cluster.name] = Gpu(**numbers)
     return replace(model, gpus=gpus)
 
@@ -708,6 +749,7 @@ def working_bytes(model: Model, tensor: int = 1, context: int = 1, expert: int =
         return 0.0
 
     def block_kept_bytes(recompute: str) -> float:
+        """Return the activations that a block keeps, in bytes; costs() has a block at index 1."""
         return replace(model, recompute=recompute).costs(tensor, context, expert)[1].kept_bytes
 
     return block_kept_bytes("none") - block_kept_bytes(model.recompute)

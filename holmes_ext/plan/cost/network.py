@@ -84,11 +84,12 @@ class Load:
     @cached_property
     def price(self) -> Price:
         """Return the time of this load if nothing else runs."""
-        if self.fabric is None:
+        if self.fabric is None:  # inside a node
             if not self.inside_bps:
                 return FREE
-            return Price(8 * self.volume / self.inside_bps)
+            return Price(byte_s=8 * self.volume / self.inside_bps)
         rate = self.fabric.rate_bps
+        # Seconds per bit on the NIC or link that its flows keep busy for longest.
         slowest_bit_s = max([1 / rate, *(flows / rate for _, flows in self.nics)])
         for hop, flows in self.hops:
             slowest_bit_s = max(slowest_bit_s, flows / hop.rate_bps)
@@ -121,6 +122,7 @@ class Network:
         uneven: bool = False,
         on_best_fabrics: bool = False,
     ):
+        """Find the kinds of nodes of the site, and number them."""
         self.site = site
         self.links = links
         self.only = only
@@ -239,11 +241,20 @@ class Network:
         return self.remember(("ring", family, groups), lambda: self._ring(family, groups))
 
     def _ring(self, family: GroupFamily, groups: float) -> Load:
+        """Return the load of a ring all-reduce in each group of a family, if a group has several nodes.
+
+        Args:
+            family: Groups that are equal.
+            groups: Number of groups that cross between clusters at once; 0 if each group is a load of its own
+                (simulation).
+        """
         ranks = family.ranks
         fabric = self.fabric(family.kinds)
-        pairs = Counter(self.neighbours(family.ring))
-        # Every rank's link to the next one: longer between clusters. All but the fastest are on the way of a
-        # chunk, twice.
+        pairs = Counter(
+            self.neighbours(family.ring)
+        )  # (from, to cluster) -> links of the ring between them
+        # Each rank has a link to the next rank, with a longer latency if that is in another cluster. A chunk
+        # passes all links but one, twice.
         longer_s = [
             self.longer_s(fabric, pair) for pair, times in pairs.items() for _ in range(times)
         ]
@@ -265,14 +276,14 @@ class Network:
             senders=family.count * family.nodes,
         )
 
-    def in_turn(self, family: GroupFamily, every: bool, inside_bps: float = 0.0) -> Load:
+    def in_turn(self, family: GroupFamily, all_to_all: bool, inside_bps: float = 0.0) -> Load:
         """Return the load of an all-to-all in each group of a family, or of passing bytes around a ring.
 
         The ranks exchange the bytes in parts that follow each other.
 
         Args:
             family: Groups that are equal.
-            every: True for an all-to-all (expert groups), False for a ring (context groups).
+            all_to_all: Whether it is an all-to-all (expert groups); else it is a ring (context groups).
             inside_bps: Bits/s between the GPUs of a node.
         """
         if family.nodes == 1:
@@ -281,7 +292,8 @@ class Network:
         pairs = Counter(self.neighbours(family.ring))
         flows = {}
         for part in family.parts:
-            senders = part.ranks_per_node if every else 1
+            # In a ring, only the last rank on a node sends to another node.
+            senders = part.ranks_per_node if all_to_all else 1
             flows[part.node] = part.concurrent_groups * senders
         longer_s = max((self.longer_s(fabric, pair) for pair in pairs), default=0.0)
         messages = family.ranks - 1
@@ -324,11 +336,17 @@ class Network:
         )
 
     def pairwise(self, stage_link: StageMessages, inside_bps: float = 0.0) -> Load:
-        """Return the load of an all-reduce between pairs of ranks of two stages."""
+        """Return the load of an all-reduce between pairs of ranks of two stages.
+
+        Args:
+            stage_link: Messages from one stage to the other, in pipelines of one kind.
+            inside_bps: Bits/s between the GPUs of a node.
+        """
         forward = self.message(stage_link, inside_bps)
         if forward.fabric is None:
             return forward
         backward = self.message(stage_link.turned, inside_bps)
+        # Ranks of a pair exchange halves of the gradient, then halves of the sum: both directions at once.
         hops: dict[Hop, float] = {}
         for hop, flows in (*forward.hops, *backward.hops):
             hops[hop] = hops.get(hop, 0.0) + flows

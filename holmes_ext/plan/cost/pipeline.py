@@ -32,7 +32,7 @@ from holmes_ext.plan.schedule import passes
 Seconds = Sequence[float]
 #: Stage links that take less than this part of a stage's forward and backward need not be hidden: the sends
 #: of holmes cost about as much.
-SMALL = 0.01
+NEGLIGIBLE_LINK_SHARE = 0.01
 #: With more micro-batches than this times those in flight, the pace of the slowest stage decides the step.
 SETTLED = 4
 #: More micro-batches in flight are used only if they save this part of the step.
@@ -87,21 +87,24 @@ def in_flight(
         pace_s: A longer pace than that of the slowest stage, in seconds; 0: the slowest stage's.
     """
     stages = len(busy)
-    of_1f1b = range(stages, 0, -1)
+    of_1f1b = range(stages, 0, -1)  # micro-batches in flight, by stage: 1 on the last one
     limits = [max(limit, least) for limit, least in zip(most, of_1f1b)] or [inf] * stages
-    longest_s = (pace_s,) if pace_s else busy
-    fastest_s = max((*longest_s, *load))
+    stages_s = (pace_s,) if pace_s else busy
+    fastest_s = max((*stages_s, *load))  # no pace is faster than the slowest stage or stage link
 
     def counts_at(pace: float) -> list[int]:
+        """Return the micro-batches in flight that a time of `pace` seconds between micro-batches needs."""
         return [min(count, micro_batches) for count in _counts_at(busy, transfer, pace)]
 
     def fit(counts: Sequence[int]) -> bool:
+        """Return whether the stages' memories hold these micro-batches."""
         return all(count <= limit for count, limit in zip(counts, limits))
 
     counts = counts_at(fastest_s)
     if fit(counts):
         return tuple(counts)
-    # A longer pace never needs more micro-batches in flight, and the longest needs those of 1F1B: bisection.
+    # A bisection finds the shortest pace that fits: a longer pace never needs more micro-batches in flight,
+    # and one in which a micro-batch passes all stages there and back needs those of 1F1B, which always fit.
     slowest_s = sum(busy) + 2 * sum(transfer)
     for _ in range(_BISECTIONS):
         middle_s = (fastest_s + slowest_s) / 2
@@ -135,15 +138,16 @@ def quickest_in_flight(
         most: Largest number of micro-batches that fits each stage's memory.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
-    counts = in_flight(busy, transfer, micro_batches, load, most)
+    counts = in_flight(busy, transfer, micro_batches, load=load, most=most)
     if micro_batches > SETTLED * counts[0]:
-        return counts
+        return counts  # the pace of the slowest stage decides the step
     mean_s = sum(busy) / len(busy)
-    more_counts = in_flight(busy, transfer, micro_batches, load, most, pace_s=mean_s)
+    more_counts = in_flight(busy, transfer, micro_batches, load=load, most=most, pace_s=mean_s)
     if more_counts == counts:
         return counts
 
     def step_s(numbers: tuple[int, ...]) -> float:
+        """Return the end of the last stage to end, with these micro-batches in flight."""
         return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
 
     is_worth_it = step_s(more_counts) < step_s(counts) * (1 - WORTH_MORE)
@@ -172,9 +176,10 @@ def both_ways(
     transfer_s = list(transfer)
     load_s = list(load)
     for first, last in nics:
+        # Stage links first - 1 (before these stages) and last (after them) share the NIC.
         shared_s = min(load[first - 1], load[last])
         if 2 * shared_s <= busy_s:
-            continue
+            continue  # the NIC carries both messages while the slowest stage computes
         for stage_link in (first - 1, last):
             shared_transfer_s = transfer[stage_link] + shared_s
             transfer_s[stage_link] = max(transfer_s[stage_link], shared_transfer_s)
@@ -205,13 +210,14 @@ def schedule(
     """
     counts = quickest_in_flight(forward, backward, transfer, micro_batches, load, most)
     slowest_s = max(forward_s + backward_s for forward_s, backward_s in zip(forward, backward))
-    if max(transfer, default=0.0) > SMALL * slowest_s:
-        return counts
+    if max(transfer, default=0.0) > NEGLIGIBLE_LINK_SHARE * slowest_s:
+        return counts  # a stage link is slow enough to be worth hiding
     of_1f1b = tuple(min(count, micro_batches) for count in range(len(forward), 0, -1))
     if counts == of_1f1b:
         return ()
 
     def step_s(numbers: tuple[int, ...]) -> float:
+        """Return the end of the last stage to end, with these micro-batches in flight."""
         return max(walked_ends(forward, backward, transfer, micro_batches, numbers))
 
     is_worth_it = step_s(counts) < step_s(of_1f1b) * (1 - WORTH_MORE)
@@ -236,6 +242,7 @@ def _counts_at(busy: Seconds, transfer: Seconds, pace_s: float) -> list[int]:
         trip_s = min(busy[stage], pace_s)  # of a micro-batch from `stage` to `other` and back
         for other in range(stage + 1, stages):
             trip_s += min(busy[other], pace_s) + 2 * transfer[other - 1]
+            # The inequality, solved for k[s]. A number that lacks a small part of a pass is not rounded up.
             needed = counts[other] - 1 + ceil(trip_s / pace_s - _ROUNDING_PASS)
             counts[stage] = max(counts[stage], needed)
         of_1f1b = stages - stage
@@ -256,14 +263,16 @@ def pace(busy: Seconds, transfer: Seconds) -> float:
         busy: Seconds of a forward and a backward pass together, by stage.
         transfer: Seconds of an activation over each stage link.
     """
-    best_s = slowest_s = max(busy)
+    best_s = slowest_s = max(
+        busy
+    )  # ratio of the slowest run found so far: begin with runs of one stage
     while True:
-        run_s = busy[-1]  # of the slowest run that begins with the stage looked at
+        run_s = busy[-1]  # seconds of the slowest run that begins with `stage`, below
         count = 1  # stages in that run
         for stage in reversed(range(len(busy) - 1)):
             link_s = 2 * transfer[stage]
             if run_s + link_s > best_s * count:
-                # The run that begins with the next stage is slower than the pace: continue it.
+                # The run that begins with the next stage is slower than best_s: extend it by this stage.
                 run_s = run_s + link_s + busy[stage]
                 count += 1
             else:
@@ -282,7 +291,7 @@ def formula_ends(
     micro_batches: int,
     virtual: int = 1,
     load_s: float = 0.0,
-    hidden: Seconds | None = None,
+    link_load_s: Seconds | None = None,
     nics: Sequence[tuple[int, int]] = (),
 ) -> list[float]:
     """Return when each stage ends its last backward pass, in closed form.
@@ -298,21 +307,23 @@ def formula_ends(
         micro_batches: Micro-batches per step.
         virtual: Chunks per stage.
         load_s: Seconds that a NIC needs to send one micro-batch of all chunks of a stage.
-        hidden: Part of `transfer` that occupies the stage link, if enough micro-batches are in
+        link_load_s: Part of `transfer` that occupies the stage link, if enough micro-batches are in
             flight to hide the stage links; None under the framework's own schedule.
         nics: (first, last) of stages that send to both sides through one NIC.
     """
     busy = [forward_s + backward_s for forward_s, backward_s in zip(forward, backward)]
     links_s = 2 * sum(transfer)
-    if hidden is not None:
-        nics_s = (hidden[first - 1] + hidden[last] for first, last in nics)
-        pace_s = max((*busy, *hidden, *nics_s))
+    if link_load_s is not None:
+        # A NIC that two stage links share carries the messages of both for each micro-batch.
+        nics_s = (link_load_s[first - 1] + link_load_s[last] for first, last in nics)
+        pace_s = max((*busy, *link_load_s, *nics_s))
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace_s
     elif virtual == 1:
         first_end_s = sum(busy) + links_s + (micro_batches - 1) * pace(busy, transfer)
-    else:
+    else:  # interleaved: a chunk takes 1 / virtual of the stage's time
         pace_s = max(*busy, load_s)
         first_end_s = sum(busy) / virtual + links_s + (micro_batches - 1 / virtual) * pace_s
+    # A gradient travels from the last stage to the first one, so later stages end earlier.
     ends = [first_end_s]
     for stage, link_s in enumerate(transfer):
         ends.append(ends[-1] - backward[stage] / virtual - link_s)
@@ -376,6 +387,7 @@ def walked_ends(
                     link_free = left[kind][stage][-1] + load[stage_link]
                 left[kind][stage].append(max(clock[stage], link_free))
                 position[stage] += 1
+    # The passes above do not wait for NICs that two stage links share. Lower bounds take these into account.
     least_end = {
         first - 1: _least_end_s(forward, backward, transfer, load, first, final, micro_batches)
         for first, final in nics
@@ -399,8 +411,17 @@ def _least_end_s(
 
     Stages first to final send and receive everything through one NIC. It is busy with two messages for each
     micro-batch, in each direction, from its first activation to its last gradient.
+
+    Args:
+        forward: Seconds of a forward pass, by stage.
+        backward: Seconds of a backward pass, by stage.
+        transfer: Seconds of an activation over each stage link.
+        load: Part of `transfer` that occupies the stage link.
+        first: First of the stages that share the NIC.
+        final: Last of the stages that share the NIC.
+        micro_batches: Micro-batches per step.
     """
-    before = first - 1
+    before = first - 1  # the stage before them, and the stage link from it
     link_before_s = transfer[before]
     messages_s = micro_batches * (load[before] + load[final])
     # From its first activation (of stage `final`) to its last gradient (of stage `first`), the NIC only

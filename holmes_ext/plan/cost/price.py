@@ -29,7 +29,7 @@ from holmes_ext.plan.cost.reductions import (
     inside_clusters,
     owners,
     tied_hierarchical,
-    twins,
+    tied_weight_families,
 )
 from holmes_ext.plan.cost.stages import RankModel, Row, StageCosts, estimate
 from holmes_ext.plan.engine import FLAT, HIERARCHICAL, Rules
@@ -52,7 +52,7 @@ class Sums:
 
     family: GroupFamily
     flat: PricedReduction
-    both: Hierarchical | None  # the hierarchical all-reduce; None: not possible
+    hierarchical: Hierarchical | None  # None: not possible
     crossing: float  # number of groups that share the links between clusters
 
 
@@ -78,12 +78,13 @@ class StageSums:
     def __init__(
         self, network: Network, job: RankModel, rules: Rules = Rules(), on_best_fabrics: str = ""
     ):
+        """Take over the arguments (see the class); no price is computed yet."""
         self.network = network
         self.job = job
         self.rules = rules
         self.stock = network.only is not None  # training without holmes
         self.hide_stage_links = rules.hide_stage_links and not self.stock and rules.virtual == 1
-        self.known: dict[Hashable, Any] = {}  # results of `remember`
+        self.cached_results: dict[Hashable, Any] = {}  # results of `remember`
         self.groups: dict[str, Network] = dict.fromkeys(INSIDE, network)  # kind of group -> network
         if on_best_fabrics:
             self.groups[on_best_fabrics] = Network(
@@ -92,7 +93,7 @@ class StageSums:
 
     # ------------------------------------------------------------------- results of equal stages
 
-    def _stages(
+    def _key_and_fold(
         self, placement: Placement, *stages: int
     ) -> tuple[_StageKey, Callable[[], FoldedStages]]:
         """Return a key that equal stages share, and a function that analyses the nodes of the stages.
@@ -109,10 +110,11 @@ class StageSums:
             The key, and a function that returns a Fold (kinds of pipelines, families of groups) of the
             components, with the numbers of the stages in it.
         """
-        tied = placement.tied
-        components = sorted({stage // tied for stage in stages})
+        count = placement.stages_per_component
+        components = sorted({stage // count for stage in stages})
+        # Numbers of the stages if only these components existed.
         folded_stages = tuple(
-            components.index(stage // tied) * tied + stage % tied for stage in stages
+            components.index(stage // count) * count + stage % count for stage in stages
         )
         parts = tuple(placement.parts[index] for index in components)
         sizes = placement.sizes
@@ -125,7 +127,7 @@ class StageSums:
 
         return _StageKey(parts, sizes, folded_stages), folded
 
-    def _on_stages(
+    def _computed_once(
         self,
         name: str,
         make: Callable[[Fold, tuple[int, ...]], T],
@@ -140,19 +142,19 @@ class StageSums:
             placement: The placement.
             stages: Numbers of the stages.
         """
-        key, folded = self._stages(placement, *stages)
+        key, folded = self._key_and_fold(placement, *stages)
         return self.remember(name, key, lambda: make(*folded()))
 
     def fold(self, placement: Placement, *stages: int) -> FoldedStages:
         """Return a fold of the nodes of these stages, to look at their groups and stage links."""
-        _, folded = self._stages(placement, *stages)
+        _, folded = self._key_and_fold(placement, *stages)
         return folded()
 
     def remember(self, name: str, key: Hashable, make: Callable[[], T]) -> T:
         """Return make(), computed once for each name and key."""
-        if (name, key) not in self.known:
-            self.known[name, key] = make()
-        result: T = self.known[name, key]
+        if (name, key) not in self.cached_results:
+            self.cached_results[name, key] = make()
+        result: T = self.cached_results[name, key]
         return result
 
     # ------------------------------------------------------------------- reductions
@@ -160,27 +162,33 @@ class StageSums:
     def reductions(self, placement: Placement) -> list[PricedReduction]:
         """Return the reduction of each stage: that of its slowest group."""
         result = [self._reduction(placement, stage) for stage in range(placement.sizes.pipeline)]
-        if not self.rules.alike:
+        if not self.rules.same_reductions:
             return result
-        # The engine has one setting for all stages that lie on as many clusters.
+        # The engine has one setting for all stages that lie on as many clusters. So if the stages differ,
+        # all of them use the flat ring.
         choices = {
             (reduction.name, len(content)) for reduction, content in zip(result, placement.stages)
-        }
+        }  # (reduction, number of runs of equal nodes) of each stage
         if len(choices) > 1 and any(name == HIERARCHICAL for name, _ in choices):
             flat = StageSums(self.network, self.job, replace(self.rules, reductions=(FLAT,)))
             return flat.reductions(placement)
         return result
 
     def _reduction(self, placement: Placement, stage: int) -> PricedReduction:
-        key, _ = self._stages(placement, stage)
-        size = self.job.total_bytes / placement.sizes.pipeline
+        """Return the reduction of a stage's slowest group, computed once for equal stages.
+
+        The reduction is hierarchical if that is faster for each group of the stage that spans clusters.
+        """
+        key, _ = self._key_and_fold(placement, stage)
+        size = self.job.total_bytes / placement.sizes.pipeline  # gradients of an average stage
 
         def slowest() -> PricedReduction:
+            """Return the reduction that takes longest, out of those of all families of groups."""
             all_sums = self.sums(placement, stage)
             across = [
                 sums
                 for sums in all_sums
-                if sums.both is not None or self.network.across(sums.family.kinds)
+                if sums.hierarchical is not None or self.network.across(sums.family.kinds)
             ]
             # The groups of a stage reduce at the same time, so they all use the same way.
             use_hierarchical = bool(across) and all(
@@ -189,46 +197,51 @@ class StageSums:
             chosen = [self._chosen(sums, use_hierarchical) for sums in all_sums]
             return max(chosen, key=lambda reduction: reduction.seconds(size))
 
-        return self.remember("reduction", (key, self._together(placement, stage)), slowest)
+        return self.remember(
+            "reduction", (key, self._stages_on_same_nodes(placement, stage)), slowest
+        )
 
     def _prefers_hierarchical(self, sums: Sums, size: float) -> bool:
-        if sums.both is None:
+        """Return whether the hierarchical all-reduce of `size` bytes is possible, and faster or required."""
+        if sums.hierarchical is None:
             return False
         if FLAT not in self.rules.reductions:
             return True
-        return sums.both.seconds(size) < sums.flat.seconds(size)
+        return sums.hierarchical.seconds(size) < sums.flat.seconds(size)
 
     def _chosen(self, sums: Sums, use_hierarchical: bool) -> PricedReduction:
+        """Return the reduction of a family: hierarchical if wanted and possible, sharded (ZeRO), or flat."""
         if sums.family.ranks == 1:
             return NONE
         sharded = self._sharded(sums) if self.rules.zero else None
-        if use_hierarchical and sums.both is not None:
+        if use_hierarchical and sums.hierarchical is not None:
             if sharded is not None and self.rules.gathers:
-                return replace(sums.both, gather=sharded.gather)
-            return sums.both
+                # ZeRO 1: all-reduced gradients, and the updated weights are gathered afterwards.
+                return replace(sums.hierarchical, gather=sharded.gather)
+            return sums.hierarchical
         return sharded or sums.flat
 
-    def _together(self, placement: Placement, stage: int) -> int:
-        """Return how many stages share the links between clusters with this one.
+    def _stages_on_same_nodes(self, placement: Placement, stage: int) -> int:
+        """Return how many stages, with this one, use the links between clusters at the same time.
 
-        Stages on the same nodes reduce their gradients at the same time.
+        These are the stages on the same nodes, which reduce their gradients at the same time.
         """
         if not self.network.wan:
-            return 1
+            return 1  # without such links, a stage shares none
         return placement.stages.count(placement.stages[stage])
 
     def sums(self, placement: Placement, stage: int) -> list[Sums]:
         """Return the ways to sum gradients that each family of a stage's groups has."""
-        key, folded = self._stages(placement, stage)
-        together = self._together(placement, stage)
+        key, folded = self._key_and_fold(placement, stage)
+        stages_at_once = self._stages_on_same_nodes(placement, stage)
 
-        def made() -> list[Sums]:
+        def price_families() -> list[Sums]:
             fold, (folded_stage,) = folded()
             families = fold.families(folded_stage)
-            crossing = together * sum(family.count for family in families)
+            crossing = stages_at_once * sum(family.count for family in families)
             return [self.sums_of(family, crossing, placement.sizes.pipeline) for family in families]
 
-        return self.remember("sums", (key, together), made)
+        return self.remember("sums", (key, stages_at_once), price_families)
 
     def sums_of(self, family: GroupFamily, crossing: float, pipeline: int = 1) -> Sums:
         """Return the ways to sum gradients that one family of groups has.
@@ -241,9 +254,10 @@ class StageSums:
         network = self.groups["data"]
         rules = self.rules
         link_bps = self.link_bps(family.kinds)
-        both = None
+        joint = None
+        # ZeRO 2 and 3 reduce-scatter the gradients of each micro-batch instead.
         if not self.stock and rules.zero < 2 and HIERARCHICAL in rules.reductions:
-            both = hierarchical(
+            joint = hierarchical(
                 network,
                 family,
                 self.job.total_bytes / pipeline,
@@ -257,18 +271,22 @@ class StageSums:
             load=network.ring(family, crossing, link_bps),
             name=FLAT if family.nodes > 1 else "local",
         )
-        return Sums(family, flat, both, crossing)
+        return Sums(family, flat=flat, hierarchical=joint, crossing=crossing)
 
     def _sharded(self, sums: Sums) -> Sharded:
         """Return the collectives of sharded training (ZeRO, FSDP) for a family of groups."""
         sharded = Sharded(
-            sums.flat.load, sums.flat.name, zero=self.rules.zero, weights=self.job.weights
+            load=sums.flat.load,
+            name=sums.flat.name,
+            zero=self.rules.zero,
+            weights=self.job.weights,
         )
         if self.rules.zero == 1 and self.rules.gathers:
             sharded = replace(sharded, scatter_part=1.0)  # an all-reduce instead of a scatter
         parts = inside_clusters(self.network, sums.family) if self.rules.hybrid else []
         if not parts:
-            return sharded
+            return sharded  # all shards are divided among the ranks of all clusters
+        # Hybrid: every cluster has all shards, and the owners of one shard all-reduce its gradient.
         rings = [
             self.network.ring(part, sums.crossing, self.link_bps(part.kinds)) for part in parts
         ]
@@ -305,14 +323,14 @@ class Prices(StageSums):
         ]
         stage_links = self.stage_links(placement)
         limits = [
-            self.remember("place", content, partial(self._limits, content))
+            self.remember("limits", content, partial(self._limits, content))
             for content in placement.stages
         ]
-        hidden = None
+        link_load_s = None
         if self.hide_stage_links and stage_links:
-            # Without the latency, during which other messages can use the link.
+            # Without the latency, during which other messages can use the stage link.
             size = job.block.activation_bytes
-            hidden = tuple(stage_link.byte_s * size for stage_link in stage_links)
+            link_load_s = tuple(stage_link.byte_s * size for stage_link in stage_links)
         return StageCosts(
             forward_s=tuple(costs.forward_s for costs in layer_costs),
             backward_s=tuple(costs.backward_s for costs in layer_costs),
@@ -332,8 +350,8 @@ class Prices(StageSums):
             virtual=rules.virtual,
             load_s=self._load_s(placement, stage_links) if rules.virtual > 1 else 0.0,
             places=tuple(limit.clusters for limit in limits),
-            hidden=hidden,
-            nics=self.nics(placement) if self.hide_stage_links else (),
+            link_load_s=link_load_s,
+            shared_nic_stages=self.shared_nic_stages(placement) if self.hide_stage_links else (),
             weights_s=tuple(costs.weights_s for costs in layer_costs),
         )
 
@@ -343,8 +361,9 @@ class Prices(StageSums):
         return estimate(costs, (1,) * costs.stages).step_s
 
     def _limits(self, content: Content) -> _StageLimits:
+        """Return the clusters and the memory of a stage on these nodes."""
         clusters = self.network.clusters(content)
-        memory_bytes = self.job.slowest(clusters).memory_bytes or inf
+        memory_bytes = self.job.slowest(clusters).memory_bytes or inf  # 0: not known
         return _StageLimits(
             clusters=", ".join(clusters),
             memory_bytes=min(memory_bytes, self.rules.memory_bytes or inf),
@@ -354,7 +373,7 @@ class Prices(StageSums):
         self, placement: Placement, stage: int, reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
         """Return the costs of each kind of layer on a stage, computed once for equal stages."""
-        key, folded = self._stages(placement, stage)
+        key, folded = self._key_and_fold(placement, stage)
         return self.remember(
             "layers",
             (key, id(reduction), sharded),
@@ -364,6 +383,13 @@ class Prices(StageSums):
     def _layer_costs(
         self, folded: Callable[[], FoldedStages], reduction: PricedReduction, sharded: bool
     ) -> _LayerCosts:
+        """Return the costs of each kind of layer on a stage.
+
+        Args:
+            folded: Returns the fold that contains the stage, and the number of the stage in it.
+            reduction: Reduction of the stage's gradients.
+            sharded: Whether passes include the collectives of ZeRO 2 and 3 in each micro-batch.
+        """
         fold, (stage,) = folded()
         job = self.job
         content = fold.placement.stages[stage]
@@ -394,8 +420,8 @@ class Prices(StageSums):
         This is the sum of the forward and the backward pass.
         """
         block = self.job.block
-        sizes = fold.of.sizes
-        groups = (
+        sizes = fold.full_placement.sizes
+        groups = (  # (kind, ranks of a group, bytes that it exchanges)
             ("tensor", sizes.tensor, block.tensor_bytes),
             ("context", sizes.context, block.context_bytes),
             ("expert", sizes.expert, block.expert_bytes),
@@ -405,15 +431,26 @@ class Prices(StageSums):
         )
 
     def _group_s(self, fold: Fold, stage: int, kind: str, size: float) -> float:
-        """Return the seconds that the slowest group of a kind needs to exchange `size` bytes."""
+        """Return the seconds that the slowest group of a kind needs to exchange `size` bytes.
+
+        Tensor groups all-reduce them, expert groups run an all-to-all, and context groups pass them around a
+        ring.
+
+        Args:
+            fold: The placement.
+            stage: Number of the stage in the fold.
+            kind: "tensor", "context" or "expert".
+            size: Bytes.
+        """
         network = self.groups[kind]
         slowest_s = 0.0
         for family in fold.families(stage, kind):
             link_bps = self.link_bps(family.kinds)
             if kind == "tensor":
-                load = network.ring(family, family.count, link_bps)
+                load = network.ring(family, groups=family.count, inside_bps=link_bps)
             else:
-                load = network.in_turn(family, kind == "expert", link_bps)
+                is_all_to_all = kind == "expert"
+                load = network.in_turn(family, is_all_to_all, inside_bps=link_bps)
             slowest_s = max(slowest_s, load.price.seconds(size))
         return slowest_s
 
@@ -428,15 +465,21 @@ class Prices(StageSums):
 
     def stage_link(self, placement: Placement, stage: int, other: int) -> Price:
         """Return the price of sending an activation to another stage, for the slowest pair of ranks."""
-        return self._on_stages("stage_link", self._stage_link, placement, stage, other)
+        return self._computed_once("stage_link", self._stage_link, placement, stage, other)
 
     def _stage_link(self, fold: Fold, stages: tuple[int, ...]) -> Price:
+        """Return the price of an activation from one stage to another, for the slowest pair of ranks.
+
+        Args:
+            fold: The placement.
+            stages: Numbers of the sending and the receiving stage in the fold.
+        """
         sender, receiver = stages
-        slices = self.slices(fold.of)
+        slices = self.slices(fold.full_placement)
         share = 1.0 if self.stock else self.job.compressed_share(self.rules.compression)
 
         def prices() -> list[Price]:
-            """Return the price of each kind of pipeline's message."""
+            """Return the price of a message of each kind of pipeline, which all send at the same time."""
             stage_links = self._messages(fold, sender, receiver)
             crossing: Counter[tuple[int, int]] = Counter()  # kinds of both nodes -> messages
             for stage_link in stage_links:
@@ -450,7 +493,7 @@ class Prices(StageSums):
 
         # The prices depend on the job only by its GPUs, so jobs with the same GPUs share them.
         key = "stage_link", id(fold), stages, slices, share, id(self.job.gpus)
-        size = self.job.block.activation_bytes or 1.0
+        size = self.job.block.activation_bytes or 1.0  # 0: compare by the latency and a single byte
         return max(self.network.remember(key, prices), key=lambda price: price.seconds(size))
 
     def _messages(self, fold: Fold, sender: int, receiver: int) -> list[StageMessages]:
@@ -463,9 +506,10 @@ class Prices(StageSums):
         size = job.block.activation_bytes
         output: Row = (0.0,) if job.after else ()  # the output layer sends nothing
         senders = len(job.layers) - len(output)
+        # The last stage sends nothing.
         return tuple((price.seconds(size),) * senders + output for price in (*stage_links, FREE))
 
-    def nics(self, placement: Placement) -> tuple[tuple[int, int], ...]:
+    def shared_nic_stages(self, placement: Placement) -> tuple[tuple[int, int], ...]:
         """Return the ranges of stages that share NICs for the stage links on both of their sides.
 
         Returns:
@@ -474,18 +518,21 @@ class Prices(StageSums):
         """
         last = placement.sizes.pipeline - 1
         fabrics = [
-            self._on_stages("fabrics", self._fabrics, placement, stage, stage + 1)
+            self._computed_once("fabrics", self._fabrics, placement, stage, stage + 1)
             for stage in range(last)
         ]
+        # By stage link: the fabrics of its messages.
         inside_node = {""}
         ranges = []
-        first = 0  # first stage on the nodes of the stage looked at
+        first = 0  # first of the stages that share the nodes of `stage`
         for stage in range(1, last):
             if fabrics[stage - 1] != inside_node:
                 first = stage
-            if first == 0 or fabrics[stage] == inside_node:
+            has_link_before = first > 0
+            has_link_after = fabrics[stage] != inside_node
+            if not has_link_before or not has_link_after:
                 continue
-            if fabrics[first - 1] & fabrics[stage]:
+            if fabrics[first - 1] & fabrics[stage]:  # both links use the same NIC
                 ranges.append((first, stage))
         return tuple(ranges)
 
@@ -515,15 +562,20 @@ class Prices(StageSums):
         With v chunks per stage, a stage sends v activations down and v gradients up. The last stage sends
         v - 1 activations to the first one, which sends as many gradients back. Messages inside a cluster and
         between clusters use different NICs.
+
+        Args:
+            placement: Nodes of each stage.
+            stage_links: Price of an activation from each stage to the next one.
         """
         chunks = self.rules.virtual
         size = self.job.block.activation_bytes
         last = placement.sizes.pipeline - 1
         clusters = [set(self.network.clusters(content)) for content in placement.stages]
-        inside_s = [0.0] * (last + 1)
-        across_s = [0.0] * (last + 1)
+        inside_s = [0.0] * (last + 1)  # by stage: its NICs inside the cluster
+        across_s = [0.0] * (last + 1)  # by stage: its NICs between clusters
 
         def add(stage: int, other: int, seconds: float) -> None:
+            """Add the seconds of the messages between two stages to the NICs of both."""
             crosses = len(clusters[stage] | clusters[other]) > 1
             load_s = across_s if crosses else inside_s
             load_s[stage] += seconds
@@ -531,6 +583,7 @@ class Prices(StageSums):
 
         for stage, stage_link in enumerate(stage_links):
             add(stage, stage + 1, chunks * stage_link.seconds(size))
+        # From the last stage to the first one, where the next chunk begins.
         around_s = self.stage_link(placement, last, 0).seconds(size) if last else 0.0
         add(0, last, (chunks - 1) * around_s)
         return max(*inside_s, *across_s)
@@ -547,7 +600,7 @@ class Prices(StageSums):
         def seconds(fold: Fold, _: tuple[int, ...]) -> float:
             return max(reduction.seconds(size) for reduction in self.tied(fold))
 
-        return self._on_stages("tied", seconds, placement, 0, last)
+        return self._computed_once("tied", seconds, placement, 0, last)
 
     def tied(self, fold: Fold) -> list[PricedReduction]:
         """Return the fastest reduction of a tied weight for each kind of pipeline."""
@@ -575,14 +628,14 @@ class Prices(StageSums):
         pairs = by_pairs(self.network, fold, kind, self.link_bps(node_kinds))
         if self.stock or not self.rules.tied:
             return pairs, None
-        for family in twins(fold):
+        for family in tied_weight_families(fold):
             if kind in family.pipelines:
                 joint = tied_hierarchical(
                     self.network,
                     family,
                     self.job.tied_bytes,
                     direct=self.rules.direct,
-                    groups=0 if alone else family.count,
+                    groups=0 if alone else family.count,  # that share the links between clusters
                     inside_bps=self.link_bps(family.kinds),
                 )
                 return pairs, joint
@@ -591,7 +644,7 @@ class Prices(StageSums):
     def spans_networks(self, placement: Placement) -> bool:
         """Return whether some group has to use Ethernet although a member has a faster fabric."""
         return any(
-            self._on_stages("spans_networks", self._spans_networks, placement, stage)
+            self._computed_once("spans_networks", self._spans_networks, placement, stage)
             for stage in range(placement.sizes.pipeline)
         )
 

@@ -106,7 +106,7 @@ NONE = PricedReduction(name="none")
 #: With a shorter round trip than this, in seconds, larger chunks save nothing: other costs are as long.
 HIDDEN_LATENCY_S = 5e-4
 #: Another route across clusters is chosen if it takes less than this part of the direct route's time.
-WORTH = 0.95
+OTHER_ROUTE_SHARE = 0.95
 #: Bytes on the wire for each byte of gradients that crosses (runtime/compress.py).
 SHARES = {"off": 1.0, "bf16": 0.5, "int8": (1 + 4 / 256) / 4}
 #: Largest number of TCP streams between two ranks.
@@ -114,7 +114,7 @@ MOST_STREAMS = 8
 #: Part of a link's rate that streams must reach; below 1 because the rate is measured imprecisely.
 STREAM_SHARE = 0.8
 #: Sizes for which `faster_from` compares two reductions: powers of two from 1 KiB to 1 GiB.
-_COMPARED_BYTES = tuple(2**power for power in range(10, 31))
+_COMPARED_BYTES: tuple[int, ...] = tuple(2**power for power in range(10, 31))
 
 
 @dataclass(frozen=True)
@@ -123,28 +123,28 @@ class Hierarchical(PricedReduction):
 
     name: str = "hierarchical"
     #: Step inside each cluster. It runs twice: as a reduce-scatter and as an all-gather.
-    insides: tuple[Load, ...] = ()
-    there: Load = Load()  # reduce step across clusters
-    back: Load = Load()  # gather step across clusters
+    inside_loads: tuple[Load, ...] = ()
+    reduce_across: Load = Load()  # reduce step across clusters
+    gather_across: Load = Load()  # gather step across clusters
     chunk_bytes: float = 0.0
     route: CrossClusterAlgorithm = field(default=CrossClusterAlgorithm("direct", ()))
     ranks: Mapping[str, int] = field(default_factory=dict, hash=False)  # cluster -> its ranks
     #: Latency of one step across clusters, in seconds, and the part of it beyond the fabric's own latency.
-    half_s: float = 0.0
+    step_latency_s: float = 0.0
     longer_s: float = 0.0
     #: Seconds per byte of a chunk that a step across takes longer because clusters on the route receive a
     #: chunk completely before they forward it.
     relay_byte_s: float = 0.0
     #: Whether a chunk must arrive before the next one leaves (direct exchanges over long distances).
     stalls: bool = False
-    share: float = 1.0  # part of the bytes that compression leaves on the slow network
+    compressed_share: float = 1.0  # part of the bytes that compression leaves on the slow network
     senders: float = 1.0  # ranks of a node that send across at the same time
     gather: Price = FREE  # of updated weights, once a step, per byte of gradients
 
     @cached_property
     def inside(self) -> Price:
         """Return the price of both steps inside the slowest cluster."""
-        prices = [load.price for load in self.insides]
+        prices = [load.price for load in self.inside_loads]
         slowest = max(prices, key=lambda price: price.byte_s, default=FREE)
         return slowest.scaled(2)
 
@@ -153,46 +153,48 @@ class Hierarchical(PricedReduction):
         """Return the seconds per byte that chunks wait for the latency of the chunk before them."""
         if not self.stalls:
             return 0.0
-        return 2 * self.half_s / self.chunk_bytes
+        return 2 * self.step_latency_s / self.chunk_bytes
 
     @cached_property
     def across(self) -> Price:
         """Return the price of both steps across clusters, limited by the busiest NIC or link."""
-        bit_s: dict[object, float] = defaultdict(
-            float
-        )  # NIC or link -> seconds per bit of gradients
-        for load in (self.there, self.back):
+        # NIC or link between clusters -> seconds that it is busy per bit of gradients
+        bit_s: dict[object, float] = defaultdict(float)
+        for load in (self.reduce_across, self.gather_across):
             assert load.fabric is not None
             for nic, flows in load.nics:
                 bit_s[nic] += flows / load.fabric.rate_bps
             for hop, flows in load.hops:
                 bit_s[hop] += flows / hop.rate_bps
-        # A receive is posted together with the send, so gloo's sender learns of it one latency later.
+        # Each of the two steps takes one latency. gloo sends only after the receiver has announced its
+        # receive, which takes another latency if the receive is posted together with the send.
         latencies = 4 if self.stalls else 2
         return Price(
-            byte_s=8 * self.share * max(bit_s.values()) + self._stall_byte_s,
-            latency_s=latencies * self.half_s,
+            byte_s=8 * self.compressed_share * max(bit_s.values()) + self._stall_byte_s,
+            latency_s=latencies * self.step_latency_s,
         )
 
     @property
     def once(self) -> Price:
         """Return the price of reducing all gradients of a step, in many chunks.
 
-        The slower of the two networks is always busy. The first chunk has to pass the faster one before.
+        Chunks pass the network inside clusters and the network across clusters in a pipeline. So the slower
+        of the two is always busy, and the faster one adds only the time of the first chunk.
         """
         slower_byte_s, faster_byte_s = sorted(
             (self.inside.byte_s, self.across.byte_s), reverse=True
         )
         latency_s = self.inside.latency_s + self.across.latency_s
-        first_chunk_s = self.chunk_bytes * (faster_byte_s + 2 * self.relay_byte_s)
-        return Price(slower_byte_s, latency_s + first_chunk_s) + self.gather
+        relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
+        first_chunk_s = self.chunk_bytes * (faster_byte_s + relay_byte_s)
+        return Price(byte_s=slower_byte_s, latency_s=latency_s + first_chunk_s) + self.gather
 
     def seconds(self, size: float) -> float:
         """Return the seconds that a sum of `size` bytes takes; a single chunk overlaps nothing."""
         if size > self.chunk_bytes:
             return self.once.seconds(size)
-        relay_byte_s = 2 * self.relay_byte_s
-        # No further chunk follows that would stall.
+        relay_byte_s = 2 * self.relay_byte_s  # of the reduce step and the gather step
+        # No chunk follows that would wait, so the price of waiting (part of `across`) is taken off again.
         byte_s = self.inside.byte_s + self.across.byte_s + relay_byte_s - self._stall_byte_s
         single_chunk = Price(byte_s, self.inside.latency_s + self.across.latency_s)
         return (single_chunk + self.gather).seconds(size)
@@ -200,10 +202,11 @@ class Hierarchical(PricedReduction):
     def sized(self, size: float) -> Hierarchical:
         """Return this reduction with the chunk size that is fastest for `size` bytes.
 
-        Small chunks keep both networks busy, large ones pay the latency less often.
+        Small chunks keep both networks busy, large ones pay the latency less often. The candidates are the
+        present size and its doubles.
         """
         if not self.stalls or self.across.latency_s < HIDDEN_LATENCY_S:
-            return self
+            return self  # the latency is paid once, or is short: larger chunks would save nothing
         candidates = [self]
         while candidates[-1].chunk_bytes < size:
             doubled = 2 * candidates[-1].chunk_bytes
@@ -220,7 +223,8 @@ class Hierarchical(PricedReduction):
         """
         real_chunks = sum(chunks_of(size, self.chunk_bytes) for size in sizes)
         chunks = min(most, real_chunks)
-        relay_s = self.relay_byte_s * sum(sizes) / real_chunks
+        real_chunk_bytes = sum(sizes) / real_chunks  # clusters relay chunks of this size
+        relay_s = self.relay_byte_s * real_chunk_bytes
         chains = []
         for chunk in range(chunks):
             chain = self._chain(
@@ -245,18 +249,19 @@ class Hierarchical(PricedReduction):
             chunk: Number of the chunk.
             is_last: Whether this is the last chunk; its last transfer is named `tag`.
         """
-        steps = [self.insides, (self.there,), (self.back,), self.insides]
+        # Reduce-scatter inside, reduce across, gather across, all-gather inside.
+        steps = [self.inside_loads, (self.reduce_across,), (self.gather_across,), self.inside_loads]
         names: list[Tag] = [(*tag, chunk, step) for step in range(len(steps))]
         if is_last:
             names[-1] = tag
-        followers = (*names[1:], None)
+        followers = (*names[1:], None)  # name of the transfer that each one starts
         for step, loads in enumerate(steps):
-            crosses = loads is not self.insides
+            crosses = loads is not self.inside_loads
             yield Flow(
                 loads=loads,
-                sizes=(self.share * size if crosses else size,),
+                sizes=(self.compressed_share * size if crosses else size,),
                 tag=names[step],
-                channel=(tag[:3], step),
+                channel=(tag[:3], step),  # chunks take the same step one after the other
                 then=followers[step],
                 chained=True,
                 way_s=across_s if crosses else 0.0,
@@ -266,18 +271,23 @@ class Hierarchical(PricedReduction):
     def streams(self, network: Network, crossing: float) -> int:
         """Return how many TCP streams between two ranks fill the measured links between clusters.
 
+        Links whose rate, or whose rate of one stream, was not measured are left out.
+
         Args:
             network: The site, with measured rates of links and of a stream.
             crossing: Number of groups that cross at the same time.
         """
-        assert self.there.fabric is not None
-        nic_bps = self.there.fabric.rate_bps / self.senders
+        assert self.reduce_across.fabric is not None
+        nic_bps = self.reduce_across.fabric.rate_bps / self.senders
         count = 1
-        for source, target in self.route.halves[0]:
+        reduce_volumes, _ = self.route.halves  # the gather step uses the same links
+        for source, target in reduce_volumes:
             link = network.wan.pair_of.get((source, target))
             if link is None or not link.stream_bps or not link.rate_bps:
                 continue
-            rank_pairs = min(self.ranks[source], self.ranks[target])
+            rank_pairs = min(
+                self.ranks[source], self.ranks[target]
+            )  # that share the link, for a group
             wanted_bps = min(nic_bps, link.rate_bps / (crossing * rank_pairs))
             count = max(count, ceil(STREAM_SHARE * wanted_bps / link.stream_bps))
         return min(count, MOST_STREAMS)
@@ -289,9 +299,12 @@ class Hierarchical(PricedReduction):
             A power of two, 0 if it is always faster, or None if it is slower for 1 GiB.
         """
         slower = [size for size in _COMPARED_BYTES if self.seconds(size) >= flat.seconds(size)]
-        if _COMPARED_BYTES[-1] in slower:
+        if not slower:
+            return 0
+        largest_slower = slower[-1]
+        if largest_slower == _COMPARED_BYTES[-1]:
             return None
-        return 2 * slower[-1] if slower else 0
+        return 2 * largest_slower  # the next size that was compared
 
 
 class _HierarchicalRequest(NamedTuple):
@@ -349,9 +362,18 @@ def hierarchical(
 def _hierarchical(
     network: Network, size: float, request: _HierarchicalRequest
 ) -> Hierarchical | None:
-    """Price the routes across clusters and return the fastest, or None if the groups cannot use it."""
+    """Return the hierarchical all-reduce with the fastest route across clusters.
+
+    Args:
+        network: The site.
+        size: Bytes of the sum that the route and the chunks are chosen for.
+        request: The groups, and how they reduce.
+
+    Returns:
+        None if the groups cannot reduce hierarchically, or if that would send no less than a flat ring.
+    """
     members = _by_cluster(network, request.family)
-    if not _is_possible(network, request, members):
+    if not _can_be_hierarchical(network, request, members):
         return None
     clusters = tuple(members.parts)
     if request.direct:
@@ -361,21 +383,21 @@ def _hierarchical(
         algorithm = "ring" if network.wan else "direct"
         routes = (CrossClusterAlgorithm(algorithm, clusters),)
     if request.compress != "off":
-        routes = routes[:1]
-    insides = tuple(
-        _inside(network, request, members.parts[cluster], members.ranks[cluster])
+        routes = routes[:1]  # compressed sums take the first route, "direct" or NCCL's ring, only
+    inside_loads = tuple(
+        _step_inside_cluster(network, request, members.parts[cluster], members.ranks[cluster])
         for cluster in clusters
         if members.ranks[cluster] > 1
     )
     candidates = []
     for route in routes:
-        candidate = _by_route(network, request, members, route, insides)
+        candidate = _priced_route(network, request, members, route, inside_loads)
         if not request.chunk_bytes:
             candidate = candidate.sized(size)
         candidates.append(candidate)
-    default = candidates[0]
+    default = candidates[0]  # "direct", or NCCL's ring
     best = min(candidates, key=lambda candidate: candidate.seconds(size))
-    is_worth_it = best.seconds(size) < WORTH * default.seconds(size)
+    is_worth_it = best.seconds(size) < OTHER_ROUTE_SHARE * default.seconds(size)
     return best if is_worth_it else default
 
 
@@ -390,16 +412,24 @@ def _by_cluster(network: Network, family: GroupFamily) -> _ClusterMembers:
     return _ClusterMembers(parts, ranks)
 
 
-def _is_possible(network: Network, request: _HierarchicalRequest, members: _ClusterMembers) -> bool:
-    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring."""
+def _can_be_hierarchical(
+    network: Network, request: _HierarchicalRequest, members: _ClusterMembers
+) -> bool:
+    """Return whether a hierarchical all-reduce is possible and sends less than a flat ring.
+
+    Args:
+        network: The site.
+        request: The groups, and how they reduce.
+        members: Members of a group by cluster.
+    """
     if len(members.parts) < 2:
         return False
-    with_several_nodes = [
+    with_several_nodes = [  # clusters, as the group's nodes in them
         parts for parts in members.parts.values() if sum(part.nodes for part in parts) > 1
     ]
     if request.spread and not with_several_nodes:
         return False
-    # NCCL's steps need as many ranks in each cluster.
+    # NCCL's steps need an equal number of ranks in each cluster (network.uneven: a bound ignores that).
     has_equal_ranks = len(set(members.ranks.values())) == 1
     if not (request.direct or network.uneven or has_equal_ranks):
         return False
@@ -409,12 +439,12 @@ def _is_possible(network: Network, request: _HierarchicalRequest, members: _Clus
     return across not in inside or bool(network.wan)
 
 
-def _by_route(
+def _priced_route(
     network: Network,
     request: _HierarchicalRequest,
     members: _ClusterMembers,
     route: CrossClusterAlgorithm,
-    insides: tuple[Load, ...],
+    inside_loads: tuple[Load, ...],
 ) -> Hierarchical:
     """Return the hierarchical all-reduce whose sums take one route across clusters.
 
@@ -423,30 +453,34 @@ def _by_route(
         request: The groups, and how they reduce.
         members: Members of a group by cluster.
         route: Algorithm that adds up the clusters' sums.
-        insides: Loads of the steps inside the clusters.
+        inside_loads: Loads of the steps inside the clusters.
     """
-    there, back = (_half(network, request, members, volumes) for volumes in route.halves)
-    fabric = there.fabric
+    reduce_across, gather_across = (
+        _step_across_clusters(network, request, members, volumes) for volumes in route.halves
+    )
+    fabric = reduce_across.fabric
     assert fabric is not None
 
     def latency_s(pair: Pair) -> float:
+        """Return the latency between two clusters: of the links between them, if any, or of the fabric."""
         wan_s = sum(hop.latency_s for hop in network.wan.hops(*pair))
         return wan_s or fabric.latency_s
 
     share = SHARES[request.compress]
     if request.compress != "off" and not request.direct:
-        # Compressed NCCL groups gather the sum of every cluster as a whole.
+        # Compressed NCCL groups all-gather the sums of all C clusters. A rank then receives C - 1 sums, in
+        # place of 2 (C - 1) / C in a ring.
         share *= len(members.parts) / 2
     suitable_bytes = chunk_bytes(min(members.ranks.values()), request.direct)
     return Hierarchical(
-        insides=insides,
-        there=there,
-        back=back,
+        inside_loads=inside_loads,
+        reduce_across=reduce_across,
+        gather_across=gather_across,
         chunk_bytes=request.chunk_bytes or suitable_bytes,
         route=route,
         ranks=members.ranks,
-        half_s=route.latency_s(latency_s),
-        share=share,
+        step_latency_s=route.latency_s(latency_s),
+        compressed_share=share,
         longer_s=route.latency_s(lambda pair: network.longer_s(fabric, pair)),
         relay_byte_s=_relay_byte_s(network, fabric, route, members.ranks),
         stalls=bool(network.wan) and request.direct and route.algorithm == "direct",
@@ -461,6 +495,12 @@ def _relay_byte_s(
 
     This is the time of all messages of a step that follow each other, less the time that the busiest link
     needs anyway.
+
+    Args:
+        network: The site.
+        fabric: Fabric between the clusters.
+        route: Algorithm that adds up the clusters' sums.
+        ranks: Cluster -> ranks of the group in it, which send at the same time.
     """
 
     def message_s(pair: Pair) -> float:
@@ -469,8 +509,10 @@ def _relay_byte_s(
         rates_bps += [hop.rate_bps for hop, _ in network.hops(fabric, {pair: 1.0})]
         return 8 * route.part / min(rates_bps)
 
+    reduce_volumes, _ = route.halves  # (from cluster, to cluster) -> bytes for each byte of the sum
     busiest_s = max(
-        message_s(pair) * volume / route.part for pair, volume in route.halves[0].items()
+        message_s(pair) * volume / route.part  # a pair exchanges volume / part messages
+        for pair, volume in reduce_volumes.items()
     )
     return max(0.0, route.latency_s(message_s) - busiest_s)
 
@@ -485,19 +527,19 @@ def _senders(part: GroupPart, groups: float) -> float:
     return part.ranks_per_node * (part.concurrent_groups if groups else part.groups)
 
 
-def _inside(
+def _step_inside_cluster(
     network: Network, request: _HierarchicalRequest, parts: Sequence[GroupPart], ranks: int
 ) -> Load:
-    """Return the load of one step inside a cluster.
+    """Return the load of one step inside a cluster: a reduce-scatter or an all-gather among its ranks.
 
     Args:
         network: The site.
-        request: The reduction.
+        request: The groups, and how they reduce.
         parts: Nodes of the cluster that a group has.
         ranks: Ranks of the group in the cluster.
     """
     nodes = sum(part.nodes for part in parts)
-    ring_volume = (ranks - 1) / ranks
+    ring_volume = (ranks - 1) / ranks  # bytes that a rank sends, for each byte of the sum
     if nodes == 1:
         return Load(inside_bps=request.inside_bps, volume=ring_volume)
     family = request.family
@@ -508,6 +550,8 @@ def _inside(
     }
     posts = 0.0
     if request.direct:
+        # Every rank exchanges one part with each other rank at the same time. The parts for ranks of other
+        # nodes pass the NIC.
         ranks_per_node = max(part.ranks_per_node for part in parts)
         volume = ranks_per_node * (ranks - ranks_per_node) / ranks
         messages = 1
@@ -528,7 +572,7 @@ def _inside(
     )
 
 
-def _half(
+def _step_across_clusters(
     network: Network,
     request: _HierarchicalRequest,
     members: _ClusterMembers,
@@ -538,7 +582,7 @@ def _half(
 
     Args:
         network: The site.
-        request: The reduction.
+        request: The groups, and how they reduce.
         members: Members of a group by cluster.
         volumes: (from cluster, to cluster) -> bytes sent for each byte of the sum.
     """
@@ -550,16 +594,18 @@ def _half(
     for (source, target), volume in volumes.items():
         sent_by[source] += volume / members.ranks[source]
         received_by[target] += volume / members.ranks[target]
-    nics: list[tuple[Nic, float]] = []
+    nics: list[tuple[Nic, float]] = []  # with the flows that each one carries
     for direction, volume_of in (("out", sent_by), ("in", received_by)):
         for cluster, parts in members.parts.items():
             if cluster not in volume_of:
-                continue
+                continue  # no traffic in this direction (the root or a leaf of a tree)
             for part in parts:
                 flows = _senders(part, request.groups) * volume_of[cluster]
                 nics.append(((part.node, fabric.name, direction), flows))
     groups = request.groups or family.count
+    # Bytes between clusters for each byte of a sum, of all groups that cross at once.
     crossing = {pair: volume * groups for pair, volume in volumes.items()}
+    # Each rank of the larger cluster of a pair sends or receives one message.
     messages = sum(max(members.ranks[cluster] for cluster in pair) for pair in volumes)
     return Load(
         nics=tuple(nics),
@@ -623,20 +669,23 @@ class Sharded(PricedReduction):
 
         Args:
             forward: Seconds that each kind of layer computes in the forward pass.
-            backward: The same in the backward pass.
+            backward: Seconds that each kind of layer computes in the backward pass.
             sizes: Bytes of the gradients of each kind of layer.
             repeats: Number of layers of each kind.
             prefetch: Whether the collectives of a layer overlap with the computation of another.
+
+        Returns:
+            Seconds of each kind of layer in the forward pass, and in the backward pass.
         """
         if self.zero < _ZERO_GRADIENTS:
-            return forward, backward
+            return forward, backward  # ZeRO 1 has no collectives in a micro-batch
         gather = self.gather if self.zero == _ZERO_WEIGHTS else FREE
         gather_again = gather.scaled(self.again)
         gather_s = _seconds_of(gather, sizes)
         gather_again_s = _seconds_of(gather_again, sizes)
         scatter_s = _seconds_of(self.scatter, sizes)
         across_s = _seconds_of(self.owned, sizes)
-        if not prefetch:
+        if not prefetch:  # computation and collectives follow each other
             forward_s = added(forward, gather_s)
             return forward_s, added(backward, gather_again_s, scatter_s, across_s)
         # Gathers and scatters share a NIC: their bytes add up, and the shorter latency is hidden.
@@ -687,6 +736,7 @@ def longest(activities: Sequence[_Activity], repeats: Sequence[int]) -> Row:
         return layers_s + activity.exposed_s
 
     slowest = max(activities, key=total_s)
+    # The row has the seconds of one layer of each kind, and layers of one kind are equal.
     first_s = slowest.layer_s[0] + slowest.exposed_s / repeats[0]
     return first_s, *slowest.layer_s[1:]
 
@@ -701,7 +751,7 @@ def inside_clusters(network: Network, family: GroupFamily) -> list[GroupFamily]:
     sizes = set(members.ranks.values())
     if len(members.parts) < 2 or len(sizes) > 1:
         return []
-    (ranks,) = sizes
+    (ranks,) = sizes  # the only number of ranks, of every cluster
     families = []
     for parts in members.parts.values():
         ring = tuple((part.kind, part.nodes) for part in parts)
@@ -713,6 +763,10 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
     """Return the groups of ranks that own the same shard: one rank of each cluster.
 
     A node belongs to as many of these groups as it has ranks in the groups of `family`.
+
+    Args:
+        network: The site.
+        family: Data-parallel groups. Each has all shards once in every cluster (hybrid sharding).
     """
     first_of: dict[str, GroupPart] = {}  # cluster -> its first nodes in the group
     for part in family.parts:
@@ -727,7 +781,7 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
         )
         for part in first_of.values()
     )
-    shards = family.ranks // len(parts)
+    shards = family.ranks // len(parts)  # ranks of a group in each cluster
     return replace(
         family,
         ranks=len(parts),
@@ -737,8 +791,12 @@ def owners(network: Network, family: GroupFamily) -> GroupFamily:
     )
 
 
-def twins(fold: Fold) -> Iterator[GroupFamily]:
-    """Yield the groups of all ranks that hold the same part of a weight of the first and last stage."""
+def tied_weight_families(fold: Fold) -> Iterator[GroupFamily]:
+    """Yield the groups of all ranks that hold the same part of a weight of the first and last stage.
+
+    Each group unites a data-parallel group of the first stage with that of the same pipelines in the last
+    stage. Where the two differ in their pipelines, there is none.
+    """
     last_of = {family.pipelines: family for family in fold.families(fold.stages[-1])}
     for first in fold.families(0):
         last = last_of.get(first.pipelines)
@@ -783,7 +841,7 @@ def tied_hierarchical(
 
     Args:
         network: The site.
-        family: Groups of the first and last stage together (see `twins`).
+        family: Groups of the first and last stage together (see `tied_weight_families`).
         size: Bytes of the gradient.
         direct: Whether the steps are gloo's direct exchanges; else they are NCCL's rings.
         groups: Number of groups that cross at once; 0 if each one is a load of its own (simulation).
@@ -796,8 +854,11 @@ def tied_hierarchical(
         if network.cluster(part.kind) == clusters[0]
     )
     borders = sum(cluster != following for cluster, following in zip(clusters, clusters[1:]))
+    # The ring has the ranks of the first stage, then those of the last one. So each stage lies in a single
+    # cluster if the cluster changes once, in the middle.
     are_apart = 2 * first_ranks == family.ranks and borders == 1
-    if network.only is not None or family.ranks == 2 or not are_apart:
+    has_single_pair = family.ranks == 2
+    if network.only is not None or has_single_pair or not are_apart:
         return None
     return hierarchical(
         network,

@@ -92,7 +92,7 @@ class RankModel:
             kinds: Result of kinds_of(model, sizes), if it is known already.
             replicas: Number of copies of all that is sharded (hybrid sharding).
         """
-        layers, working = kinds or kinds_of(model, sizes)
+        layers, working = kinds or kinds_of(model, sizes)  # working memory, in bytes
         reducing_ranks = sizes.data * sizes.context
         shards = reducing_ranks // replicas
         expert_shards = max(1, shards // sizes.expert)
@@ -101,7 +101,8 @@ class RankModel:
             for layer in layers
         ]
         if reducing_ranks > 1:
-            stage_gradient_bytes = reduced_bytes[1] * model.layers / sizes.pipeline
+            block_bytes = reduced_bytes[1]  # layers are (embedding, block, output)
+            stage_gradient_bytes = block_bytes * model.layers / sizes.pipeline
             working += buffer_bytes(stage_gradient_bytes)
         return cls(
             layers=layers,
@@ -219,15 +220,16 @@ class StageCosts:
     virtual: int = 1  # chunks per stage
     load_s: float = 0.0  # seconds that a NIC needs to send one micro-batch of all chunks of a stage
     places: tuple[str, ...] = ()  # by stage: names of its clusters
-    #: By stage link: part of transfer_s that occupies the link, if enough micro-batches are
-    #: in flight to hide the stage links (plan/cost/pipeline.py, in_flight). None: the framework's schedule.
-    hidden: Row | None = None
+    #: By stage link: part of transfer_s that occupies the link, if enough micro-batches are in flight to hide
+    #: the stage links (in_flight of plan/cost/pipeline.py). None: the framework's own schedule runs.
+    link_load_s: Row | None = None
     #: (first, last) of neighbouring stages that share NICs for the stage links before and after them.
-    nics: tuple[tuple[int, int], ...] = ()
+    shared_nic_stages: tuple[tuple[int, int], ...] = ()
     #: By stage and kind of layer: part of backward_s that computes weight gradients; (): not known.
     weights_s: Rows = ()
 
     def __post_init__(self) -> None:
+        """Fill in defaults of rows that were not given, and check all numbers."""
         stages = len(self.forward_s)
         kinds = len(self.forward_s[0])
         defaults: dict[str, tuple[Any, ...]] = {
@@ -306,11 +308,8 @@ class StageCosts:
         rows = []
         for stage in range(self.stages):
             count = in_flight(stage, self.stages, self.virtual, self.micro_batches)
-            rows.append(
-                tuple(
-                    state + count * kept for state, kept in zip(self.state_bytes, self.kept_bytes)
-                )
-            )
+            by_kind = zip(self.state_bytes, self.kept_bytes)
+            rows.append(tuple(state + count * kept for state, kept in by_kind))
         return tuple(rows)
 
     @cached_property
@@ -320,12 +319,12 @@ class StageCosts:
 
     @cached_property
     def sums(self) -> dict[str, list[list[float]]]:
-        """Return sums[name][stage][n]: the total of the first n layers if the stage had them.
+        """Return sums[name][stage][n]: the total of the model's first n layers, as costs on this stage.
 
-        The names are forward_s, backward_s, reduction_s, memory and weights_s. Stages with equal rows share
-        one list.
+        The names are forward_s, backward_s, reduction_s, memory and weights_s. So the cost of layers
+        [low, high) on a stage is the difference of two numbers.
         """
-        totals_of: dict[Row, list[float]] = {}
+        totals_of: dict[Row, list[float]] = {}  # stages with equal rows share one list
 
         def totals(row: Row) -> list[float]:
             if row not in totals_of:
@@ -361,18 +360,20 @@ class StageCosts:
     def exposed_s(self, stage: int, low: int, high: int) -> float:
         """Return the seconds of reduction after the last backward pass of a stage with layers [low, high).
 
-        With overlap: the maximum of reduction[low..l] - backward[low..l-1], at some l where the kind changes.
+        With overlap this is the maximum, over layers l, of the reduction of layers low..l minus the backward
+        pass of layers low..l-1.
         """
         reduction = self.sums["reduction_s"][stage]
         if not self.overlap:
             return reduction[high] - reduction[low] + self.latency_s[stage]
         backward = self.sums["backward_s"][stage]
+        # Where the kind of layer does not change, costs are linear, so the maximum is at an end.
         candidates = (layer for layer in (low, high - 1, *self._corners) if low <= layer < high)
         longest = max(reduction[layer + 1] - backward[layer] for layer in candidates)
         return longest - (reduction[low] - backward[low]) + self.latency_s[stage]
 
     def loads(self, stage_layers: Sequence[int]) -> tuple[StageLoad, ...]:
-        """Return the computation and memory of every stage, given its number of blocks."""
+        """Return the computation and memory of every stage, given the number of its blocks."""
         state_totals = self._totals(self.state_bytes)
         kept_totals = self._totals(self.kept_bytes)
         loads = []
@@ -401,14 +402,14 @@ class StageCosts:
         Returns:
             () if the framework's own schedule is as good, or is the only possible one.
         """
-        if self.hidden is None:
-            return ()
+        if self.link_load_s is None:
+            return ()  # the framework's schedule
         loads = self.loads(stage_layers)
         forward_s, backward_s = passes_s(loads)
         transfer_s, link_load_s = both_ways(
             self.stage_links_s(stage_layers),
-            self.hidden,
-            self.nics,
+            self.link_load_s,
+            self.shared_nic_stages,
             busy_s=max(load.busy_s for load in loads),
         )
         return schedule(
@@ -438,7 +439,8 @@ def predict(costs: StageCosts, stage_layers: Sequence[int], asked: Sequence[int]
     in_flight = tuple(asked) or costs.in_flight(stage_layers)
     if not in_flight:
         return estimate(costs, stage_layers, walked_ends)
-    ends = partial(walked_ends, in_flight=in_flight, load=costs.hidden or (), nics=costs.nics)
+    load_s = costs.link_load_s or ()
+    ends = partial(walked_ends, in_flight=in_flight, load=load_s, nics=costs.shared_nic_stages)
     step = estimate(costs, stage_layers, ends)
     memory_bytes = tuple(
         load.bytes_of(count) for load, count in zip(costs.loads(stage_layers), in_flight)
@@ -460,17 +462,15 @@ def estimate(
         formula_ends,
         virtual=costs.virtual,
         load_s=costs.load_s,
-        hidden=costs.hidden,
-        nics=costs.nics,
+        link_load_s=costs.link_load_s,
+        nics=costs.shared_nic_stages,
     )
-    assert (
-        len(stage_layers) == costs.stages
-        and sum(stage_layers) == costs.blocks
-        and min(stage_layers) > 0
-    )
+    assert len(stage_layers) == costs.stages
+    assert sum(stage_layers) == costs.blocks and min(stage_layers) > 0
     ranges = costs.ranges(stage_layers)
 
     def by_stage(name: str) -> list[float]:
+        """Return the cost of the layers of each stage (a key of StageCosts.sums)."""
         return [totals[high] - totals[low] for totals, (low, high) in zip(costs.sums[name], ranges)]
 
     forward_s = by_stage("forward_s")

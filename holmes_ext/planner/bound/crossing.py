@@ -122,8 +122,8 @@ def _hop_byte_s(bounds: StageBounds, stage: int) -> dict[Hop, float]:
     if isinstance(reduction, Hierarchical):
         if bounds.run.direct:
             return {}  # the route depends on the stage's bytes, which are not known yet
-        loads = (reduction.there, reduction.back)
-        share *= reduction.share
+        loads = (reduction.reduce_across, reduction.gather_across)
+        share *= reduction.compressed_share
     byte_s = defaultdict[Hop, float](float)
     for load in loads:
         for hop, flows in load.hops:

@@ -165,7 +165,7 @@ class StepLowerBound(StageBounds):
         if self.has_norm_barrier:
             updates = (after.update for after in self.after_backward)
             groups = tuple(Counter(zip(updates, self.max_layers)).items())
-            known = self.prices.known
+            known = self.prices.cached_results
             if ("levels", groups) not in known:
                 known["levels", groups] = self._update_intervals(groups)
             self.update_intervals = known["levels", groups]

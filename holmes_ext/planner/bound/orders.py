@@ -83,7 +83,7 @@ class OrderBounds:
         self.sizes = sizes
         self.bound_of = bound_of
         self.ring_bits = ring_bits
-        self.clusters = orders.every
+        self.clusters = orders.kinds
         #: (cluster, next cluster) -> bits/s
         self.rates_bps = rates_between(orders.network)
         #: Rates of the best links that connect all clusters, fastest first.
@@ -111,7 +111,7 @@ class OrderBounds:
         """
         ranks_of_clusters = {nodes * orders.network.processes for nodes in orders.nodes}
         stage_ranks = orders.network.world // sizes.pipeline
-        is_ordered = len(orders.every) >= MIN_CLUSTERS and sizes.pipeline > 1
+        is_ordered = len(orders.kinds) >= MIN_CLUSTERS and sizes.pipeline > 1
         return (
             bool(orders.network.wan)
             and is_ordered
@@ -121,7 +121,7 @@ class OrderBounds:
 
     def _read_chain(self, chain: Sequence[int]) -> None:
         """Read the links between the clusters of a chain, and its ends, from the bound of its placement."""
-        (placement,) = self.orders.made(self.sizes, tuple((cluster,) for cluster in chain))
+        (placement,) = self.orders.placements_of(self.sizes, tuple((cluster,) for cluster in chain))
         bound = self.bound_of(placement)
         stages_per_cluster = bound.stage_count // len(chain)
         borders = range(stages_per_cluster - 1, bound.stage_count - 1, stages_per_cluster)
@@ -155,7 +155,7 @@ class OrderBounds:
                 break
             beginning = heapq.heappop(heap)
             if beginning.clusters == len(self.clusters):
-                for placement in self.orders.made(self.sizes, beginning.groups):
+                for placement in self.orders.placements_of(self.sizes, beginning.groups):
                     bounded += 1
                     bound_s = max(beginning.bound_s, self.bound_of(placement).seconds(best_s))
                     if bound_s < best_s:
@@ -174,13 +174,13 @@ class OrderBounds:
         """Yield the groups that may follow; of interchangeable clusters the first unused ones only."""
         used = {cluster for group in beginning.groups for cluster in group}
         free = [cluster for cluster in self.clusters if cluster not in used]
-        alike = self.orders.alike
+        first_equal_kind = self.orders.first_equal_kind
         for group in combinations(free, beginning.group_size):
             skips_an_equal_cluster = any(
                 earlier not in group
                 for cluster in group
                 for earlier in free
-                if earlier < cluster and alike[earlier] == alike[cluster]
+                if earlier < cluster and first_equal_kind[earlier] == first_equal_kind[cluster]
             )
             if not skips_an_equal_cluster:
                 yield group

@@ -18,7 +18,12 @@ from holmes_ext.cluster.fabric import ETHERNET
 from holmes_ext.plan.cost.network import FREE, Price
 from holmes_ext.plan.cost.pipeline import both_ways
 from holmes_ext.plan.cost.price import Prices
-from holmes_ext.plan.cost.reductions import WORTH, Hierarchical, PricedReduction, hierarchical
+from holmes_ext.plan.cost.reductions import (
+    OTHER_ROUTE_SHARE,
+    Hierarchical,
+    PricedReduction,
+    hierarchical,
+)
 from holmes_ext.plan.cost.stages import Rows, StageCosts
 from holmes_ext.plan.engine import POSTED
 from holmes_ext.plan.placement import GroupFamily, Placement
@@ -125,7 +130,7 @@ class StageBounds:
         run = self.run
         count = self.stage_count
         #: Sends do not block, and as many micro-batches are in flight as hide the stage links.
-        self.async_stage_links = self.costs.hidden is not None
+        self.async_stage_links = self.costs.link_load_s is not None
         #: Position, among the ranks of a stage, of the pipelines with the slowest messages.
         self.slowest_position, messages = self._slowest_messages()
         #: From the last stage back to the first one (interleaved schedules).
@@ -174,12 +179,12 @@ class StageBounds:
         number is largest at the fastest pace that any split of the layers allows.
         """
         result = [self.stage_count - stage for stage in range(self.stage_count)]
-        if self.costs.hidden is None:
+        if self.costs.link_load_s is None:
             return result
         stage_links_s = tuple(row[1] for row in self.costs.transfer_s[: self.stage_count - 1])
         mean_stage_s = (sum(self.extra_s) + self._least_block_work_s()) / self.stage_count
-        exclusive = (stage_links_s, self.costs.hidden)
-        shared = both_ways(*exclusive, self.costs.nics, mean_stage_s)
+        exclusive = (stage_links_s, self.costs.link_load_s)
+        shared = both_ways(*exclusive, self.costs.shared_nic_stages, mean_stage_s)
         paces = [(links_s, max(mean_stage_s, *loads_s)) for links_s, loads_s in (exclusive, shared)]
         for stage in reversed(range(self.stage_count - 1)):
             passes_in_transit = 0.0
@@ -229,7 +234,7 @@ class StageBounds:
         if next_stage == stage:
             return NO_MESSAGE
         parts = self.placement.parts
-        tied = self.placement.tied
+        tied = self.placement.stages_per_component
         # Equal keys mean equal nodes on both ends, so placements of one search share the result.
         key = (
             parts[stage // tied],
@@ -287,7 +292,7 @@ class StageBounds:
     # ------------------------------------------------------------------- reductions
 
     def _after_backward(self, stage: int) -> AfterBackward:
-        tied = self.placement.tied
+        tied = self.placement.stages_per_component
         nodes = (self.placement.parts[stage // tied], stage % tied)
         is_first = stage == 0
         is_last = stage == self.stage_count - 1
@@ -340,9 +345,9 @@ class StageBounds:
         run = self.run
         if isinstance(reduction, Hierarchical):
             # The two levels overlap, so the slower one counts. With a WAN the stage may take another
-            # route for the bytes that it really has, which is faster by WORTH at most.
+            # route for the bytes that it really has, which is faster by OTHER_ROUTE_SHARE at most.
             slower_byte_s = max(reduction.inside.byte_s, reduction.across.byte_s)
-            route_factor = WORTH if self.prices.network.wan else 1.0
+            route_factor = OTHER_ROUTE_SHARE if self.prices.network.wan else 1.0
             latency_s = reduction.inside.latency_s + reduction.across.latency_s
             return Price(route_factor * slower_byte_s, latency_s)
         if not run.zero:
@@ -398,7 +403,7 @@ class StageBounds:
         """Return the seconds for which each byte of a reduction occupies a NIC on `fabric`."""
         if isinstance(reduction, Hierarchical):
             passes = 2  # reduce-scatter before, all-gather after the exchange between clusters
-            loads = reduction.insides
+            loads = reduction.inside_loads
         else:
             passes = 1
             loads = (reduction.load,)
@@ -423,7 +428,7 @@ class StageBounds:
         pairs, two_levels = prices.tied_of(fold, fold.kind_at(self.slowest_position), alone=True)
         seconds = [pairs.seconds(tied_bytes)]
         if two_levels is not None:
-            route_factor = WORTH if prices.network.wan else 1.0
+            route_factor = OTHER_ROUTE_SHARE if prices.network.wan else 1.0
             seconds.append(two_levels.seconds(tied_bytes) * route_factor)
         return min(seconds)
 

@@ -203,7 +203,7 @@ class SearchResult:
             zero=shape.zero,
             virtual=shape.virtual,
             memory_bytes=self.limits.memory_bytes,
-            alike=hierarchical_zero is not None,
+            same_reductions=hierarchical_zero is not None,
             hybrid=shape.replicas > 1,
         )
         sizes = shape.sizes()

@@ -141,7 +141,7 @@ def step_without(result: SearchResult, candidate: Candidate) -> float:
     """
     if candidate.simulated_s:
         return folded_s(job_of(result, candidate, hide_stage_links=False))
-    return estimate(replace(result.costs(candidate), hidden=None), candidate.split).step_s
+    return estimate(replace(result.costs(candidate), link_load_s=None), candidate.split).step_s
 
 
 def memory_of(result: SearchResult, candidate: Candidate, stage: int) -> Memory:
@@ -209,7 +209,7 @@ def in_passes(result: SearchResult, candidate: Candidate) -> Candidate | None:
     pass_order = quickest(
         loads,
         stage_links_s,
-        costs.hidden or stage_links_s,
+        costs.link_load_s or stage_links_s,
         shape.micro_batches,
         not result.rules.direct,
     )

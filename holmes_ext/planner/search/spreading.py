@@ -83,7 +83,7 @@ def _spread(result: SearchResult, candidate: Candidate) -> Candidate | None:
     job = result.prices(shape).job
     processes = network.processes
     stage_ranks = network.world // shape.pipeline
-    has_whole_nodes = stage_ranks % processes == 0 and candidate.placement.tied <= 1
+    has_whole_nodes = stage_ranks % processes == 0 and candidate.placement.stages_per_component <= 1
     if not has_whole_nodes or processes % (shape.tensor * shape.context):
         return None
     sent_bytes = shape.micro_batches * job.block.activation_bytes * processes / shape.tensor

@@ -7,7 +7,7 @@ import json
 
 from holmes_ext.cli.show.table import Column, Screen
 from holmes_ext.errors import HolmesError
-from holmes_ext.plan.experts import EVERY, ExpertOrder, load_traffic
+from holmes_ext.plan.experts import ALL_LAYERS, ExpertOrder, load_traffic
 from holmes_ext.plan.plan import Plan
 from holmes_ext.planner.experts.places import Places, places_of
 from holmes_ext.planner.experts.program import Answer, solve
@@ -98,7 +98,7 @@ def _answers(args: argparse.Namespace, places: Places) -> dict[int, Answer]:
                 counts, places, args.experts_balance, args.experts_seconds, args.experts_per_rank
             )
         except HolmesError as error:
-            layer = "" if number == EVERY else f": layer {number}"
+            layer = "" if number == ALL_LAYERS else f": layer {number}"
             raise HolmesError(f"{args.experts}{layer}: {error}") from None
     return answers
 
@@ -109,7 +109,7 @@ def _rows(number: int, answer: Answer) -> list[tuple[str, ...]]:
     for placed in answer.placements:
         layer = ""
         if placed is answer.placements[0]:
-            layer = "all" if number == EVERY else str(number)
+            layer = "all" if number == ALL_LAYERS else str(number)
         proven = f"{answer.gap:.2%}" if placed is answer.best else ""
         rows.append(
             (

@@ -31,7 +31,7 @@ from holmes_ext.plan.cost.reductions import (
     inside_clusters,
     owners,
     tied_hierarchical,
-    twins,
+    tied_weight_families,
 )
 from holmes_ext.plan.placement import Fold, GroupFamily
 from holmes_ext.planner.simulate.events import Transfer
@@ -136,7 +136,7 @@ class Collectives:
         self.model = model
         self.maker = maker
         self.stages = len(fold.stages)
-        sizes = fold.of.sizes
+        sizes = fold.full_placement.sizes
         #: Bytes of weights for each byte of gradients.
         self.weights = model.activation_width / model.gradient_width
         self.parameters = [layer.parameters for layer in layers]
@@ -366,7 +366,7 @@ class Collectives:
         It needs the first and the last stage to be on different clusters.
         """
         result: dict[int, tuple[Hierarchical, GroupFamily]] = {}
-        for family in twins(self.fold):
+        for family in tied_weight_families(self.fold):
             link_bps = self._link_bps(family.kinds)
             two_levels = tied_hierarchical(
                 self.network, family, self.tied_bytes, self.run.direct, 0, link_bps

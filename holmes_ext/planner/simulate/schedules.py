@@ -52,7 +52,7 @@ def schedule(
     neighbours = _Neighbours(stage, stages, last_place=stages * virtual - 1)
     if planned:
         listed = [(letter, micro_batch, 0) for letter, micro_batch in planned.stages[stage]]
-        return _posted(listed, neighbours, planned if planned.leads else None)
+        return _posted(listed, neighbours, planned if planned.activations_before else None)
     order = passes(stage, stages, micro_batches, virtual, in_flight, breadth_first)
     if virtual > 1 or in_flight or breadth_first or sends not in (AWAITED, PAIRED):
         return _posted(order, neighbours)

@@ -253,7 +253,7 @@ class JobStep:
     @property
     def _slices(self) -> int:
         """Tensor parallel ranks that share out a message on Ethernet."""
-        sizes = self.fold.of.sizes
+        sizes = self.fold.full_placement.sizes
         is_sliced = (
             self.network.only is None
             and self.run.cut

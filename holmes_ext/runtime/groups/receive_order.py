@@ -209,7 +209,7 @@ def listed_passes(texts: Sequence[str], network_api: str) -> PassOrder:
         HolmesError: the list is for NCCL but does not say when to post the receives of gradients.
     """
     order = PassOrder.parse(texts)
-    if network_api == VERBS and not order.leads:
+    if network_api == VERBS and not order.activations_before:
         raise HolmesError(
             "the plan's passes do not say when gradients' receives are posted (g0, g1 ...), "
             "which NCCL needs; make the plan again"

@@ -165,7 +165,9 @@ def test_the_step_walked_with_them_is_the_slow_one(seed):
     held = in_flight([3 * f for f in forward], transfer, micro_batches)
     slow = walk(orders_of(held, micro_batches), forward, backward, transfer)
     assert walked_ends(forward, backward, transfer, micro_batches, held) == pytest.approx(slow)
-    hidden = formula_ends(forward, backward, transfer, micro_batches, hidden=[0.0] * (stages - 1))
+    hidden = formula_ends(
+        forward, backward, transfer, micro_batches, link_load_s=[0.0] * (stages - 1)
+    )
     assert max(hidden) == pytest.approx(max(slow), rel=0.3)
 
 

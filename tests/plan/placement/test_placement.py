@@ -109,7 +109,7 @@ def alone(sizes, world, processes):
 
 def test_stage_links_and_families():
     fold = Fold(alone(Sizes(2, 2), 16, 4))  # 4 slots, a stage is two of them
-    assert fold.of.components == ((0, 1), (2, 3))
+    assert fold.full_placement.components == ((0, 1), (2, 3))
     assert fold.stage_link(0, 0, 1).leaving == 4 and fold.count == {0: 8}
     (family,) = fold.families(0)
     assert (family.nodes, family.ranks, family.count) == (2, 4, 2)
@@ -117,7 +117,7 @@ def test_stage_links_and_families():
     half = Fold(
         alone(Sizes(4), 8, 4)
     )  # two whole stages in each slot: one stage link inside, one onward
-    assert half.of.components == ((0,), (1,))
+    assert half.full_placement.components == ((0,), (1,))
     assert half.stage_link(0, 0, 1).local and half.stage_link(0, 1, 2).leaving == 2
 
 
@@ -125,7 +125,11 @@ def test_components_by_themselves():
     """Two of three ranks a stage on nodes of two: stages share every second node; and blocks of stages."""
     kinds = [0, 1, 1, 0, 0, 1, 1, 1, 0]
     partly = Placement.of(Sizes(6).complete(18), 2, kinds)
-    assert partly.tied == 2 and partly.components == ((0, 1, 2), (3, 4, 5), (6, 7, 8))
+    assert partly.stages_per_component == 2 and partly.components == (
+        (0, 1, 2),
+        (3, 4, 5),
+        (6, 7, 8),
+    )
     assert partly.alone(1).kinds() == [0, 0, 1] and partly.alone(1).sizes.pipeline == 2
     assert partly.alone(0, 2).kinds() == [0, 1, 1, 1, 1, 0]
     blocks = Placement.of(Sizes(2, order="tp-cp-ep-pp-dp").complete(8), 1, [0, 1] * 4)

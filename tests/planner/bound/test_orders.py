@@ -128,7 +128,9 @@ def test_no_simulated_step_of_any_order_is_below_its_bound(seed):
             for order in sampled_orders:
                 beginnings = [order[:count] for count in range(1, len(order) + 1)]
                 order_s = max(order_bounds.seconds(beginning, together) for beginning in beginnings)
-                for placement in evaluator.orders.made(sizes, order):  # placements in this order
+                for placement in evaluator.orders.placements_of(
+                    sizes, order
+                ):  # placements in this order
                     bound_s = max(order_s, shape_bound.seconds, bound_of(placement).seconds())
                     # A split has the number of layers of each pipeline stage.
                     for split in some_splits(pick, result.model.layers, shape.pipeline, 1):
@@ -172,9 +174,9 @@ def test_every_order_below_the_best_step_is_found():
     listed = {
         one: bound_of(one).seconds()
         for together in (1, 2)
-        if len(orders.every) % together == 0
+        if len(orders.kinds) % together == 0
         for groups in every_order(orders, together)
-        for one in orders.made(sizes, groups)
+        for one in orders.placements_of(sizes, groups)
     }
     middle = sorted(listed.values())[len(listed) // 2]
     assert look(inf) == set(listed)

@@ -55,7 +55,11 @@ def test_a_schedule_says_what_it_holds():
     one = PassOrder.parse(["F0 F1 F2 B0 I1 W1 B2", "F0 F1 I0 F2 I1 W0 I2 W1 W2"])
     assert one.in_flight == (3, 3) and one.micro_batches == 3 and PassOrder.parse(one.texts) == one
     both = PassOrder.parse(["F0 F1 g0 F2 g1 B0 g2 I1 W1 B2", one.texts[1]])
-    assert one.leads == () and both.leads == ((2, 3, 3),) and PassOrder.parse(both.texts) == both
+    assert (
+        one.activations_before == ()
+        and both.activations_before == ((2, 3, 3),)
+        and PassOrder.parse(both.texts) == both
+    )
     assert before(one.stages[1], "BI", "F") == (0, 0, 1) and before(one.stages[1], "F", "BI") == (
         2,
         3,

@@ -28,7 +28,7 @@ def costs_of(rng):
         rng.choice((1, 2, 4, 8, 16)),
         repeats=(1, layers, 1),
         overlap=rng.random() < 0.5,
-        hidden=tuple(rng.choice((0.0, 0.5, 1.0)) * stage_link for stage_link in stage_links),
+        link_load_s=tuple(rng.choice((0.0, 0.5, 1.0)) * stage_link for stage_link in stage_links),
     )
 
 

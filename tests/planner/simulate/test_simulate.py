@@ -341,7 +341,7 @@ def test_folding_changes_nothing(monkeypatch):
     folded = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     counter = itertools.count()
     monkeypatch.setattr(folds, "_tensor_neighbours", lambda placement: 1)
-    monkeypatch.setattr(folds, "_unit", lambda placement, step: placement.stage_ranks)
+    monkeypatch.setattr(folds, "_repeating_ranks", lambda placement, step: placement.stage_ranks)
     monkeypatch.setattr(Fold, "_look", lambda self, slots: next(counter))
     single = simulate(site, order, sizes, gpt, Execution(overlap="on"))
     assert len(folded.ranks) == 2 and len(single.ranks) == 8

@@ -211,7 +211,7 @@ def test_the_mailbox_posts_receives_where_the_list_says(monkeypatch):
     that end before."""
     for seed in SEEDS[1:60:2]:
         flight, count = drawn(seed)
-        for passes in (flight.schedule, replace(flight.schedule, leads=())):
+        for passes in (flight.schedule, replace(flight.schedule, activations_before=())):
             for stage, log in launched(monkeypatch, ListedOrder(passes), count, steps=1).items():
                 for peer in {one.peer for one in messages(log) if isinstance(one, Launch)}:
                     kind = "F" if peer < stage else "B"

@@ -48,13 +48,13 @@ def test_pieces_cover_a_chunk_once_and_name_one_owner_of_each_cluster(clusters, 
 
 def test_prediction_prefers_hierarchical_where_the_link_is_slow_and_clusters_are_large():
     four = sums_on_site(site("a ib 2Gb/s a[0-3]", "b ib 2Gb/s b[0-3]", ethernet="250Mb/s"))
-    assert four.flat.seconds(1e7) / four.both.seconds(1e7) > 2.5
+    assert four.flat.seconds(1e7) / four.hierarchical.seconds(1e7) > 2.5
     one = sums_on_site(site("a ib 2Gb/s a0", "b ib 2Gb/s b0", ethernet="250Mb/s"))
-    assert one.both is None  # the bytes that cross are the same
+    assert one.hierarchical is None  # the bytes that cross are the same
     slow = sums_on_site(
         site("a ib 250Mb/s a[0-1]", "b ib 250Mb/s b[0-1]", ethernet="250Mb/s", processes=4)
     )
-    assert slow.flat.seconds(1e7) < slow.both.seconds(
+    assert slow.flat.seconds(1e7) < slow.hierarchical.seconds(
         1e7
     )  # four ranks' exchange through one slow NIC
 

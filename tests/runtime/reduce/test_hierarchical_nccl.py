@@ -173,7 +173,7 @@ def planned(names, nodes, inside_bps, across_bps, **rules):
         for name in names
         for number in range(nodes)
     ]
-    return sums_on_site(Site(tuple(every), tuple(fabrics)), direct=False, **rules).both
+    return sums_on_site(Site(tuple(every), tuple(fabrics)), direct=False, **rules).hierarchical
 
 
 def test_chunks_are_of_some_mebibytes():
