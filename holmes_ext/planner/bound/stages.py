@@ -3,9 +3,8 @@
 A placement fixes which nodes hold which stage; the number of layers of each stage is still open. Every value
 here holds for each number of layers, so the bounds on the step time (least.py, chunks.py) can rest on it.
 
-Stages without pipelines in common repeat: a "fold" (plan/cost/price.py) is a smaller placement with only the
-nodes of some stages and the same costs. A stage's ranks have positions, and pipelines at positions on
-different kinds of nodes differ.
+A "fold" (plan/cost/price.py) is a smaller placement with only the nodes of some stages. It has the same
+costs, and many placements share it. Pipelines whose ranks are on equal nodes are of one kind.
 
 A resource that several stages share is counted once: a NIC carries the messages of one kind of pipeline at a
 time, and a link between clusters carries the reductions of one stage.
